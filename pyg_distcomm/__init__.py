@@ -1,0 +1,26 @@
+"""pyg_distcomm: training of PyTorch Geometric models on graphs spread over processes.
+
+Letters in docstrings: n nodes, n_i own rows of rank i, e edges, h ghosts (rows of other
+ranks needed here), f features, P ranks, a grid r x s x p of them (row, col, fiber),
+c copies (replication), L layers. A `gid` is a node's row in the user's Data, a `lid`
+its place on this rank; ghosts come after own rows.
+"""
+
+from pyg_distcomm.checkpoint import load_checkpoint as load_checkpoint
+from pyg_distcomm.checkpoint import save_checkpoint as save_checkpoint
+from pyg_distcomm.edge_index import DistEdgeIndex as DistEdgeIndex
+from pyg_distcomm.failure import RankError as RankError
+from pyg_distcomm.launch import launch as launch
+from pyg_distcomm.mesh import Mesh as Mesh
+from pyg_distcomm.mesh import init as init
+from pyg_distcomm.nn.convert import convert as convert
+from pyg_distcomm.nn.replicate import replicate as replicate
+from pyg_distcomm.partition.partition import Partition as Partition
+from pyg_distcomm.partition.report import PartitionReport as PartitionReport
+from pyg_distcomm.rows import Rows as Rows
+from pyg_distcomm.share import load_partition as load_partition
+from pyg_distcomm.share import partition as partition
+from pyg_distcomm.tensor import DistTensor as DistTensor
+from pyg_distcomm.wire import Ledger as Ledger
+
+__version__ = "0.1.0"

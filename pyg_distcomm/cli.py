@@ -1,0 +1,173 @@
+"""The command `pyg-distcomm`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.partition.layout import Meta, folder_meta
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
+from pyg_distcomm.partition.report import PartitionReport
+from pyg_distcomm.partition.verify import verify_folder
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 0, 1 for a faulty folder, or 2 for a user's error."""
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"pyg-distcomm: error: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="pyg-distcomm", description="Distributed full-graph training")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # each command is one function that adds its arguments and sets `run`
+    for add in (_add_partition, _add_inspect):
+        add(commands)
+    return parser
+
+
+def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "cut a graph and write its parts to a folder"
+    parser = commands.add_parser("partition", help=text, description=text)
+    parser.add_argument(
+        "dataset", help="a PyG data set's name, digits, generated-N, a .pt or .npz file"
+    )
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--parts", type=int, required=True, help="how many")
+    parser.add_argument("--method", choices=METHODS, default="metis")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
+    for kind in ("node", "edge"):
+        parser.add_argument(
+            f"--{kind}-attr",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"declare an attribute to be of the {kind}s",
+        )
+    parser.add_argument("--force", action="store_true", help="replace such a folder")
+    parser.add_argument(
+        "--checksums", action="store_true", help="read all back and compare"
+    )
+    parser.set_defaults(run=_partition)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "show and check a partition folder; exit with 1 when something is wrong"
+    parser = commands.add_parser("inspect", help=text, description=text)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--checksums",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the contents of every file too",
+    )
+    parser.set_defaults(run=_inspect)
+
+
+def _partition(arguments: argparse.Namespace) -> int:
+    if arguments.out.exists() and not arguments.force:
+        raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
+    data = load_dataset(arguments.dataset, arguments.root)
+    mask = data.get("train_mask")
+    partition = cut(
+        data.edge_index,
+        data.num_nodes,
+        arguments.parts,
+        arguments.method,
+        seed=arguments.seed,
+        train_mask=mask if mask is not None and mask.dim() == 1 else None,
+    )
+    figures = write_folder(
+        arguments.out,
+        data,
+        partition,
+        node_attrs=arguments.node_attr,
+        edge_attrs=arguments.edge_attr,
+        force=arguments.force,
+    )
+    print(figures)
+    return _say(verify_folder(arguments.out) if arguments.checksums else [])
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: is not a folder")
+    if is_pyg_folder(folder):
+        return _inspect_pyg(folder)
+    problems = verify_folder(folder, checksums=arguments.checksums)
+    with contextlib.suppress(ValueError):  # then it is the first of the problems
+        print("\n".join(_describe(folder_meta(folder))))
+    return _say(problems) or _whole(arguments.checksums)
+
+
+def _inspect_pyg(folder: Path) -> int:
+    partition = read_pyg_partition(folder)
+    print("format      torch_geometric.distributed.Partitioner, homogeneous")
+    print(f"partition   {partition}")
+    problems = []
+    for part in range(partition.num_parts):
+        try:
+            print(read_pyg_folder(folder, part))
+        except ValueError as error:
+            problems.append(str(error))
+    return _say(problems)
+
+
+def _describe(meta: Meta) -> list[str]:
+    lines = [
+        f"format      {meta['format']}, version {meta['version']}",
+        f"graph       {meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges",
+        f"partition   {meta['num_parts']} parts, sha256 {meta['partition'][:16]}",
+        f"on disk     {sum(file['bytes'] for file in meta['files'].values()):,} bytes",
+    ]
+    for name, attr in meta["attributes"].items():
+        lines.append(f"{attr['kind']:<11} {name} {attr['dtype']} {attr['shape']}")
+    lines += [
+        f"value       {name} = {value!r}" for name, value in meta["values"].items()
+    ]
+    return [*lines, str(PartitionReport(**_tuples(meta["report"])))]
+
+
+def _tuples(figures: Meta) -> Meta:
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in figures.items()
+    }
+
+
+def _say(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"pyg-distcomm: wrong: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _whole(checksums: bool) -> int:
+    print("whole       yes" if checksums else "whole       yes (contents not compared)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

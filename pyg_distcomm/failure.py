@@ -1,0 +1,129 @@
+"""How an error on one rank reaches the others.
+
+[Note: failure] A rank that fails writes its traceback to the rendezvous store. A rank
+that waits does so in short slices, looks at the store between them, and raises what it
+finds there: the same kind of exception, with the rank and the cause in its message. A
+rank that waits past the deadline says what every rank was doing. Nothing is written
+while all is well, so the price of an uneventful run is zero.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+import time
+import traceback
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+_GRACE = 2.0  # seconds a broken connection waits for the reason to reach the store
+
+
+class RankError(RuntimeError):
+    """Another rank failed, or did not answer before the deadline."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """What the ranks of one mesh tell each other when something goes wrong.
+
+    Args:
+        store: the rendezvous store, with a prefix of this mesh's own.
+        rank: this rank.
+        size: how many ranks there are.
+        deadline: seconds a rank waits for the others before it gives up.
+    """
+
+    store: dist.Store
+    rank: int
+    size: int
+    deadline: float
+
+    def report(self, error: BaseException) -> None:
+        """Writes this rank's failure where the waiting ranks look."""
+        text = "".join(traceback.format_exception(error))
+        note = {
+            "rank": self.rank,
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": text,
+        }
+        self._quietly("set", "error", json.dumps(note))
+
+    def look(self) -> None:
+        """Raises another rank's failure, if one has been reported."""
+        if self._quietly("check", ["error"]):
+            note = json.loads(self.store.get("error"))
+            if note["rank"] != self.rank:
+                raise _rebuilt(note)
+
+    def say(self, doing: str) -> None:
+        """Leaves word of what this rank waits for (only once a wait is long)."""
+        self._quietly("set", f"doing/{self.rank}", doing)
+
+    def expired(self, doing: str) -> RankError:
+        """Returns the error of a wait past the deadline, with every rank's state."""
+        states = [f"  rank {r}: {self._doing(r)}" for r in range(self.size)]
+        return RankError(
+            f"rank {self.rank} waited {self.deadline:.0f} s for {doing}, and not every "
+            "rank came. Ranks must run the same calls in the same order; raise "
+            "`timeout` in pdc.init if one is only slow.\n" + "\n".join(states)
+        )
+
+    def broken(self, doing: str, error: BaseException) -> BaseException:
+        """Returns why a connection broke, waiting briefly for the other to say."""
+        stop = time.monotonic() + _GRACE
+        while time.monotonic() < stop:
+            try:
+                self.look()
+            except Exception as reason:
+                return reason
+            time.sleep(0.05)
+        return RankError(
+            f"rank {self.rank} lost another rank during {doing}: a process ended without "
+            f"saying why (killed, out of memory, or it left early). Transport: {error}"
+        )
+
+    def _doing(self, rank: int) -> str:
+        if self._quietly("check", [f"doing/{rank}"]):
+            return self.store.get(f"doing/{rank}").decode()
+        return "not waiting (computing, or gone)"
+
+    def _quietly(self, verb: str, *args: Any) -> Any:
+        try:
+            return getattr(self.store, verb)(*args)
+        except RuntimeError:  # the store went with the process that held it
+            return None
+
+
+def _rebuilt(note: dict[str, Any]) -> BaseException:
+    kind = getattr(builtins, note["kind"], None)
+    usable = isinstance(kind, type) and issubclass(kind, Exception)
+    if not usable or kind in (UnicodeDecodeError, UnicodeEncodeError, KeyError):
+        kind = RankError
+    message = (
+        f"rank {note['rank']} failed with {note['kind']}: {note['message']}\n"
+        f"--- traceback of rank {note['rank']} ---\n{note['traceback']}"
+    )
+    error: BaseException = kind(message)
+    return error
+
+
+def install_excepthook(watch: Watch) -> None:
+    """Makes an uncaught exception reach the other ranks before this process ends."""
+    before, ref = sys.excepthook, weakref.ref(watch)
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        live = ref()
+        if live is not None:
+            live.report(error.with_traceback(trace))
+        before(kind, error, trace)
+
+    sys.excepthook = hook

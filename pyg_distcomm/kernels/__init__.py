@@ -1,0 +1,189 @@
+"""The op table: each kernel runs compiled on the CPU, or as plain torch elsewhere.
+
+`reference` defines every op; `cpu` holds the compiled ones, for float32 and
+float64 with int32 or int64 indices. Both are plain functions of tensors, without
+autograd. Column indices of `spmm` and `sddmm` are trusted: they are checked where
+a matrix is built (`coo_to_csr`, `csr_transpose`), not at each product.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+__all__ = [
+    "coo_to_csr",
+    "csr_transpose",
+    "describe",
+    "gather_rows",
+    "keyed_bits",
+    "keyed_dropout",
+    "keyed_mask",
+    "scatter_add_rows",
+    "sddmm",
+    "spmm",
+    "warm_up",
+]
+
+FLOATS = (torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def spmm(
+    rowptr: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    x: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Multiplies a CSR matrix by dense rows; see `reference.spmm`.
+
+    The sum of a row is taken in edge order, so the bits depend neither on the
+    number of threads nor on how callers cut ``rowptr``.
+    """
+    _check_product(rowptr, col, x)
+    if value is not None:
+        _check_values(value, col)
+        value = value.to(x.dtype)
+    if accumulate and out is None:
+        raise ValueError("spmm(accumulate=True) needs the out to add to")
+    if out is not None:
+        _check_out(out, rowptr.numel() - 1, x)
+    op = _pick(reference.spmm, (x,), (rowptr, col))
+    return op(rowptr, col, value, x, out, accumulate)
+
+
+def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
+    """Takes one dot product for each edge; see `reference.sddmm`."""
+    _check_product(rowptr, col, x)
+    _check_out(g, rowptr.numel() - 1, x)
+    return _pick(reference.sddmm, (g, x), (rowptr, col))(rowptr, col, g, x)
+
+
+def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copies rows, ``out[k] = x[index[k]]``; see `reference.gather_rows`."""
+    if x.dim() != 2:
+        return reference.gather_rows(x, index, out)
+    if out is not None:
+        _check_out(out, index.numel(), x)
+    return _pick(reference.gather_rows, (x,), (index,))(x, index, out)
+
+
+def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
+    """Adds rows in place, in order; see `reference.scatter_add_rows`."""
+    if out.dim() != 2:
+        return reference.scatter_add_rows(out, index, src)
+    _check_out(src, index.numel(), out)
+    return _pick(reference.scatter_add_rows, (out, src), (index,))(out, index, src)
+
+
+def coo_to_csr(
+    row: Tensor, col: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts edges by row in linear time, stably; see `reference.coo_to_csr`."""
+    if row.shape != col.shape or row.dim() != 1:
+        raise ValueError(
+            f"row and col must be vectors of one length, got {list(row.shape)} "
+            f"and {list(col.shape)}"
+        )
+    return _pick(reference.coo_to_csr, (), (row, col))(row, col, num_rows)
+
+
+def csr_transpose(
+    rowptr: Tensor, col: Tensor, num_cols: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Transposes a CSR matrix in linear time; see `reference.csr_transpose`."""
+    return _pick(reference.csr_transpose, (), (rowptr, col))(rowptr, col, num_cols)
+
+
+def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
+    """Hashes (key, gid, column) to 24 random bits; see `reference.keyed_bits`."""
+    return _pick(reference.keyed_bits, (), (gid,))(_checked(key), gid, cols)
+
+
+def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:
+    """Tells which entries a keyed dropout keeps; see `reference.keyed_mask`."""
+    return _pick(reference.keyed_mask, (), (gid,))(_checked(key), gid, cols, p)
+
+
+def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
+    """Drops entries by keyed draws and scales; see `reference.keyed_dropout`."""
+    if gid.shape != x.shape[:1]:
+        raise ValueError(
+            f"gid must name each of the {len(x)} rows of x, got {list(gid.shape)}"
+        )
+    return _pick(reference.keyed_dropout, (x,), (gid,))(x, _checked(key), gid, p)
+
+
+def warm_up() -> None:
+    """Compiles the float32 kernels, or loads them from Numba's cache on disk."""
+    importlib.import_module(".cpu", __name__).warm_up()
+
+
+def describe() -> dict[str, object]:
+    """Returns what runs the CPU kernels: version, threads, cache folder, SIMD."""
+    description: dict[str, object] = importlib.import_module(
+        ".cpu", __name__
+    ).describe()
+    return description
+
+
+def _pick(
+    op: Callable[P, R], floats: tuple[Tensor, ...], indices: tuple[Tensor, ...]
+) -> Callable[P, R]:
+    """Returns the compiled twin of a reference op where these tensors have one."""
+    compiled = (
+        all(t.device.type == "cpu" for t in (*floats, *indices))
+        and all(t.dtype in FLOATS and t.dtype == floats[0].dtype for t in floats)
+        and all(t.dtype in INDICES for t in indices)
+    )
+    if not compiled:
+        return op
+    # importing Numba takes a while: only those who multiply pay for it
+    twin: Callable[P, R] = getattr(
+        importlib.import_module(".cpu", __name__), op.__name__
+    )
+    return twin
+
+
+def _check_product(rowptr: Tensor, col: Tensor, x: Tensor) -> None:
+    if rowptr.dim() != 1 or col.dim() != 1 or not rowptr.numel():
+        raise ValueError(
+            f"rowptr [m + 1] and col [nnz] must be vectors, got "
+            f"{list(rowptr.shape)} and {list(col.shape)}"
+        )
+    if x.dim() != 2:
+        raise ValueError(f"x must be a matrix [n, f], got {list(x.shape)}")
+
+
+def _check_values(value: Tensor, col: Tensor) -> None:
+    if value.shape != col.shape:
+        raise ValueError(
+            f"value must hold one number for each of the {col.numel()} edges, "
+            f"got {list(value.shape)}"
+        )
+
+
+def _check_out(out: Tensor, rows: int, like: Tensor) -> None:
+    wanted = (rows, like.size(1))
+    if tuple(out.shape) != wanted or out.dtype != like.dtype:
+        raise ValueError(
+            f"expected a tensor of shape {list(wanted)} and type {like.dtype}, "
+            f"got {list(out.shape)} and {out.dtype}"
+        )
+
+
+def _checked(key: int) -> int:
+    if not 0 <= key < 2**63:
+        raise ValueError(f"key must lie in [0, 2**63), got {key}")
+    return key

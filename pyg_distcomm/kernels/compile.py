@@ -1,0 +1,85 @@
+"""Compiles each loop once, also when several processes start together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numba
+
+PATIENCE = 120.0  # seconds to wait for another process before compiling as well
+
+Signature = tuple[Any, ...]
+_known: set[tuple[int, Signature]] = set()
+
+
+def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
+    """Binds ``args`` to a loop that is compiled for them and ``integers`` more."""
+    key = (id(loop), tuple(_kind(arg) for arg in args))
+    if key not in _known:
+        types = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
+        with _alone(cache_folder(loop)):
+            loop.compile(tuple(types))
+        _known.add(key)
+    return partial(loop, *args)
+
+
+def cache_folder(loop: Any) -> str | None:
+    """Returns where Numba keeps a compiled loop on disk, if it does."""
+    folder: str | None = loop.stats.cache_path
+    return folder
+
+
+def _kind(arg: Any) -> object:
+    """Returns what the compiled type of an argument depends on."""
+    return getattr(arg, "dtype", None) or (
+        len(arg) if isinstance(arg, tuple) else type(arg)
+    )
+
+
+@contextlib.contextmanager
+def _alone(folder: str | None) -> Iterator[None]:
+    """Holds a file lock in Numba's cache folder, where there is one to hold.
+
+    The first process compiles and writes the cache; the others wait and read it.
+    A folder that cannot be written, or a system without file locks, waits for nobody.
+    """
+    file = _lock_file(folder)
+    if file is None:
+        yield
+        return
+    try:
+        _lock(file)
+        yield
+    finally:
+        os.close(file)
+
+
+def _lock_file(folder: str | None) -> int | None:
+    if folder is None:
+        return None
+    try:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, "pyg_distcomm.lock")
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        return None
+
+
+def _lock(file: int) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:
+            return

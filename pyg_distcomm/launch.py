@@ -1,0 +1,188 @@
+"""Starts a function on several ranks of this machine, from a script or a notebook."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyg_distcomm.failure import RankError
+
+_GRACE = 5.0  # seconds the other ranks have to tell their own story
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    threads: int | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` on `nprocs` new processes and returns what each returned.
+
+    Inside `fn`, `pdc.init()` joins the run, as it would under torchrun.
+
+    Args:
+        fn: a function that can be imported by name (from a module or a script).
+        nprocs: how many ranks.
+        args: arguments, picklable.
+        timeout: seconds after which the run is stopped with a RankError.
+        threads: torch threads per rank; the machine's cores are shared out if None.
+
+    Raises:
+        TypeError: if `fn` cannot be sent to another process (a notebook's own
+            function, a lambda); the message says what to do.
+        Exception: the first rank's error, of its own kind, with rank and traceback.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs={nprocs} must be at least 1")
+    _check_importable(fn, args)
+    context = multiprocessing.get_context(
+        "forkserver" if sys.platform == "linux" else "spawn"
+    )
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    share = threads or max(1, (os.cpu_count() or 1) // nprocs)
+    ranks, pipes = [], []
+    for rank in range(nprocs):
+        mine, theirs = context.Pipe(duplex=False)
+        job = (fn, args, rank, nprocs, store.port, share, theirs)
+        process = context.Process(target=_rank_main, args=job, daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append(process)
+        pipes.append(mine)
+    try:
+        return _collected(pipes, timeout)
+    finally:
+        _stop(ranks)
+
+
+def _check_importable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    main = sys.modules["__main__"]
+    in_notebook = getattr(fn, "__module__", "") == "__main__" and not hasattr(
+        main, "__file__"
+    )
+    try:
+        pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = str(error)
+    else:
+        reason = "it is defined in the notebook" if in_notebook else ""
+    if reason:
+        raise TypeError(
+            f"launch cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments "
+            f"to new processes ({reason}). Put the function at the top level of a .py "
+            "file (in a notebook: begin its cell with %%writefile train.py) and import it."
+        )
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    size: int,
+    port: int,
+    threads: int,
+    pipe: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
+    )
+    torch.set_num_threads(threads)
+    try:
+        pipe.send((True, fn(*args)))
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        pipe.send((False, (type(error).__name__, _portable(error), _story(error))))
+    finally:
+        pipe.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _story(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _collected(pipes: list[Connection], timeout: float | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, Any] = {}
+    stop = None if timeout is None else time.monotonic() + timeout
+    open_pipes = dict(enumerate(pipes))
+    while open_pipes:
+        left = None if stop is None else max(0.0, stop - time.monotonic())
+        ready = wait(list(open_pipes.values()), left)
+        for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
+            done, value = _received(open_pipes.pop(rank))
+            (results if done else failures)[rank] = value
+        if failures and (stop is None or stop > time.monotonic() + _GRACE):
+            stop = time.monotonic() + _GRACE
+        if not ready and open_pipes:
+            if not failures:
+                raise RankError(f"ranks {sorted(open_pipes)} ran past {timeout} s")
+            break
+    if failures:
+        raise _first_cause(failures)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        done, value = pipe.recv()
+    except EOFError:
+        text = "the process ended without a word (killed, or out of memory)"
+        return False, ("RankError", RankError(text), text)
+    return done, value
+
+
+def _first_cause(failures: dict[int, Any]) -> BaseException:
+    # ranks that only heard of the failure name another rank in their message
+    heard = ("failed with", "lost another rank", "waited")
+    own = [r for r, f in sorted(failures.items()) if not _mentions(f, heard)]
+    rank = own[0] if own else min(failures)
+    kind, error, story = failures[rank]
+    text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{story}"
+    if error is None:
+        return RankError(text)
+    error.__cause__ = RankError(text)
+    return error  # type: ignore[no-any-return]
+
+
+def _mentions(failure: Any, words: tuple[str, ...]) -> bool:
+    message = str(failure[1])
+    return message.startswith("rank ") and any(word in message for word in words)
+
+
+def _stop(ranks: list[Any]) -> None:
+    for process in ranks:
+        process.join(0.5)
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    for process in ranks:
+        process.join(5)
+        if process.is_alive():
+            process.kill()

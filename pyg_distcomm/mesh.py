@@ -1,0 +1,315 @@
+"""The world: which ranks there are, how they are laid out, and the seed they share."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pyg_distcomm import random
+from pyg_distcomm.failure import Watch, install_excepthook
+from pyg_distcomm.wire import Axis, Ledger
+
+Grid = tuple[int, int, int]
+ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
+AXES = ("row", "col", "fiber")
+_REMEMBERED = 4096  # dropout calls that a recomputation may look back on
+
+
+def resolve_grid(
+    size: int,
+    algorithm: str = "1d",
+    replication: int | None = None,
+    grid: Grid | None = None,
+) -> Grid:
+    """Returns the grid `(row, col, fiber)` of an algorithm on `size` ranks.
+
+    | name    | grid        | fits                                       |
+    |---------|-------------|--------------------------------------------|
+    | 1d      | (P, 1, 1)   | any P                                      |
+    | 1.5d    | (P/c, c, 1) | c = `replication` divides P                |
+    | 2d      | (r, s, 1)   | P = r s, r >= s > 1, as square as can be   |
+    | 3d      | (q, t, p)   | P = q t p, all above 1, as cubic as can be |
+    | feature | (1, 1, P)   | any P; every rank holds the topology       |
+
+    Raises:
+        ValueError: if no such grid exists; the message lists sizes that fit.
+    """
+    if grid is not None:
+        return _explicit_grid(size, grid)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm={algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
+        )
+    if replication is not None and algorithm != "1.5d":
+        raise ValueError(
+            f"replication={replication} belongs to algorithm='1.5d', "
+            f"got algorithm={algorithm!r}; leave it out, or give grid=(r, s, p)"
+        )
+    found = _named_grid(size, algorithm, replication)
+    if found is None:
+        raise ValueError(_misfit(size, algorithm, replication))
+    return found
+
+
+def _explicit_grid(size: int, grid: Grid) -> Grid:
+    sides = tuple(grid)
+    whole = all(isinstance(n, int) and n >= 1 for n in sides)
+    if len(sides) != 3 or not whole or math.prod(sides) != size:
+        fits = [(r, size // r, 1) for r in range(size, 0, -1) if size % r == 0]
+        raise ValueError(
+            f"grid={grid} needs three positive sizes (row, col, fiber) whose product is "
+            f"the number of ranks, {size}; for instance {', '.join(map(str, fits[:4]))}"
+        )
+    return sides  # type: ignore[return-value]
+
+
+def _named_grid(size: int, algorithm: str, replication: int | None) -> Grid | None:
+    if algorithm == "1d":
+        return (size, 1, 1)
+    if algorithm == "feature":
+        return (1, 1, size)
+    if algorithm == "1.5d":
+        c = replication if replication is not None else _default_replication(size)
+        return (size // c, c, 1) if c is not None and c >= 1 and size % c == 0 else None
+    if algorithm == "2d":
+        pairs = [(size // s, s) for s in _divisors(size) if size // s >= s > 1]
+        return (*pairs[-1], 1) if pairs else None
+    return _cube(size)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _default_replication(size: int) -> int | None:
+    fits = [c for c in _divisors(size) if c > 1 and c * c <= size]
+    return fits[-1] if fits else None
+
+
+def _cube(size: int) -> Grid | None:
+    sides = [
+        (size // (a * b), b, a)
+        for a in _divisors(size)
+        for b in _divisors(size // a)
+        if size // (a * b) >= b >= a > 1
+    ]
+    return min(sides, key=sum) if sides else None
+
+
+def _misfit(size: int, algorithm: str, replication: int | None) -> str:
+    top = max(2 * size, 16)
+    fits = [n for n in range(1, top + 1) if _named_grid(n, algorithm, replication)]
+    near = sorted(sorted(fits, key=lambda n: abs(n - size))[:6])
+    rule = {
+        "1.5d": "replication must be at least 1 and divide the number of ranks"
+        if replication is not None
+        else "the number of ranks must be r * c with r >= c > 1",
+        "2d": "the number of ranks must be r * s with r >= s > 1",
+        "3d": "the number of ranks must be q * t * p with all three above 1",
+    }[algorithm]
+    also = ""
+    if replication is not None:
+        also = f" (on {size} ranks, replication may be {_divisors(size)})"
+    sizes = ", ".join(map(str, near)) or "none"
+    return (
+        f"algorithm={algorithm!r} does not fit {size} ranks: {rule}; "
+        f"sizes that work: {sizes}{also}. Or use algorithm='1d', which fits any."
+    )
+
+
+@dataclass(eq=False)
+class Mesh:
+    """The ranks of a run, laid out as a grid of row x col x fiber.
+
+    Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
+    `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
+
+    Args:
+        grid: the sizes `(r, s, p)` of the three axes.
+        seed: the seed of all keyed randomness.
+        device: where this rank computes by default.
+        device_mesh: torch's own mesh of the same grid; None without a process group.
+        world: all ranks; further axes are `row`, `col`, `fiber` and `data`
+            (the ranks again, on a process group of DDP's own).
+        ledger: what has travelled.
+        step: how many keyed training calls (dropout) there have been.
+    """
+
+    grid: Grid
+    seed: int
+    device: torch.device
+    device_mesh: DeviceMesh | None
+    world: Axis
+    row: Axis
+    col: Axis
+    fiber: Axis
+    data: Axis
+    ledger: Ledger
+    step: int = 0
+    _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, size)."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.world.size
+
+    @property
+    def coordinate(self) -> Grid:
+        """This rank's place `(i, j, k)` on the grid."""
+        return self.row.rank, self.col.rank, self.fiber.rank
+
+    def next_key(self) -> int:
+        """Returns the key of one more keyed training call, equal on all ranks.
+
+        Inside a backward pass the call is a recomputation (activation checkpointing),
+        and gets the key of the call it repeats: checkpointing restores torch's
+        generator, from which each call draws the token it is remembered by.
+        """
+        token = int(torch.randint(1 << 62, ()))
+        if torch._C._current_graph_task_id() != -1:
+            return self._repeated(token)
+        self.step += 1
+        self._replay[token] = self.step
+        if len(self._replay) > _REMEMBERED:
+            self._replay.popitem(last=False)
+        return random.fold(self.seed, self.step)
+
+    def _repeated(self, token: int) -> int:
+        if token not in self._replay:
+            raise RuntimeError(
+                "a keyed call (dropout) was recomputed without torch's generator state; "
+                "use torch.utils.checkpoint with preserve_rng_state=True (its default)"
+            )
+        return random.fold(self.seed, self._replay[token])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seed and the counter: what makes a resumed run repeat itself."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the seed and the counter of another run, on any number of ranks."""
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+
+    def __deepcopy__(self, memo: dict) -> Mesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Mesh holds live connections and cannot be pickled; save plain tensors "
+            "(.to_local(), .full_tensor()) and make the mesh anew with pdc.init()"
+        )
+
+    def __repr__(self) -> str:
+        sides = " x ".join(str(n) for n in self.grid)
+        return f"Mesh(rank {self.rank}/{self.size}, grid {sides} (row x col x fiber))"
+
+
+def init(
+    algorithm: str = "1d",
+    *,
+    replication: int | None = None,
+    grid: Grid | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    timeout: float = 300.0,
+) -> Mesh:
+    """Joins the run and returns its mesh.
+
+    Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
+    `pdc.launch`, in a process group the caller has made, or alone, with none at all.
+
+    Args:
+        algorithm: "1d", "1.5d", "2d", "3d" or "feature"; see `resolve_grid`.
+        replication: c of the 1.5D algorithm.
+        grid: an explicit grid `(row, col, fiber)`, instead of a name.
+        backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
+        device: where this rank computes; its CUDA device with NCCL, else the CPU.
+        seed: the seed of dropout and of everything else that is keyed.
+        timeout: seconds a rank waits for the others before it raises.
+
+    Raises:
+        ValueError: if the grid does not fit; the message lists the sizes that do.
+    """
+    if (
+        not dist.is_initialized()
+        and "RANK" in os.environ
+        and "WORLD_SIZE" in os.environ
+    ):
+        resolve_grid(int(os.environ["WORLD_SIZE"]), algorithm, replication, grid)
+        dist.init_process_group(
+            backend or _default_backend(), timeout=timedelta(seconds=timeout + 60)
+        )
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    sides = resolve_grid(size, algorithm, replication, grid)
+    home = torch.device(device) if device is not None else _default_device()
+    if home.type == "cuda" and home.index is not None:
+        torch.cuda.set_device(home)
+    if not dist.is_initialized():
+        return _alone(sides, seed, home)
+    return _joined(sides, seed, home, timeout)
+
+
+def _default_backend() -> str:
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _default_device() -> torch.device:
+    over_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    if over_nccl and torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", local % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
+    ledger = Ledger()
+    axes = [Axis(name, 0, 1, None, ledger, None) for name in ("world", *AXES, "data")]
+    return Mesh(grid, seed, device, None, *axes, ledger)
+
+
+def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    watch = _make_watch(rank, size, timeout)
+    install_excepthook(watch)
+    ledger = Ledger()
+    device_mesh = init_device_mesh(device.type, grid, mesh_dim_names=AXES)
+    lines = [
+        Axis(
+            name,
+            device_mesh.get_local_rank(name),
+            n,
+            device_mesh.get_group(name),
+            ledger,
+            watch,
+        )
+        for name, n in zip(AXES, grid, strict=True)
+    ]
+    span = timedelta(seconds=timeout + 60)
+    world, data = (
+        Axis(name, rank, size, dist.new_group(timeout=span), ledger, watch)
+        for name in ("world", "data")
+    )
+    return Mesh(grid, seed, device, device_mesh, world, *lines, data, ledger)
+
+
+def _make_watch(rank: int, size: int, timeout: float) -> Watch:
+    store = dist.distributed_c10d._get_default_store()
+    # meshes are made in the same order on all ranks, so each counts its own
+    number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
+    return Watch(dist.PrefixStore(f"pyg_distcomm/{number}", store), rank, size, timeout)

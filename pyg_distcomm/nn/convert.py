@@ -1,0 +1,57 @@
+"""convert: makes every message passing layer of a model distributed."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
+
+from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.nn.norm import DistBatchNorm
+from pyg_distcomm.nn.sage_conv import DistSAGEConv
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+_MATRIX: dict[type, type] = {GCNConv: DistGCNConv, SAGEConv: DistSAGEConv}
+
+
+def convert(model: Model) -> Model:
+    """Makes the layers of a model distributed, in place, sharing their parameters.
+
+    GCNConv and SAGEConv become DistGCNConv and DistSAGEConv, every other
+    `MessagePassing` layer is run by `HaloConv`, and BatchNorm1d becomes DistBatchNorm.
+    Names in `state_dict` stay as they are. Works on any module: PyG's `GCN`,
+    `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a class of your own, or a single layer
+    (whose converted form is the return value).
+
+    Args:
+        model: the model; on ordinary inputs it computes what it did before.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, got {type(model).__name__}")
+    done: dict[int, torch.nn.Module] = {}
+    return _converted(model, done)  # type: ignore[return-value]
+
+
+def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    done[id(module)] = out = _stand_in(module)
+    done[id(out)] = out
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _converted(child, done)
+    return out
+
+
+def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
+    if isinstance(module, (DistGCNConv, DistSAGEConv, HaloConv, DistBatchNorm)):
+        return module
+    if type(module) in _MATRIX:
+        module.__class__ = _MATRIX[type(module)]
+        return module
+    if type(module) is torch.nn.BatchNorm1d:
+        return DistBatchNorm.of(module)
+    return HaloConv(module) if isinstance(module, MessagePassing) else module

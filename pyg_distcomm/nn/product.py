@@ -1,0 +1,47 @@
+"""What the matrix layers share: the direction of messages and the order of products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn.dense.linear import Linear
+
+from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.topology import Topology
+
+
+def flowing(
+    topology: Topology, weight: Tensor | None, flow: str
+) -> tuple[Topology, Tensor | None]:
+    """Returns the edges, and their weights, in the direction that messages flow."""
+    if flow == "source_to_target":
+        return topology, weight
+    back = topology.reversed
+    return back.topology, None if weight is None else back.carry(weight)
+
+
+def in_best_order(
+    x: DistTensor, lin: Linear, multiply: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns `(A X) W + b` or `A (X W) + b`, whichever exchanges fewer words.
+
+    Both are the same function; the exchange has the width it is made at ([Kurt23]).
+    `x` may have more dims than two: they travel flattened.
+    """
+    if not is_lazy(lin.weight) and lin.in_channels < lin.out_channels:
+        return _bias(F.linear(_by_row(multiply, x.to_local()), lin.weight), lin.bias)
+    if is_lazy(lin.weight):
+        lin(x)  # takes its width from x, through its own hooks
+        return in_best_order(x, lin, multiply)
+    return _bias(_by_row(multiply, F.linear(x.to_local(), lin.weight)), lin.bias)
+
+
+def _by_row(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return multiply(x.flatten(1)).view(x.shape) if x.dim() > 2 else multiply(x)
+
+
+def _bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias

@@ -1,0 +1,75 @@
+"""One model on every rank: DistributedDataParallel, with its bytes counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.wire import Axis
+
+
+class Alone(torch.nn.Module):
+    """What `replicate` returns on one rank: the model, behind `.module` like DDP's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.module(*args, **kwargs)
+
+
+def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Module:
+    """Returns the model with equal parameters on all ranks and averaged gradients.
+
+    This is torch's DistributedDataParallel in a process group of its own: parameters
+    start as rank 0's, and gradients are averaged behind the backward pass. With the
+    global losses of DistTensor the average *is* the single-process gradient (see
+    [Note: gradients] in `adjoint.py`). Row-cut parameters (an embedding per node)
+    stay with their rank. On one rank nothing is wrapped but the name `.module`.
+
+    Args:
+        model: on this rank's device.
+        mesh: the ranks.
+        kwargs: further arguments of DistributedDataParallel.
+
+    Raises:
+        ValueError: if the model's parameters lie on another kind of device than NCCL
+            or gloo can reach from here.
+
+    Price: one all-reduce of all parameters per backward pass.
+    """
+    cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
+    if cut:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, cut)
+    free = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and not isinstance(p, DistTensor)
+    ]
+    if mesh.size == 1 or not free:
+        return Alone(model)
+    kwargs.setdefault("broadcast_buffers", False)
+    out = DistributedDataParallel(model, process_group=mesh.data.group, **kwargs)
+    out.register_comm_hook(_Averager(mesh.data), _average)
+    return out
+
+
+class _Averager:
+    """The axis, out of reach of copying and pickling."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+
+def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
+    """Averages one bucket of gradients over the ranks, and counts it."""
+    buffer: Tensor = bucket.buffer().div_(state.axis.size)
+    return wire.all_reduce_future(buffer, state.axis).then(lambda f: f.value()[0])

@@ -1,0 +1,65 @@
+"""DistSAGEConv: PyG's SAGEConv, distributed when given a DistEdgeIndex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import SAGEConv
+
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.product import flowing, in_best_order
+from pyg_distcomm.tensor import DistTensor
+
+
+class DistSAGEConv(SAGEConv):
+    r"""The GraphSAGE layer of [Hamilton17], on a graph spread over ranks.
+
+        x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
+
+    Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
+    it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
+    grid; every other aggregation brings the rows of the neighbours here (grids
+    `(P, 1, 1)`).
+
+    Shapes (this rank):
+        x           [n_i, F_in]   DistTensor, or a pair of them
+        edge_index  [2, e_i]      DistEdgeIndex
+        return      [n_i, F_out]  DistTensor
+
+    Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
+    backward unless x needs no gradient; F_in for other aggregations.
+
+    Raises:
+        TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
+    """
+
+    def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().forward(x, edge_index, size)
+        if self.aggr not in ("mean", "sum", "add"):
+            return through_halo(self, super().forward, x, edge_index)
+        source, root = x if isinstance(x, (tuple, list)) else (x, x)
+        edge_index.check_nodes(source, "x")
+        if self.project and hasattr(self, "lin"):
+            source = self.lin(source).relu()
+        out = self._aggregated(source, edge_index)
+        if self.root_weight and root is not None:
+            edge_index.check_nodes(root, "x[1]")
+            out = out + self.lin_r(root)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:
+        topology, _ = flowing(edge_index.topology, None, self.flow)
+
+        def multiply(h: Tensor) -> Tensor:
+            z = topology.sum(h, None)
+            if self.aggr != "mean":
+                return z
+            return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
+
+        out = in_best_order(x, self.lin_l, multiply)
+        return DistTensor.wrap(out, edge_index.nodes)

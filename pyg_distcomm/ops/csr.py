@@ -1,0 +1,98 @@
+"""CSR: one local sparse block, and its transpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Where the nonzeros of an m x n block are, in CSR order.
+
+    Shapes: rowptr [m + 1], col [nnz], both int32 where they fit.
+    Columns ascend within a row, and equal entries keep their original order.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    num_cols: int
+
+    @staticmethod
+    def build(
+        row: Tensor, col: Tensor, shape: tuple[int, int]
+    ) -> tuple[Pattern, Tensor]:
+        """Returns the pattern of a list of edges, and the edge of each nonzero."""
+        _, row_sorted, by_col = kernels.coo_to_csr(col, row, shape[1])
+        rowptr, _, by_row = kernels.coo_to_csr(row_sorted, by_col, shape[0])
+        index = by_col.long()[by_row.long()]
+        return Pattern(rowptr, col[index].to(rowptr.dtype), shape[1]), index
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.rowptr) - 1, self.num_cols
+
+    @property
+    def nnz(self) -> int:
+        """The number of nonzeros."""
+        return len(self.col)
+
+    @cached_property
+    def transpose(self) -> tuple[Pattern, Tensor]:
+        """The transposed pattern, and for each of its nonzeros the one it comes from.
+
+        A symmetric pattern shares its memory with its transpose.
+        """
+        rowptr, col, perm = kernels.csr_transpose(self.rowptr, self.col, self.num_cols)
+        if torch.equal(rowptr, self.rowptr) and torch.equal(col, self.col):
+            rowptr, col = self.rowptr, self.col
+        return Pattern(rowptr, col, self.shape[0]), perm.long()
+
+    def to(self, device: torch.device) -> Pattern:
+        """Returns the same pattern on another device."""
+        return Pattern(self.rowptr.to(device), self.col.to(device), self.num_cols)
+
+
+@dataclass(frozen=True, eq=False)
+class CSR:
+    """A local block: a pattern and the values on it (None: all ones).
+
+    Shapes: value [nnz] or None.
+    """
+
+    pattern: Pattern
+    value: Tensor | None = None
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """Returns `A x` `[m, f]` for x `[n, f]`."""
+        p = self.pattern
+        return kernels.spmm(p.rowptr, p.col, self.value, x)
+
+    def add_matmul(self, x: Tensor, out: Tensor) -> Tensor:
+        """Adds `A x` to `out` `[m, f]`, in place."""
+        p = self.pattern
+        if p.nnz == 0:
+            return out
+        return kernels.spmm(p.rowptr, p.col, self.value, x, out, True)
+
+    def value_gradient(self, g: Tensor, x: Tensor) -> Tensor:
+        """Returns `d<g, A x> / d value` `[nnz]`: the dot of row and column rows."""
+        p = self.pattern
+        return kernels.sddmm(p.rowptr, p.col, g, x)
+
+    @cached_property
+    def transposed(self) -> CSR:
+        """The transpose, computed once; a symmetric block shares its memory with it."""
+        pattern, perm = self.pattern.transpose
+        if self.value is None:
+            return CSR(pattern)
+        value = self.value[perm]
+        if pattern.col is self.pattern.col and torch.equal(value, self.value):
+            value = self.value
+        return CSR(pattern, value)

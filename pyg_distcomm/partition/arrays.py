@@ -1,0 +1,101 @@
+"""Tensors as .npy files that can be memory-mapped; no pickles."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20
+
+# what NumPy has no name for is stored as unsigned integers of the same width
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
+    """Writes a tensor, flushed to the disk; returns the file's length and sha256."""
+    array = _as_numpy(tensor)
+    with open(path, "wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def read_array(
+    path: Path, dtype: str, shape: list[int] | tuple[int, ...], mmap: bool = True
+) -> Tensor:
+    """Reads a tensor; with `mmap`, pages come from the file when they are touched.
+
+    A mapped tensor may be written to: the file does not change. Raises ValueError,
+    naming the file, when it is missing, damaged, or not of this dtype and shape.
+    """
+    try:
+        array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    want = torch_dtype(dtype, path)
+    if list(array.shape) != list(shape) or array.dtype != _stored(want):
+        raise ValueError(
+            f"{path}: holds {array.dtype} {list(array.shape)}, but META.json says "
+            f"{dtype} {list(shape)}"
+        )
+    return torch.from_numpy(np.asarray(array)).view(want)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Names a dtype without its prefix: "float32", "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str, path: Path) -> torch.dtype:
+    """Finds a dtype by name; raises ValueError, naming the file, for an unknown one."""
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{path}: META.json gives it the unknown dtype {name!r}")
+    return dtype
+
+
+def sha256(path: Path) -> str:
+    """Hashes a file."""
+    state = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes the names in a folder last, where the system can (Windows cannot)."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _stored(dtype: torch.dtype) -> np.dtype:
+    empty = torch.empty(0, dtype=dtype)
+    try:
+        return np.dtype(empty.numpy().dtype)
+    except TypeError:
+        return np.dtype(BITS[empty.element_size()])
+
+
+def _as_numpy(tensor: Tensor) -> np.ndarray:
+    plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+    stored = _stored(plain.dtype)
+    if plain.numel() == 0:
+        return np.empty(tuple(plain.shape), stored)
+    try:
+        return plain.numpy()
+    except TypeError:
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits: np.ndarray = plain.view(width[plain.element_size()]).numpy()
+        return bits.view(stored)

@@ -1,0 +1,325 @@
+"""A partitioned graph on disk, one folder per part, read by memory-mapping.
+
+    OUT/META.json          what there is: sizes, attributes, figures, checksums
+    OUT/owner.npy          [num_nodes], the part of each node
+    OUT/graph__NAME.npy    a tensor of the whole graph
+    OUT/part_00000/
+        node_gid.npy       [n_i], ascending
+        edge_gid.npy       [e_i], ascending: places in the edge_index of the Data
+        edge_index.npy     [2, e_i], node ids of the Data
+        node__NAME.npy     [n_i, ...], in the order of node_gid
+        edge__NAME.npy     [e_i, ...], in the order of edge_gid
+
+An edge and its attributes live with the owner of its target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from tqdm import tqdm
+
+from pyg_distcomm.partition.arrays import (
+    dtype_name,
+    fsync_folder,
+    read_array,
+    write_array,
+)
+from pyg_distcomm.partition.kinds import Kind, attribute_kinds
+from pyg_distcomm.partition.layout import (
+    FORMAT,
+    META,
+    OWNER,
+    VERSION,
+    Meta,
+    Verify,
+    check_file,
+    file_name,
+    folder_meta,
+    part_name,
+    write_meta,
+)
+from pyg_distcomm.partition.partition import Partition, owner_dtype
+from pyg_distcomm.partition.report import PartitionReport, report
+
+
+@dataclass(frozen=True, eq=False)
+class PartShare:
+    """One part of a graph, as it lies on disk (n_i nodes, e_i edges).
+
+    node_gid   [n_i] int64, ascending
+    edge_gid   [e_i] int64: places in the edge_index of the whole graph
+    edge_index [2, e_i] int64, node ids of the whole graph; targets are this part's
+    node, edge attributes with a row per own node or edge
+    graph      attributes of the whole graph: tensors and plain values
+    """
+
+    part: int
+    partition: Partition
+    num_edges_global: int
+    node_gid: Tensor
+    edge_gid: Tensor
+    edge_index: Tensor
+    node: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    graph: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return (
+            f"PartShare({self.part}/{self.partition.num_parts}, "
+            f"{self.node_gid.numel()} of {self.partition.num_nodes} nodes, "
+            f"{self.edge_gid.numel()} of {self.num_edges_global} edges, "
+            f"node={list(self.node)}, edge={list(self.edge)}, graph={list(self.graph)})"
+        )
+
+
+def write_folder(
+    out: str | Path,
+    data: Data,
+    partition: Partition,
+    *,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+    force: bool = False,
+) -> PartitionReport:
+    """Writes every part of `data` into the new folder `out`, or nothing at all.
+
+    All is written beside `out`, flushed, and renamed at the end. `force` replaces an
+    earlier partition folder. Needs one part in memory next to the graph.
+    Raises ValueError for a graph that does not fit the partition, for attributes that
+    `attribute_kinds` refuses, and where `out` exists; TypeError for an attribute that
+    is neither a dense tensor nor a plain value.
+    """
+    out = Path(out)
+    _check_target(out, force)
+    kinds = attribute_kinds(data, node_attrs, edge_attrs)
+    source = _Source(data, _edges(data, partition), partition, kinds)
+    figures = report(source.edge_index, partition, _train_mask(source))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    aside.mkdir()
+    try:
+        _write_all(aside, source, figures)
+        _put_in_place(aside, out, force)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return figures
+
+
+def read_part(
+    folder: str | Path, part: int, *, verify: Verify = "sizes", mmap: bool = True
+) -> PartShare:
+    """Reads one part, and no file of another.
+
+    verify="sizes" compares lengths, dtypes and shapes with META.json; "checksums" also
+    the contents. Raises ValueError, naming the file, for whatever does not agree.
+    """
+    if verify not in ("sizes", "checksums"):
+        raise ValueError(f"verify must be 'sizes' or 'checksums', got {verify!r}")
+    folder = Path(folder)
+    meta = folder_meta(folder)
+    if not 0 <= part < meta["num_parts"]:
+        raise ValueError(
+            f"{folder}: got part {part}, but its parts are 0 .. {meta['num_parts'] - 1}"
+        )
+    for name in meta["files"]:
+        if "/" not in name or name.startswith(part_name(part) + "/"):
+            check_file(folder, meta, name, verify)
+    return _read(folder, meta, part, mmap)
+
+
+def _read(folder: Path, meta: Meta, part: int, mmap: bool) -> PartShare:
+    here = folder / part_name(part)
+    nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
+    rows: dict[Kind, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
+    for name, attr in meta["attributes"].items():
+        kind: Kind = attr["kind"]
+        count = {"node": nodes, "edge": edges}.get(kind)
+        shape = attr["shape"] if count is None else [count, *attr["shape"][1:]]
+        path = (folder if count is None else here) / file_name(kind, name)
+        rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
+    return PartShare(
+        part=part,
+        partition=read_partition(folder, meta, mmap),
+        num_edges_global=meta["num_edges"],
+        node_gid=read_array(here / "node_gid.npy", "int64", [nodes], mmap),
+        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap),
+        edge_index=read_array(here / "edge_index.npy", "int64", [2, edges], mmap),
+        node=rows["node"],
+        edge=rows["edge"],
+        graph={**rows["graph"], **meta["values"]},
+    )
+
+
+def read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
+    """Reads who owns which node; raises ValueError, naming the file, when damaged."""
+    path, num_parts = folder / OWNER, meta["num_parts"]
+    dtype = dtype_name(owner_dtype(num_parts))
+    owner = read_array(path, dtype, [meta["num_nodes"]], mmap)
+    try:
+        partition = Partition.from_owner(owner, num_parts)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if list(partition.sizes) != meta["report"]["nodes"]:
+        raise ValueError(f"{path}: its parts are not as large as META.json says")
+    return partition
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    data: Data
+    edge_index: Tensor
+    partition: Partition
+    kinds: dict[str, Kind]
+
+
+def _write_all(out: Path, source: _Source, figures: PartitionReport) -> None:
+    partition = source.partition
+    attributes, values = _describe(source.data, source.kinds)
+    files = {OWNER: write_array(out / OWNER, partition.owner)}
+    for name, attr in attributes.items():
+        if attr["kind"] == "graph":
+            file = file_name("graph", name)
+            files[file] = write_array(out / file, torch.as_tensor(source.data[name]))
+    home = partition.owner[source.edge_index[1].long()]
+    for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
+        files |= _write_part(out, source, home, part)
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_nodes": partition.num_nodes,
+        "num_edges": source.edge_index.size(1),
+        "num_parts": partition.num_parts,
+        "partition": partition.digest(),
+        "attributes": attributes,
+        "values": values,
+        "report": asdict(figures),
+        "files": files,
+    }
+    write_meta(out, json.loads(json.dumps(meta)))
+
+
+def _write_part(
+    out: Path, source: _Source, home: Tensor, part: int
+) -> dict[str, dict[str, str | int]]:
+    folder = part_name(part)
+    (out / folder).mkdir()
+    node_gid = source.partition.gids(part)
+    edge_gid = (home == part).nonzero().view(-1)
+    files = {}
+
+    def write(name: str, tensor: Tensor) -> None:
+        files[f"{folder}/{name}"] = write_array(out / folder / name, tensor)
+
+    write("node_gid.npy", node_gid)
+    write("edge_gid.npy", edge_gid)
+    write("edge_index.npy", source.edge_index[:, edge_gid].to(torch.int64))
+    for name, kind in source.kinds.items():
+        if kind != "graph":
+            rows = torch.as_tensor(source.data[name])
+            gid = node_gid if kind == "node" else edge_gid
+            write(file_name(kind, name), rows[gid.to(rows.device)])
+    fsync_folder(out / folder)
+    return files
+
+
+def _put_in_place(aside: Path, out: Path, force: bool) -> None:
+    _check_target(out, force)  # again: someone else may have written it meanwhile
+    old = aside.with_suffix(".old")
+    if out.exists():
+        out.rename(old)
+    try:
+        aside.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
+    fsync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if not out.exists():
+        return
+    if not force:
+        raise ValueError(f"{out}: exists already; give another name, or force=True")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / META).is_file()):
+        raise ValueError(
+            f"{out}: is not a partition folder, so it is not replaced; remove it first"
+        )
+
+
+def _describe(data: Data, kinds: dict[str, Kind]) -> tuple[Meta, Meta]:
+    """Sorts attributes into arrays (kind, dtype and shape) and plain values."""
+    attributes: Meta = {}
+    values: Meta = {}
+    for name, kind in kinds.items():
+        value = data[name]
+        if _is_plain(value):
+            values[name] = value
+            continue
+        tensor = _dense(name, value)
+        attributes[name] = {
+            "kind": kind,
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+        }
+    return attributes, values
+
+
+def _dense(name: str, value: Any) -> Tensor:
+    try:
+        tensor: Tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise _not_dense(name, value) from None
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise _not_dense(name, value)
+    return tensor
+
+
+def _not_dense(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"attribute {name!r} is a {type(value).__name__}; a partition folder keeps "
+        "dense tensors, str, int, float, bool, and lists and dicts of them; "
+        "delete or convert it first"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(entry) for entry in value)
+    if isinstance(value, dict):
+        names = all(isinstance(name, str) for name in value)
+        return names and all(_is_plain(entry) for entry in value.values())
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _edges(data: Data, partition: Partition) -> Tensor:
+    if int(data.num_nodes or 0) != partition.num_nodes:
+        raise ValueError(
+            f"the graph has {data.num_nodes} nodes, the partition "
+            f"{partition.num_nodes}; cut this graph, or set data.num_nodes"
+        )
+    if data.edge_index is None:
+        raise ValueError(
+            "data.edge_index is missing; convert adj_t to edge_index first"
+        )
+    edge_index: Tensor = data.edge_index
+    return edge_index.detach().as_subclass(Tensor).cpu()
+
+
+def _train_mask(source: _Source) -> Tensor | None:
+    if source.kinds.get("train_mask") != "node":
+        return None
+    mask = torch.as_tensor(source.data["train_mask"])
+    return mask if mask.dim() == 1 and mask.dtype == torch.bool else None

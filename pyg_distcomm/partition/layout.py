@@ -1,0 +1,98 @@
+"""Names of the files of a partition folder, and its META.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from pyg_distcomm.partition.arrays import fsync_folder, sha256
+
+FORMAT = "pyg-distcomm partition"
+VERSION = 1
+META = "META.json"
+OWNER = "owner.npy"
+
+Meta = dict[str, Any]
+Verify = Literal["sizes", "checksums"]
+
+
+def part_name(part: int) -> str:
+    """Names the folder of a part."""
+    return f"part_{part:05d}"
+
+
+def file_name(kind: str, name: str) -> str:
+    """Names the file of an attribute; odd characters are percent-encoded."""
+    return f"{kind}__{quote(name, safe='')}.npy"
+
+
+def is_folder(folder: str | Path) -> bool:
+    """Says whether the folder was written by `write_folder`, in any version."""
+    try:
+        return bool(load_json(Path(folder) / META).get("format") == FORMAT)
+    except ValueError:
+        return False
+
+
+def folder_meta(folder: str | Path) -> Meta:
+    """Reads META.json: num_nodes, num_edges, num_parts, attributes, report, files.
+
+    Raises ValueError, naming the file, when it is missing, damaged, altered, or of
+    another format or version.
+    """
+    path = Path(folder) / META
+    meta = load_json(path)
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a {FORMAT} (format {meta.get('format')!r})")
+    if meta.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: version {meta.get('version')!r}, but this package reads version "
+            f"{VERSION}; write the folder again with `pyg-distcomm partition`"
+        )
+    if meta.get("digest") != _digest(meta):
+        raise ValueError(f"{path}: altered since it was written (its digest differs)")
+    return meta
+
+
+def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
+    """Raises ValueError unless a file is as long, and holds, what META.json says."""
+    path, want = folder / name, meta["files"][name]
+    if not path.is_file():
+        raise ValueError(f"{path}: missing")
+    size = path.stat().st_size
+    if size != want["bytes"]:
+        raise ValueError(f"{path}: {size} bytes, but META.json says {want['bytes']}")
+    if verify == "checksums" and sha256(path) != want["sha256"]:
+        raise ValueError(f"{path}: altered since it was written (its sha256 differs)")
+
+
+def write_meta(out: Path, meta: Meta) -> None:
+    """Seals META.json with a digest of itself and flushes it."""
+    meta["digest"] = _digest(meta)
+    with open(out / META, "w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(out)
+
+
+def _digest(meta: Meta) -> str:
+    told = {name: value for name, value in meta.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def load_json(path: Path) -> Meta:
+    """Reads a JSON object; raises ValueError, naming the file."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path}: holds no object, so it is no partition's")
+    return meta

@@ -1,0 +1,208 @@
+"""Folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
+
+They hold x, edge_attr and time, under the node ids of the original graph; y, masks and
+other attributes were never written, and must come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.partition.folder import PartShare
+from pyg_distcomm.partition.layout import META, Meta, load_json
+from pyg_distcomm.partition.partition import Partition
+
+# edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
+# it is unpickled with these names and no others
+NAMES = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+}
+BAD_PICKLE = (pickle.UnpicklingError, RuntimeError, TypeError, ValueError)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles tensors and dicts of them; refuses all other classes by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NAMES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is refused")
+        return NAMES[module, name]
+
+
+_TENSORS_ONLY = types.SimpleNamespace(Unpickler=_Unpickler, __name__="tensors_only")
+
+
+def is_pyg_folder(folder: str | Path) -> bool:
+    """Says whether PyG's Partitioner wrote this folder."""
+    folder = Path(folder)
+    try:
+        meta = load_json(folder / META)
+    except ValueError:
+        return False
+    return "is_hetero" in meta and "num_parts" in meta and "format" not in meta
+
+
+def pyg_folder_meta(folder: str | Path) -> Meta:
+    """Reads PyG's META.json.
+
+    Raises ValueError, naming the file, when it is missing or damaged, or when the graph
+    is heterogeneous.
+    """
+    path = Path(folder) / META
+    meta = load_json(path)
+    if not is_pyg_folder(folder) or not isinstance(meta["num_parts"], int):
+        raise ValueError(f"{path}: not one that PyG's Partitioner wrote")
+    if meta["is_hetero"]:
+        raise ValueError(
+            f"{path}: a heterogeneous graph (nodes {meta.get('node_types')}); only "
+            "homogeneous folders can be read, so partition data.to_homogeneous()"
+        )
+    return meta
+
+
+def read_pyg_partition(folder: str | Path) -> Partition:
+    """Reads who owns which node; raises ValueError, naming the file, when damaged."""
+    folder = Path(folder)
+    num_parts = pyg_folder_meta(folder)["num_parts"]
+    path = folder / "node_map.pt"
+    try:
+        return Partition.from_owner(_tensor(_load(path), path), num_parts)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
+    """Reads one part, nodes ascending by id and edges in their original order.
+
+    Raises ValueError, naming the file, for one that is missing, damaged, or at odds
+    with the others, and for a heterogeneous graph.
+    """
+    folder = Path(folder)
+    partition = read_pyg_partition(folder)
+    if not 0 <= part < partition.num_parts:
+        raise ValueError(
+            f"{folder}: got part {part}, but its parts are 0 .. "
+            f"{partition.num_parts - 1}"
+        )
+    here = folder / f"part_{part}"
+    node_gid, node = _nodes(here / "node_feats.pt", partition, part)
+    edge_map = _tensor(_load(folder / "edge_map.pt"), folder / "edge_map.pt")
+    edge_gid, edge_index, order = _edges(here / "graph.pt", partition, part)
+    if not torch.equal(edge_gid, (edge_map == part).nonzero().view(-1)):
+        raise ValueError(
+            f"{here / 'graph.pt'}: not the edges that edge_map.pt gives it"
+        )
+    return PartShare(
+        part=part,
+        partition=partition,
+        num_edges_global=edge_map.numel(),
+        node_gid=node_gid,
+        edge_gid=edge_gid,
+        edge_index=edge_index,
+        node=node,
+        edge=_edge_attrs(here / "edge_feats.pt", edge_gid, order),
+        graph={},
+    )
+
+
+def _nodes(
+    path: Path, partition: Partition, part: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    file = _load(path)
+    node_gid, order = _entry(file, "global_id", path).sort()
+    if not torch.equal(node_gid, partition.gids(part)):
+        raise ValueError(f"{path}: not the nodes that node_map.pt gives to part {part}")
+    rows = _feats(file, order, path)
+    if "time" in file:  # every part has that of all nodes
+        rows["time"] = _rows(file, "time", node_gid, partition.num_nodes, path)
+    return node_gid, rows
+
+
+def _edges(
+    path: Path, partition: Partition, part: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives edge ids and ends, ascending by id, and the order that sorts the file's."""
+    file = _load(path)
+    edge_gid, order = _entry(file, "edge_id", path).sort()
+    src = _rows(file, "row", order, order.numel(), path)
+    dst = _rows(file, "col", order, order.numel(), path)
+    try:
+        partition.owner_of(src)
+        misplaced = bool((partition.owner_of(dst) != part).any())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if misplaced:
+        raise ValueError(f"{path}: holds an edge whose target part {part} does not own")
+    return edge_gid, torch.stack([src, dst]), order
+
+
+def _edge_attrs(path: Path, edge_gid: Tensor, order: Tensor) -> dict[str, Tensor]:
+    file = _load(path)
+    if "global_id" in file:
+        told = _rows(file, "global_id", order, order.numel(), path)
+        if not torch.equal(told, edge_gid):
+            raise ValueError(f"{path}: not of the edges of graph.pt")
+    rows = _feats(file, order, path)
+    if "edge_time" in file:
+        rows["edge_time"] = _rows(file, "edge_time", order, order.numel(), path)
+    return rows
+
+
+def _feats(file: dict[str, Any], order: Tensor, path: Path) -> dict[str, Tensor]:
+    feats = file.get("feats") or {}
+    return {
+        name: _rows(feats, name, order, order.numel(), path)
+        for name, rows in feats.items()
+        if rows is not None
+    }
+
+
+def _rows(
+    file: dict[str, Any], name: str, order: Tensor, count: int, path: Path
+) -> Tensor:
+    rows = _entry(file, name, path)
+    if rows.dim() == 0 or rows.size(0) != count:
+        raise ValueError(
+            f"{path}: {name!r} has shape {list(rows.shape)}, but needs {count} rows"
+        )
+    return rows[order]
+
+
+def _entry(file: dict[str, Any], name: str, path: Path) -> Tensor:
+    if not isinstance(file, dict) or name not in file:
+        raise ValueError(
+            f"{path}: has no {name!r}, so PyG's Partitioner did not write it"
+        )
+    return _tensor(file[name], path)
+
+
+def _tensor(value: Any, path: Path) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, not a tensor")
+    return value
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path}: missing")
+    if not zipfile.is_zipfile(path):  # torch's formats before 1.6 are not worth a risk
+        raise ValueError(
+            f"{path}: cannot be read: truncated, or not saved by torch.save"
+        )
+    try:
+        if path.name == "edge_feats.pt":
+            return torch.load(path, "cpu", _TENSORS_ONLY, weights_only=False)
+        return torch.load(path, "cpu", weights_only=True)
+    except (OSError, EOFError, KeyError, AttributeError, *BAD_PICKLE) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: cannot be read: {reason}") from None

@@ -1,0 +1,47 @@
+"""Keyed randomness: every draw is a function of (seed, step, global id, column).
+
+[Note: keyed randomness] No generator is advanced, so the number of ranks, the partition
+and the order of calls on one rank cannot change a draw. A key is 63 bits folded from
+integers with the splitmix64 finaliser ([Steele14] Sec. 3); the bits for one (id, column)
+are a hash of the key and the two (`kernels.reference.keyed_bits` is the definition).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def fold(*parts: int) -> int:
+    """Folds integers into one key in [0, 2^63); the order matters."""
+    key = 0
+    for part in parts:
+        key = _mix((key + _GOLDEN) & _MASK ^ _mix(part & _MASK))
+    return key >> 1
+
+
+def keyed_uniform(key: int, gid: Tensor, like: Tensor) -> Tensor:
+    """Returns uniform numbers in (0, 1) shaped as `like`, one row per global id."""
+    columns = math.prod(like.shape[1:])
+    bits = kernels.keyed_bits(key, gid, columns)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-24
+    return uniform.to(like.dtype).view(like.shape)
+
+
+def keyed_normal(key: int, gid: Tensor, like: Tensor) -> Tensor:
+    """Returns standard normal numbers shaped as `like`, one row per global id."""
+    uniform = keyed_uniform(key, gid, like.to(torch.float64))
+    return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(like.dtype)

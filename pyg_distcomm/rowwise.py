@@ -1,0 +1,112 @@
+"""Which torch functions work row by row, by name: the table behind DistTensor's rule.
+
+A name stands for the function in `torch`, in `torch.nn.functional` and on `Tensor`, for
+its in-place form and for its operator (`add`, `add_`, `__add__`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# elementwise with broadcasting, or acting on the last dims of each row
+ROWWISE = frozenset(
+    """
+    abs absolute acos acosh add addcdiv addcmul alpha_dropout angle asin asinh atan atan2
+    atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool byte ceil celu
+    char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh cpu
+    cuda data deg2rad detach digamma div divide double elu embedding eq erf erfc erfinv
+    exp exp2 expm1 fill float float_power floor floor_divide floordiv fmax fmin fmod frac
+    gelu greater greater_equal gt ge half hardshrink hardsigmoid hardswish hardtanh
+    heaviside hypot iand idiv ifloordiv igamma ilshift imul int invert ior ipow irshift
+    isclose isfinite isinf isnan isneginf isposinf isreal isub ixor iadd itruediv le
+    leaky_relu lerp less less_equal lgamma linear log log10 log1p log2 logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt
+    lshift masked_fill maximum minimum mish mod mul multiply mvlgamma nan_to_num ne neg
+    negative nextafter not_equal ones_like pin_memory polygamma positive pos pow prelu
+    rad2deg radd rand_like_keyed rdiv real reciprocal relu relu6 remainder rfloordiv
+    rlshift rmod rmul ror round rpow rrelu_eval rrshift rshift rsqrt rsub rtruediv rxor
+    rand selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
+    softsign sqrt square sub subtract tan tanh tanhshrink threshold to truediv true_divide
+    trunc type_as where xlogy xor or and zero zeros_like full_like empty_like
+    share_memory _to _foreach_add _foreach_mul
+    """.split()
+)
+
+# a `dim` decides: local unless it names the rows; (place of dim, default or None)
+BY_DIM: dict[str, tuple[int, Any]] = {
+    "softmax": (1, "missing"),
+    "log_softmax": (1, "missing"),
+    "softmin": (1, "missing"),
+    "gumbel_softmax": (9, -1),
+    "glu": (1, -1),
+    "normalize": (2, 1),
+    "cosine_similarity": (2, 1),
+    "sum": (1, None),
+    "mean": (1, None),
+    "prod": (1, None),
+    "amax": (1, None),
+    "amin": (1, None),
+    "any": (1, None),
+    "all": (1, None),
+    "var": (1, None),
+    "std": (1, None),
+    "norm": (2, None),
+    "vector_norm": (2, None),
+    "count_nonzero": (1, None),
+    "logsumexp": (1, "missing"),
+    "max": (1, None),
+    "min": (1, None),
+    "argmax": (1, None),
+    "argmin": (1, None),
+    "median": (1, None),
+    "nanmean": (1, None),
+    "nansum": (1, None),
+    "mode": (1, -1),
+    "kthvalue": (2, -1),
+    "topk": (2, -1),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "cumsum": (1, "missing"),
+    "cumprod": (1, "missing"),
+    "flip": (1, "missing"),
+    "roll": (2, None),
+    "gather": (1, "missing"),
+    "split": (2, 0),
+    "chunk": (2, 0),
+    "unbind": (1, 0),
+    "select": (1, "missing"),
+    "narrow": (1, "missing"),
+    "unflatten": (1, "missing"),
+    "pairwise_distance": (9, -1),
+}
+
+# facts about this rank's part, or about autograd; nothing to wrap
+FACTS = frozenset(
+    """
+    shape size dim ndim ndimension numel nelement nbytes element_size itemsize dtype
+    device layout is_cuda is_cpu is_sparse is_floating_point is_complex is_signed
+    is_contiguous is_leaf is_quantized is_meta is_mps is_xpu is_nested is_pinned
+    is_shared is_inference is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor
+    requires_grad grad_fn retain_grad retains_grad output_nr _version _backward_hooks
+    register_hook register_post_accumulate_grad_hook backward stride storage_offset
+    data_ptr get_device untyped_storage storage type_ name names has_names len
+    _is_view _base hash __hash__ is_storage result_type can_cast new_zeros new_ones
+    new_empty new_full new_tensor type is_nonzero_ _grad _is_param is_inference_mode_enabled
+    """.split()
+) - {"type_", "is_nonzero_", "_grad"}
+
+# two operands that belong together only elementwise; contraction over rows is refused
+MATMULS = frozenset("matmul rmatmul mm mv linear".split())
+
+
+def base_name(func: Any) -> str:
+    """Returns the name a torch function goes by in the tables above."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+        return f"{name}=" if func.__name__ == "__set__" else str(name)
+    if name == "requires_grad_":
+        return "requires_grad="
+    if name.startswith("__") and name.endswith("__"):
+        return str(name[2:-2])
+    return str(name[:-1] if name.endswith("_") and not name.startswith("_") else name)

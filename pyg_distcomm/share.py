@@ -1,0 +1,258 @@
+"""Where a PyG Data enters: each rank keeps its share, as a Data of row-cut tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import wire
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.folder import PartShare, read_part
+from pyg_distcomm.partition.kinds import attribute_kinds
+from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
+from pyg_distcomm.partition.partition import Owner, Partition
+from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
+from pyg_distcomm.rows import Rows
+from pyg_distcomm.tensor import DistTensor
+
+
+def partition(
+    data: Data,
+    mesh: Mesh,
+    method: str | Owner | Partition = "metis",
+    *,
+    seed: int = 0,
+    oblivious: bool = False,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+) -> Data:
+    """Returns this rank's share of a graph: still a PyG Data, of row-cut tensors.
+
+    Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
+    and its attributes live with the owner of its target. Local rows ascend by global
+    id; nothing is renumbered for the user.
+
+    Args:
+        data: the whole graph; every attribute with a row per node or per edge travels.
+        mesh: the ranks, from `pdc.init`.
+        method: "metis", "ldg", "random", "block", the owner of each node, or a
+            Partition. METIS falls back to "ldg" where pymetis is not installed.
+        seed: the seed of the cutter.
+        oblivious: exchange whole blocks instead of the rows the sparsity needs: the
+            baseline of [Tripathy20].
+        node_attrs: attributes to take as node-level where sizes are ambiguous.
+        edge_attrs: attributes to take as edge-level where sizes are ambiguous.
+
+    Raises:
+        ValueError, TypeError: on all ranks, naming the attribute and what it should be.
+    """
+    problem, kinds = _checked(data, node_attrs, edge_attrs)
+    _agree(problem, mesh)
+    _agree_same(data, mesh)
+    assert data.edge_index is not None
+    owners = _cut_once(data, mesh, method, seed)
+    share = _share_of(data, kinds, owners, mesh.rank)
+    return _assemble(share, mesh, oblivious)
+
+
+def _agree(problem: Exception | None, mesh: Mesh) -> None:
+    """Raises rank 0's problem, or the first one there is, on all ranks alike."""
+    kinds = wire.all_gather_object(type(problem) if problem else None, mesh.world)
+    kind = next((k for k in kinds if k is not None), ValueError)
+    wire.agree(None if problem is None else str(problem), mesh.world, kind)
+
+
+def _checked(
+    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
+) -> tuple[Exception | None, dict[str, Any]]:
+    try:
+        return None, _check(data, node_attrs, edge_attrs)
+    except (TypeError, ValueError) as error:
+        return error, {}
+
+
+def _check(
+    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
+) -> dict[str, Any]:
+    if not isinstance(data, Data):
+        raise TypeError(
+            f"partition takes a torch_geometric.data.Data, got {type(data).__name__}; "
+            "pass dataset[0], and convert a HeteroData with to_homogeneous() first"
+        )
+    edge_index = data.edge_index
+    if isinstance(edge_index, DistEdgeIndex):
+        raise TypeError("this Data is a share already; partition takes the whole graph")
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            f"data.edge_index is {type(edge_index).__name__}; partition needs the "
+            "[2, num_edges] tensor (an adj_t converts with its coo())"
+        )
+    if data.num_nodes is None:
+        raise ValueError("data.num_nodes is not known; set it, or give data.x")
+    check_edge_index(edge_index, int(data.num_nodes))
+    return dict(attribute_kinds(data, node_attrs, edge_attrs))
+
+
+def _agree_same(data: Data, mesh: Mesh) -> None:
+    edges = data.edge_index
+    assert edges is not None
+    weight = torch.arange(1, edges.size(1) + 1)
+    mark = [
+        int(data.num_nodes or 0),
+        edges.size(1),
+        int((edges[0].cpu().long() * weight).sum() % (1 << 61)),
+        int((edges[1].cpu().long() * weight).sum() % (1 << 61)),
+    ]
+    marks = wire.all_gather_counts(mark, mesh.world)
+    differ = [rank for rank, other in enumerate(marks) if other != marks[0]]
+    if differ:
+        raise ValueError(
+            f"partition needs the same graph on all ranks, but ranks {differ} hold "
+            "another one than rank 0 (nodes, edges or their order differ); seed what "
+            "generates it, or load it from one file"
+        )
+
+
+def _cut_once(
+    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int
+) -> Partition:
+    if isinstance(method, Partition):
+        owners, problem = method, _misfit(method, data, mesh)
+    else:
+        owners, problem = _try_cut(data, mesh, method, seed)
+    _agree(problem, mesh)
+    if mesh.size > 1:
+        owner = wire.broadcast_object(
+            owners.owner.numpy() if owners and mesh.rank == 0 else None, mesh.world
+        )
+        owners = Partition.from_owner(owner, mesh.size, data.num_nodes)
+    assert owners is not None
+    return owners
+
+
+def _misfit(owners: Partition, data: Data, mesh: Mesh) -> Exception | None:
+    if owners.num_parts == mesh.size and owners.num_nodes == data.num_nodes:
+        return None
+    return ValueError(
+        f"{owners} does not fit a graph of {data.num_nodes} nodes on {mesh.size} ranks"
+    )
+
+
+def _try_cut(
+    data: Data, mesh: Mesh, method: str | Owner, seed: int
+) -> tuple[Partition | None, Exception | None]:
+    if mesh.rank > 0:
+        return None, None
+    mask = data.get("train_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
+    try:
+        assert data.edge_index is not None
+        edges = data.edge_index.cpu()
+        return (
+            cut(edges, data.num_nodes, mesh.size, method, seed=seed, train_mask=mask),
+            None,
+        )
+    except (TypeError, ValueError) as error:
+        return None, error
+
+
+def _share_of(
+    data: Data, kinds: dict[str, Any], owners: Partition, rank: int
+) -> PartShare:
+    assert data.edge_index is not None
+    node_gid = owners.gids(rank)
+    edge_index = data.edge_index.cpu()
+    mine = owners.owner_of(edge_index[1]) == rank
+    edge_gid = mine.nonzero().view(-1)
+    parts: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
+    picks = {"node": node_gid, "edge": edge_gid}
+    for name, kind in kinds.items():
+        value = data[name]
+        if kind != "graph":
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            value = value[picks[kind].to(value.device)]
+        parts[kind][name] = value
+    return PartShare(
+        partition=owners,
+        part=rank,
+        num_edges_global=edge_index.size(1),
+        node_gid=node_gid,
+        edge_gid=edge_gid,
+        edge_index=edge_index[:, edge_gid],
+        **parts,
+    )
+
+
+def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
+    nodes = Rows(share.node_gid, share.partition.num_nodes, mesh, share.partition)
+    edges = Rows(share.edge_gid, share.num_edges_global, mesh, None)
+    out = Data()
+    if share.node.get("x") is not None:
+        out.x = DistTensor.wrap(share.node["x"], nodes)
+    out.edge_index = DistEdgeIndex.build(
+        share.edge_index, nodes, edges, oblivious=oblivious
+    )
+    for name, value in share.node.items():
+        out[name] = DistTensor.wrap(value, nodes)
+    for name, value in share.edge.items():
+        out[name] = DistTensor.wrap(value, edges)
+    for name, value in share.graph.items():
+        out[name] = value
+    out.num_nodes = len(nodes)
+    return out
+
+
+def load_partition(
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    verify: Verify = "sizes",
+    oblivious: bool = False,
+) -> Data:
+    """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    Args:
+        folder: written by `pyg-distcomm partition` or `write_folder`, or by PyG's own
+            Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
+        mesh: the ranks; as many as the folder has parts.
+        verify: "sizes", or "checksums" to read every byte of the share first.
+        oblivious: see `partition`.
+
+    Raises:
+        ValueError: on all ranks, naming the file that is missing, altered or truncated,
+            or both numbers if the folder is for another number of ranks.
+    """
+    share, problem = None, None
+    try:
+        share = _read_share(Path(folder), mesh, verify)
+    except (TypeError, ValueError, OSError) as error:
+        problem = error if isinstance(error, (TypeError, ValueError)) else None
+        problem = problem or ValueError(f"cannot read {folder}: {error}")
+    _agree(problem, mesh)
+    assert share is not None
+    return _assemble(share, mesh, oblivious)
+
+
+def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:
+    if is_pyg_folder(folder) and not is_folder(folder):
+        share = read_pyg_folder(folder, mesh.rank)
+        _check_parts(folder, share.partition.num_parts, mesh)
+        return share
+    _check_parts(folder, int(folder_meta(folder)["num_parts"]), mesh)
+    return read_part(folder, mesh.rank, verify=verify)
+
+
+def _check_parts(folder: Path, parts: int, mesh: Mesh) -> None:
+    if parts != mesh.size:
+        raise ValueError(
+            f"{folder} holds {parts} parts, but there are {mesh.size} ranks; start "
+            f"{parts} ranks, or partition again with --parts {mesh.size}"
+        )

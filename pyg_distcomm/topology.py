@@ -1,0 +1,268 @@
+"""Topology: the edges this rank owns, and everything that is planned from them once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import add_remaining_self_loops
+
+from pyg_distcomm import adjoint, wire
+from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.ops.build import EdgeRoute, Plan, build_plan
+from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Locals:
+    """Own edges in local numbering: own nodes first, then ghosts.
+
+    Shapes (this rank; n own nodes, h ghosts, e own edges):
+        source_lid  [e]  0 .. n-1 own, n .. n+h-1 ghosts
+        target_lid  [e]  0 .. n-1
+        ghost_gid   [h]  grouped by owner, ascending within
+        halo        brings the ghosts' rows, over all ranks
+    """
+
+    source_lid: Tensor
+    target_lid: Tensor
+    ghost_gid: Tensor
+    halo: Halo
+    num_own: int
+
+    def with_ghosts(self, x: Tensor) -> Tensor:
+        """Returns own and ghost rows `[n + h, ...]` of own rows `x`, differentiably."""
+        if self.halo.silent:
+            return x
+        return torch.cat([x, adjoint.exchange(x, self.halo)])
+
+
+@dataclass(frozen=True, eq=False)
+class Reversal:
+    """The same edges owned by their sources, and the way their attributes go there."""
+
+    topology: Topology
+    route: EdgeRoute
+    order: Tensor
+
+    def carry(self, value: Tensor) -> Tensor:
+        """Returns edge attributes `[e, ...]` in the order of the reversed edges."""
+        return self.route.carry(value).index_select(0, self.order.to(value.device))
+
+
+@dataclass(eq=False)
+class Topology:
+    """The edges whose targets this rank owns, and the operators derived from them.
+
+    Args:
+        source_gid: `[e]` on the CPU.
+        target_gid: `[e]` on the CPU, nodes of this rank.
+        nodes: which nodes are here.
+        edges: which edges are here, by their place in the original edge_index.
+        oblivious: exchange whole blocks, as the sparsity-oblivious baseline does.
+        device: where operators are put.
+    """
+
+    source_gid: Tensor
+    target_gid: Tensor
+    nodes: Rows
+    edges: Rows
+    oblivious: bool = False
+    device: torch.device = torch.device("cpu")
+    _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def locals(self) -> Locals:
+        """Own edges in local numbering, and the halo of their sources; collective."""
+        nodes, mesh = self.nodes, self.nodes.mesh
+        partition = nodes.partition
+        assert partition is not None
+        owner = partition.owner_of(self.source_gid)
+        away = owner != mesh.rank
+        source = torch.empty_like(self.source_gid)
+        source[~away] = torch.searchsorted(nodes.gid, self.source_gid[~away])
+        ghost, where = torch.unique(self.source_gid[away], return_inverse=True)
+        ghost_owner = partition.owner_of(ghost)
+        order = torch.argsort(ghost_owner, stable=True)
+        rank_of = torch.empty_like(order)
+        rank_of[order] = torch.arange(len(order))
+        source[away] = rank_of[where] + len(nodes)
+        counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
+        halo = Halo.build(ghost[order], counts, nodes.gid, mesh.world)
+        target = torch.searchsorted(nodes.gid, self.target_gid)
+        return Locals(
+            source.to(self.device),
+            target.to(self.device),
+            ghost[order],
+            halo.to(self.device),
+            len(nodes),
+        )
+
+    @cached_property
+    def all_gid(self) -> Tensor:
+        """Ids of own and ghost nodes, in local numbering."""
+        return torch.cat([self.nodes.gid, self.locals.ghost_gid])
+
+    @cached_property
+    def in_degree(self) -> Tensor:
+        """The number of edges into each own node `[n]`, int64."""
+        target = self.locals.target_lid
+        return torch.bincount(target, minlength=len(self.nodes))
+
+    @cached_property
+    def reversed(self) -> Reversal:
+        """The edges turned around and owned by what were their sources; collective."""
+        partition, mesh = self.nodes.partition, self.nodes.mesh
+        assert partition is not None
+        owner = partition.owner_of(self.source_gid)
+        slot = torch.argsort(owner, stable=True)
+        counts = torch.bincount(owner, minlength=mesh.size).tolist()
+        back = wire.exchange_counts(counts, mesh.world)
+        local = mesh.size == 1
+        route = EdgeRoute(mesh.world, slot, tuple(counts), tuple(back), local)
+        gid, source, target = (
+            route.carry(ids)
+            for ids in (self.edges.gid, self.source_gid, self.target_gid)
+        )
+        order = torch.argsort(gid)
+        edges = Rows(gid[order], self.edges.total, mesh, None)
+        turned = Topology(
+            target[order], source[order], self.nodes, edges, self.oblivious, self.device
+        )
+        return Reversal(turned, route.to(self.device), order)
+
+    def sum_plan(self) -> Plan:
+        """The plan of `sum over in-edges`; collective the first time."""
+        if "sum" not in self._plans:
+            self._plans["sum"] = self._plan(self.source_gid, self.target_gid)
+        plan: Plan = self._plans["sum"]
+        return plan
+
+    def _plan(self, source_gid: Tensor, target_gid: Tensor) -> Plan:
+        nodes = self.nodes
+        assert nodes.partition is not None
+        plan = build_plan(
+            source_gid, target_gid, nodes.partition, nodes.mesh, self.oblivious
+        )
+        return plan.to(self.device)
+
+    def sum(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns `sum_e weight_e x_source(e)` for each own node."""
+        plan = self.sum_plan()
+        if weight is None:
+            return plan.matrix.matmul(x)
+        if weight.requires_grad and torch.is_grad_enabled():
+            return plan.matmul(x, weight.to(x.dtype))
+        return self._fixed("sum", plan, weight, x.dtype, lambda: weight).matmul(x)
+
+    def gcn(
+        self, x: Tensor, weight: Tensor | None, improved: bool, add_self_loops: bool
+    ) -> Tensor:
+        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees and loops taken over all ranks."""
+        kind = ("gcn", improved, add_self_loops)
+        trainable = weight is not None and weight.requires_grad
+        if trainable and torch.is_grad_enabled():
+            edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+            return self._looped_plan(add_self_loops, edge_index).matmul(x, value)
+
+        def value_of() -> tuple[Plan, Tensor]:
+            edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+            return self._looped_plan(add_self_loops, edge_index), value
+
+        return self._fixed_gcn(kind, weight, x.dtype, value_of).matmul(x)
+
+    def _looped_plan(self, add_self_loops: bool, edge_index: Tensor) -> Plan:
+        if not add_self_loops:
+            return self.sum_plan()
+        if "loops" not in self._plans:
+            gid = self.all_gid[edge_index.cpu()]
+            self._plans["loops"] = self._plan(gid[0], gid[1])
+        plan: Plan = self._plans["loops"]
+        return plan
+
+    def gcn_norm(
+        self,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns own edges with loops, local, and their symmetric normalisation."""
+        here = self.locals
+        edge_index = torch.stack([here.source_lid, here.target_lid])
+        return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype)
+
+    def _fixed(
+        self, kind: Any, plan: Plan, weight: Tensor, dtype: torch.dtype, make: Any
+    ) -> GridMatrix:
+        return self._fixed_gcn(
+            kind, weight, dtype, lambda: (plan, make().detach().to(dtype))
+        )
+
+    def _fixed_gcn(
+        self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any
+    ) -> GridMatrix:
+        """Remembers one matrix with fixed values per kind, for as long as they stand."""
+        key, version = (kind, dtype), None if weight is None else weight._version
+        known = self._plans.get(key)
+        if known is not None:
+            seen, seen_version, matrix = known
+            if seen_version == version and _same_memory(seen, weight):
+                return matrix  # type: ignore[no-any-return]
+        with torch.no_grad():
+            plan, value = make()
+            matrix = plan.valued(value)
+        self._plans[key] = (weight, version, matrix)
+        return matrix
+
+    def to(self, device: torch.device) -> Topology:
+        """Returns the same edges with operators on another device; plans are made anew."""
+        if device == self.device:
+            return self
+        return Topology(
+            self.source_gid,
+            self.target_gid,
+            self.nodes,
+            self.edges,
+            self.oblivious,
+            device,
+        )
+
+
+def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def gcn_norm(
+    here: Locals,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    improved: bool,
+    add_self_loops: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Normalises own edges symmetrically, as PyG's `gcn_norm` does on one process.
+
+        w'_e = d_source^-1/2 w_e d_target^-1/2,   d_v = sum of w over edges into v
+
+    Shapes: edge_index [2, e] in local numbering, weight [e], return [2, e'], [e'].
+    Price: one word per ghost, for its degree.
+    """
+    fill = 2.0 if improved else 1.0
+    if add_self_loops:
+        edge_index, weight = add_remaining_self_loops(
+            edge_index, weight, fill, here.num_own
+        )
+    if weight is None:
+        weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+    degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)
+    scale = degree.pow(-0.5)
+    scale = scale.masked_fill(scale == float("inf"), 0)
+    every = here.with_ghosts(scale.unsqueeze(1)).squeeze(1)
+    return edge_index, every[edge_index[0]] * weight * scale[edge_index[1]]

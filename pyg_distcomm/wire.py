@@ -1,0 +1,415 @@
+"""The only file that calls collectives; every word they move goes in the Ledger.
+
+Each function takes the `Axis` it communicates over, skips the network when the axis has
+one rank, and counts what *this rank receives from others* (a row a rank keeps is not
+counted). Exchanges come as `begin -> Pending`, `Pending.wait() -> Tensor`, so that a
+caller can compute between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_distcomm.failure import Watch
+
+_SLICE = timedelta(seconds=0.25)
+
+
+@dataclass
+class Entry:
+    """What one operation moved over one axis, seen from this rank."""
+
+    calls: int = 0
+    words: int = 0
+    bytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Counts what travels: words and bytes received, messages sent, seconds waited.
+
+    Rows are keyed by (operation, axis). `print(ledger)` shows a table.
+    """
+
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    _events: list[tuple[str, str]] | None = None
+
+    def note(
+        self,
+        op: str,
+        axis: str,
+        *,
+        words: int,
+        bytes: int,
+        sent_bytes: int,
+        messages: int,
+    ) -> Entry:
+        """Adds one operation and returns its row, for the seconds still to come."""
+        entry = self.entries.setdefault((op, axis), Entry())
+        entry.calls += 1
+        entry.words += words
+        entry.bytes += bytes
+        entry.sent_bytes += sent_bytes
+        entry.messages += messages
+        return entry
+
+    def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:
+        """Sums one column over the rows that match `op` and `axis`."""
+        return sum(
+            getattr(entry, what)
+            for (o, a), entry in self.entries.items()
+            if op in (None, o) and axis in (None, a)
+        )
+
+    def words(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the words received."""
+        return self.total("words", op, axis)
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the bytes received."""
+        return self.total("bytes", op, axis)
+
+    def messages(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the messages sent."""
+        return self.total("messages", op, axis)
+
+    def reset(self) -> None:
+        """Forgets everything counted so far."""
+        self.entries.clear()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[tuple[str, str]]]:
+        """Records the order of events (`begin`, `multiply`, `arrive`) inside a block."""
+        self._events = events = []
+        try:
+            yield events
+        finally:
+            self._events = None
+
+    def event(self, kind: str, what: str) -> None:
+        """Notes one event, if anyone records."""
+        if self._events is not None:
+            self._events.append((kind, what))
+
+    def __str__(self) -> str:
+        head = ("operation", "axis", "calls", "words", "bytes", "messages", "seconds")
+        rows = [
+            (op, axis, e.calls, e.words, e.bytes, e.messages, round(e.seconds, 4))
+            for (op, axis), e in sorted(self.entries.items())
+        ]
+        sums = [sum(row[i] for row in rows) for i in range(2, 7)]
+        return format_table(head, [*rows, ("total", "", *sums)])
+
+
+def format_table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+    """Formats rows as a plain-text table: words to the left, numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    numeric = [
+        all(not isinstance(row[i], str) for row in rows) for i in range(len(head))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One mesh axis seen from this rank: the ranks that talk to each other along it.
+
+    Args:
+        name: "row", "col", "fiber", "world" or "data".
+        rank: this rank's place on the axis.
+        size: how many ranks the axis has.
+        group: their process group; None when there is nobody to talk to.
+        ledger: where what travels is counted.
+        watch: where failures are told and learnt.
+    """
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    ledger: Ledger
+    watch: Watch | None
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name} {self.rank}/{self.size})"
+
+
+@dataclass(eq=False)
+class Pending:
+    """An exchange under way; `wait()` returns what arrived."""
+
+    out: Tensor
+    device: torch.device
+    axis: Axis
+    op: str
+    work: dist.Work | None = None
+    entry: Entry | None = None
+    kept: Any = None  # what is being sent must live until it has left
+
+    def wait(self) -> Tensor:
+        """Blocks until everything has arrived, and returns it."""
+        if self.work is not None:
+            start = time.perf_counter()
+            _wait(self.work, self.axis, self.op, self.out.is_cuda)
+            assert self.entry is not None
+            self.entry.seconds += time.perf_counter() - start
+            self.work = self.kept = None
+        return self.out.to(self.device)
+
+
+def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
+    watch = axis.watch
+    if watch is None or on_stream:
+        work.wait()
+        return
+    doing = f"{op} over axis {axis.name}"
+    start, said = time.monotonic(), False
+    while True:
+        try:
+            work.wait(_SLICE)
+            break
+        except RuntimeError as error:
+            if work.is_completed():
+                raise watch.broken(doing, error) from None
+        if not said:
+            watch.say(doing)
+            said = True
+        watch.look()
+        if time.monotonic() - start > watch.deadline:
+            raise watch.expired(doing)
+    if said:
+        watch.say("not waiting (computing)")
+
+
+def _staged(x: Tensor, axis: Axis) -> Tensor:
+    # gloo moves host memory and nccl device memory: what lies elsewhere is copied
+    backends = str(dist.get_backend_config(axis.group))
+    if x.is_cuda and "nccl" not in backends:
+        return x.cpu()
+    return x.cuda() if not x.is_cuda and backends == "cuda:nccl" else x
+
+
+def _started(axis: Axis, op: str, begin: Callable[[], Any]) -> Any:
+    try:
+        return begin()
+    except RuntimeError as error:
+        if axis.watch is None:
+            raise
+        raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None
+
+
+def all_to_all(
+    x: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str = "all_to_all",
+) -> Pending:
+    """Starts to send row blocks of `x` to the ranks of an axis.
+
+    Shapes (this rank):
+        x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
+        return   [sum(recv_counts), ...]   rows from rank 0, then rank 1, ...
+
+    Price: (sum(recv_counts) - recv_counts[self]) times the width of a row, in words.
+    """
+    if axis.size == 1:
+        return Pending(x, x.device, axis, op)
+    width = x[0].numel() if x.size(0) else _width(x)
+    source = _staged(x.contiguous(), axis)
+    out = source.new_empty((sum(recv_counts), *x.shape[1:]))
+    entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
+    work = _started(
+        axis,
+        op,
+        lambda: dist.all_to_all_single(
+            out,
+            source,
+            list(recv_counts),
+            list(send_counts),
+            group=axis.group,
+            async_op=True,
+        ),
+    )
+    return Pending(out, x.device, axis, op, work, entry, source)
+
+
+def _width(x: Tensor) -> int:
+    return int(torch.Size(x.shape[1:]).numel())
+
+
+def _note_rows(
+    x: Tensor,
+    width: int,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str,
+) -> Entry:
+    received = sum(recv_counts) - recv_counts[axis.rank]
+    sent = sum(send_counts) - send_counts[axis.rank]
+    peers = [c for i, c in enumerate(send_counts) if i != axis.rank]
+    return axis.ledger.note(
+        op,
+        axis.name,
+        words=received * width,
+        bytes=received * width * x.element_size(),
+        sent_bytes=sent * width * x.element_size(),
+        messages=sum(1 for c in peers if c) if width else 0,
+    )
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Returns the elementwise sum (or "max", "min") of `x` over an axis.
+
+    Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
+    """
+    pending = all_reduce_begin(x, axis, op)
+    return pending.wait()
+
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own."""
+    if axis.size == 1:
+        return Pending(x, x.device, axis, "all_reduce")
+    out = _staged(x, axis)
+    out = out.clone(memory_format=torch.contiguous_format) if out is x else out
+    entry = note_all_reduce(x, axis)
+    work = _started(
+        axis,
+        "all_reduce",
+        lambda: dist.all_reduce(
+            out, op=_REDUCTIONS[op], group=axis.group, async_op=True
+        ),
+    )
+    return Pending(out, x.device, axis, "all_reduce", work, entry)
+
+
+def note_all_reduce(x: Tensor, axis: Axis) -> Entry:
+    """Counts an all-reduce of `x` as the ring moves it."""
+    words = ring_words(x.numel(), axis.size)
+    size = words * x.element_size()
+    return axis.ledger.note(
+        "all_reduce",
+        axis.name,
+        words=words,
+        bytes=size,
+        sent_bytes=size,
+        messages=2 * (axis.size - 1),
+    )
+
+
+def ring_words(numel: int, size: int) -> int:
+    """Returns the words a rank receives in a ring all-reduce of `numel` words."""
+    return -(-2 * numel * (size - 1) // size)
+
+
+def all_reduce_future(x: Tensor, axis: Axis) -> Any:
+    """Starts an in-place sum and returns torch's own future of it (for DDP's hook)."""
+    note_all_reduce(x, axis)
+    return dist.all_reduce(x, group=axis.group, async_op=True).get_future()
+
+
+def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:
+    """Returns every rank's row of integers (all rows have the same length)."""
+    if axis.size == 1:
+        return [list(counts)]
+    mine = torch.tensor(list(counts), dtype=torch.int64)
+    rows = all_gather_rows(mine.unsqueeze(0), [1] * axis.size, axis, op="plan")
+    return [[int(v) for v in row] for row in rows.tolist()]
+
+
+def all_gather_rows(
+    x: Tensor, counts: Sequence[int], axis: Axis, op: str = "all_gather"
+) -> Tensor:
+    """Returns the rows of all ranks of an axis, in rank order.
+
+    Shapes (this rank): x `[counts[rank], ...]`, return `[sum(counts), ...]`.
+    Price: (sum(counts) - counts[rank]) times the width of a row, in words.
+    Blocks of unequal size travel as an all_to_all: not every back end gathers them.
+    """
+    send = x.repeat(axis.size, *([1] * (x.dim() - 1))) if axis.size > 1 else x
+    return all_to_all(send, [x.size(0)] * axis.size, counts, axis, op).wait()
+
+
+def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
+    """Tells each rank of an axis one integer, and returns what each told us."""
+    if axis.size == 1:
+        return list(counts)
+    ones = [1] * axis.size
+    mine = torch.tensor(list(counts), dtype=torch.int64)
+    return [int(v) for v in all_to_all(mine, ones, ones, axis, "plan").wait().tolist()]
+
+
+def all_gather_object(value: Any, axis: Axis) -> list[Any]:
+    """Returns every rank's picklable value (for plans and messages, not for data)."""
+    if axis.size == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = exchange_counts([mine.numel()] * axis.size, axis)
+    every = all_gather_rows(mine, sizes, axis, op="plan")
+    return [pickle.loads(part.numpy().tobytes()) for part in every.split(sizes)]
+
+
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """Returns rank 0's picklable value on every rank (for plans, not for data)."""
+    return all_gather_object(value if axis.rank == 0 else None, axis)[0]
+
+
+def barrier(axis: Axis) -> None:
+    """Waits until every rank of an axis is here."""
+    if axis.size > 1:
+        all_reduce(torch.zeros(1), axis)
+
+
+def agree(problem: str | None, axis: Axis, kind: type[Exception] = ValueError) -> None:
+    """Raises on all ranks, or on none: the rule for every check at a door.
+
+    Args:
+        problem: what is wrong on this rank; None when all is well.
+        axis: the ranks that must agree.
+        kind: the exception to raise.
+
+    Raises:
+        kind: with the message of the lowest rank that had one.
+    """
+    found = all_gather_object(problem, axis)
+    for rank, text in enumerate(found):
+        if text is not None:
+            where = f"rank {rank}: " if axis.size > 1 else ""
+            raise kind(where + text)

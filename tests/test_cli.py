@@ -1,0 +1,273 @@
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.datasets
+from torch_geometric.data import Data
+from torch_geometric.distributed import Partitioner
+from torch_geometric.loader.cluster import ClusterData
+
+from pyg_distcomm.cli import main
+from pyg_distcomm.datasets import KNOWN, digits, generated, load_dataset
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import read_part
+from pyg_distcomm.partition.layout import folder_meta
+from pyg_distcomm.partition.report import report
+
+REAL = Path(__file__).parents[2] / "shared" / "data"
+
+
+def graph():
+    rng = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(30, 4, generator=rng),
+        edge_index=torch.randint(0, 30, (2, 90), generator=rng),
+        edge_attr=torch.randn(90, 2, generator=rng),
+        train_mask=torch.rand(30, generator=rng) < 0.5,
+        name="small",
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save(graph(), tmp_path / "graph.pt")
+    return tmp_path / "graph.pt"
+
+
+def one_error(capsys):
+    out, err = capsys.readouterr()
+    assert err.startswith("pyg-distcomm: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    return err
+
+
+@pytest.mark.parametrize("method", ["block", "random", "ldg", "metis"])
+def test_partition_writes_and_inspect_reads(saved, tmp_path, capsys, method):
+    out = str(tmp_path / "out")
+    flags = ["--parts", "3", "--method", method, "--seed", "5", "--checksums"]
+    assert main(["partition", str(saved), out, *flags]) == 0
+    table, err = capsys.readouterr()
+    assert err == ""
+    assert "halo rows" in table
+    data = graph()
+    for part in range(3):
+        share = read_part(out, part, verify="checksums")
+        assert torch.equal(share.node["x"], data.x[share.node_gid])
+        assert torch.equal(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
+    assert main(["inspect", out]) == 0
+    shown, err = capsys.readouterr()
+    assert err == ""
+    assert table in shown
+    assert "30 nodes, 90 edges" in shown
+    assert "node        x float32 [30, 4]" in shown
+    assert "value       name = 'small'" in shown
+    assert shown.endswith("whole       yes\n")
+
+
+def test_inspect_finds_damage_and_exits_with_1(saved, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["partition", str(saved), str(out), "--parts", "2"])
+    target = out / "part_00001" / "node__x.npy"
+    content = bytearray(target.read_bytes())
+    content[-1] ^= 1
+    target.write_bytes(content)
+    capsys.readouterr()
+    assert main(["inspect", str(out), "--no-checksums"]) == 0
+    assert "(contents not compared)" in capsys.readouterr().out
+    assert main(["inspect", str(out)]) == 1
+    shown, err = capsys.readouterr()
+    assert "whole" not in shown
+    assert err.startswith("pyg-distcomm: wrong: ")
+    assert "part_00001/node__x.npy: altered" in err.replace("\\", "/")
+    target.unlink()
+    (out / "owner.npy").unlink()
+    assert main(["inspect", str(out), "--no-checksums"]) == 1
+    assert capsys.readouterr().err.count("missing") == 2
+    (out / "META.json").write_text("{")
+    assert main(["inspect", str(out)]) == 1
+    assert "META.json: cannot be read" in capsys.readouterr().err
+
+
+def test_force_is_needed_to_replace(saved, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["partition", str(saved), out, "--parts", "2"]) == 0
+    capsys.readouterr()
+    assert main(["partition", str(saved), out, "--parts", "4"]) == 2
+    assert "exists already; give --force" in one_error(capsys)
+    assert main(["partition", str(saved), out, "--parts", "4", "--force"]) == 0
+    assert folder_meta(out)["num_parts"] == 4
+
+
+def test_kinds_can_be_declared(tmp_path, capsys):
+    path, out = str(tmp_path / "ring.npz"), str(tmp_path / "out")
+    ring = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
+    np.savez(path, edge_index=ring, x=np.ones((6, 2)), time=np.arange(6), num_nodes=6)
+    assert main(["partition", path, out, "--parts", "2"]) == 2
+    assert "'time' could be of the nodes or of the edges" in one_error(capsys)
+    flags = ["--parts", "2", "--edge-attr", "time"]
+    assert main(["partition", path, out, *flags]) == 0
+    share = read_part(out, 0)
+    assert share.edge["time"].tolist() == share.edge_gid.tolist()
+    assert share.partition.num_nodes == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["partition"], "required: dataset, out, --parts"),
+        (["partition", "digits", "o", "--parts", "two"], "invalid int value: 'two'"),
+        (["partition", "digits", "o", "--parts", "2", "--method", "x"], "'x'"),
+        (["partition", "kora", "o", "--parts", "2"], "unknown data set 'kora'"),
+        (["partition", "g.pt", "o", "--parts", "2"], "g.pt: missing"),
+        (["partition", "generated-50", "o", "--parts", "0"], "at least 1, got 0"),
+        (["inspect", "nowhere"], "nowhere: is not a folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exits_with_2(
+    tmp_path, monkeypatch, capsys, argv, words
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    assert words in one_error(capsys)
+    assert not (tmp_path / "o").exists()
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert {"partition", "inspect"} <= set(capsys.readouterr().out.split())
+
+
+def test_inspect_summarises_pygs_folder(tmp_path, monkeypatch, capsys):
+    data = graph()
+    monkeypatch.setattr(ClusterData, "_metis", lambda self, e, n: torch.arange(n) % 3)
+    Partitioner(data, 3, str(tmp_path / "pyg")).generate_partition()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "pyg")]) == 0
+    shown = capsys.readouterr().out
+    assert "Partition(30 nodes on 3 parts, 10 each)" in shown
+    assert "PartShare(2/3, 10 of 30 nodes" in shown
+    (tmp_path / "pyg" / "part_1" / "graph.pt").unlink()
+    assert main(["inspect", str(tmp_path / "pyg")]) == 1
+    assert "graph.pt: missing" in capsys.readouterr().err
+
+
+# --- data sets ------------------------------------------------------------------------
+
+
+def test_digits_links_like_to_like():
+    pytest.importorskip("sklearn")
+    data = digits()
+    assert data.num_nodes == 1797
+    assert data.is_undirected()
+    assert not data.has_self_loops()
+    assert data.x.shape == (1797, 64)
+    assert float(data.x.max()) == 1.0
+    row, col = data.edge_index
+    assert (data.y[row] == data.y[col]).float().mean() > 0.9
+    assert torch.bincount(data.y[data.train_mask]).tolist() == [20] * 10
+    assert int(data.val_mask.sum()) == 500
+    total = data.train_mask.int() + data.val_mask.int() + data.test_mask.int()
+    assert (total == 1).all()
+    assert torch.equal(digits().train_mask, data.train_mask)
+    assert not torch.equal(digits(1).train_mask, data.train_mask)
+
+
+def test_digits_without_sklearn_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["partition", "digits", str(tmp_path / "o"), "--parts", "2"]) == 2
+    assert "pip install 'pyg-distcomm[demo]'" in one_error(capsys)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2, 99, 1234])
+def test_generated_graphs_are_sound(num_nodes):
+    data = generated(num_nodes, seed=4)
+    assert data.validate()
+    assert data.num_nodes == num_nodes
+    assert data.is_coalesced()
+    assert data.is_undirected()
+    assert not data.has_self_loops()
+    again, other = generated(num_nodes, seed=4), generated(num_nodes, seed=5)
+    assert torch.equal(again.edge_index, data.edge_index)
+    assert torch.equal(again.x, data.x)
+    assert num_nodes < 2 or not torch.equal(other.x, data.x)
+
+
+def test_a_generated_graph_can_be_cut_and_learnt():
+    data = generated(4000)
+    parts = [load_dataset("generated-4000"), data]
+    assert torch.equal(parts[0].edge_index, parts[1].edge_index)
+    row, col = data.edge_index
+    assert 0.75 < (data.y[row] == data.y[col]).float().mean() < 0.95
+    mean = torch.stack(
+        [data.x[data.train_mask & (data.y == c)].mean(0) for c in range(8)]
+    )
+    guess = torch.cdist(data.x[data.test_mask], mean.nan_to_num(1e3)).argmin(1)
+    assert (guess == data.y[data.test_mask]).float().mean() > 0.8
+    assert int((data.train_mask & data.test_mask).sum()) == 0
+    random, ldg = (
+        report(data.edge_index, cut(data.edge_index, 4000, 4, method))
+        for method in ("random", "ldg")
+    )
+    assert ldg.edge_cut < 0.6 * random.edge_cut
+
+
+def test_known_names_are_classes_of_pyg():
+    for _, kind, _ in KNOWN.values():
+        assert hasattr(torch_geometric.datasets, kind)
+    with pytest.raises(ValueError, match=r"give one of digits, generated-NODES, Cora,"):
+        load_dataset("kora")
+
+
+def test_files_that_hold_no_graph_are_refused(tmp_path):
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(Data(x=torch.ones(3, 1)), tmp_path / "points.pt")
+    np.savez(tmp_path / "points.npz", x=np.ones(3))
+    (tmp_path / "bad.pt").write_bytes(b"nonsense")
+    (tmp_path / "bad.npz").write_bytes(b"nonsense")
+    np.savez(tmp_path / "pickle.npz", edge_index=np.array([{}], dtype=object))
+    for name, words in (
+        ("list.pt", "holds a list, not a Data"),
+        ("points.pt", "has no edge_index"),
+        ("points.npz", "has no edge_index"),
+        ("bad.pt", "cannot be read"),
+        ("bad.npz", "cannot be read"),
+        ("pickle.npz", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {words}"):
+            load_dataset(str(tmp_path / name))
+
+
+def test_loading_a_file_leaves_torchs_allowed_classes_alone(saved):
+    before = set(torch.serialization.get_safe_globals())
+    load_dataset(str(saved))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_a_dict_of_tensors_is_a_graph(tmp_path):
+    torch.save(graph().to_dict(), tmp_path / "graph.pt")
+    assert load_dataset(str(tmp_path / "graph.pt")).num_edges == 90
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["Cora", "tolokers"])
+def test_real_graphs_by_name(tmp_path, capsys, name):
+    folder = KNOWN[name.capitalize()][0]
+    if not (REAL / folder).is_dir():
+        pytest.skip(f"no real graphs in {REAL}")
+    shutil.copytree(REAL / folder, tmp_path / folder)
+    out = str(tmp_path / "out")
+    flags = ["--parts", "4", "--root", str(tmp_path)]
+    assert main(["partition", name, out, *flags]) == 0
+    data = load_dataset(name, tmp_path)
+    share = read_part(out, 3)
+    assert torch.equal(share.node["x"], data.x[share.node_gid])
+    assert torch.equal(share.edge_index, data.edge_index[:, share.edge_gid])
+    capsys.readouterr()

@@ -1,0 +1,354 @@
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pyg_distcomm.partition import cutters
+from pyg_distcomm.partition.cutters import METHODS, check_edge_index, cut, ldg
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.report import report
+
+REAL = Path(__file__).parents[2] / "shared" / "data"
+STREAM = ("ldg", "metis")
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def random_graph(num_nodes, num_edges, seed=0):
+    return torch.randint(0, max(num_nodes, 1), (2, num_edges), generator=rng(seed))
+
+
+def cliques(count, size, seed=0):
+    """Cliques with shuffled node ids, each pair of neighbours joined by one edge."""
+    inside = torch.combinations(torch.arange(size)).t()
+    edges = [inside + size * k for k in range(count)]
+    edges += [torch.tensor([[size * k], [size * (k + 1)]]) for k in range(count - 1)]
+    place = torch.randperm(count * size, generator=rng(seed))
+    pairs = place[torch.cat(edges, dim=1)]
+    return torch.cat([pairs, pairs.flip(0)], dim=1), place.argsort() // size
+
+
+def star(num_leaves):
+    return torch.stack([torch.zeros(num_leaves).long(), torch.arange(num_leaves) + 1])
+
+
+NONE = torch.empty(2, 0, dtype=torch.long)
+GRAPHS = {
+    "nothing": (NONE, 0),
+    "one node": (NONE, 1),
+    "only isolated": (NONE, 23),
+    "fewer nodes than parts": (random_graph(3, 7), 3),
+    "self-loops": (torch.arange(50).repeat(2, 1), 50),
+    "repeats": (random_graph(60, 40).repeat(1, 9), 60),
+    "directed star in": (star(200).flip(0), 201),
+    "directed star out": (star(200), 201),
+    "isolated tail": (random_graph(40, 200), 160),
+    "dense": (random_graph(33, 4000), 33),
+    "int32": (random_graph(100, 400).int(), 100),
+    "sparse": (random_graph(500, 600), 500),
+}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7, 40])
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_cutter_gives_every_node_to_one_part(method, name, num_parts):
+    edge_index, n = GRAPHS[name]
+    train = torch.rand(n, generator=rng()) < 0.3
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    found = cut(edge_index, n, num_parts, method, train_mask=train, seed=3)
+    again = cut(edge_index, n, num_parts, method, train_mask=train, seed=3)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()
+    assert found.num_nodes == n
+    assert found.num_parts == len(found.sizes) == num_parts
+    assert sum(found.sizes) == n
+    assert found.same_as(again)
+    assert found.digest() == again.digest()
+    if n >= num_parts:
+        assert min(found.sizes) > 0
+    if method != "metis":
+        assert max(found.sizes) <= max(-(-n // num_parts), int(1.03 * n / num_parts))
+
+
+def test_block_is_consecutive_and_even():
+    found = cut(NONE, 11, 4, "block")
+    assert found.owner.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert cut(NONE, 2, 4, "block").sizes == (1, 1, 0, 0)
+
+
+def test_random_is_even_and_follows_its_seed():
+    first, other = cut(NONE, 1001, 4, "random"), cut(NONE, 1001, 4, "random", seed=1)
+    assert sorted(first.sizes) == [250, 250, 250, 251]
+    assert not first.same_as(other)
+    assert not first.same_as(cut(NONE, 1001, 4, "block"))
+
+
+@pytest.mark.parametrize("method", STREAM)
+def test_joined_cliques_are_found(method):
+    edge_index, clique = cliques(5, 24)
+    found = cut(edge_index, 120, 5, method)
+    assert found.sizes == (24,) * 5
+    assert len(set(zip(clique.tolist(), found.owner.tolist(), strict=True))) == 5
+    figures = report(edge_index, found)
+    assert figures.edge_cut == 8  # four joins, both ways
+
+
+@pytest.mark.parametrize("order", cutters.ORDERS)
+@pytest.mark.parametrize("balance", [1.0, 1.1])
+def test_ldg_never_exceeds_its_capacity(order, balance):
+    edge_index = random_graph(997, 6000, seed=2) ** 2 // 997  # a skewed graph
+    found = cut(edge_index, 997, 9, "ldg", order=order, balance=balance)
+    assert max(found.sizes) <= max(-(-997 // 9), int(balance * 997 / 9))
+
+
+@pytest.mark.parametrize(("method", "most"), [("ldg", 1.2), ("metis", 3.7)])
+def test_train_nodes_are_spread_too(method, most):
+    edge_index, clique = cliques(8, 50)
+    train = clique < 2  # all in two cliques, which four parts do not share evenly
+    plain = report(edge_index, cut(edge_index, 400, 4, method), train)
+    spread = cut(edge_index, 400, 4, method, train_mask=train)
+    assert report(edge_index, spread, train).train_imbalance < most
+    assert plain.train_imbalance > 1.9
+
+
+def test_ldg_bounds_the_edges_of_a_skewed_graph():
+    hubs = torch.randint(0, 40, (8000,), generator=rng())
+    edge_index = torch.stack([torch.randint(0, 800, (8000,), generator=rng(1)), hubs])
+    figures = report(edge_index, cut(edge_index, 800, 4, "ldg"))
+    blocks = report(edge_index, cut(edge_index, 800, 4, "block"))
+    assert blocks.edge_imbalance > 3.9
+    assert figures.edge_imbalance < 1.2
+
+
+def test_symmetric_csr_is_the_pattern_of_a_plus_its_transpose():
+    edge_index = random_graph(30, 200, seed=5)
+    indptr, indices = cutters.symmetric_csr(edge_index, 30)
+    dense = torch.zeros(30, 30, dtype=torch.bool)
+    dense[edge_index[0], edge_index[1]] = True
+    dense = (dense | dense.t()) & ~torch.eye(30, dtype=torch.bool)
+    want = dense.nonzero()
+    rows = np.repeat(np.arange(30), np.diff(indptr))
+    assert (rows == want[:, 0].numpy()).all()
+    assert (indices == want[:, 1].numpy()).all()
+
+
+def test_repeats_loops_and_direction_do_not_change_the_metis_graph():
+    edge_index = random_graph(200, 900)
+    noisy = torch.cat([edge_index.flip(0), edge_index, torch.arange(9).repeat(2, 1)], 1)
+    first, second = (cutters.symmetric_csr(e, 200) for e in (edge_index, noisy))
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_without_pymetis_ldg_runs_and_says_so_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    cutters._pymetis.cache_clear()
+    edge_index = random_graph(300, 900)
+    try:
+        with pytest.warns(UserWarning, match=r"pip install 'pyg-distcomm\[metis\]'"):
+            found = cut(edge_index, 300, 3, "metis")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cut(edge_index, 300, 3, "metis")
+    finally:
+        cutters._pymetis.cache_clear()
+    assert found.same_as(cut(edge_index, 300, 3, "ldg"))
+
+
+def test_a_graph_too_large_for_metis_is_refused(monkeypatch):
+    monkeypatch.setattr("pymetis.zero_copy_dtype", lambda: np.dtype(np.int8))
+    with pytest.raises(ValueError, match=r"counts in int8; cut with method='ldg'"):
+        cut(random_graph(300, 900), 300, 3, "metis")
+
+
+def test_ldg_alone_is_what_cut_runs():
+    edge_index = random_graph(300, 900)
+    alone = ldg(edge_index, 3, np.zeros(300, np.int64), order="degree")
+    assert alone.same_as(cut(edge_index, 300, 3, "ldg"))
+
+
+@pytest.mark.parametrize("wrap", [list, np.array, torch.tensor, tuple])
+def test_an_owner_vector_is_taken_as_it_is(wrap):
+    found = cut(NONE, 4, 5, wrap([4, 0, 0, 2]))
+    assert found.owner.tolist() == [4, 0, 0, 2]
+    assert found.sizes == (2, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "error", "words"),
+    [
+        ([0, 1], ValueError, "2 entries, but the graph has 3 nodes"),
+        ([0, 1, 2], ValueError, "owner of node 2 is 2, but the parts are 0 .. 1"),
+        ([0, -1, 1], ValueError, "owner of node 1 is -1"),
+        ([[0, 1, 1]], ValueError, "must be 1-D"),
+        ([0.0, 1.0, 1.0], TypeError, "must hold integers"),
+        (torch.tensor([True, False, True]), TypeError, "torch.bool"),
+        (torch.tensor([0, 300, 1]), ValueError, "owner of node 1 is 300"),
+    ],
+)
+def test_a_wrong_owner_vector_is_refused(owner, error, words):
+    with pytest.raises(error, match=words):
+        cut(NONE, 3, 2, owner)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="block, random, ldg, metis"):
+        cut(NONE, 3, 2, "louvain")
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        cut(NONE, 3, 0)
+    with pytest.raises(TypeError, match="must be an int"):
+        cut(NONE, 3, 2.0)
+    with pytest.raises(ValueError, match="degree, bfs, random"):
+        cut(random_graph(9, 9), 9, 2, "ldg", order="alphabet")
+    with pytest.raises(ValueError, match=r"got 0\.5, give 1 or more"):
+        cut(random_graph(99, 99), 99, 2, "ldg", balance=0.5)
+    with pytest.raises(ValueError, match=r"bool \[9\], one entry per node"):
+        cut(random_graph(9, 9), 9, 2, "ldg", train_mask=torch.ones(8).bool())
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "error", "words"),
+    [
+        (torch.zeros(2, 3), TypeError, "int64 or int32, got torch.float32;"),
+        (torch.full((2, 3), torch.nan), TypeError, "with NaN in it"),
+        (torch.zeros(2, 3).bool(), TypeError, "torch.bool"),
+        (torch.zeros(3, 2).long(), ValueError, r"got \[3, 2\]"),
+        (torch.zeros(2).long(), ValueError, r"got \[2\]"),
+        (torch.tensor([[0], [-3]]), ValueError, "negative node id -3"),
+        (torch.tensor([[0], [5]]), ValueError, "names node 5, but the graph has 5"),
+        ([[0], [1]], TypeError, "must be a Tensor"),
+    ],
+)
+def test_a_wrong_edge_index_is_refused(edge_index, error, words):
+    with pytest.raises(error, match=words):
+        check_edge_index(edge_index, 5)
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "dtype"),
+    [
+        (256, torch.uint8),
+        (257, torch.int16),
+        (32768, torch.int16),
+        (32769, torch.int32),
+    ],
+)
+def test_owner_is_as_small_as_it_can_be(num_parts, dtype):
+    found = Partition.from_owner([num_parts - 1, 0], num_parts)
+    assert found.owner.dtype == dtype
+    assert found.gids(num_parts - 1).tolist() == [0]
+    assert found.owner_of(torch.tensor([[0], [1]])).tolist() == [[num_parts - 1], [0]]
+
+
+def test_partition_answers():
+    found = Partition.from_owner([2, 0, 2, 2], 3)
+    assert repr(found) == "Partition(4 nodes on 3 parts, 0..3 each)"
+    assert repr(Partition.from_owner([0], 1)) == "Partition(1 nodes on 1 part, 1 each)"
+    assert found.gids(2).tolist() == [0, 2, 3]
+    assert found.gids(1).dtype == found.owner_of(torch.tensor([1])).dtype == torch.int64
+    with pytest.raises(ValueError, match=r"got part 3, but the parts are 0 .. 2"):
+        found.gids(3)
+    with pytest.raises(ValueError, match=r"node id -1, but the graph's ids are 0 .. 3"):
+        found.owner_of(torch.tensor([0, -1]))
+    with pytest.raises(ValueError, match="node id 4"):
+        found.owner_of(torch.tensor([4]))
+    with pytest.raises(TypeError, match="must be integers"):
+        found.owner_of(torch.tensor([1.0]))
+
+
+def test_digest_tells_partitions_apart():
+    found = Partition.from_owner([0, 1, 1], 2)
+    assert found.same_as(Partition.from_owner(np.array([0, 1, 1], np.int16), 2))
+    for owner, num_parts in (([0, 1, 0], 2), ([0, 1, 1], 3), ([0, 1, 1], 300)):
+        other = Partition.from_owner(owner, num_parts)
+        assert not found.same_as(other)
+        assert found.digest() != other.digest()
+
+
+def test_a_mapped_owner_stays_mapped(tmp_path):
+    np.save(tmp_path / "owner.npy", np.array([1, 0, 1], np.uint8))
+    mapped = torch.from_numpy(np.load(tmp_path / "owner.npy", mmap_mode="c"))
+    found = Partition.from_owner(mapped, 2)
+    assert found.owner.data_ptr() == mapped.data_ptr()
+    assert found.gids(1).tolist() == [0, 2]
+
+
+def test_a_read_only_array_is_taken_without_a_warning():
+    owner = np.array([0, 1])
+    owner.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Partition.from_owner(owner, 2).sizes == (1, 1)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 300])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_report_counts_what_sets_count(name, num_parts):
+    edge_index, n = GRAPHS[name]
+    found = cut(edge_index, n, num_parts, "random", seed=1)
+    train = torch.rand(n, generator=rng()) < 0.5
+    figures = report(edge_index, found, train)
+    owner = found.owner.tolist()
+    pairs = {(owner[d], s) for s, d in edge_index.t().tolist() if owner[s] != owner[d]}
+    for part in range(num_parts):
+        mine = [d for d in edge_index[1].tolist() if owner[d] == part]
+        assert figures.edges[part] == len(mine)
+        assert figures.halo_rows[part] == sum(p == part for p, _ in pairs)
+        assert figures.send_rows[part] == sum(owner[s] == part for _, s in pairs)
+        assert figures.train[part] == int(train[found.gids(part)].sum())
+    assert figures.nodes == found.sizes
+    assert figures.volume == len(pairs) == sum(figures.send_rows)
+    assert figures.max_send == max(figures.send_rows)
+    assert figures.bytes(16) == len(pairs) * 64
+    assert figures.bytes(16, 2) == len(pairs) * 32
+    cuts = sum(owner[s] != owner[d] for s, d in edge_index.t().tolist())
+    assert figures.edge_cut == cuts
+
+
+def test_report_reads_like_a_table():
+    figures = report(torch.tensor([[0, 1, 2], [1, 2, 3]]), cut(NONE, 4, 2, "block"))
+    assert figures.node_imbalance == 1.0
+    assert figures.edge_imbalance == pytest.approx(4 / 3)
+    assert figures.train_imbalance == 1.0
+    lines = str(figures).splitlines()
+    assert " ".join(lines[0].split()) == "part nodes edges train halo rows sent rows"
+    assert lines[1].split() == ["0", "2", "1", "0", "0", "1"]
+    assert lines[3].split() == ["all", "4", "3", "0", "1", "1"]
+    assert "1 of 3 (33.3%)" in str(figures)
+    assert "24 more parts" in str(report(NONE, cut(NONE, 40, 40, "block")))
+
+
+def test_report_refuses_another_graphs_mask():
+    with pytest.raises(ValueError, match=r"bool \[4\]"):
+        report(NONE, cut(NONE, 4, 2, "block"), torch.ones(3).bool())
+
+
+@pytest.fixture(scope="module")
+def cora(tmp_path_factory):
+    if not (REAL / "planetoid").is_dir():
+        pytest.skip(f"no real graphs in {REAL}")
+    from torch_geometric.datasets import Planetoid
+
+    root = tmp_path_factory.mktemp("planetoid")
+    shutil.copytree(REAL / "planetoid", root, dirs_exist_ok=True)
+    return Planetoid(str(root), "Cora")[0]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("method", "share"), [("ldg", 0.4), ("metis", 0.25)])
+@pytest.mark.parametrize("num_parts", [4, 16])
+def test_cora_travels_less_than_when_cut_at_random(cora, method, share, num_parts):
+    arguments = cora.edge_index, cora.num_nodes, num_parts
+    random = report(cora.edge_index, cut(*arguments, "random"))
+    found = cut(*arguments, method, train_mask=cora.train_mask)
+    figures = report(cora.edge_index, found, cora.train_mask)
+    assert figures.volume < share * random.volume
+    assert figures.edge_cut < share * random.edge_cut
+    assert figures.node_imbalance < 1.1
+    assert figures.edge_imbalance < 1.2

@@ -1,0 +1,678 @@
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.distributed import Partitioner
+from torch_geometric.loader.cluster import ClusterData
+
+from pyg_distcomm.partition import folder as folder_module
+from pyg_distcomm.partition.arrays import sha256
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import read_part, write_folder
+from pyg_distcomm.partition.kinds import attribute_kinds
+from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
+from pyg_distcomm.partition.verify import verify_folder
+
+N, E, P = 41, 230, 4
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def graph(seed=0):
+    """A directed graph with repeats, loops, isolated nodes and every sort of value."""
+    draw = rng(seed)
+    edge_index = torch.randint(0, N - 6, (2, E), generator=draw)
+    edge_index[:, 7] = edge_index[:, 3]
+    edge_index[1, 9] = edge_index[0, 9]
+    return Data(
+        x=torch.randn(N, 5, generator=draw),
+        edge_index=edge_index,
+        y=torch.randint(0, 3, (N,), generator=draw),
+        train_mask=torch.rand(N, generator=draw) < 0.4,
+        splits=torch.rand(N, 10, generator=draw) < 0.5,
+        half=torch.randn(N, 2, generator=draw).bfloat16(),
+        tiny=torch.randn(N, generator=draw).to(torch.float8_e4m3fn),
+        wave=torch.randn(N, 2, dtype=torch.complex64, generator=draw),
+        rank=np.arange(N, dtype=np.int16),
+        no_columns=torch.empty(N, 0),
+        edge_attr=torch.randn(E, 3, generator=draw),
+        edge_weight=torch.rand(E, generator=draw),
+        prior=torch.tensor([0.2, 0.3, 0.5]),
+        temperature=torch.tensor(1.5),
+        seeds=torch.empty(0, dtype=torch.int32),
+        name="caf\u00e9",
+        year=2024,
+        rate=0.1,
+        nothing=None,
+        tags=["a", {"b": [1, 2.5, True]}],
+    )
+
+
+@pytest.fixture
+def written(tmp_path):
+    data = graph()
+    partition = cut(data.edge_index, N, P, "random", seed=1)
+    write_folder(tmp_path / "out", data, partition)
+    return tmp_path / "out", data, partition
+
+
+def same(got, want):
+    want = torch.as_tensor(want)
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = bits[want.element_size()]
+    assert torch.equal(got.contiguous().view(width), want.contiguous().view(width))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("verify", ["sizes", "checksums"])
+def test_all_comes_back(written, mmap, verify):
+    out, data, partition = written
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shares = [read_part(out, p, verify=verify, mmap=mmap) for p in range(P)]
+    for part, share in enumerate(shares):
+        assert share.partition.same_as(partition)
+        assert share.num_edges_global == E
+        same(share.node_gid, partition.gids(part))
+        home = partition.owner_of(data.edge_index[1])
+        same(share.edge_gid, (home == part).nonzero().view(-1))
+        same(share.edge_index, data.edge_index[:, share.edge_gid])
+        for name in ("x", "y", "train_mask", "splits", "half", "no_columns", "rank"):
+            same(share.node[name], torch.as_tensor(data[name])[share.node_gid])
+        same(share.node["tiny"], data.tiny[share.node_gid])
+        assert torch.equal(share.node["wave"], data.wave[share.node_gid])
+        for name in ("edge_attr", "edge_weight"):
+            same(share.edge[name], data[name][share.edge_gid])
+        for name in ("prior", "temperature", "seeds"):
+            same(share.graph[name], data[name])
+        for name in ("name", "year", "rate", "tags"):
+            assert share.graph[name] == data[name]
+        assert len(share.node) == 9
+        assert len(share.edge) == 2
+    assert sum(share.edge_gid.numel() for share in shares) == E
+
+
+def test_the_order_of_attributes_is_that_of_the_data(written):
+    out, data, _ = written
+    names = [name for name in data.to_dict() if name != "edge_index"]
+    share = read_part(out, 0)
+    assert list(share.node) == [n for n in names if n in share.node]
+    assert list(attribute_kinds(data)) == names
+
+
+def test_a_part_is_read_without_the_others(written):
+    out, data, _ = written
+    for part in (0, 2, 3):
+        shutil.rmtree(out / f"part_{part:05d}")
+    for verify in ("sizes", "checksums"):
+        share = read_part(out, 1, verify=verify)
+        same(share.node["x"], data.x[share.node_gid])
+    with pytest.raises(ValueError, match=r"part_00002.*missing"):
+        read_part(out, 2)
+
+
+def test_a_mapped_tensor_can_be_changed_and_the_file_stays(written):
+    out, data, _ = written
+    share = read_part(out, 0)
+    share.node["x"].zero_()
+    share.partition.owner.zero_()
+    again = read_part(out, 0, verify="checksums")
+    same(again.node["x"], data.x[again.node_gid])
+
+
+def test_repr_says_local_and_global_size(written):
+    out, _, partition = written
+    words = repr(read_part(out, 1))
+    assert words.startswith(f"PartShare(1/4, {partition.sizes[1]} of 41 nodes, ")
+    assert "of 230 edges" in words
+
+
+def test_the_figures_are_those_of_the_report(written):
+    out, _, _ = written
+    meta = folder_meta(out)
+    assert is_folder(out)
+    assert (meta["num_nodes"], meta["num_edges"], meta["num_parts"]) == (N, E, P)
+    assert sum(meta["report"]["nodes"]) == N
+    assert sum(meta["report"]["train"]) == int(graph().train_mask.sum())
+    assert meta["attributes"]["half"] == {
+        "kind": "node",
+        "dtype": "bfloat16",
+        "shape": [N, 2],
+    }
+    assert not list(out.rglob("*.p*kl"))
+    assert verify_folder(out) == verify_folder(out, checksums=False) == []
+
+
+@pytest.mark.parametrize(
+    ("n", "e", "parts"), [(0, 0, 2), (1, 0, 1), (3, 5, 8), (300, 2, 260), (5, 0, 5)]
+)
+def test_small_and_empty_graphs(tmp_path, n, e, parts):
+    edge_index = torch.randint(0, max(n, 1), (2, e), generator=rng())
+    data = Data(x=torch.randn(n, 2), edge_index=edge_index, edge_attr=torch.ones(e, 1))
+    write_folder(tmp_path / "out", data, cut(edge_index, n, parts, "block"))
+    assert verify_folder(tmp_path / "out") == []
+    for part in range(parts):
+        share = read_part(tmp_path / "out", part, verify="checksums")
+        same(share.node["x"], data.x[share.node_gid])
+        same(share.edge_index, edge_index[:, share.edge_gid])
+
+
+def test_odd_names_make_safe_files(tmp_path):
+    data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=3)
+    for name in ("../../up", "a b", "\u00fc", "."):
+        data[name] = torch.arange(3)
+    write_folder(tmp_path / "out", data, cut(data.edge_index, 3, 2, "block"))
+    assert os.listdir(tmp_path) == ["out"]
+    share = read_part(tmp_path / "out", 1)
+    assert set(share.node) == {"../../up", "a b", "\u00fc", "."}
+    same(share.node["../../up"], share.node_gid)
+
+
+# --- damage ---------------------------------------------------------------------------
+
+FILES = [
+    "owner.npy",
+    "graph__prior.npy",
+    "part_00001/node_gid.npy",
+    "part_00001/edge_gid.npy",
+    "part_00001/edge_index.npy",
+    "part_00001/node__x.npy",
+    "part_00001/edge__edge_attr.npy",
+]
+
+
+def refused(out, name, *, checksums):
+    """Both readers refuse, naming the file."""
+    verify = "checksums" if checksums else "sizes"
+    with pytest.raises(ValueError, match=name):
+        read_part(out, 1, verify=verify)
+    problems = verify_folder(out, checksums=checksums)
+    assert problems
+    assert any(name in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_is_found(written, name):
+    out = written[0]
+    content = bytearray((out / name).read_bytes())
+    content[-1] ^= 0x40
+    (out / name).write_bytes(content)
+    refused(out, name, checksums=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found(written, name):
+    out = written[0]
+    os.truncate(out / name, (out / name).stat().st_size - 1)
+    refused(out, name, checksums=False)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(written, name):
+    out = written[0]
+    (out / name).unlink()
+    refused(out, name, checksums=False)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_array_of_another_shape_is_found(written, name):
+    out = written[0]
+    array = np.load(out / name)
+    other = array.reshape(*array.shape, 1) if array.ndim < 2 else array.T.copy()
+    np.save(out / name, other)
+    refused(out, name, checksums=False)
+
+
+def test_damage_elsewhere_is_not_ours(written):
+    out = written[0]
+    (out / "part_00002" / "node__x.npy").unlink()
+    read_part(out, 1, verify="checksums")
+    assert len(verify_folder(out)) == 1
+
+
+def reseal(out, **changes):
+    """Makes META.json agree with the files, so that only their meaning is wrong."""
+    meta = {**folder_meta(out), **changes}
+    for name in meta["files"]:
+        if (out / name).exists():
+            content = (out / name).read_bytes()
+            meta["files"][name]["bytes"] = len(content)
+            meta["files"][name]["sha256"] = sha256(out / name)
+    write_meta(out, meta)
+
+
+def rewrite(path, change):
+    array = np.load(path)
+    change(array)
+    np.save(path, array)
+
+
+def swap_ends(array):
+    array[[0, -1]] = array[[-1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("part_00001/node_gid.npy", swap_ends, "not the nodes"),
+        ("part_00001/edge_gid.npy", swap_ends, "do not ascend"),
+        ("part_00001/edge_gid.npy", lambda a: a.fill(0), "do not ascend"),
+        ("part_00001/edge_gid.npy", lambda a: a.__setitem__(-1, E), "out of range"),
+        ("part_00001/edge_index.npy", lambda a: a.fill(-1), "out of range"),
+        ("part_00001/edge_index.npy", lambda a: a.fill(N), "out of range"),
+        ("owner.npy", lambda a: a.fill(9), "is 9, but the parts are 0 .. 3"),
+        ("owner.npy", lambda a: a.fill(0), "not as large"),
+        ("owner.npy", swap_ends, "not the partition of META.json"),
+    ],
+)
+def test_files_that_disagree_are_found(written, name, change, words):
+    out = written[0]
+    rewrite(out / name, change)
+    reseal(out)
+    problems = verify_folder(out)
+    assert any(name in problem and words in problem for problem in problems), problems
+
+
+def test_an_edge_with_a_strangers_target_is_found(written):
+    out, _, partition = written
+    stranger = int(partition.gids(0)[0])
+    name = "part_00001/edge_index.npy"
+    rewrite(out / name, lambda a: a.__setitem__((1, 0), stranger))
+    reseal(out)
+    assert any("another part" in problem for problem in verify_folder(out))
+
+
+def test_an_edge_held_twice_is_found(written):
+    out = written[0]
+    name = "part_00001/edge_gid.npy"
+    stranger = int(np.load(out / "part_00000/edge_gid.npy")[-1])
+    mine = np.load(out / name)
+    mine[-1] = stranger
+    np.save(out / name, np.sort(mine))
+    reseal(out)
+    assert verify_folder(out) == [
+        f"{out / name}: an edge is held by an earlier part too"
+    ]
+
+
+def test_an_edge_that_no_part_holds_is_found(written):
+    out = written[0]
+    reseal(out, num_edges=E + 1)
+    assert verify_folder(out) == [f"{out}: no part holds edge {E}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "cannot be read"),
+        ('{"format": ', "cannot be read"),
+        ("[1, 2]", "holds no object"),
+        ('{"num_parts": 4}', "not a pyg-distcomm partition"),
+        ("\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_damaged_meta_is_refused(written, content, words):
+    out = written[0]
+    (out / META).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"META.json.*{words}"):
+        read_part(out, 0)
+    assert words in verify_folder(out)[0]
+    assert not is_folder(out)
+
+
+def test_an_altered_meta_another_version_and_no_meta_are_refused(written):
+    out = written[0]
+    text = (out / META).read_text()
+    (out / META).write_text(text.replace('"num_edges": 230', '"num_edges": 231'))
+    with pytest.raises(ValueError, match=r"META.json: altered"):
+        read_part(out, 0)
+    meta = json.loads(text)
+    write_meta(out, {**meta, "version": 2})
+    with pytest.raises(ValueError, match="version 2, but this package reads version 1"):
+        read_part(out, 0)
+    (out / META).unlink()
+    with pytest.raises(ValueError, match=r"META.json: missing"):
+        read_part(out, 0)
+
+
+def test_wrong_parts_and_modes_are_refused(written):
+    out = written[0]
+    for part in (-1, 4):
+        with pytest.raises(ValueError, match=rf"got part {part}, but its parts are 0"):
+            read_part(out, part)
+    with pytest.raises(ValueError, match="'sizes' or 'checksums', got 'all'"):
+        read_part(out, 0, verify="all")
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+def test_what_exists_is_replaced_only_by_force(written, tmp_path):
+    out, data, partition = written
+    before = (out / META).read_bytes()
+    with pytest.raises(ValueError, match="exists already"):
+        write_folder(out, data, partition)
+    assert (out / META).read_bytes() == before
+    write_folder(out, data, cut(data.edge_index, N, 2, "block"), force=True)
+    assert folder_meta(out)["num_parts"] == 2
+    assert verify_folder(out) == []
+    assert not (out / "part_00003").exists()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_force_does_not_remove_what_is_no_partition(tmp_path):
+    data = graph()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("more of it")
+    for name in ("home", "file"):
+        with pytest.raises(ValueError, match="is not a partition folder"):
+            write_folder(
+                tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
+            )
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_leaves_nothing_and_keeps_what_was(tmp_path, monkeypatch, force):
+    data = graph()
+    out = tmp_path / "out"
+    if force:
+        write_folder(out, data, cut(data.edge_index, N, 2, "block"))
+    real = folder_module.write_array
+
+    def full_disk(path, tensor):
+        if "part_00002" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, tensor)
+
+    monkeypatch.setattr(folder_module, "write_array", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(out, data, cut(data.edge_index, N, P, "block"), force=force)
+    assert os.listdir(tmp_path) == (["out"] if force else [])
+    if force:
+        assert folder_meta(out)["num_parts"] == 2
+        assert verify_folder(out) == []
+
+
+def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
+    data = graph()
+    out = tmp_path / "out"
+    write_folder(out, data, cut(data.edge_index, N, 2, "block"))
+    real = folder_module.Path.rename
+
+    def refuses(self, target):
+        if str(self).endswith(".tmp"):
+            raise OSError("refused")
+        return real(self, target)
+
+    monkeypatch.setattr(folder_module.Path, "rename", refuses)
+    with pytest.raises(OSError, match="refused"):
+        write_folder(out, data, cut(data.edge_index, N, 3, "block"), force=True)
+    assert os.listdir(tmp_path) == ["out"]
+    assert folder_meta(out)["num_parts"] == 2
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
+    data = graph()
+    partition = cut(data.edge_index, N, 2, "block")
+    sparse = torch.eye(3).to_sparse()
+    for value in (sparse, object(), {1: 2}, ("a", "b"), np.array(["a"]), {"a": sparse}):
+        data.odd = value
+        with pytest.raises(
+            TypeError, match=r"attribute 'odd' is a .*; delete or convert"
+        ):
+            write_folder(tmp_path / "out", data, partition)
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_graphs_partition_is_refused(tmp_path):
+    data = graph()
+    with pytest.raises(ValueError, match="has 41 nodes, the partition 40"):
+        write_folder(tmp_path / "out", data, cut(torch.empty(2, 0).long(), 40, 2))
+    del data.edge_index
+    with pytest.raises(ValueError, match="edge_index is missing"):
+        write_folder(tmp_path / "out", data, cut(torch.empty(2, 0).long(), N, 2))
+
+
+def test_gradients_and_views_are_written_as_values(tmp_path):
+    data = Data(x=torch.randn(4, 6, requires_grad=True)[:, ::2].t()[:3].t())
+    data.edge_index = torch.tensor([[0, 1, 2], [1, 2, 3]], dtype=torch.int32)
+    write_folder(tmp_path / "out", data, cut(data.edge_index, 4, 2, "block"))
+    share = read_part(tmp_path / "out", 1)
+    same(share.node["x"], data.x.detach()[2:])
+    assert not share.node["x"].requires_grad
+    assert share.edge_index.tolist() == [[1, 2], [2, 3]]
+
+
+# --- kinds ----------------------------------------------------------------------------
+
+
+def square(**attributes):
+    """As many nodes as edges: 3."""
+    return Data(
+        edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3, **attributes
+    )
+
+
+def test_kinds_follow_sizes():
+    data = graph()
+    data.edge_label_index = torch.zeros(2, E, dtype=torch.long)
+    data.train_edge_mask = torch.ones(E).bool()
+    kinds = attribute_kinds(data)
+    assert kinds["x"] == kinds["rank"] == kinds["train_mask"] == "node"
+    assert kinds["edge_attr"] == kinds["train_edge_mask"] == "edge"
+    assert kinds["prior"] == kinds["name"] == kinds["edge_label_index"] == "graph"
+    assert "edge_index" not in kinds
+    assert "num_nodes" not in kinds
+
+
+def test_kinds_follow_names_where_sizes_are_equal():
+    three = torch.ones(3)
+    data = square(
+        x=three,
+        y=three,
+        pos=three,
+        batch=three,
+        val_mask=three.bool(),
+        edge_attr=three,
+        edge_mask=three.bool(),
+        my_edge_time=three,
+        prior=torch.ones(2),
+    )
+    kinds = attribute_kinds(data)
+    assert [n for n, k in kinds.items() if k == "edge"] == [
+        "edge_attr",
+        "edge_mask",
+        "my_edge_time",
+    ]
+    assert [n for n, k in kinds.items() if k == "graph"] == ["prior"]
+
+
+def test_what_nothing_decides_must_be_declared():
+    data = square(time=torch.arange(3))
+    with pytest.raises(
+        ValueError, match=r"'time'.*node_attrs=\['time'\] or edge_attrs"
+    ):
+        attribute_kinds(data)
+    assert attribute_kinds(data, ["time"]) == {"time": "node"}
+    assert attribute_kinds(data, edge_attrs=["time"]) == {"time": "edge"}
+
+
+def test_a_declared_kind_travels(tmp_path):
+    data = square(time=torch.arange(3))
+    partition = cut(data.edge_index, 3, 3, [2, 1, 0])
+    write_folder(tmp_path / "out", data, partition, edge_attrs=["time"])
+    assert read_part(tmp_path / "out", 0).edge["time"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "declared", "words"),
+    [
+        ({"x": torch.ones(5)}, {}, r"'x' fits neither the 4 nodes nor the 2 edges"),
+        ({"y": torch.ones(1)}, {}, "'y' fits neither"),
+        ({"val_mask": torch.ones(5)}, {}, "'val_mask' fits neither"),
+        ({"edge_weight": torch.ones(3)}, {}, "'edge_weight' fits neither"),
+        ({}, {"node_attrs": ["z"]}, "'z' is declared, but is no attribute"),
+        ({"z": torch.ones(4)}, {"edge_attrs": ["z"]}, r"there are 2, but its shape is"),
+        ({"z": "word"}, {"node_attrs": ["z"]}, "there are 4, but it is 'word'"),
+        (
+            {"z": torch.ones(4)},
+            {"node_attrs": ["z"], "edge_attrs": ["z"]},
+            "both in node_attrs and edge_attrs",
+        ),
+        ({}, {"node_attrs": ["edge_index"]}, "'edge_index' is declared"),
+    ],
+)
+def test_wrong_sizes_and_declarations_are_refused(attributes, declared, words):
+    data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=4, **attributes)
+    with pytest.raises(ValueError, match=words):
+        attribute_kinds(data, **declared)
+
+
+def test_a_sparse_adjacency_is_of_the_graph():
+    data = graph()
+    data.adj = torch.eye(N).to_sparse()
+    assert attribute_kinds(data)["adj"] == "graph"
+
+
+# --- PyG's own folders ----------------------------------------------------------------
+
+
+@pytest.fixture
+def by_pyg(tmp_path, monkeypatch):
+    """Runs PyG's Partitioner, with a stand-in for METIS alone, on some data."""
+
+    def write(data, num_parts=3):
+        monkeypatch.setattr(
+            ClusterData,
+            "_metis",
+            lambda self, edge_index, num_nodes: torch.randint(
+                0, self.num_parts, (num_nodes,), generator=rng(7)
+            ),
+        )
+        Partitioner(data, num_parts, str(tmp_path / "pyg")).generate_partition()
+        return tmp_path / "pyg"
+
+    return write
+
+
+def pyg_graph(**more):
+    data = graph()
+    return Data(x=data.x, edge_index=data.edge_index, **more)
+
+
+@pytest.mark.parametrize("timed", [None, "time", "edge_time"])
+@pytest.mark.parametrize("with_attr", [True, False])
+def test_pygs_folder_is_read_under_original_ids(by_pyg, with_attr, timed):
+    data = pyg_graph()
+    if with_attr:
+        data.edge_attr = torch.randn(E, 3, generator=rng(3))
+    if timed:
+        count = N if timed == "time" else E
+        data[timed] = torch.randint(0, 99, (count,), generator=rng(4))
+    folder = by_pyg(data)
+    assert is_pyg_folder(folder)
+    assert not is_folder(folder)
+    owner = torch.randint(0, 3, (N,), generator=rng(7))
+    assert torch.equal(read_pyg_partition(folder).owner.long(), owner)
+    for part in range(3):
+        share = read_pyg_folder(folder, part)
+        same(share.node_gid, (owner == part).nonzero().view(-1))
+        mine = owner[data.edge_index[1]] == part
+        same(share.edge_gid, mine.nonzero().view(-1))
+        same(share.edge_index, data.edge_index[:, share.edge_gid])
+        same(share.node["x"], data.x[share.node_gid])
+        if with_attr:
+            same(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
+        if timed == "time":
+            same(share.node["time"], data.time[share.node_gid])
+        if timed == "edge_time":
+            same(share.edge["edge_time"], data.edge_time[share.edge_gid])
+        assert (share.num_edges_global, share.graph) == (E, {})
+
+
+def test_pygs_heterogeneous_folder_is_refused(by_pyg):
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(9, 2), torch.randn(8, 2)
+    data["a", "to", "b"].edge_index = torch.randint(0, 8, (2, 30), generator=rng())
+    data["b", "to", "a"].edge_index = torch.randint(0, 8, (2, 30), generator=rng())
+    folder = by_pyg(data, 2)
+    assert (folder / "node_map" / "a.pt").is_file()
+    with pytest.raises(
+        ValueError, match=r"META.json: a heterogeneous graph .*'a', 'b'"
+    ):
+        read_pyg_folder(folder, 0)
+
+
+PYG_FILES = ["node_map.pt", "edge_map.pt"] + [
+    f"part_1/{name}.pt" for name in ("graph", "node_feats", "edge_feats")
+]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "nonsense", "wrong"])
+@pytest.mark.parametrize("name", PYG_FILES)
+def test_pygs_damaged_files_are_refused_by_name(by_pyg, name, damage):
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    path = folder / name
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    elif damage == "nonsense":
+        path.write_bytes(b"nonsense")
+    else:
+        torch.save(
+            {"feats": 3} if "map" in name else {"global_id": torch.ones(2)}, path
+        )
+    with pytest.raises(ValueError, match=name):
+        read_pyg_folder(folder, 1)
+
+
+def test_pygs_files_of_another_part_are_refused(by_pyg):
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    for name in ("graph", "node_feats", "edge_feats"):
+        saved = (folder / f"part_1/{name}.pt").read_bytes()
+        shutil.copy(folder / f"part_0/{name}.pt", folder / f"part_1/{name}.pt")
+        with pytest.raises(ValueError, match=rf"part_1/{name}.pt"):
+            read_pyg_folder(folder, 1)
+        (folder / f"part_1/{name}.pt").write_bytes(saved)
+    read_pyg_folder(folder, 1)
+    with pytest.raises(ValueError, match=r"got part 3, but its parts are 0 .. 2"):
+        read_pyg_folder(folder, 3)
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.mkdir, ("owned",))
+
+
+@pytest.mark.parametrize("name", PYG_FILES)
+def test_pygs_files_run_no_code(by_pyg, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    torch.save({"feats": Payload()}, folder / name)
+    with pytest.raises(ValueError, match=name):
+        read_pyg_folder(folder, 1)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_share_is_frozen(written):
+    share = read_part(written[0], 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        share.part = 3

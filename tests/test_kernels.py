@@ -1,0 +1,552 @@
+"""Every kernel against its definition, and against brute force on dense matrices."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.kernels import reference, threads
+
+WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
+KEY = 2**62 + 12345
+
+
+def random_graph(m: int, n: int, nnz: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Edges with duplicates, a hub row, a hub column, empty rows and columns."""
+    g = torch.Generator().manual_seed(seed)
+    row = torch.randint(0, max(m - m // 4, 1), (nnz,), generator=g)
+    col = torch.randint(n // 5, n, (nnz,), generator=g)
+    row[: nnz // 4], col[nnz // 4 : nnz // 2] = m // 2, n - 1
+    return row, col
+
+
+GRAPHS = {
+    "plain": (50, 70, 600),
+    "square": (64, 64, 500),
+    "no edges": (5, 7, 0),
+    "no rows": (0, 7, 0),
+    "one": (1, 1, 3),
+    "hub": (3, 300, 5000),
+}
+
+
+@pytest.fixture(params=GRAPHS, ids=lambda name: name.replace(" ", "_"))
+def graph(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, int, int]:
+    m, n, nnz = GRAPHS[request.param]
+    return *random_graph(m, n, nnz), m, n
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def large_problem(f: int = 40, dtype=torch.float32):
+    """Enough work for the pool, with a row that holds a third of the edges."""
+    m = n = 4000
+    row, col = random_graph(m, n, 60_000, seed=3)
+    rowptr, col, perm = kernels.coo_to_csr(row, col, m)
+    g = torch.Generator().manual_seed(4)
+    value = torch.randn(60_000, generator=g, dtype=dtype)[perm]
+    return rowptr, col, value, torch.randn(n, f, generator=g, dtype=dtype)
+
+
+def dense(row: Tensor, col: Tensor, value: Tensor, m: int, n: int) -> Tensor:
+    matrix = torch.zeros(m, n, dtype=torch.float64)
+    return matrix.index_put_((row, col), value.double(), accumulate=True)
+
+
+# --- products -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("f", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_spmm_equals_dense(graph, f, dtype, weighted):
+    row, col, m, n = graph
+    rowptr, col, perm = kernels.coo_to_csr(row, col, m)
+    value = torch.randn(len(row)).to(dtype)[perm] if weighted else None
+    x = torch.randn(n, f).to(dtype)
+    weight = torch.ones(len(row)) if value is None else value
+    expected = dense(row[perm], col.long(), weight, m, n) @ x.double()
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for op in (kernels.spmm, reference.spmm):
+        out = op(rowptr, col, value, x)
+        assert out.dtype == dtype
+        torch.testing.assert_close(
+            out.double(), expected, atol=tolerance * 30, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize("f", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sddmm_equals_dense(graph, f, dtype):
+    row, col, m, n = graph
+    rowptr, col, perm = kernels.coo_to_csr(row, col, m)
+    g, x = torch.randn(m, f).to(dtype), torch.randn(n, f).to(dtype)
+    expected = (g.double() @ x.double().t())[row[perm], col.long()]
+    for op in (kernels.sddmm, reference.sddmm):
+        out = op(rowptr, col, g, x)
+        torch.testing.assert_close(out.double(), expected, atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("f", [1, 7, 64, 100])
+def test_spmm_accumulates_into_out(f):
+    rowptr, col, value, x = large_problem(f)
+    start = torch.randn(len(rowptr) - 1, f)
+    out = start.clone()
+    assert kernels.spmm(rowptr, col, value, x, out, accumulate=True) is out
+    torch.testing.assert_close(out - start, kernels.spmm(rowptr, col, value, x))
+    out.fill_(torch.nan)
+    kernels.spmm(rowptr, col, value, x, out)
+    assert torch.equal(out, kernels.spmm(rowptr, col, value, x))
+
+
+@pytest.mark.parametrize("f", [3, 64, 100])
+def test_row_ranges_give_the_bits_of_the_whole(f):
+    rowptr, col, value, x = large_problem(f)
+    whole = kernels.spmm(rowptr, col, value, x)
+    edges = kernels.sddmm(rowptr, col, whole, x)
+    for begin, end in ((0, 1), (17, 900), (2000, 4000), (5, 5)):
+        part = rowptr[begin : end + 1]
+        assert torch.equal(kernels.spmm(part, col, value, x), whole[begin:end])
+        some = edges[int(part[0]) : int(part[-1])]
+        assert torch.equal(kernels.sddmm(part, col, whole[begin:end], x), some)
+        expected = reference.spmm(part, col, value, x)
+        torch.testing.assert_close(whole[begin:end], expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("f", [5, 64, 100])
+def test_strided_rows_and_columns(f):
+    rowptr, col, value, x = large_problem(2 * f)
+    expected = kernels.spmm(rowptr, col, value, x[:, f:].contiguous())
+    wide = torch.zeros(len(rowptr) - 1, 2 * f)
+    kernels.spmm(rowptr, col, value, x[:, f:], wide[:, :f])
+    assert torch.equal(wide[:, :f], expected)
+    assert not wide[:, f:].any()
+    tall = torch.zeros(f, len(rowptr) - 1).t()
+    assert kernels.spmm(rowptr, col, value, x.t().contiguous().t()[:, f:], tall) is tall
+    assert torch.equal(tall, expected)
+    row = x[:1, f:].expand(len(x), f)
+    assert torch.equal(
+        kernels.spmm(rowptr, col, value, row),
+        kernels.spmm(rowptr, col, value, row.contiguous()),
+    )
+
+
+def test_columns_do_not_depend_on_their_neighbours():
+    rowptr, col, value, x = large_problem(100)
+    whole = kernels.spmm(rowptr, col, value, x)
+    for begin, end in ((0, 1), (3, 40), (64, 100)):
+        part = kernels.spmm(rowptr, col, value, x[:, begin:end])
+        assert torch.equal(part, whole[:, begin:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_panels_give_the_same_bits(monkeypatch, dtype):
+    from pyg_distcomm.kernels import cpu
+
+    rowptr, col, value, x = large_problem(100, dtype)
+    start = torch.randn(len(rowptr) - 1, 100, dtype=dtype)
+    results = []
+    for pay in (False, True):
+        monkeypatch.setattr(cpu, "_panels_pay", lambda x, edges, pay=pay: pay)
+        out = kernels.spmm(rowptr, col, value, x, start.clone(), accumulate=True)
+        results += [(kernels.spmm(rowptr, col, value, x), out)]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("f", [1, 33, 128])
+def test_nan_and_inf_travel_along_edges_only(f):
+    rowptr, col, value, x = large_problem(f)
+    x[1007], x[1011] = torch.nan, torch.inf
+    expected = reference.spmm(rowptr, col, value, x)
+    out = kernels.spmm(rowptr, col, value, x)
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=1e-3, rtol=1e-4)
+    assert out.isnan().any()
+    assert out.isfinite().any()
+    value[5] = torch.nan
+    assert kernels.sddmm(rowptr, col, out, x).isnan().any()
+
+
+@pytest.mark.parametrize(
+    "types", [(torch.int32, torch.int64), (torch.int64, torch.int64)]
+)
+def test_index_types(types):
+    rowptr, col, value, x = large_problem(16)
+    expected = kernels.spmm(rowptr, col, value, x)
+    out = kernels.spmm(rowptr.to(types[0]), col.to(types[1]), value, x)
+    assert torch.equal(out, expected)
+
+
+# --- rows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("f", WIDTHS)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_gather_and_scatter_rows(f, index_dtype):
+    index = torch.randint(0, 40, (3000,)).to(index_dtype)
+    x, src = torch.randn(40, f), torch.randn(3000, f)
+    assert torch.equal(kernels.gather_rows(x, index), x[index.long()])
+    out = torch.full((3000, f + 2), 9.0)
+    kernels.gather_rows(x, index, out[:, :f])
+    assert torch.equal(out[:, :f], x[index.long()])
+    assert (out[:, f:] == 9).all()
+    target = x.clone()
+    assert kernels.scatter_add_rows(target, index, src) is target
+    expected = x.clone()
+    for k in range(3000):  # in order, as defined
+        expected[index[k]] += src[k]
+    assert torch.equal(target, expected)
+
+
+def test_rows_out_of_range_are_refused():
+    x = torch.randn(4, 2)
+    for bad in (torch.tensor([4]), torch.tensor([0, -1])):
+        for op in (kernels, reference):
+            with pytest.raises(IndexError, match="4 rows"):
+                op.gather_rows(x, bad)
+            with pytest.raises(IndexError, match="4 rows"):
+                op.scatter_add_rows(x, bad, x[: len(bad)])
+            with pytest.raises(IndexError, match="4 rows"):
+                op.coo_to_csr(bad, bad, 4)
+
+
+def test_gather_and_scatter_of_other_ranks_and_types():
+    index = torch.tensor([2, 0, 2])
+    for x in (torch.arange(3.0), torch.arange(3), torch.randn(3, 2, 2)):
+        assert torch.equal(kernels.gather_rows(x, index), x[index])
+        expected = x.clone().index_add_(0, index, x[index])
+        assert torch.equal(
+            kernels.scatter_add_rows(x.clone(), index, x[index]), expected
+        )
+
+
+# --- sorting ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_coo_to_csr_sorts_stably(graph, index_dtype):
+    row, col, m, _ = graph
+    row, col = row.to(index_dtype), col.to(index_dtype)
+    rowptr, col_sorted, perm = kernels.coo_to_csr(row, col, m)
+    expected = torch.tensor(sorted(range(len(row)), key=row.tolist().__getitem__))
+    assert torch.equal(perm, expected.long())
+    assert torch.equal(col_sorted.long(), col[perm].long())
+    assert (rowptr.dtype, col_sorted.dtype) == (torch.int32, torch.int32)
+    assert torch.equal(rowptr.diff().long(), torch.bincount(row.long(), minlength=m))
+    for ours, theirs in zip(
+        (rowptr, col_sorted, perm), reference.coo_to_csr(row, col, m), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+
+
+def test_wide_columns_stay_wide():
+    row, col = torch.tensor([1, 0]), torch.tensor([2**40, 3])
+    for op in (kernels, reference):
+        _, col_sorted, _ = op.coo_to_csr(row, col, 2)
+        assert col_sorted.tolist() == [3, 2**40]
+
+
+def test_csr_transpose(graph):
+    row, col, m, n = graph
+    rowptr, col, _ = kernels.coo_to_csr(row, col, m)
+    value = torch.randn(len(col))
+    rowptr_t, row_t, perm = kernels.csr_transpose(rowptr, col, n)
+    for ours, theirs in zip(
+        (rowptr_t, row_t, perm), reference.csr_transpose(rowptr, col, n), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    x = torch.eye(m)
+    there = kernels.spmm(rowptr_t, row_t, value[perm], x)
+    back = kernels.spmm(rowptr, col, value, torch.eye(n))
+    torch.testing.assert_close(there, back.t())
+    for begin, end in zip(rowptr_t.tolist(), rowptr_t[1:].tolist(), strict=False):
+        assert (row_t[begin:end].diff() >= 0).all()
+
+
+def test_csr_transpose_of_a_row_range():
+    rowptr, col, _, _ = large_problem()
+    for op in (kernels, reference):
+        rowptr_t, row_t, perm = op.csr_transpose(rowptr[10:50], col, 4000)
+        low, high = int(rowptr[10]), int(rowptr[49])
+        assert int(rowptr_t[-1]) == high - low
+        assert torch.equal(perm.sort().values, torch.arange(low, high))
+        assert int(row_t.max()) < 39
+    with pytest.raises(IndexError, match="10 rows"):
+        kernels.csr_transpose(rowptr, col, 10)
+
+
+# --- keyed randomness ---------------------------------------------------------
+
+
+def keyed_bits_by_hand(key: int, gid: int, c: int) -> int:
+    def mix(z: int) -> int:
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
+        return z ^ z >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    row = mix(key ^ mix((gid + gamma) % 2**64))
+    return mix((row + (c + 1) * gamma) % 2**64) >> 40
+
+
+@pytest.mark.parametrize("key", [0, 1, KEY, 2**63 - 1])
+def test_keyed_bits_are_those_of_the_definition(key):
+    gid = torch.tensor([0, 1, 2, 2**31, 2**62, 2**63 - 1])
+    expected = [[keyed_bits_by_hand(key, v, c) for c in range(5)] for v in gid.tolist()]
+    for op in (kernels, reference):
+        bits = op.keyed_bits(key, gid, 5)
+        assert bits.tolist() == expected
+        assert bits.dtype == torch.int32
+    small = gid[:3].int()
+    assert torch.equal(kernels.keyed_bits(key, small, 5), bits[:3])
+
+
+@pytest.mark.parametrize("cols", [0, 1, 33])
+def test_keyed_bits_equal_the_reference(cols):
+    gid = torch.randint(0, 2**60, (3000,))
+    ours = kernels.keyed_bits(KEY, gid, cols)
+    assert torch.equal(ours, reference.keyed_bits(KEY, gid, cols))
+    assert kernels.keyed_bits(KEY, gid[:0], cols).shape == (0, cols)
+    with pytest.raises(ValueError, match="key must lie in"):
+        kernels.keyed_bits(-1, gid, cols)
+
+
+def chi_square(cells: Tensor) -> float:
+    """Returns the statistic less its mean, in standard deviations."""
+    expected = cells.sum() / cells.numel()
+    freedom = cells.numel() - 1
+    statistic = ((cells - expected) ** 2 / expected).sum()
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("key", [0, 1, KEY])
+def test_keyed_bits_are_uniform_and_independent(key):
+    bits = kernels.keyed_bits(key, torch.arange(1 << 14), 32).double() / 2**24
+    assert abs(bits.mean() - 0.5) < 4 * (1 / 12 / bits.numel()) ** 0.5
+    assert abs(chi_square(torch.histc(bits, 256, 0, 1))) < 4.5
+    pairs = {
+        "next column": (bits[:, :-1], bits[:, 1:]),
+        "next gid": (bits[:-1], bits[1:]),
+        "next key": (
+            bits,
+            kernels.keyed_bits(key ^ 1, torch.arange(1 << 14), 32) / 2**24,
+        ),
+    }
+    for name, (a, b) in pairs.items():
+        cell = (a * 16).long() * 16 + (b * 16).long()
+        counts = torch.bincount(cell.flatten(), minlength=256).double()
+        assert abs(chi_square(counts)) < 4.5, name
+    correlation = torch.corrcoef(bits.t()) - torch.eye(32)
+    assert correlation.abs().max() < 6 / (1 << 14) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_keyed_dropout(p, dtype):
+    x, gid = torch.randn(500, 3, 7).to(dtype), torch.randint(0, 2**40, (500,))
+    out = kernels.keyed_dropout(x, KEY, gid, p)
+    assert torch.equal(out, reference.keyed_dropout(x, KEY, gid, p))
+    assert out.dtype == dtype
+    keep = kernels.keyed_mask(KEY, gid, 21, p)
+    assert torch.equal(keep, reference.keyed_mask(KEY, gid, 21, p))
+    assert torch.equal(keep, reference.keyed_bits(KEY, gid, 21) >= round(p * 2**24))
+    assert torch.equal(out != 0, keep.view(500, 3, 7) & (x != 0))
+    assert abs(float(keep.double().mean()) - (1 - p)) < 0.02
+    if p < 1:
+        expected = torch.where(keep.view(500, 3, 7), x.double() / (1 - p), 0)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-6)
+
+
+def test_keyed_dropout_edges():
+    gid = torch.arange(4)
+    for shape in ((4,), (4, 0), (4, 2, 2)):
+        x = torch.randn(shape)
+        assert kernels.keyed_dropout(x, 1, gid, 0.5).shape == x.shape
+    assert kernels.keyed_dropout(torch.randn(0, 3), 1, gid[:0], 0.5).shape == (0, 3)
+    strided = torch.randn(8, 4).t()
+    out = kernels.keyed_dropout(strided, 1, gid, 0.5)
+    assert torch.equal(out, reference.keyed_dropout(strided, 1, gid, 0.5))
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="probability"):
+            kernels.keyed_dropout(strided, 1, gid, p)
+    with pytest.raises(ValueError, match="4 rows"):
+        kernels.keyed_dropout(strided, 1, gid[:3], 0.5)
+
+
+# --- threads and processes ----------------------------------------------------
+
+
+def every_op() -> list[Tensor]:
+    rowptr, col, value, x = large_problem(100)
+    out = kernels.spmm(rowptr, col, value, x)
+    gid = torch.arange(len(x))
+    return [
+        out,
+        kernels.spmm(rowptr, col, value, x, out.clone(), accumulate=True),
+        kernels.spmm(rowptr, col, None, x[:, :5]),
+        kernels.sddmm(rowptr, col, out, x),
+        kernels.gather_rows(x, col),
+        kernels.scatter_add_rows(x.clone(), col, x[col.long()]),
+        *kernels.csr_transpose(rowptr, col, len(x)),
+        kernels.keyed_bits(KEY, gid, 9),
+        kernels.keyed_dropout(x, KEY, gid, 0.3),
+    ]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_same_bits_for_any_number_of_threads():
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(every_op())
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(results[0], other) for other in results[1:])
+
+
+def test_concurrent_callers(two_threads):
+    expected, found = every_op(), []
+    callers = [
+        threading.Thread(target=lambda: found.append(every_op())) for _ in range(6)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert len(found) == 6
+    assert all(same(expected, other) for other in found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_multiplies(two_threads):
+    expected = every_op()
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)  # torch's own OpenMP pool does not survive a fork
+        threads.width = lambda: 2
+        there.send(same(expected, every_op()))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert here.poll(60), "the child hangs"
+    assert here.recv() is True
+    process.join(10)
+    assert process.exitcode == 0
+
+
+def test_a_piece_that_fails_stops_the_rest(two_threads):
+    done = []
+
+    def work(piece: int) -> None:
+        if piece == 3:
+            raise RuntimeError("piece 3")
+        done.append(piece)
+
+    with pytest.raises(RuntimeError, match="piece 3"):
+        threads.run(work, [(k,) for k in range(50)])
+    settled = len(done)
+    assert len(done) == settled
+    threads.run(done.append, [(k,) for k in range(5)])
+
+
+def test_nested_calls_do_not_lock(two_threads):
+    seen = []
+    threads.run(
+        lambda a: threads.run(lambda b: seen.append((a, b)), [(b,) for b in range(4)]),
+        [(a,) for a in range(8)],
+    )
+    assert len(seen) == 32
+
+
+def start_cold(cache: str) -> subprocess.Popen:
+    code = (
+        "import torch; from pyg_distcomm import kernels as k;"
+        "r = torch.tensor([0, 1], dtype=torch.int32);"
+        "print(k.spmm(r, r[:1], torch.ones(1), torch.full((1, 3), 2.)).sum().item())"
+    )
+    env = {**os.environ, "NUMBA_CACHE_DIR": cache}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=env, text=True
+    )
+
+
+def test_processes_that_start_cold_together_compile_once(tmp_path):
+    ranks = [start_cold(str(tmp_path)) for _ in range(3)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["6.0"] * 3
+    kept = [file.name for file in tmp_path.rglob("loops.spmm-*.nbc")]
+    assert len(kept) == 2  # a block of two columns and one of one: nothing twice
+    assert list(tmp_path.rglob("pyg_distcomm.lock"))
+
+
+def test_importing_compiles_nothing():
+    code = (
+        "import sys, pyg_distcomm.kernels;"
+        "print([m for m in sys.modules if m.startswith('pyg_distcomm.kernels')])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "kernels.reference" in found.stdout
+    assert "kernels.cpu" not in found.stdout
+
+
+# --- the front door -----------------------------------------------------------
+
+
+def test_mistakes_are_named():
+    rowptr, col, value, x = large_problem(8)
+    with pytest.raises(ValueError, match="one number for each of the 60000 edges"):
+        kernels.spmm(rowptr, col, value[:-1], x)
+    with pytest.raises(ValueError, match="matrix"):
+        kernels.spmm(rowptr, col, value, x[0])
+    with pytest.raises(ValueError, match="needs the out"):
+        kernels.spmm(rowptr, col, value, x, accumulate=True)
+    with pytest.raises(ValueError, match=r"shape \[4000, 8\]"):
+        kernels.spmm(rowptr, col, value, x, x[:5])
+    with pytest.raises(ValueError, match="one length"):
+        kernels.coo_to_csr(col, col[1:], 4000)
+
+
+def test_tensors_that_require_gradients_are_read():
+    rowptr, col, value, x = large_problem(8)
+    out = kernels.spmm(rowptr, col, value.requires_grad_(), x.requires_grad_())
+    assert not out.requires_grad
+
+
+def test_describe_and_warm_up():
+    kernels.warm_up()
+    found = kernels.describe()
+    assert {"numba", "threads", "cache", "cpu", "simd"} <= set(found)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_follows_the_definition():
+    rowptr, col, value, x = (t.cuda() for t in large_problem(33))
+    out = kernels.spmm(rowptr, col, value, x).cpu()
+    expected = reference.spmm(*(t.cpu() for t in (rowptr, col, value, x)))
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+    bits = kernels.keyed_bits(KEY, torch.arange(100).cuda(), 7)
+    assert torch.equal(bits.cpu(), kernels.keyed_bits(KEY, torch.arange(100), 7))

