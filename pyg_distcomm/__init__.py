@@ -20,6 +20,7 @@ from pyg_distcomm.partition.report import PartitionReport as PartitionReport
 from pyg_distcomm.rows import Rows as Rows
 from pyg_distcomm.share import load_partition as load_partition
 from pyg_distcomm.share import partition as partition
+from pyg_distcomm.share import partition_report as partition_report
 from pyg_distcomm.tensor import DistTensor as DistTensor
 from pyg_distcomm.wire import Ledger as Ledger
 

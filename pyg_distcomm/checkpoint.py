@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -43,13 +45,13 @@ def save_checkpoint(
         extra: further values: numbers, tensors, or state_dicts of them.
     """
     path = Path(path)
-    state = _state(mesh, model, optimizer, extra)
+    state = _state(mesh, bare(model), optimizer, extra)
     aside = path.with_name(f".{path.name}.writing")
     problem = _try_clear(aside) if mesh.rank == 0 else None
     wire.agree(problem, mesh.world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process without a group is meant
-        dcp.save(state, checkpoint_id=aside)
+        dcp.save(state, checkpoint_id=aside)  # type: ignore[attr-defined]
     if mesh.rank == 0:
         if path.exists():
             shutil.rmtree(path)
@@ -79,14 +81,16 @@ def load_checkpoint(
     Raises:
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
     """
+    model = bare(model)
     state = _state(mesh, model, optimizer, extra)
     problem = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=Path(path))
-    except Exception as error:
-        problem = f"cannot load checkpoint {path}: {str(error).splitlines()[0]}"
+            dcp.load(state, checkpoint_id=Path(path))  # type: ignore[attr-defined]
+    except (Exception, CheckpointException) as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        problem = f"cannot load checkpoint {path}: {said[-1] if said else error!r}"
     wire.agree(problem, mesh.world)
     set_model_state_dict(model, _cut_like(state["model"], get_model_state_dict(model)))
     if optimizer is not None:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
+from pyg_distcomm import bench, bench_gcn, doctor, kernels
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.folder import write_folder
@@ -42,7 +45,7 @@ def _parser() -> _Parser:
     parser = _Parser(prog="pyg-distcomm", description="Distributed full-graph training")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each command is one function that adds its arguments and sets `run`
-    for add in (_add_partition, _add_inspect):
+    for add in (_add_partition, _add_inspect, _add_doctor, _add_bench):
         add(commands)
     return parser
 
@@ -84,6 +87,40 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="compare the contents of every file too",
     )
     parser.set_defaults(run=_inspect)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "look at this machine: what is there, what is missing; exit with 1 if needed"
+    parser = commands.add_parser("doctor", help=text, description=text)
+    parser.set_defaults(run=lambda _: doctor.run())
+
+
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "time the sparse product and a GCN epoch beside other implementations"
+    parser = commands.add_parser("bench", help=text, description=text)
+    parser.add_argument(
+        "--scale", type=int, default=16, help="2^N nodes, 16 edges each"
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    widths, threads = arguments.widths, arguments.threads
+    repeats, scale = arguments.repeats, arguments.scale
+    if min(*widths, *threads, repeats, scale) < 1:
+        raise ValueError("--scale, --widths, --threads and --repeats must be positive")
+    about = ", ".join(f"{name} {value}" for name, value in kernels.describe().items())
+    print(f"torch {torch.__version__}; {about}\n\nCSR times dense rows, float32; ")
+    print("other columns are times over ours\n")
+    print(bench.table(bench.run(widths, threads, scale, repeats)))
+    for count in threads:
+        print(f"\nAn epoch of a 2-layer GCN, 2^{scale} nodes, {count} thread(s)\n")
+        with bench.using_threads(count):
+            print(bench_gcn.run(1 << scale, tuple(widths), repeats))
+    return 0
 
 
 def _partition(arguments: argparse.Namespace) -> int:

@@ -68,7 +68,9 @@ class DistEdgeIndex(torch.Tensor):
         """The number of edges of the whole graph."""
         return self.edges.total
 
-    def matmul(self, x: DistTensor, edge_weight: Any = None) -> DistTensor:
+    def matmul(  # type: ignore[override]
+        self, x: DistTensor, edge_weight: Any = None
+    ) -> DistTensor:
         """Returns, for each own node, the (weighted) sum of `x` over its in-edges.
 
             z_i = sum over edges e = (j, i) of w_e x_j
@@ -160,7 +162,7 @@ class DistEdgeIndex(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_local().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"DistEdgeIndex({self.to_local()}, {len(self.edges)} of "
             f"{self.num_edges_global} edges, {len(self.nodes)} of "

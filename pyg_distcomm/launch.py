@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -47,10 +46,12 @@ def launch(
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs} must be at least 1")
     _check_importable(fn, args)
-    context = multiprocessing.get_context(
+    context: Any = multiprocessing.get_context(
         "forkserver" if sys.platform == "linux" else "spawn"
     )
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+    )
     share = threads or max(1, (os.cpu_count() or 1) // nprocs)
     ranks, pipes = [], []
     for rank in range(nprocs):

@@ -279,8 +279,10 @@ def _default_device() -> torch.device:
 
 def _alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
     ledger = Ledger()
-    axes = [Axis(name, 0, 1, None, ledger, None) for name in ("world", *AXES, "data")]
-    return Mesh(grid, seed, device, None, *axes, ledger)
+    axes: dict[str, Any] = {
+        name: Axis(name, 0, 1, None, ledger, None) for name in ("world", *AXES, "data")
+    }
+    return Mesh(grid, seed, device, None, ledger=ledger, **axes)
 
 
 def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh:
@@ -289,8 +291,8 @@ def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh
     install_excepthook(watch)
     ledger = Ledger()
     device_mesh = init_device_mesh(device.type, grid, mesh_dim_names=AXES)
-    lines = [
-        Axis(
+    axes: dict[str, Any] = {
+        name: Axis(
             name,
             device_mesh.get_local_rank(name),
             n,
@@ -299,17 +301,17 @@ def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh
             watch,
         )
         for name, n in zip(AXES, grid, strict=True)
-    ]
+    }
     span = timedelta(seconds=timeout + 60)
-    world, data = (
-        Axis(name, rank, size, dist.new_group(timeout=span), ledger, watch)
-        for name in ("world", "data")
-    )
-    return Mesh(grid, seed, device, device_mesh, world, *lines, data, ledger)
+    for name in ("world", "data"):  # groups of our own: the caller's keep their order
+        group = dist.new_group(timeout=span)
+        axes[name] = Axis(name, rank, size, group, ledger, watch)
+    return Mesh(grid, seed, device, device_mesh, ledger=ledger, **axes)
 
 
 def _make_watch(rank: int, size: int, timeout: float) -> Watch:
     store = dist.distributed_c10d._get_default_store()
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
-    return Watch(dist.PrefixStore(f"pyg_distcomm/{number}", store), rank, size, timeout)
+    mine = dist.PrefixStore(f"pyg_distcomm/{number}", store)  # type: ignore[attr-defined]
+    return Watch(mine, rank, size, timeout)

@@ -32,6 +32,13 @@ ROWWISE = frozenset(
     """.split()
 )
 
+# operations whose other operands are weights, however many rows they have
+WEIGHTED = frozenset(
+    """linear embedding prelu gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell
+    bilinear""".split()
+)
+ROWWISE |= WEIGHTED
+
 # a `dim` decides: local unless it names the rows; (place of dim, default or None)
 BY_DIM: dict[str, tuple[int, Any]] = {
     "softmax": (1, "missing"),
@@ -78,6 +85,7 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "narrow": (1, "missing"),
     "unflatten": (1, "missing"),
     "pairwise_distance": (9, -1),
+    "cross": (2, "missing"),
 }
 
 # facts about this rank's part, or about autograd; nothing to wrap
@@ -92,6 +100,7 @@ FACTS = frozenset(
     data_ptr get_device untyped_storage storage type_ name names has_names len
     _is_view _base hash __hash__ is_storage result_type can_cast new_zeros new_ones
     new_empty new_full new_tensor type is_nonzero_ _grad _is_param is_inference_mode_enabled
+    _has_compatible_shallow_copy_type data=
     """.split()
 ) - {"type_", "is_nonzero_", "_grad"}
 
@@ -105,8 +114,11 @@ def base_name(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
         return f"{name}=" if func.__name__ == "__set__" else str(name)
+    name = name.removeprefix("linalg_").removeprefix("special_")
     if name == "requires_grad_":
         return "requires_grad="
+    if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):
+        return str(name)  # a Python number, not a change of dtype
     if name.startswith("__") and name.endswith("__"):
         return str(name[2:-2])
     return str(name[:-1] if name.endswith("_") and not name.startswith("_") else name)

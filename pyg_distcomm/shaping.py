@@ -147,6 +147,11 @@ def addmm(
     return torch.addmm(bias, x, w, beta=beta, alpha=alpha)
 
 
+def baddbmm(func: Callable, x: Tensor, a: Tensor, b: Tensor, **kwargs: float) -> Tensor:
+    """Multiplies the matrices of each row and adds to them."""
+    return torch.baddbmm(x, a, b, **kwargs)
+
+
 def layer_norm(
     func: Callable, x: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -199,6 +204,8 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
     "mm": mm,
     "mv": mm,
     "addmm": addmm,
+    "bmm": mm,
+    "baddbmm": baddbmm,
     "layer_norm": layer_norm,
     "rms_norm": layer_norm,
     "group_norm": group_norm,

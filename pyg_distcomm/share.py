@@ -20,6 +20,7 @@ from pyg_distcomm.partition.kinds import attribute_kinds
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition
 from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
+from pyg_distcomm.partition.report import PartitionReport
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
 
@@ -124,6 +125,7 @@ def _agree_same(data: Data, mesh: Mesh) -> None:
 def _cut_once(
     data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int
 ) -> Partition:
+    owners: Partition | None
     if isinstance(method, Partition):
         owners, problem = method, _misfit(method, data, mesh)
     else:
@@ -208,6 +210,30 @@ def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
         out[name] = value
     out.num_nodes = len(nodes)
     return out
+
+
+def partition_report(data: Data) -> PartitionReport:
+    """Returns the figures of the partition a share belongs to; collective.
+
+    Edge cut, halo rows, the busiest sender, imbalance, and `bytes(width)` of one exchange.
+    """
+    edge_index = data.edge_index
+    if not isinstance(edge_index, DistEdgeIndex):
+        raise TypeError("partition_report takes what pdc.partition returned")
+    here, world = edge_index.topology.locals, edge_index.nodes.mesh.world
+    train = data.get("train_mask")
+    one_mask = isinstance(train, DistTensor) and train.dim() == 1
+    mine = [
+        len(edge_index.nodes),
+        len(edge_index.edges),
+        int(train.to_local().sum()) if one_mask else 0,
+        int((here.source_lid >= here.num_own).sum()),
+        here.halo.num_ghosts,
+        sum(here.halo.send_counts),
+    ]
+    rows = wire.all_gather_counts(mine, world)
+    nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
+    return PartitionReport(nodes, edges, trains, sum(away), halo, send)
 
 
 def load_partition(

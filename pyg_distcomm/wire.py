@@ -93,7 +93,8 @@ class Ledger:
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[str, str]]]:
         """Records the order of events (`begin`, `multiply`, `arrive`) inside a block."""
-        self._events = events = []
+        events: list[tuple[str, str]] = []
+        self._events = events
         try:
             yield events
         finally:
@@ -110,7 +111,7 @@ class Ledger:
             (op, axis, e.calls, e.words, e.bytes, e.messages, round(e.seconds, 4))
             for (op, axis), e in sorted(self.entries.items())
         ]
-        sums = [sum(row[i] for row in rows) for i in range(2, 7)]
+        sums: list[Any] = [sum(row[i] for row in rows) for i in range(2, 7)]  # type: ignore[misc]
         return format_table(head, [*rows, ("total", "", *sums)])
 
 
@@ -192,13 +193,7 @@ def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
         return
     doing = f"{op} over axis {axis.name}"
     start, said = time.monotonic(), False
-    while True:
-        try:
-            work.wait(_SLICE)
-            break
-        except RuntimeError as error:
-            if work.is_completed():
-                raise watch.broken(doing, error) from None
+    while not _arrived(work, doing, watch):
         if not said:
             watch.say(doing)
             said = True
@@ -207,6 +202,21 @@ def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
             raise watch.expired(doing)
     if said:
         watch.say("not waiting (computing)")
+
+
+def _arrived(work: dist.Work, doing: str, watch: Watch) -> bool:
+    """Waits a slice; False if it was too short, an exception if the transport broke."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    try:  # it ended between the two lines above: well or badly
+        work.wait()
+        return True
+    except RuntimeError as error:
+        raise watch.broken(doing, error) from None
 
 
 def _staged(x: Tensor, axis: Axis) -> Tensor:

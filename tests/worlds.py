@@ -130,7 +130,3 @@ def mesh(algorithm="1d", grid=None, replication=None, fresh=False, **kwargs):
 def _close_all():
     for pool in _POOLS.values():
         pool.close()
-
-
-if os.path.exists("/tmp/t/useref"):  # HACK
-    exec(open("/tmp/t/hack.py").read())

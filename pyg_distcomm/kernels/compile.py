@@ -66,7 +66,7 @@ def _lock_file(folder: str | None) -> int | None:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, "pyg_distcomm.lock")
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

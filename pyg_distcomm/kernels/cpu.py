@@ -55,7 +55,7 @@ def _panels_pay(x: Tensor, edges: int) -> bool:
     """
     n, f = x.shape
     size = x.element_size()
-    return n * f * size >= LAST_CACHE and f * size >= 2 * PANEL and edges >= 8 * n
+    return n * f * size >= LAST_CACHE and f * size >= 4 * PANEL and edges >= 8 * n
 
 
 def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:

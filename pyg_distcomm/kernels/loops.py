@@ -8,15 +8,14 @@ loop serves contiguous and strided matrices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from .lanes import LINE, prefetch, sum_block
 
-Array = NDArray[Any]
+Array: TypeAlias = Any  # of one dimension, contiguous
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 AHEAD = 4096  # bytes of rows asked for before they are needed
 SOON = 16  # rows asked for before they are needed
@@ -28,10 +27,10 @@ def jit(loop: Loop) -> Loop:
     Where Numba finds no folder it may write to, the loop is kept in memory only.
     """
     try:
-        compiled: Loop = njit(nogil=True, cache=True, error_model="numpy")(loop)
+        compiled: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
     except RuntimeError:
         compiled = njit(nogil=True, error_model="numpy")(loop)
-    return compiled
+    return cast(Loop, compiled)
 
 
 def reordering(loop: Loop) -> Loop:
@@ -40,8 +39,8 @@ def reordering(loop: Loop) -> Loop:
     The order is fixed when compiling: bits do not depend on threads. Never cached
     on its own, since its callers contain it.
     """
-    compiled: Loop = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
-    return compiled
+    compiled: Any = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
+    return cast(Loop, compiled)
 
 
 @jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     """
     cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
     if cut:
+        cut += [
+            f".{name}" for name in cut if "." not in name
+        ]  # DDP's name for the root's
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, cut)
     free = [
         p
@@ -57,9 +61,18 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     if mesh.size == 1 or not free:
         return Alone(model)
     kwargs.setdefault("broadcast_buffers", False)
-    out = DistributedDataParallel(model, process_group=mesh.data.group, **kwargs)
+    with warnings.catch_warnings():
+        # torch 2.13 renames it, and older ones do not know the new name
+        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+        out = DistributedDataParallel(model, process_group=mesh.data.group, **kwargs)
     out.register_comm_hook(_Averager(mesh.data), _average)
     return out
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns the model that `replicate` wrapped, or the model itself."""
+    wrapped = isinstance(model, (Alone, DistributedDataParallel))
+    return model.module if wrapped else model
 
 
 class _Averager:

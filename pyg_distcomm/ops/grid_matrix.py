@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.price import Price, balanced_split, exchange_price
@@ -263,9 +262,10 @@ class _Product(torch.autograd.Function):
             ctx.matrix.link_in,
             ctx.matrix.fiber,
         )
-        gx = rows = None
+        gx, rows = None, None
         if ctx.needs_input_grad[0]:
-            gx, *rows = mirror.apply(g)
+            gx, *found = mirror.apply(g)
+            rows = tuple(found)
         if not ctx.needs_input_grad[1]:
             return gx, None, None, None
         value, *cols = ctx.saved_tensors

@@ -1,0 +1,338 @@
+"""Visit: one run of an unchanged layer on this rank's edges."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_geometric.backend
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch_geometric.nn import HeteroLinear, MessagePassing
+
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.guard import (
+    Guarded,
+    GuardedEdges,
+    Scene,
+    Sources,
+    Targets,
+    find_guard,
+    guarded_call,
+)
+from pyg_distcomm.nn.standins import STAND_INS
+from pyg_distcomm.rowcut import RowCut
+from pyg_distcomm.rows import Rows
+from pyg_distcomm.rowwise import base_name
+from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.topology import Topology
+
+_VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
+_DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
+_TRAINED = frozenset(
+    """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
+    dropout3d rrelu batch_norm instance_norm""".split()
+)
+
+
+class _Overlap:
+    """A mesh on which nothing can be reduced: ghosts would count twice."""
+
+    def __init__(self, mesh: Mesh, layer: str) -> None:
+        self.size, self.next_key, self.layer = mesh.size, mesh.next_key, layer
+
+    @property
+    def world(self) -> Any:
+        raise TypeError(
+            f"{self.layer} reduces over the sources of edges (batch norm, mean, ...), "
+            "where ghost rows would count twice; do it before the layer"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of `propagate` or `edge_updater`: its edges, and what it was given."""
+
+    edges: GuardedEdges
+    given: dict[str, Any]
+
+
+class Visit:
+    """One run of a layer on this rank: its edges, and what stands in for PyG's own."""
+
+    def __init__(self, conv: MessagePassing, topology: Topology) -> None:
+        self.conv, self.here = conv, topology.locals
+        self.nodes, self.all_gid = topology.nodes, topology.all_gid
+        self.source = 0 if conv.flow == "source_to_target" else 1
+        self.scene = Scene(type(conv).__name__, self.nodes, self.here, self.source)
+        ends = [self.here.source_lid, self.here.target_lid]
+        local = torch.stack(ends if self.source == 0 else ends[::-1])
+        self.edges = GuardedEdges.wrap(local, self.scene, topology.edges)
+        overlap: Any = _Overlap(self.nodes.mesh, self.scene.layer)
+        # one more in total: never taken for the rows of own nodes, not even on one rank
+        total = self.nodes.total + 1
+        self.both = Rows(self.all_gid, total, overlap, None, whole=False)
+        self.calls: list[_Call] = []
+
+    def ghosted(self, x: DistTensor) -> DistTensor:
+        """Returns own and ghost rows."""
+        return DistTensor.wrap(self.here.with_ghosts(x.to_local()), self.both)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Puts our `propagate`, `gcn_norm` and keyed dropout in place."""
+        with contextlib.ExitStack() as stack:
+            layers = _layers(self.conv)
+            for layer in layers:
+                for verb in _VERBS:
+                    call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
+                    stack.enter_context(_replaced(vars(layer), verb, call))
+            for part in self.conv.modules():
+                if isinstance(part, HeteroLinear):  # it sorts its rows by their types
+                    stack.enter_context(
+                        _replaced(vars(part), "forward", _by_row(part.forward))
+                    )
+            # where None, PyG chooses by how many edges of a type are here
+            stack.enter_context(
+                _replaced(vars(torch_geometric.backend), "use_segment_matmul", False)
+            )
+            for scope in _scopes(layers):
+                for name in STAND_INS.keys() & scope.keys():
+                    stand_in = STAND_INS[name](scope[name])
+                    stack.enter_context(_replaced(scope, name, stand_in))
+            stack.enter_context(_Watch(self.scene.layer))
+            yield
+
+    def outcome(self, value: Any) -> Any:
+        """Returns one output of the layer: own rows, or edges in global ids."""
+        if isinstance(value, Guarded):
+            return self.all_gid.to(value.device)[value.plain()]
+        if isinstance(value, DistTensor) and value.rows is self.both:
+            return DistTensor.wrap(value.to_local()[: len(self.nodes)], self.nodes)
+        return value
+
+    # what stands in for the methods of a layer
+
+    def _propagate(self, layer: MessagePassing, call: Callable) -> Callable:
+        wanted = {*layer._user_args}
+        return lambda edge_index, size=None, **given: self._own(
+            self._met(layer, call, wanted, edge_index, given)
+        )
+
+    def _edge_updater(self, layer: MessagePassing, call: Callable) -> Callable:
+        wanted = {*layer._edge_user_args}
+        return lambda edge_index, size=None, **given: self._met(
+            layer, call, wanted, edge_index, given
+        )
+
+    def _message(self, layer: MessagePassing, call: Callable) -> Callable:
+        return lambda **given: call(**self._typed(given))
+
+    _edge_update = _message
+
+    def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
+        custom = type(layer).aggregate is not MessagePassing.aggregate
+
+        def run(inputs: Any, *args: Any, **given: Any) -> Any:
+            if custom:
+                return call(inputs, *args, **self._typed(given))
+            if isinstance(inputs, DistTensor):
+                self._check_meets(inputs, "message")
+            return self._own(call(_bare(inputs), *args, **given))
+
+        return run
+
+    def _update(self, layer: MessagePassing, call: Callable) -> Callable:
+        if type(layer).update is MessagePassing.update:
+            return call
+        return lambda inputs, *args, **given: call(
+            self._own(inputs), *args, **self._typed(given)
+        )
+
+    def _own(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, RowCut) and value.dim():
+            return DistTensor.wrap(value, self.nodes)
+        return value
+
+    def _met(
+        self,
+        layer: MessagePassing,
+        call: Callable,
+        wanted: set[str],
+        edges: Any,
+        given: dict[str, Any],
+    ) -> Any:
+        """Runs `propagate` or `edge_updater` on ordinary tensors, ghosts fetched."""
+        if not isinstance(edges, GuardedEdges) or edges.scene.here is not self.here:
+            raise TypeError(
+                f"{self.scene.layer} gives propagate an edge_index of its own (or one "
+                "cached for another graph), whose sources may be on other ranks; it "
+                "cannot run distributed unchanged"
+            )
+        local = {
+            name: self._fetched(layer, name, value, wanted)
+            for name, value in given.items()
+        }
+        shape = [self.here.num_own, self.here.num_own]
+        shape[self.source] += len(self.here.ghost_gid)
+        self.calls.append(_Call(edges, given))
+        try:
+            return call(edges.plain(), size=tuple(shape), **local)
+        finally:
+            self.calls.pop()
+
+    def _fetched(
+        self, layer: MessagePassing, name: str, value: Any, wanted: set[str]
+    ) -> Any:
+        """One argument of propagate: (every row that edges come from, own rows)."""
+        afar, near = f"{name}_j" in wanted, f"{name}_i" in wanted
+        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not (afar or near) or not (pair or isinstance(value, Tensor)):
+            return _bare(value)
+        ends = list(value) if pair else [value, value]
+        source, target = ends[self.source], ends[1 - self.source]
+        source = self._source(layer, name, source) if afar else _bare(source)
+        target = self._target(name, target) if near or pair else None
+        if not pair and not near:
+            return source
+        if not afar:
+            return target if not pair else _ordered(None, target, self.source)
+        return _ordered(source, target, self.source)
+
+    def _source(self, layer: MessagePassing, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        local = self._rows_of_nodes(name, value)
+        if layer.node_dim % local.dim() != 0:
+            raise ValueError(
+                f"{self.scene.layer} has its nodes in dim {layer.node_dim} of a tensor "
+                f"of {local.dim()} dims; rows must be dim 0 (node_dim=0)"
+            )
+        return local if value.rows is self.both else self.here.with_ghosts(local)
+
+    def _target(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        return self._rows_of_nodes(name, value)[: len(self.nodes)]
+
+    def _rows_of_nodes(self, name: str, value: Any) -> Tensor:
+        """The local rows of a tensor that propagate looks up by node."""
+        rows = value.rows if isinstance(value, DistTensor) else None
+        if rows is None or not (rows is self.both or rows.same_as(self.nodes)):
+            kind = f"cut as {rows}" if rows else f"a {type(value).__name__}"
+            raise TypeError(
+                f"{self.scene.layer} looks up {name} by node, but it is {kind}; it must "
+                "have one row for each node and come from data of pdc.partition"
+            )
+        return value.to_local()  # type: ignore[no-any-return]
+
+    def _typed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a layer's own code: values per edge, and guarded node numbers."""
+        call = self.calls[-1]
+        return {name: self._typed_one(call, name, v) for name, v in given.items()}
+
+    def _typed_one(self, call: _Call, name: str, value: Any) -> Any:
+        edges = call.edges
+        if name in call.given:
+            return call.given[name]
+        if not isinstance(value, Tensor):
+            return value
+        if name == "edge_index":
+            return edges
+        if name in ("index", "edge_index_i"):
+            return Targets.wrap(value, self.scene, edges.rows)
+        if name == "edge_index_j":
+            return Sources.wrap(value, self.scene, edges.rows)
+        return DistTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
+
+    def _check_meets(self, value: DistTensor, what: str) -> None:
+        if not value.rows.same_as(self.calls[-1].edges.rows):
+            raise TypeError(
+                f"{self.scene.layer}: its {what} returns {value.rows}, not a row per edge"
+            )
+
+
+class _Watch(TorchFunctionMode):
+    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        guard = None
+        if any(issubclass(kind, Guarded) for kind in types):
+            guard = find_guard((*args, *kwargs.values()))
+        if guard is not None:
+            return guarded_call(func, args, kwargs)
+        name = base_name(func)
+        if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
+            raise TypeError(
+                f"{self.layer} calls {name}() on tensors that no rank shares, so its "
+                "result would depend on the number of ranks; draw and normalise per "
+                "node or per edge, with F.dropout, torch.rand_like or batch norm"
+            )
+        return func(*args, **kwargs)
+
+
+def _plain_in_training(args: Any, kwargs: Any) -> bool:
+    x = args[0] if args else kwargs.get("input")
+    if isinstance(x, RowCut):
+        return False
+    flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
+    rate = kwargs.get("p", args[1] if len(args) > 1 else None)
+    return rate != 0 and any(flag is True for flag in flags)
+
+
+def _layers(conv: MessagePassing) -> list[MessagePassing]:
+    """The layer, and those inside it, behind wrappers of ours as well."""
+    found: list[MessagePassing] = []
+    for module in conv.modules():
+        inner = vars(module).get("_wrapped")
+        module = inner[0] if isinstance(inner, list) else module
+        if isinstance(module, MessagePassing) and module not in found:
+            found.append(module)
+    return found
+
+
+def _scopes(layers: list[MessagePassing]) -> list[dict[str, Any]]:
+    names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+@contextlib.contextmanager
+def _replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
+    had, before = name in scope, scope.get(name)
+    scope[name] = stand_in
+    try:
+        yield
+    finally:
+        if had:
+            scope[name] = before
+        else:
+            del scope[name]
+
+
+def _by_row(forward: Callable) -> Callable:
+    def run(x: Any, *args: Any) -> Any:
+        out = forward(_bare(x), *_bare(args))
+        return x.wrap(out, x.rows) if isinstance(x, RowCut) else out
+
+    return run
+
+
+def _ordered(source: Any, target: Any, place: int) -> tuple[Any, Any]:
+    return (source, target) if place == 0 else (target, source)
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_bare(v) for v in value)
+    return value.to_local() if isinstance(value, RowCut) else value

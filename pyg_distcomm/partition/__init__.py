@@ -1,0 +1,1 @@
+"""Who owns which node: cutters, their figures, and partitioned graphs on disk."""

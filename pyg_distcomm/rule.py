@@ -1,0 +1,357 @@
+"""The rule of DistTensor, applied: what is local, what is global, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyg_distcomm import losses, random, reductions
+from pyg_distcomm.dropout import keyed_dropout
+from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, undecided
+from pyg_distcomm.rows import Rows
+from pyg_distcomm.rowwise import BY_DIM, FACTS, ROWWISE, WEIGHTED, base_name
+from pyg_distcomm.shaping import SHAPING, Undecided
+
+
+def _first(args: Any, kwargs: Any) -> RowCut:
+    found: list[RowCut] = []
+    tree_map(lambda v: found.append(v) if isinstance(v, RowCut) else v, (args, kwargs))
+    return found[0]
+
+
+def apply(func: Callable, args: Any, kwargs: Any) -> Any:
+    name = base_name(func)
+    if name in _SPECIAL:
+        return _SPECIAL[name](func, args, kwargs)
+    if name in losses.LOSSES:
+        return _loss(func, args, kwargs)
+    if name in BY_DIM:
+        return _by_dim(name, func, args, kwargs)
+    if name in FACTS:
+        return _plainly(func, args, kwargs)
+    if name in ROWWISE or name.startswith("_foreach_"):
+        return _rowwise(func, args, kwargs)
+    raise undecided(f"{name}()")
+
+
+def _plainly(func: Callable, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
+    rows, width = _aligned_rows(func, args, kwargs)
+    args, kwargs = _aligned(func, (args, kwargs), rows, width)
+    return _wrapped(_plainly(func, args, kwargs), _first(args, kwargs))
+
+
+def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
+    """The rows all operands share, and how many dims the widest has."""
+    found: list[RowCut] = []
+    tree_map(lambda v: found.append(v) if isinstance(v, RowCut) else v, (args, kwargs))
+    rows = found[0].rows
+    for other in found[1:]:
+        if not rows.same_as(other.rows):
+            raise TypeError(
+                f"{base_name(func)}() got tensors cut differently: {rows} and "
+                f"{other.rows}; pick the same rows of both, or {WAYS_OUT}"
+            )
+    return rows, max(t.dim() for t in found)
+
+
+def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
+    name = base_name(func)
+    if name in WEIGHTED:  # their other operands are weights
+        if name == "linear" and not isinstance(_at(tree, 0, "input"), RowCut):
+            raise undecided("linear() with row-cut weights")
+        return tree
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if isinstance(value, RowCut):
+            if value.dim() < width:
+                raise undecided(
+                    f"{name}() of a {value.dim()}-d and a {width}-d row-cut tensor, whose "
+                    "rows would meet columns (add .unsqueeze(-1)),"
+                )
+            return value
+        return fit_plain(value, rows, width, name)
+
+    return tree_map(fit, tree)
+
+
+def _at(tree: Any, place: int, name: str) -> Any:
+    args, kwargs = tree
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _wrapped(out: Any, like: RowCut) -> Any:
+    if isinstance(out, RowCut):  # an in-place operation returns what it was given
+        return out
+    if isinstance(out, Tensor):
+        return like.wrap(out, like.rows)
+    if isinstance(out, (tuple, list)):  # torch.return_types.* take one sequence, too
+        return type(out)([_wrapped(part, like) for part in out])
+    return out
+
+
+def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(x, RowCut):
+        raise undecided(f"{name}() of an ordinary tensor by a row-cut one")
+    if name in ("max", "min") and _is_pairwise(args, kwargs):
+        return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
+    place, default = BY_DIM[name]
+    dim = _dim_of(args, kwargs, place, default)
+    if isinstance(dim, str):
+        raise undecided(f"{name}() without dim")
+    dims = _normal_dims(dim, x.dim())
+    if 0 not in dims:
+        return _rowwise(func, args, kwargs)
+    return _reduce(name, x, dims, dim, args, kwargs)
+
+
+def _is_pairwise(args: Any, kwargs: Any) -> bool:
+    return "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
+
+
+def _dim_of(args: Any, kwargs: Any, place: int, default: Any) -> Any:
+    for key in ("dim", "dims", "axis"):
+        if key in kwargs:
+            return kwargs[key]
+    if len(args) > place and not isinstance(args[place], bool):
+        tail = args[place:]
+        whole = len(tail) > 1 and all(type(d) is int for d in tail)
+        return list(tail) if whole and place == 1 else args[place]
+    return default
+
+
+def _normal_dims(dim: Any, ndim: int) -> list[int]:
+    if dim is None or (isinstance(dim, (tuple, list)) and len(dim) == 0):
+        return list(range(ndim))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    for d in dims:
+        if not -ndim <= d < ndim:
+            raise IndexError(
+                f"dimension {d} is out of range for a tensor of {ndim} dimensions"
+            )
+    return sorted({d % ndim for d in dims})
+
+
+def _reduce(
+    name: str, x: RowCut, dims: list[int], dim: Any, args: Any, kwargs: Any
+) -> Any:
+    local, rows = x.to_local(), x.rows
+    keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
+    if name in ("max", "min", "argmax", "argmin"):
+        return _extreme(name, local, rows, dim, keepdim)
+    if name not in reductions.GLOBAL:
+        raise undecided(f"{name}() over the rows")
+    extra = {
+        k: kwargs[k] for k in ("dtype", "p", "correction", "unbiased") if k in kwargs
+    }
+    if name in ("var", "std") and len(args) == 2 and isinstance(args[1], bool):
+        extra["unbiased"] = args[1]
+    if name in ("norm", "vector_norm"):
+        extra["p"] = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    if keepdim and name != "count_nonzero":
+        extra["keepdim"] = True
+    return reductions.GLOBAL[name](local, rows, dims, **extra)
+
+
+def _third_bool(args: Any, place: int) -> bool:
+    return len(args) > place + 1 and args[place + 1] is True
+
+
+def _extreme(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> Any:
+    op = name.removeprefix("arg")
+    if dim is None and (op == name or local.dim() == 1):
+        if op == name:
+            return reductions.extreme(local, rows, list(range(local.dim())), False, op)
+        return reductions.extreme_at(local, rows, False, op).indices
+    if dim is None:
+        raise undecided(f"{name}() without dim")
+    found = reductions.extreme_at(local, rows, keepdim, op)
+    return found if op == name else found.indices
+
+
+def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
+    rows, _ = _aligned_rows(func, args, kwargs)
+    name = func.__name__
+
+    def fit(value: Any, place: Any) -> Any:
+        if isinstance(value, RowCut):
+            return value.to_local()
+        if isinstance(value, Tensor) and place in _ROW_OPERANDS and value.dim():
+            return fit_plain(value, rows, value.dim(), name)
+        return value
+
+    out, per_row = losses.global_loss(
+        func,
+        [fit(value, place) for place, value in enumerate(args)],
+        {key: fit(value, key) for key, value in kwargs.items()},
+        rows,
+    )
+    return _first(args, kwargs).wrap(out, rows) if per_row and out.dim() else out
+
+
+_ROW_OPERANDS = (0, 1, "input", "target", "input1", "input2", "anchor", "positive")
+
+
+def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
+    rows, _ = _aligned_rows(func, args, kwargs)
+    name = base_name(func)
+    if name in ("matmul", "mm", "mv", "addmm", "bmm", "baddbmm"):
+        _check_product(name, args)
+    if name in ("cat", "concat", "concatenate", "stack"):
+        args, kwargs = _aligned(func, (args, kwargs), rows, _first(args, kwargs).dim())
+    local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
+    try:
+        out = SHAPING[name](func, *local_args, **local_kwargs)
+    except Undecided:
+        raise undecided(f"{name}() that moves rows or mixes them") from None
+    return _first(args, kwargs).wrap(out, rows)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.to_local() if isinstance(value, RowCut) else value
+
+
+def _check_product(name: str, args: Any) -> None:
+    bias, left, right = args if len(args) == 3 else (None, *args[-2:])
+    if isinstance(right, RowCut) and not _batched(left, right):
+        raise undecided(f"{name}() that sums over rows")
+    if not isinstance(left, RowCut):
+        raise undecided(f"{name}() that sums over rows")
+    if isinstance(bias, RowCut) and bias.dim() < left.dim():
+        raise undecided(f"{name}() with a row-cut bias of {bias.dim()} dims")
+
+
+def _batched(left: Any, right: Any) -> bool:
+    """Whether a product multiplies the matrices of each row."""
+    return isinstance(left, RowCut) and left.dim() == right.dim() > 2
+
+
+def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Dropout, rand_like, randn_like: drawn by (seed, call, row id, column)."""
+    x, name = _first(args, kwargs), base_name(func)
+    local, gid = x.to_local(), x.rows.gid.to(x.device)
+    if name == "rand_like":
+        return x.wrap(
+            random.keyed_uniform(x.rows.mesh.next_key(), gid, local.detach()), x.rows
+        )
+    if name == "randn_like":
+        return x.wrap(
+            random.keyed_normal(x.rows.mesh.next_key(), gid, local.detach()), x.rows
+        )
+    p, training, inplace = _dropout_arguments(args, kwargs)
+    if not training or p == 0:
+        return x
+    out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())
+    return x.copy_(out) if inplace else x.wrap(out, x.rows)
+
+
+def _dropout_arguments(args: Any, kwargs: Any) -> tuple[float, bool, bool]:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    given.update({("training" if k == "train" else k): v for k, v in kwargs.items()})
+    p = float(given.get("p", 0.5))
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p, bool(given.get("training", True)), bool(given.get("inplace", False))
+
+
+def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
+    bound = inspect.signature(torch.nn.functional.batch_norm).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x = given.pop("input")
+    if not given.pop("training"):
+        local = torch.nn.functional.batch_norm(x.to_local(), training=False, **given)
+    else:
+        local = reductions.batch_norm(x.to_local(), x.rows, **given)
+    return x.wrap(local, x.rows)
+
+
+def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Contracts dims of each row, if rows keep one letter of their own, in front."""
+    equation, *operands = args
+    flat = (
+        operands[0] if len(operands) == 1 and not _is_tensor(operands[0]) else operands
+    )
+    terms, _, out = str(equation).replace(" ", "").partition("->")
+    rows, _ = _aligned_rows(func, flat, {})
+    row = out[:1]
+    for term, operand in zip(terms.split(","), flat, strict=True):
+        inside = term[1:] if isinstance(operand, RowCut) else term
+        if not row.isalpha() or row in inside or (inside != term and term[0] != row):
+            raise undecided("einsum() that moves rows or mixes them")
+    return _first(flat, {}).wrap(_plainly(func, args, kwargs), rows)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Scatters within each row."""
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if not isinstance(dim, int) or dim % args[0].dim() == 0:
+        raise undecided(f"{base_name(func)}() over the rows")
+    return _rowwise(func, args, kwargs)
+
+
+def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Rows of an ordinary (replicated) table, at row-cut integer numbers of them."""
+    table, index = args[0], args[-1] if len(args) > 1 else kwargs["index"]
+    dim = args[1] if base_name(func) == "index_select" else 0
+    whole = not isinstance(table, RowCut) and isinstance(index, RowCut) and dim == 0
+    if not whole or index.dtype in (torch.bool, torch.uint8):
+        return _shape(func, args, kwargs) if dim else _no_lookup(func)
+    return index.wrap(table[index.to_local()], index.rows)
+
+
+def _no_lookup(func: Callable) -> Any:
+    raise undecided(f"{base_name(func)}() that moves rows or mixes them")
+
+
+def _requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    out = _plainly(func, args, kwargs)
+    size = x.rows.mesh.size
+    if x.requires_grad and x.is_leaf and size > 1 and not hasattr(x, "_exact_gradient"):
+        x._exact_gradient = True  # see [Note: gradients]
+        with torch._C.DisableTorchFunctionSubclass():
+            x.register_hook(lambda g: g / size)
+    return out
+
+
+def _grad(func: Callable, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    found = _plainly(func, args, kwargs)
+    if isinstance(found, Tensor) and not isinstance(found, RowCut):
+        return x.wrap(found, x.rows)
+    return found
+
+
+def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
+    x = _first(args, kwargs)
+    return reductions.agree_all(_plainly(func, args, kwargs), x.rows)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(SHAPING, _shape),
+    **dict.fromkeys(("dropout", "rand_like", "randn_like"), _keyed),
+    **dict.fromkeys(("getitem", "index_select"), _looked_up),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scattered),
+    "einsum": _einsum,
+    "requires_grad=": _requires_grad,
+    **dict.fromkeys(("grad", "grad="), _grad),
+    **dict.fromkeys(("equal", "allclose"), _compare_all),
+    "batch_norm": _batch_norm,
+}

@@ -1,0 +1,123 @@
+"""The doctor's findings, on this machine and on worse ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+
+import pytest
+import torch
+
+from pyg_distcomm import doctor
+from pyg_distcomm.cli import main
+from pyg_distcomm.doctor import Finding
+
+
+def test_this_machine_can_run(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("\nready\n")
+    assert "wrong" not in shown
+    for what in ("python", "torch_geometric", "gloo", "nccl", "devices", "CPU cores"):
+        assert f" {what} " in shown
+    assert "agree (in" in shown
+
+
+def test_a_needed_thing_that_is_missing_is_told_and_exits_with_1(monkeypatch, capsys):
+    findings = [
+        Finding("a", "fine"),
+        Finding("b", "missing", "get it"),
+        Finding("c", "missing", "get it", needed=True),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(findings))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown if line] == [
+        "ok",
+        "note",
+        "->",
+        "wrong",
+        "->",
+        "not",
+    ]
+    assert shown[-1] == "not ready: c"
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_geometric", "numba"])
+def test_missing_and_old_packages(monkeypatch, name):
+    assert not doctor.required(name, doctor.REQUIRED[name]).wrong
+    too_new = doctor.required(name, (999, 1))
+    assert too_new.wrong
+    assert too_new.advice == f"pip install '{name}>=999.1'"
+    assert "older than 999.1" in too_new.found
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    assert doctor.required(name, (2, 6)).found == "missing"
+
+
+def test_optional_packages(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    found = {name: doctor.optional(name) for name in doctor.OPTIONAL}
+    assert not any(finding.wrong for finding in found.values())
+    assert "'pyg-distcomm[metis]'" in found["pymetis"].advice
+    assert not found["pyg-lib"].advice
+
+
+def test_back_ends(monkeypatch):
+    assert doctor.back_end("gloo", False).wrong
+    assert not doctor.back_end("gloo", True).wrong
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor.back_end("nccl", False).advice
+    assert not doctor.back_end("nccl", False).wrong
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    assert doctor.cache(str(tmp_path / "new" / "deep")).found == "writable"
+    assert "NUMBA_CACHE_DIR" in doctor.cache(None).advice
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert "NUMBA_CACHE_DIR" in doctor.cache(str(tmp_path)).advice
+
+
+def test_a_host_without_a_name(monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert "GLOO_SOCKET_IFNAME" in doctor.host_name("nowhere").advice
+
+
+def test_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    assert "OMP_NUM_THREADS" in doctor.cores().advice
+
+
+def test_ranks_that_cannot_meet(monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("no route to host\nmore")
+
+    monkeypatch.setattr(doctor, "launch", lost)
+    finding = doctor.round_trip()
+    assert finding.wrong
+    assert finding.found == "fail: no route to host"
+    monkeypatch.setattr(doctor, "launch", lambda *_, **__: [3.0, 4.0])
+    assert doctor.round_trip().wrong
+
+
+def test_a_kernel_that_fails_or_is_wrong(monkeypatch):
+    assert not doctor.compiled().wrong
+    monkeypatch.setattr(doctor.kernels, "spmm", lambda *_: torch.zeros(3, 2))
+    assert "wrong here" in doctor.compiled().advice
+    monkeypatch.setattr(doctor.kernels, "spmm", lambda *_: 1 / 0)
+    assert doctor.compiled().found == "fail: division by zero"
+
+
+def test_bench_prints_both_tables(capsys):
+    flags = ["--scale", "8", "--widths", "4", "--repeats", "1"]
+    assert main(["bench", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "| 1 | 4 |" in shown
+    assert "PyG / ours" in shown
+    assert main(["bench", "--repeats", "0"]) == 2
+    assert "must be positive" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Every example, run by the command in its first line, as a visitor would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyg_distcomm
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+pytest.importorskip("sklearn")
+
+
+def run(path, folder, *flags, ranks=None):
+    """Runs an example under torchrun, or plainly when `ranks` is 1."""
+    first = path.read_text().splitlines()[0]
+    count = re.fullmatch(
+        rf"# torchrun --nproc-per-node (\d+) examples/{path.name}", first
+    )
+    assert count, first
+    start = [sys.executable]
+    if ranks != 1:
+        start += ["-m", "torch.distributed.run", "--standalone"]
+        start += ["--nproc-per-node", str(ranks or count.group(1))]
+    home = str(Path(pyg_distcomm.__file__).parents[1])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [*start, str(path), *flags],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def example(name):
+    return ROOT / "examples" / f"{name}.py"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_imports_the_package_alone(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 120
+    assert lines[0].startswith("# torchrun --nproc-per-node ")
+    assert lines[1].startswith('"""')
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
+    shown = run(example("gcn"), tmp_path, "--epochs", "20", "--double", ranks=ranks)
+    single, ours = (
+        re.search(
+            rf"^{who}.*?\s(0\.\d+)\s+(0\.\d+|[1-9]\.\d+)\s+\S+\s+(\S+)$", shown, re.M
+        )
+        for who in ("PyG, 1 process", f"pyg_distcomm, {ranks} ranks, 1d")
+    )
+    assert single.group(1, 2) == ours.group(1, 2)
+    assert (ours.group(3) == "0") == (ranks == 1)
+    assert float(shown.split("outputs: ")[1]) < 1e-9
+
+
+def test_sage_resumes_where_it_stopped_on_another_number_of_ranks(tmp_path):
+    whole = ("--checkpoint", "whole", "--every", "4", "--epochs", "8")
+    again = ("--checkpoint", "again", "--every", "4", "--epochs")
+    straight = run(example("sage"), tmp_path, *whole, ranks=1)
+    run(example("sage"), tmp_path, *again, "4")
+    resumed = run(example("sage"), tmp_path, *again, "8", ranks=1)
+    assert "resumed again after epoch 4" in resumed
+    assert "epoch 004" not in resumed
+    last = [
+        float(re.search(r"epoch 008  loss (\S+)", text).group(1))
+        for text in (straight, resumed)
+    ]
+    assert last[0] == pytest.approx(last[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_layer_equals_pyg(tmp_path, ranks):
+    shown = run(example("any_layer"), tmp_path, "--epochs", "2", ranks=ranks)
+    differences = re.findall(r"\d\.\de[+-]\d\d", shown)
+    assert len(differences) == 4
+    assert max(map(float, differences)) < 1e-9
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_grids_count_what_was_priced(tmp_path, ranks):
+    shown = run(example("grids"), tmp_path, "--epochs", "1", ranks=ranks)
+    rows = re.findall(r"^(\d+ x \d+ x \d+) .*?(\S+) +(\S+) +\S+ +(\S+)$", shown, re.M)
+    assert len(rows) == {1: 2, 4: 12}[ranks]
+    assert all(priced == counted for _, priced, counted, _ in rows)
+    losses = [float(row[3]) for row in rows]
+    assert max(losses) - min(losses) < 1e-4

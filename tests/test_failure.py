@@ -1,0 +1,224 @@
+"""An error on one rank reaches all of them, within seconds, with its cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from problems import GRAPHS
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+
+ROOT = Path(__file__).parents[1]
+
+
+def _raises_inside():
+    mesh = pdc.init(timeout=30)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    for step in range(5):
+        if step == 3 and mesh.rank == 1:
+            raise KeyError("the data of step 3")
+        share.x.sum()
+
+
+def _forgets_a_collective():
+    mesh = pdc.init(timeout=3)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    if mesh.rank == 0:
+        time.sleep(60)
+    share.x.sum()
+
+
+def _dies():
+    mesh = pdc.init(timeout=30)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        share.x.sum()
+
+
+def _leaves_early():
+    mesh = pdc.init(timeout=30)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    for _ in range(3 if mesh.rank else 4):
+        share.x.sum()
+
+
+def _returns(value):
+    mesh = pdc.init()
+    return mesh.rank, value
+
+
+def test_launch_returns_what_each_rank_returns():
+    assert pdc.launch(_returns, 2, "x") == [(0, "x"), (1, "x")]
+
+
+def test_launch_raises_the_first_cause():
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="step 3") as error:
+        pdc.launch(_raises_inside, 3, timeout=60)
+    assert "rank 1 failed with KeyError" in str(error.value.__cause__)
+    assert "_raises_inside" in str(error.value.__cause__)
+    assert time.monotonic() - start < 45
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (_forgets_a_collective, "waited 3 s for all_reduce"),
+        (_dies, "without|lost another rank"),
+        (_leaves_early, "lost another rank"),
+    ],
+)
+def test_nothing_hangs(fn, text):
+    with pytest.raises(pdc.RankError, match=text):
+        pdc.launch(fn, 2, timeout=60)
+
+
+def test_launch_explains_what_it_cannot_send():
+    with pytest.raises(TypeError, match=r"\.py file"):
+        pdc.launch(lambda: 1, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        pdc.launch(_returns, 0)
+
+
+def test_torchrun_ends_with_the_cause(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import pyg_distcomm as pdc, torch
+            mesh = pdc.init(timeout=60)
+            x = torch.ones(3)
+            from pyg_distcomm import wire
+            if mesh.rank == 1:
+                raise ValueError("bad luck on this rank")
+            try:
+                wire.all_reduce(x, mesh.world)
+            except ValueError as error:
+                print("HEARD", str(error).splitlines()[0])
+                raise
+            """
+        )
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            script,
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "bad luck on this rank" in run.stderr
+    heard = "HEARD rank 1 failed with ValueError: bad luck on this rank"
+    assert heard in run.stdout or "SIGTERM" in run.stderr  # torchrun may be faster
+
+
+def _bad_inputs():
+    mesh = worlds.mesh()
+    good = GRAPHS["undirected"]()
+    cases = []
+
+    def case(text, kind, **change):
+        data = good.clone()
+        for name, value in change.items():
+            data[name] = value
+        cases.append((text, kind, data))
+
+    edges = good.edge_index
+    case("float", TypeError, edge_index=edges.double())
+    case("NaN|nan", (TypeError, ValueError), edge_index=edges * float("nan"))
+    case("50", ValueError, edge_index=torch.cat([edges, torch.tensor([[50], [0]])], 1))
+    case("-1", ValueError, edge_index=torch.cat([edges, torch.tensor([[-1], [0]])], 1))
+    case("shape|two|\\[2", ValueError, edge_index=edges.t().contiguous())
+    case("train_mask", ValueError, train_mask=torch.ones(49, dtype=torch.bool))
+    case("'x'", ValueError, x=good.x[:-1])
+    for text, kind, data in cases:
+        with pytest.raises(kind, match=text):
+            pdc.partition(data, mesh, "random")
+    with pytest.raises(ValueError, match="metis"):
+        pdc.partition(good, mesh, "metiss")
+    with pytest.raises(ValueError, match="50"):
+        pdc.partition(good, mesh, torch.zeros(49, dtype=torch.long))
+    with pytest.raises(ValueError, match="part|owner"):
+        pdc.partition(good, mesh, torch.full((50,), mesh.size))
+    with pytest.raises(TypeError, match="HeteroData"):
+        from torch_geometric.data import HeteroData
+
+        pdc.partition(HeteroData(), mesh)
+    share = pdc.partition(good, mesh, "random")
+    with pytest.raises(TypeError, match="share already"):
+        pdc.partition(share, mesh)
+    if mesh.size > 1:  # one rank alone holds something else: all of them say so
+        data = good.clone()
+        if mesh.rank == 1:
+            data.edge_index = edges.flip(1)
+        with pytest.raises(ValueError, match="same graph on all ranks"):
+            pdc.partition(data, mesh, "random")
+        data = good.clone()
+        if mesh.rank == 1:
+            data.train_mask = data.train_mask[:-1]
+        with pytest.raises(ValueError, match=r"rank 1.*train_mask"):
+            pdc.partition(data, mesh, "random")
+    return float(share.x.sum())  # the mesh is as good as before
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_bad_input_raises_on_all_ranks_alike(size):
+    assert len({round(v, 9) for v in worlds.run(_bad_inputs, size)}) == 1
+
+
+def _misuse():
+    from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+
+    mesh = worlds.mesh()
+    data = GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, "random")
+    conv = DistGCNConv(7, 4).double()
+    with pytest.raises(TypeError, match=r"data\.x of pdc\.partition"):
+        conv(data.x, share.edge_index)
+    with pytest.raises(ValueError, match="one row for each node"):
+        conv(share.x[share.train_mask], share.edge_index)
+    with pytest.raises(TypeError, match="edge_weight"):
+        conv(share.x, share.edge_index, torch.ones(3).double())
+    with pytest.raises(ValueError, match="edge_weight"):
+        conv(share.x, share.edge_index, share.x[:, 0])
+    with pytest.raises(ValueError, match="bipartite"):
+        conv((share.x, share.x), share.edge_index)
+    with pytest.raises(TypeError, match="plain tensor"):
+        DistSAGEConv(7, 4).double()(data.x, share.edge_index)
+    with pytest.raises(RuntimeError):
+        conv.float()(share.x, share.edge_index)
+    with pytest.raises(TypeError, match="Module"):
+        pdc.convert("model")
+    with pytest.raises(ValueError, match="no_such_folder"):
+        pdc.load_partition("/no_such_folder", mesh)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_misuse_says_what_to_do(size):
+    worlds.run(_misuse, size)
+
+
+def test_data_must_have_edges():
+    with pytest.raises(TypeError, match="edge_index"):
+        pdc.partition(Data(), pdc.init())

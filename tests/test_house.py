@@ -1,0 +1,244 @@
+"""The laws of the house, checked in its source."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pyg_distcomm
+
+HOUSE = Path(pyg_distcomm.__file__).parent
+ROOT = Path(__file__).parents[1]
+
+# from the ground up: a module imports from its own floor (without rings) and below
+FLOORS = (
+    "kernels",
+    "failure price partition",
+    "wire random mesh launch",
+    "exchange adjoint rows dropout",
+    "ops",
+    "rowwise shaping indexing losses reductions rowcut picking rule tensor",
+    "topology edge_index",
+    "share checkpoint datasets nn",
+    "doctor bench bench_gcn",
+    "cli __init__",
+)
+TALKS = {"wire", "mesh", "launch", "failure", "checkpoint", "nn.replicate", "doctor"}
+KNOWS_PYG = {
+    "topology",
+    "edge_index",
+    "share",
+    "datasets",
+    "bench_gcn",
+    "partition.kinds",
+    "partition.folder",
+    "partition.pyg_folder",
+}
+LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
+LATE |= {"torch_sparse", "pyg_lib", "fcntl"}
+COLLECTIVES = re.compile(
+    r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"
+    r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"
+)
+KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
+
+
+@cache
+def modules():
+    """Every module by its name below the package, as (path, syntax tree)."""
+    found = {}
+    for path in sorted(HOUSE.rglob("*.py")):
+        parts = path.relative_to(HOUSE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+        found[name] = path, ast.parse(path.read_text())
+    return found
+
+
+def imports(name):
+    """Every import of a module: (what, whether inside a function)."""
+    path, tree = modules()[name]
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    here = ["pyg_distcomm", *path.relative_to(HOUSE).parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in inner
+        if isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}", id(node) in inner
+
+
+def own_imports(name):
+    """The modules of the package that a module imports."""
+    for what, _ in imports(name):
+        head, _, rest = what.partition(".")
+        if head == "pyg_distcomm":
+            while rest and rest not in modules():
+                rest = rest.rpartition(".")[0]
+            yield rest or "__init__"
+
+
+def floor(name):
+    room = name.split(".")[0]
+    found = [k for k, rooms in enumerate(FLOORS) if room in rooms.split()]
+    assert found, f"which floor is {name} on? add it to FLOORS"
+    return found[0]
+
+
+def test_imports_run_downhill():
+    uphill = [
+        f"{name} imports {other}"
+        for name in modules()
+        for other in own_imports(name)
+        if floor(other) > floor(name)
+    ]
+    assert not uphill
+    rings = {
+        name: set(own_imports(name)) - {name.split(".")[0], name} for name in modules()
+    }
+    list(graphlib.TopologicalSorter(rings).static_order())  # raises CycleError
+
+
+def test_kernels_know_nothing_of_ranks():
+    for name in modules():
+        if name.split(".")[0] == "kernels":
+            assert all(other.startswith("kernels") for other in own_imports(name)), name
+
+
+def test_ops_know_no_codec_and_nobody_knows_the_command():
+    for name in modules():
+        if name.startswith(("ops", "partition")):
+            above = {"codec", "timing", "tensor", "edge_index", "nn"}
+            assert not above & {o.split(".")[-1] for o in own_imports(name)}, name
+        if name not in ("cli", "__init__"):
+            assert "cli" not in own_imports(name), name
+
+
+def test_only_a_few_rooms_name_torch_distributed():
+    for name, (_, tree) in modules().items():
+        named = any(what.startswith("torch.distributed") for what, _ in imports(name))
+        named |= any(
+            ast.unparse(node).startswith("torch.distributed.")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+        )
+        assert not named or name in TALKS, name
+
+
+def test_only_wire_calls_collectives():
+    for name, (_, tree) in modules().items():
+        calls = [
+            ast.unparse(node.func)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        ]
+        called = [
+            c
+            for c in calls
+            if c.startswith(("dist.", "torch.distributed."))
+            and COLLECTIVES.fullmatch(c.rpartition(".")[2])
+        ]
+        assert not called or name == "wire", (name, called)
+
+
+def test_pyg_is_known_where_its_objects_enter_and_leave():
+    for name in modules():
+        named = any(what.startswith("torch_geometric") for what, _ in imports(name))
+        assert not named or name in KNOWS_PYG or name.startswith("nn."), name
+
+
+def test_functions_import_only_what_is_optional():
+    for name in modules():
+        for what, inside in imports(name):
+            assert not inside or what.split(".")[0] in LATE, (name, what)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_module_is_short_and_says_what_it_is(name):
+    path, tree = modules()[name]
+    assert ast.get_docstring(tree), f"{name} has no docstring"
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_every_folder_is_a_package_and_none_is_called_utils():
+    folders = {path.parent for path, _ in modules().values()}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+    assert not [
+        n for n in modules() if n.split(".")[-1] in ("utils", "util", "helpers")
+    ]
+
+
+def test_the_front_door_holds_no_code():
+    _, tree = modules()["__init__"]
+    kinds = {type(node) for node in tree.body[1:]}
+    assert kinds <= {ast.ImportFrom, ast.Assign}
+    assert all(
+        alias.asname == alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
+
+
+def test_references_and_citations_agree():
+    entries = re.split(r"^## ", (ROOT / "REFERENCES.md").read_text(), flags=re.M)[1:]
+    listed = {}
+    for entry in entries:
+        key = KEY.match(entry).group(1)
+        assert key not in listed, f"{key} twice"
+        files = re.search(r"^\*\*Files:\*\* (.+?)\n(?:\n|\*\*)", entry, re.M | re.S)
+        listed[key] = set(re.findall(r"`([^`]+)`", files.group(1)))
+    cited = {}
+    for path, _ in modules().values():
+        for key in KEY.findall(path.read_text()):
+            name = str(Path("pyg_distcomm") / path.relative_to(HOUSE))
+            cited.setdefault(key, set()).add(name)
+    assert listed == cited
+
+
+def test_the_plan_in_contributing_shows_every_room():
+    plan = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in modules():
+        if name != "__init__":
+            room = name.split(".")[-1]
+            assert re.search(rf"\b{room}(\.py|/)", plan), f"{name} is not on the plan"
+
+
+def test_readme_holds_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    for name in ("run", "test"):
+        assert len(re.findall(rf"<!-- command: {name} -->\n```bash\n", text)) == 1
+
+
+@pytest.mark.parametrize("name", ["pyg_distcomm", "pyg_distcomm.cli"])
+def test_importing_compiles_nothing_and_touches_no_device(name):
+    # torch_geometric itself may bring numba: what counts is what we add to it
+    code = (
+        "import sys, torch, torch_geometric.nn\n"
+        "before = set(sys.modules)\n"
+        f"import {name}\n"
+        "added = set(sys.modules) - before\n"
+        "late = {'numba', 'triton', 'pymetis', 'sklearn', 'matplotlib'}\n"
+        "late |= {'pyg_distcomm.kernels.cpu', 'pyg_distcomm.partition.ldg'}\n"
+        "assert not late & added, late & added\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not torch.distributed.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,426 @@
+"""DistTensor's rule: row by row is local, over nodes is global, the rest raises."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import GRAPHS, owners
+
+import pyg_distcomm as pdc
+
+SIZES = (1, 2, 3, 4)
+CUTS = ("random", "empty_rank", "no_train")
+
+
+def _share(cutter="random", graph="undirected"):
+    data = GRAPHS[graph]()
+    mesh = worlds.mesh()
+    return data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+
+
+LOCAL = {
+    "relu": lambda x: x.relu(),
+    "operators": lambda x: (2 * x - x / 3 + 1) ** 2 - (-x),
+    "compare": lambda x: (x > 0) & ~(x > 1),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "clamp": lambda x: x.clamp(min=-0.5, max=0.5),
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "log_softmax": lambda x: x.log_softmax(dim=1),
+    "argmax": lambda x: x.argmax(-1),
+    "max": lambda x: x.max(dim=1).values,
+    "sum columns": lambda x: x.sum(-1, keepdim=True),
+    "mean columns": lambda x: x.mean(dim=1),
+    "std columns": lambda x: x.std(1),
+    "norm rows": lambda x: x.norm(p=2, dim=-1),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "layer_norm": lambda x: F.layer_norm(x, (7,)),
+    "linear": lambda x: F.linear(x, torch.ones(3, 7, dtype=x.dtype)),
+    "matmul": lambda x: x @ torch.ones(7, 2, dtype=x.dtype),
+    "matvec": lambda x: x @ torch.ones(7, dtype=x.dtype),
+    "view": lambda x: x.view(-1, 7, 1).transpose(1, 2).reshape(-1, 7),
+    "view heads": lambda x: x[:, :6].view(-1, 2, 3).sum(-1),
+    "flatten": lambda x: x.unsqueeze(1).flatten(1),
+    "cat": lambda x: torch.cat([x, x], dim=-1),
+    "stack": lambda x: torch.stack([x, x], dim=-1).sum(-1),
+    "columns": lambda x: x[:, 1:3],
+    "one column": lambda x: x[:, 0],
+    "ellipsis": lambda x: x[..., 2],
+    "new axis": lambda x: x[:, 0][:, None],
+    "split": lambda x: x.split(3, dim=1)[0],
+    "topk": lambda x: x.topk(2, dim=-1).values,
+    "dtype": lambda x: (x > 0).to(x.dtype) + x.to(torch.float64),
+    "squeeze": lambda x: x[:, :1].squeeze(),
+    "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long(), 2),
+    "in place": lambda x: x.clone().add_(1).mul_(2),
+    "cosine": lambda x: F.cosine_similarity(x, x * 2 + 1),
+    "gather": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
+    "zeros": lambda x: torch.zeros_like(x) + x,
+    "dropout 0": lambda x: F.dropout(x, 0.0),
+    "eval dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "replicated row": lambda x: x * torch.arange(7.0, dtype=x.dtype),
+}
+
+GLOBAL = {
+    "sum": lambda x: x.sum(),
+    "sum 0": lambda x: x.sum(0),
+    "sum both": lambda x: x.sum(dim=(0, 1), keepdim=True),
+    "mean": lambda x: x.mean(),
+    "mean 0": lambda x: x.mean(dim=0, keepdim=True),
+    "centre": lambda x: x - x.mean(0),
+    "std": lambda x: x.std(),
+    "std biased": lambda x: x.std(unbiased=False),
+    "var 0": lambda x: x.var(0),
+    "var correction": lambda x: torch.var(x, dim=0, correction=0),
+    "norm": lambda x: x.norm(),
+    "norm 1": lambda x: x.norm(p=1),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "norm 0": lambda x: torch.norm(x, dim=0),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(dim=0, keepdim=True),
+    "max 0": lambda x: x.max(0).values,
+    "max 0 at": lambda x: x.max(dim=0).indices,
+    "argmax 0": lambda x: x.argmax(0),
+    "argmin column": lambda x: x[:, 1].argmin(),
+    "last dim of a vector": lambda x: x[:, 0].sum(-1),
+    "any": lambda x: (x > 2).any(),
+    "all": lambda x: (x > -9).all(dim=0),
+    "count": lambda x: torch.count_nonzero(x > 0),
+    "equal": lambda x: torch.tensor(torch.equal(x, x)),
+    "allclose": lambda x: torch.tensor(torch.allclose(x, x + 1)),
+}
+
+
+def _check_table(table, cutter):
+    data, share = _share(cutter)
+    for name, f in table.items():
+        want, got = f(data.x.clone()), f(share.x)
+        if isinstance(got, pdc.DistTensor):
+            got = got.full_tensor()
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("table", ["LOCAL", "GLOBAL"])
+def test_tables(table, size):
+    for cutter in CUTS:
+        worlds.run(_check_table_named, size, table, cutter)
+
+
+def _check_table_named(table, cutter):
+    _check_table(globals()[table], cutter)
+
+
+def _gradients(cutter):
+    data, share = _share(cutter)
+    for name, f in {**LOCAL, **GLOBAL}.items():
+        want_in, got_in = (
+            data.x.clone().requires_grad_(),
+            share.x.detach().requires_grad_(),
+        )
+        want, got = f(want_in), f(got_in)
+        if not want.requires_grad:
+            continue
+        weight = torch.randn(
+            want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype
+        )
+        (want * weight).sum().backward()
+        cut = isinstance(got, pdc.DistTensor)
+        (got * (weight[got.rows.gid] if cut else weight)).sum().backward()
+        torch.testing.assert_close(
+            got_in.grad.full_tensor(), want_in.grad, rtol=1e-9, atol=1e-12, msg=name
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_everything(size):
+    for cutter in CUTS:
+        worlds.run(_gradients, size, cutter)
+
+
+LOSSES = {
+    "cross entropy": lambda x, y, m: F.cross_entropy(x[m], y[m]),
+    "sum": lambda x, y, m: F.cross_entropy(x, y, reduction="sum"),
+    "none": lambda x, y, m: F.cross_entropy(x, y, reduction="none").mean(),
+    "weights": lambda x, y, m: F.cross_entropy(x, y, torch.arange(1.0, 8.0).double()),
+    "ignore": lambda x, y, m: F.cross_entropy(x, y, ignore_index=2),
+    "smoothing": lambda x, y, m: F.cross_entropy(x[m], y[m], label_smoothing=0.1),
+    "probabilities": lambda x, y, m: F.cross_entropy(x, F.softmax(x.detach(), -1)),
+    "nll": lambda x, y, m: F.nll_loss(F.log_softmax(x, -1)[m], y[m]),
+    "mse": lambda x, y, m: F.mse_loss(x[m], x[m].detach() + 1),
+    "mse plain": lambda x, y, m: F.mse_loss(x, torch.ones(50, 7).double()),
+    "l1": lambda x, y, m: F.l1_loss(x, x.detach() * 2),
+    "bce": lambda x, y, m: F.binary_cross_entropy_with_logits(
+        x[:, 0], (y > 1).double()
+    ),
+    "bce pos": lambda x, y, m: F.binary_cross_entropy_with_logits(
+        x[:, 0], (y > 1).double(), pos_weight=torch.tensor(3.0).double()
+    ),
+    "kl": lambda x, y, m: F.kl_div(
+        F.log_softmax(x, -1), F.softmax(x.detach(), -1), reduction="batchmean"
+    ),
+    "module": lambda x, y, m: torch.nn.CrossEntropyLoss()(x[m], y[m]),
+    "margin": lambda x, y, m: F.multi_margin_loss(x, y),
+    "penalty": lambda x, y, m: (
+        F.mse_loss(x, torch.zeros_like(x)) + 0.1 * x.square().sum()
+    ),
+}
+
+
+def _losses(cutter):
+    data, share = _share(cutter)
+    for name, f in LOSSES.items():
+        want_in, got_in = (
+            data.x.clone().requires_grad_(),
+            share.x.detach().requires_grad_(),
+        )
+        want = f(want_in, data.y, data.train_mask)
+        got = f(got_in, share.y, share.train_mask)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
+        want.backward(), got.backward()
+        torch.testing.assert_close(
+            got_in.grad.full_tensor(), want_in.grad, rtol=1e-9, atol=1e-12, msg=name
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_losses_are_global_means(size):
+    for cutter in CUTS:
+        worlds.run(_losses, size, cutter)
+
+
+REFUSED = {
+    "t": lambda x: x.t(),
+    "T": lambda x: x.T,
+    "flatten": lambda x: x.flatten(),
+    "view": lambda x: x.view(-1),
+    "view rows": lambda x: x.reshape(7, -1),
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]),
+    "sort": lambda x: x.sort(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "median": lambda x: x.median(),
+    "prod": lambda x: x.prod(0),
+    "softmax over nodes": lambda x: F.softmax(x, dim=0),
+    "unique": lambda x: x.unique(),
+    "gram": lambda x: torch.ones(3, 50).double() @ x,
+    "einsum": lambda x: torch.einsum("nf,nf->", x, x),
+    "item": lambda x: x[:, 0].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "bool": lambda x: bool(x),
+    "float": lambda x: float(x),
+    "row": lambda x: x[0],
+    "iterate": lambda x: list(x),
+    "scatter": lambda x: x.scatter(0, torch.zeros(1, 7, dtype=torch.long), 1.0),
+    "index_add": lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, 7).double()),
+    "rows meet columns": lambda x: x * x[:, 0],
+    "wrong plain": lambda x: x + torch.ones(13, 7).double(),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "permute": lambda x: x.permute(1, 0),
+    "roll": lambda x: x.roll(1, 0),
+    "set row": lambda x: x.__setitem__(0, 1.0),
+    "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long()),
+    "other mask": lambda x: x[x[:, 0] > 0] + x[x[:, 0] < 0],
+    "mask again by id": lambda x: x[x[:, 0] > 0][torch.tensor([0])],
+}
+
+
+def _refused():
+    _, share = _share()
+    for name, f in REFUSED.items():
+        with pytest.raises(TypeError, match=r"to_local|pdc\.partition") as error:
+            f(share.x)
+        assert "full_tensor" in str(error.value) or "pdc.partition" in str(
+            error.value
+        ), name
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_the_rule_cannot_decide_raises(size):
+    worlds.run(_refused, size)
+
+
+def _indexing(cutter):
+    data, share = _share(cutter)
+    idx = torch.tensor([3, 0, 49, 3, 17, -1, 20])
+    pairs = torch.randint(0, 50, (2, 31), generator=torch.Generator().manual_seed(2))
+    label = (torch.arange(31) % 2).double()
+    for f in (
+        lambda x: x[idx],
+        lambda x: x[idx.tolist()],
+        lambda x: x[:11],
+        lambda x: x[10::3],
+        lambda x: x[idx, 1],
+        lambda x: x[pairs[0]] * x[pairs[1]],
+        lambda x: F.binary_cross_entropy_with_logits(
+            (x[pairs[0]] * x[pairs[1]]).sum(-1), label
+        ),
+    ):
+        want_in, got_in = (
+            data.x.clone().requires_grad_(),
+            share.x.detach().requires_grad_(),
+        )
+        want, got = f(want_in), f(got_in)
+        full = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        torch.testing.assert_close(full, want)
+        want.square().sum().backward(), got.square().sum().backward()
+        torch.testing.assert_close(got_in.grad.full_tensor(), want_in.grad)
+    source, target = share.edge_index
+    assert torch.equal(source.full_tensor(), data.edge_index[0])
+    by_edge = (share.x[source] * share.x[target]).sum(-1)
+    want = (data.x[data.edge_index[0]] * data.x[data.edge_index[1]]).sum(-1)
+    torch.testing.assert_close(by_edge.full_tensor(), want)
+    assert len(share.x[idx]) <= -(-len(idx) // share.x.rows.mesh.size)
+    with pytest.raises(IndexError, match="50 rows"):
+        share.x[torch.tensor([50])]
+    if share.x.rows.mesh.size > 1:
+        with pytest.raises(ValueError, match="same ids on all ranks"):
+            share.x[torch.tensor([share.x.rows.mesh.rank])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ids_travel_and_gradients_return(size):
+    for cutter in CUTS:
+        worlds.run(_indexing, size, cutter)
+
+
+def _masks_and_values():
+    data, share = _share("empty_rank")
+    assert torch.equal(share.x.full_tensor(), data.x)
+    assert torch.equal(share.x[share.train_mask].full_tensor(), data.x[data.train_mask])
+    assert torch.equal(share.edge_index.full_tensor(), data.edge_index)
+    assert torch.equal(share.edge_attr.full_tensor(), data.edge_attr)
+    accuracy = (share.x.argmax(-1) == share.y)[share.train_mask].float().mean()
+    want = (data.x.argmax(-1) == data.y)[data.train_mask].float().mean()
+    assert torch.equal(accuracy, want)
+    nothing = share.x[torch.zeros(50, dtype=torch.bool)]
+    assert float(nothing.sum()) == 0.0
+    assert torch.isnan(nothing.mean())
+    y = share.x.clone()
+    y[share.train_mask] = 0.0
+    y[:, 1] = 5.0
+    want = data.x.clone()
+    want[data.train_mask] = 0.0
+    want[:, 1] = 5.0
+    assert torch.equal(y.full_tensor(), want)
+    mesh = share.x.rows.mesh
+    mesh.ledger.reset()
+    (
+        repr(share.x),
+        share.x.shape,
+        share.x[share.train_mask],
+        repr(share),
+        share.x.numel(),
+    )
+    assert mesh.ledger.words() == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_masks_cost_nothing_and_full_tensors_are_in_order(size):
+    worlds.run(_masks_and_values, size)
+
+
+def _as_data():
+    data, share = _share()
+    assert share.x.shape[0] == share.num_nodes == len(share.x.rows)
+    assert share.edge_index.num_nodes_global == 50
+    text = str(share)
+    assert f"x=[{share.num_nodes}, 7]" in text
+    moved = share.to("cpu")
+    assert isinstance(moved.x, pdc.DistTensor)
+    assert isinstance(moved.edge_index, pdc.DistEdgeIndex)
+    twin = copy.deepcopy(share)
+    assert torch.equal(twin.x.full_tensor(), data.x)
+    assert torch.equal(twin.edge_index.matmul(twin.x), share.edge_index.matmul(share.x))
+    buffer = io.BytesIO()
+    torch.save({"x": share.x, "e": share.edge_index}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert type(loaded["x"]) is torch.Tensor
+    assert torch.equal(loaded["x"], share.x.to_local())
+    assert torch.equal(loaded["e"], share.edge_index.to_local())
+    both = share.clone()
+    assert torch.equal(both.x, share.x)
+    with pytest.raises(TypeError, match="to_local"):
+        share.edge_index.flip(0)
+    with pytest.raises(TypeError, match="to_local"):
+        share.edge_index.max()
+    with pytest.raises(TypeError, match="live connections"):
+        torch.save(share.x.rows.mesh, io.BytesIO())
+    emb = torch.nn.Parameter(share.x.clone())
+    assert isinstance(emb, pdc.DistTensor)
+    emb.square().mean().backward()
+    want = 2 * data.x / data.x.numel()
+    torch.testing.assert_close(emb.grad.full_tensor(), want)
+    torch.optim.Adam([emb], lr=0.1).step()
+    reference = torch.nn.Parameter(data.x.clone())
+    reference.square().mean().backward()
+    torch.optim.Adam([reference], lr=0.1).step()
+    torch.testing.assert_close(emb.full_tensor(), reference.detach())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_share_is_a_data(size):
+    worlds.run(_as_data, size)
+
+
+def _noise():
+    _, share = _share()
+    mesh = share.x.rows.mesh
+    first = torch.randn_like(share.x).full_tensor()
+    again = torch.rand_like(share.x).full_tensor()
+    assert not torch.equal(first, torch.randn_like(share.x).full_tensor())
+    assert 0 < again.min() < 0.1 < 0.9 < again.max() < 1
+    assert abs(first.mean()) < 0.2
+    assert abs(first.std() - 1) < 0.2
+    return first, again, mesh.step
+
+
+def test_noise_does_not_depend_on_ranks():
+    found = [worlds.run(_noise, size)[-1] for size in (1, 2, 3)]
+    for first, again, step in found[1:]:
+        assert torch.equal(first, found[0][0])
+        assert torch.equal(again, found[0][1])
+        assert step == found[0][2] == 3
+
+
+def _pyg_norms(cutter):
+    from torch_geometric.nn import BatchNorm, LayerNorm, MessageNorm, PairNorm
+
+    data, share = _share(cutter)
+    for make in (
+        lambda: torch.nn.BatchNorm1d(7),
+        lambda: BatchNorm(7),
+        lambda: LayerNorm(7, mode="graph"),
+        lambda: LayerNorm(7, mode="node"),
+        PairNorm,
+        lambda: torch.nn.LayerNorm(7),
+    ):
+        want_norm, got_norm = make().double(), make().double()
+        want_in, got_in = (
+            data.x.clone().requires_grad_(),
+            share.x.detach().requires_grad_(),
+        )
+        want, got = want_norm(want_in), got_norm(got_in)
+        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+        want.pow(3).sum().backward(), got.pow(3).sum().backward()
+        torch.testing.assert_close(got_in.grad.full_tensor(), want_in.grad)
+        for a, b in zip(want_norm.buffers(), got_norm.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(
+            got_norm.eval()(got_in).full_tensor(), want_norm.eval()(want_in)
+        )
+    assert MessageNorm is not None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_see_all_nodes(size):
+    for cutter in CUTS:
+        worlds.run(_pyg_norms, size, cutter)
