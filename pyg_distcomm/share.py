@@ -208,7 +208,7 @@ def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
         out[name] = DistTensor.wrap(value, edges)
     for name, value in share.graph.items():
         out[name] = value
-    out.num_nodes = len(nodes)
+    out.num_nodes, out.num_nodes_global = len(nodes), nodes.total
     return out
 
 

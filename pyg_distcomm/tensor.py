@@ -35,6 +35,11 @@ class DistTensor(RowCut):
     Shapes: `[n_i, ...]` on rank i; `rows.total` in all.
     """
 
+    @property
+    def num_nodes_global(self) -> int:
+        """The number of rows on all ranks together (`shape` is this rank's)."""
+        return self.rows.total
+
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
         return indexing.gather_all(self.to_local(), self.rows)

@@ -51,6 +51,5 @@ class DistGCNConv(GCNConv):
                 return topology.sum(h, weight)
             return topology.gcn(h, weight, self.improved, self.add_self_loops)
 
-        out = in_best_order(x, self.lin, multiply)
-        out = out if self.bias is None else out + self.bias
+        out = in_best_order(x, self.lin, self.bias, multiply)
         return DistTensor.wrap(out, edge_index.nodes)

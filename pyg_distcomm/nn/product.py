@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -24,24 +25,27 @@ def flowing(
 
 
 def in_best_order(
-    x: DistTensor, lin: Linear, multiply: Callable[[Tensor], Tensor]
+    x: DistTensor,
+    lin: Linear,
+    bias: Tensor | None,
+    multiply: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Returns `(A X) W + b` or `A (X W) + b`, whichever exchanges fewer words.
 
-    Both are the same function; the exchange has the width it is made at ([Kurt23]).
+    Both are the same function; the exchange has the width it is made at ([Kurt23]). The
+    first is made once where x needs no gradient, and again backward where it does.
     `x` may have more dims than two: they travel flattened.
     """
-    if not is_lazy(lin.weight) and lin.in_channels < lin.out_channels:
-        return _bias(F.linear(_by_row(multiply, x.to_local()), lin.weight), lin.bias)
     if is_lazy(lin.weight):
         lin(x)  # takes its width from x, through its own hooks
-        return in_best_order(x, lin, multiply)
-    return _bias(_by_row(multiply, F.linear(x.to_local(), lin.weight)), lin.bias)
+    grad = torch.is_grad_enabled()
+    before = lin.in_channels * (1 + (grad and x.requires_grad))
+    after = lin.out_channels * (1 + (grad and (x.requires_grad or lin.weight.requires_grad)))
+    if before <= after:
+        return F.linear(_by_row(multiply, x.to_local()), lin.weight, bias)
+    out = _by_row(multiply, F.linear(x.to_local(), lin.weight))
+    return out if bias is None else out.add_(bias)  # a fresh tensor: nobody saved it
 
 
 def _by_row(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return multiply(x.flatten(1)).view(x.shape) if x.dim() > 2 else multiply(x)
-
-
-def _bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias

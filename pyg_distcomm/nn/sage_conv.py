@@ -61,5 +61,5 @@ class DistSAGEConv(SAGEConv):
                 return z
             return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
 
-        out = in_best_order(x, self.lin_l, multiply)
+        out = in_best_order(x, self.lin_l, self.lin_l.bias, multiply)
         return DistTensor.wrap(out, edge_index.nodes)

@@ -1,0 +1,61 @@
+"""The same numbers on CUDA tensors: one process, gloo ranks on one GPU, and NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import GRAPHS
+from torch_geometric.nn import GATv2Conv, GCNConv, SAGEConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
+
+pytestmark = pytest.mark.cuda
+
+
+class Net(torch.nn.Module):
+    def __init__(self, ours):
+        super().__init__()
+        gat = GATv2Conv(8, 6, heads=2)
+        self.conv1 = (DistGCNConv if ours else GCNConv)(7, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.conv2 = HaloConv(gat) if ours else gat
+        self.conv3 = (DistSAGEConv if ours else SAGEConv)(12, 4)
+
+    def forward(self, x, edge_index, weight):
+        h = self.norm(self.conv1(x, edge_index, weight)).relu()
+        return self.conv3(self.conv2(h, edge_index).relu(), edge_index)
+
+
+def _step(backend, device):
+    mesh = pdc.init(backend=backend, device=device)
+    data = GRAPHS["undirected"]()
+    torch.manual_seed(0)
+    plain = Net(ours=False).double()
+    torch.manual_seed(0)
+    net = Net(ours=True).double().to(mesh.device)
+    share = pdc.partition(data, mesh, "random").to(mesh.device)
+    model = pdc.replicate(net, mesh)
+    out = model(share.x, share.edge_index, share.edge_weight)
+    F.cross_entropy(out[share.train_mask], share.y[share.train_mask]).backward()
+    want = plain(data.x, data.edge_index, data.edge_weight)
+    F.cross_entropy(want[data.train_mask], data.y[data.train_mask]).backward()
+    torch.testing.assert_close(out.full_tensor().cpu(), want)
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad)
+    return str(out.device)
+
+
+def test_one_process():
+    assert _step(None, "cuda:0").startswith("cuda")
+
+
+def test_gloo_ranks_share_one_gpu():
+    found = pdc.launch(_step, 2, "gloo", "cuda:0", timeout=120)
+    assert all(d.startswith("cuda") for d in found)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
+def test_nccl():
+    pdc.launch(_step, 2, "nccl", None, timeout=120)

@@ -1,0 +1,110 @@
+"""Shares on ranks: from folders, from PyG's folders, reports, replication, overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import worlds
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.partition.report import report
+
+
+def _from_folder(folder):
+    data = GRAPHS["directed"]()
+    mesh = worlds.mesh()
+    share = pdc.load_partition(folder, mesh, verify="checksums")
+    for name in ("x", "y", "train_mask", "edge_weight", "edge_attr"):
+        assert torch.equal(share[name].full_tensor(), data[name]), name
+    assert torch.equal(share.edge_index.full_tensor(), data.edge_index)
+    assert share.num_nodes_global == share.x.num_nodes_global == 60
+    again = pdc.partition(data, mesh, share.edge_index.nodes.partition)
+    conv = DistGCNConv(7, 4).double()
+    a = conv(share.x, share.edge_index, share.edge_weight)
+    b = conv(again.x, again.edge_index, again.edge_weight)
+    assert torch.equal(a, b)
+    return pdc.partition_report(share)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_folder_is_the_graph_and_reports_alike(tmp_path, size):
+    data = GRAPHS["directed"]()
+    owners = cut(data.edge_index, 60, size, "ldg", train_mask=data.train_mask)
+    write_folder(tmp_path / "parts", data, owners)
+    want = report(data.edge_index, owners, data.train_mask)
+    for found in worlds.run(_from_folder, size, str(tmp_path / "parts")):
+        assert found == want
+
+
+def _refused(folder, text):
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match=text):
+        pdc.load_partition(folder, mesh, verify="checksums")
+    return float(pdc.partition(GRAPHS["star"](), mesh, "block").x.sum())
+
+
+def test_folders_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
+    data = GRAPHS["directed"]()
+    write_folder(tmp_path / "three", data, cut(data.edge_index, 60, 3, "block"))
+    worlds.run(_refused, 2, str(tmp_path / "three"), "3 parts, but there are 2 ranks")
+    write_folder(tmp_path / "two", data, cut(data.edge_index, 60, 2, "block"))
+    file = next((tmp_path / "two" / "part_00001").glob("node__x*"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+    file.unlink()
+    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+
+
+def _replicated():
+    mesh = worlds.mesh()
+    torch.manual_seed(mesh.rank)  # ranks start apart; DDP makes them rank 0's
+    model = pdc.replicate(torch.nn.Linear(7, 3).double(), mesh)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    weight = model.module.weight.detach().clone()
+    mesh.ledger.reset()
+    model(share.x).square().mean().backward()
+    words = mesh.ledger.words("all_reduce", "data")
+    assert words == (0 if mesh.size == 1 else -(-2 * 24 * (mesh.size - 1) // mesh.size))
+    data = GRAPHS["undirected"]()
+    plain = torch.nn.Linear(7, 3).double()
+    plain.load_state_dict(model.module.state_dict())
+    plain(data.x).square().mean().backward()
+    torch.testing.assert_close(model.module.weight.grad, plain.weight.grad)
+    return weight
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_replicas_agree_and_their_bytes_are_counted(size):
+    found = worlds.run(_replicated, size)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def _trainable_weights(grid):
+    """Edge weights that change between steps are never taken from an old operator."""
+    data = GRAPHS["undirected"]()
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(data, mesh, "random")
+    conv = DistGCNConv(7, 4).double()
+    first = conv(share.x, share.edge_index, share.edge_weight)
+    share.edge_weight.mul_(2.0)
+    second = conv(share.x, share.edge_index, share.edge_weight)
+    assert not torch.equal(first, second)
+    share.edge_weight.div_(2.0)
+    third = conv(share.x, share.edge_index, share.edge_weight)
+    torch.testing.assert_close(first, third)
+    assert torch.equal(
+        conv(share.x, share.edge_index).detach(),
+        conv(share.x, share.edge_index).detach(),
+    )
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_cached_operators_follow_their_weights(grid):
+    worlds.run(_trainable_weights, 2, grid)
