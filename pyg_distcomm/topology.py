@@ -12,6 +12,7 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_distcomm import adjoint, wire
 from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.build import EdgeRoute, Plan, build_plan
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.rows import Rows
@@ -216,6 +217,9 @@ class Topology:
         with torch.no_grad():
             plan, value = make()
             matrix = plan.valued(value)
+        if torch.is_grad_enabled():
+            _ = matrix.transposed  # now, while there are no activations beside it
+        memory.give_back()
         self._plans[key] = (weight, version, matrix)
         return matrix
 

@@ -192,5 +192,5 @@ def _tile(rows: _Side, cols: _Side, own: int) -> tuple[Tile, tuple[Tensor, ...]]
             shape = (rows.count if row_away else own, cols.count if col_away else own)
             pattern, order = Pattern.build(rows.slot[edge], cols.slot[edge], shape)
             blocks.append(CSR(pattern))
-            index.append(edge[order])
+            index.append(edge.index_select(0, order).to(order.dtype))
     return Tile(*blocks), tuple(index)

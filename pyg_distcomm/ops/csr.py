@@ -30,8 +30,10 @@ class Pattern:
         """Returns the pattern of a list of edges, and the edge of each nonzero."""
         _, row_sorted, by_col = kernels.coo_to_csr(col, row, shape[1])
         rowptr, _, by_row = kernels.coo_to_csr(row_sorted, by_col, shape[0])
-        index = by_col.long()[by_row.long()]
-        return Pattern(rowptr, col[index].to(rowptr.dtype), shape[1]), index
+        index = by_col.index_select(0, by_row)
+        del row_sorted, by_col, by_row
+        narrow = index.to(rowptr.dtype)
+        return Pattern(rowptr, col[index].to(rowptr.dtype), shape[1]), narrow
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,7 +54,7 @@ class Pattern:
         rowptr, col, perm = kernels.csr_transpose(self.rowptr, self.col, self.num_cols)
         if torch.equal(rowptr, self.rowptr) and torch.equal(col, self.col):
             rowptr, col = self.rowptr, self.col
-        return Pattern(rowptr, col, self.shape[0]), perm.long()
+        return Pattern(rowptr, col, self.shape[0]), perm.to(rowptr.dtype)
 
     def to(self, device: torch.device) -> Pattern:
         """Returns the same pattern on another device."""
@@ -92,7 +94,7 @@ class CSR:
         pattern, perm = self.pattern.transpose
         if self.value is None:
             return CSR(pattern)
-        value = self.value[perm]
+        value = self.value.index_select(0, perm)
         if pattern.col is self.pattern.col and torch.equal(value, self.value):
             value = self.value
         return CSR(pattern, value)

@@ -64,7 +64,9 @@ class Tile:
     def with_values(self, value: Tensor, index: tuple[Tensor, ...]) -> Tile:
         """Returns the same patterns with the values `value[index]` on them."""
         pairs = zip(self.blocks, index, strict=True)
-        return Tile(*(CSR(block.pattern, value[i]) for block, i in pairs))
+        return Tile(
+            *(CSR(block.pattern, value.index_select(0, i)) for block, i in pairs)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,155 @@
+"""Peak memory and bytes per rank against their price, for P = 1, 2, 4, 8.
+
+    python benchmarks/memory.py [--scale 18] [--ranks 1 2 4 8] [--write REPORT.md]
+
+Each rank loads its part of a folder (never the graph), trains a three-layer GCN for two
+epochs, and reports its peak resident memory above what it held idle, with everything
+imported and compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm import bench, kernels
+from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.wire import format_table
+
+WIDTHS = (128, 128, 128, 32)
+MIB = 2**20
+
+
+class GCN(torch.nn.Module):
+    """Three layers, as in the epoch benchmark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
+        self.convs = torch.nn.ModuleList(DistGCNConv(f, g) for f, g in pairs)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs[:-1]:
+            x = conv(x, edge_index).relu()
+        return self.convs[-1](x, edge_index)
+
+
+def price(n: int, e: int, h: int, t: int) -> dict[str, int]:
+    """Prices one rank's memory in bytes: n own nodes, e edges, h ghosts, t rows sent.
+
+    topology     ids of the edges and of their ends (24 e), in local numbering (16 e)
+    operator     columns, values and their edges (12 each), their transpose the same
+    features     x, y, masks
+    activations  A X and relu(...) of each wide layer, the narrow ends, one temporary
+    gradients    two of the widest at once
+    halo         rows received and sent, for the widest exchange
+    """
+    wide, last = WIDTHS[1], WIDTHS[-1]
+    loops = e + n
+    return {
+        "topology": 40 * e + 16 * n,
+        "operator": 2 * (12 * loops + 4 * n),
+        "features": n * (4 * WIDTHS[0] + 8 + 1),
+        "activations": 4 * n * (2 * 2 * wide + wide + 4 * last),
+        "gradients": 4 * n * 2 * wide,
+        "halo": 4 * (h + t) * wide,
+    }
+
+
+def resident(field: str) -> int:
+    """Reads VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{field} is not in /proc/self/status")
+
+
+def rank_main(folder: str) -> dict[str, float]:
+    """Trains on one rank and reports."""
+    mesh = pdc.init()
+    kernels.warm_up()
+    idle = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    share = pdc.load_partition(folder, mesh)
+    model = pdc.replicate(GCN(), mesh)
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        mesh.ledger.reset()
+        opt.zero_grad()
+        out = model(share.x, share.edge_index)
+        F.cross_entropy(out, share.y).backward()
+        opt.step()
+        del out
+    halo = share.edge_index.topology.locals.halo
+    n, e = len(share.edge_index.nodes), len(share.edge_index.edges)
+    parts = price(n, e, halo.num_ghosts, sum(halo.send_counts))
+    return {
+        "peak": resident("VmHWM") - idle,
+        "price": sum(parts.values()),
+        "bytes": mesh.ledger.bytes(),
+        **parts,
+    }
+
+
+def main() -> None:
+    """Runs every number of ranks and prints (or writes) the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scale", type=int, default=18)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--write", type=Path)
+    args = parser.parse_args()
+    row, col, n = bench.rmat(args.scale)
+    edge_index = torch.stack([row, col])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, WIDTHS[0], generator=generator)
+    y = torch.randint(0, WIDTHS[-1], (n,), generator=generator)
+    data, rows = Data(x=x, y=y, edge_index=edge_index), []
+    for size in args.ranks:
+        with tempfile.TemporaryDirectory() as room:
+            owners = cut(edge_index, n, size, "metis")
+            write_folder(Path(room) / "parts", data, owners)
+            found = pdc.launch(rank_main, size, str(Path(room) / "parts"), threads=1)
+        worst = max(found, key=lambda one: one["peak"])
+        rows.append(
+            (
+                size,
+                *(round(worst[k] / MIB) for k in ("peak", "price")),
+                round(worst["peak"] / worst["price"], 2),
+                *(round(worst[k] / MIB) for k in price(0, 0, 0, 0)),
+                round(max(one["bytes"] for one in found) / MIB),
+                round(sum(one["bytes"] for one in found) / MIB),
+            )
+        )
+        print(rows[-1], flush=True)
+    head = (
+        "ranks",
+        "peak",
+        "price",
+        "ratio",
+        *price(0, 0, 0, 0),
+        "max MiB/epoch",
+        "all",
+    )
+    table = format_table(head, rows)
+    print(table)
+    if args.write:
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        args.write.write_text(
+            f"# Memory per rank (MiB, the worst rank) and bytes per epoch\n\n"
+            f"`python benchmarks/memory.py --scale {args.scale}`; {versions}; R-MAT graph "
+            f"of {n:,} nodes and {edge_index.size(1):,} edges, METIS cut, GCN {WIDTHS}, "
+            f"float32, one thread a rank.\n\n```\n{table}\n```\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
