@@ -151,7 +151,7 @@ def sddmm(
 
 
 @reordering
-def dot(a: Array, a_at: int, b: Array, b_at: int, f: int) -> Any:
+def dot(a: Array, a_at: int, b: Array, b_at: np.int64, f: int) -> Any:
     total = a.dtype.type(0)
     for k in range(f):
         total += a[np.uint64(a_at + k)] * b[np.uint64(b_at + k)]
