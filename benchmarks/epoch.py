@@ -10,6 +10,7 @@ two threads, on the same cores.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import tempfile
@@ -24,8 +25,8 @@ from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm import bench
+from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.wire import format_table
 
 WIDTHS = (128, 128, 128, 32)
 
@@ -35,7 +36,7 @@ class GCN(torch.nn.Module):
 
     def __init__(self, conv: type[GCNConv], **kwargs: object) -> None:
         super().__init__()
-        pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
+        pairs = itertools.pairwise(WIDTHS)
         self.convs = torch.nn.ModuleList(conv(f, g, **kwargs) for f, g in pairs)
 
     def forward(self, x, edge_index):

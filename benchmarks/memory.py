@@ -10,6 +10,7 @@ imported and compiled.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import tempfile
 from pathlib import Path
@@ -20,10 +21,10 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm import bench, kernels
+from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
-from pyg_distcomm.wire import format_table
 
 WIDTHS = (128, 128, 128, 32)
 MIB = 2**20
@@ -34,7 +35,7 @@ class GCN(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
+        pairs = itertools.pairwise(WIDTHS)
         self.convs = torch.nn.ModuleList(DistGCNConv(f, g) for f, g in pairs)
 
     def forward(self, x, edge_index):

@@ -11,6 +11,7 @@ from pyg_distcomm.checkpoint import save_checkpoint as save_checkpoint
 from pyg_distcomm.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.failure import RankError as RankError
 from pyg_distcomm.launch import launch as launch
+from pyg_distcomm.ledger import Ledger as Ledger
 from pyg_distcomm.mesh import Mesh as Mesh
 from pyg_distcomm.mesh import init as init
 from pyg_distcomm.nn.convert import convert as convert
@@ -22,6 +23,5 @@ from pyg_distcomm.share import load_partition as load_partition
 from pyg_distcomm.share import partition as partition
 from pyg_distcomm.share import partition_report as partition_report
 from pyg_distcomm.tensor import DistTensor as DistTensor
-from pyg_distcomm.wire import Ledger as Ledger
 
 __version__ = "0.1.0"

@@ -12,10 +12,10 @@ from torch_geometric.nn import GCNConv
 
 from pyg_distcomm.bench import measure
 from pyg_distcomm.datasets import generated
+from pyg_distcomm.ledger import format_table
 from pyg_distcomm.mesh import init
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.share import partition
-from pyg_distcomm.wire import format_table
 
 
 class Net(torch.nn.Module):

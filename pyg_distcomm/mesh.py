@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm import random
 from pyg_distcomm.failure import Watch, install_excepthook
-from pyg_distcomm.wire import Axis, Ledger
+from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.wire import Axis
 
 Grid = tuple[int, int, int]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")

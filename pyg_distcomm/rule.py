@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_distcomm import losses, random, reductions
 from pyg_distcomm.dropout import keyed_dropout
+from pyg_distcomm.recurrent import RECURRENT, recurrent
 from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, undecided
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import BY_DIM, FACTS, ROWWISE, WEIGHTED, base_name
@@ -324,7 +325,11 @@ def _requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0]
     out = _plainly(func, args, kwargs)
     size = x.rows.mesh.size
-    if x.requires_grad and x.is_leaf and size > 1 and not hasattr(x, "_exact_gradient"):
+    # inside a backward pass, this is a checkpoint's copy, whose gradient goes on
+    fresh = torch._C._current_graph_task_id() == -1 and not hasattr(
+        x, "_exact_gradient"
+    )
+    if x.requires_grad and x.is_leaf and size > 1 and fresh:
         x._exact_gradient = True  # see [Note: gradients]
         with torch._C.DisableTorchFunctionSubclass():
             x.register_hook(lambda g: g / size)
@@ -350,6 +355,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("getitem", "index_select"), _looked_up),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scattered),
     "einsum": _einsum,
+    **dict.fromkeys(RECURRENT, recurrent),
     "requires_grad=": _requires_grad,
     **dict.fromkeys(("grad", "grad="), _grad),
     **dict.fromkeys(("equal", "allclose"), _compare_all),

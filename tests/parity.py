@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 import worlds
+from problems import GRAPHS, owners
 from torch_geometric.nn import GCNConv, SAGEConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
-from problems import GRAPHS, owners
 
 
 class Net(torch.nn.Module):

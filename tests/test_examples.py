@@ -63,7 +63,7 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
-    shown = run(example("gcn"), tmp_path, "--epochs", "20", "--double", ranks=ranks)
+    shown = run(example("gcn"), tmp_path, "--epochs", "20", ranks=ranks)
     single, ours = (
         re.search(
             rf"^{who}.*?\s(0\.\d+)\s+(0\.\d+|[1-9]\.\d+)\s+\S+\s+(\S+)$", shown, re.M
@@ -101,7 +101,7 @@ def test_any_layer_equals_pyg(tmp_path, ranks):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_grids_count_what_was_priced(tmp_path, ranks):
     shown = run(example("grids"), tmp_path, "--epochs", "1", ranks=ranks)
-    rows = re.findall(r"^(\d+ x \d+ x \d+) .*?(\S+) +(\S+) +\S+ +(\S+)$", shown, re.M)
+    rows = re.findall(r"^(\d+ x \d+ x \d+) .*?(\S+) +(\S+) +(\S+)$", shown, re.M)
     assert len(rows) == {1: 2, 4: 12}[ranks]
     assert all(priced == counted for _, priced, counted, _ in rows)
     losses = [float(row[3]) for row in rows]

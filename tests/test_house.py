@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[1]
 # from the ground up: a module imports from its own floor (without rings) and below
 FLOORS = (
     "kernels",
-    "failure price partition",
+    "failure ledger price partition",
     "wire random mesh launch",
     "exchange adjoint rows dropout",
     "ops",
-    "rowwise shaping indexing losses reductions rowcut picking rule tensor",
+    "rowwise shaping indexing losses reductions rowcut picking recurrent rule tensor",
     "topology edge_index",
     "share checkpoint datasets nn",
     "doctor bench bench_gcn",

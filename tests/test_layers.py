@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from layers import AGGREGATIONS, EDGE_ATTRS, EXACT, NOT_LAYERS, REFUSED, F, X, make, problem
+from layers import (
+    AGGREGATIONS,
+    EDGE_ATTRS,
+    EXACT,
+    NODE_ATTRS,
+    NOT_LAYERS,
+    REFUSED,
+    F,
+    X,
+    make,
+    plain,
+    problem,
+)
 from problems import owners
+from torch.nn import Linear
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
@@ -73,6 +87,11 @@ def _in_doubles(fn, *args):
         torch.set_default_dtype(torch.float32)
 
 
+def shared(data, mesh, cutter):
+    cut = owners(cutter, data, mesh.size)
+    return pdc.partition(data, mesh, cut, edge_attrs=EDGE_ATTRS, node_attrs=NODE_ATTRS)
+
+
 def parity(build, names, graph, cutter, wrap=HaloConv):
     """Runs a layer on this rank, and asserts every piece equal to PyG's."""
     data = problem(graph)
@@ -81,9 +100,7 @@ def parity(build, names, graph, cutter, wrap=HaloConv):
     want.update(_parameter_grads(single))
     mesh = worlds.mesh()
     data = problem(graph)
-    share = pdc.partition(
-        data, mesh, owners(cutter, data, mesh.size), edge_attrs=EDGE_ATTRS
-    )
+    share = shared(data, mesh, cutter)
     conv = wrap(make(build))
     got = step(conv, share, names)
     got.update(_parameter_grads(conv, mesh))
@@ -114,11 +131,149 @@ def refusal(name, graph, cutter):
 def _refusal(build, names, graph, cutter):
     data = problem(graph)
     mesh = worlds.mesh()
-    share = pdc.partition(
-        data, mesh, owners(cutter, data, mesh.size), edge_attrs=EDGE_ATTRS
-    )
+    share = shared(data, mesh, cutter)
     try:
         HaloConv(make(build))(*_given(share, names))
     except (TypeError, ValueError, ImportError) as error:
         return f"{type(error).__name__}: {error}"
     return "it ran"
+
+
+def _covering():
+    """Every layer on some graphs, cutters and ranks, all of which go round."""
+    graphs = itertools.cycle(("directed", "loops_and_copies", "undirected", "isolated"))
+    cutters = itertools.cycle(CUTTERS)
+    sizes = itertools.cycle((3, 2, 4))
+    for name in EXACT:
+        yield name, "directed", "random", 1
+        for _ in range(2):
+            yield name, next(graphs), next(cutters), next(sizes)
+        next(graphs)
+
+
+@pytest.mark.parametrize(("name", "graph", "cutter", "size"), list(_covering()))
+def test_exact(name, graph, cutter, size):
+    worlds.run(exact, size, name, graph, cutter)
+
+
+@pytest.mark.parametrize("graph", ["star", "tiny", "edgeless", "negative"])
+@pytest.mark.parametrize(
+    "name", ["GATConv edges", "GINConv", "APPNP", "ByDegree", "PNAConv", "ChebConv"]
+)
+def test_exact_on_odd_graphs(name, graph):
+    worlds.run(exact, 4, name, graph, "random")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EXACT)
+def test_exhaustive(name):
+    graphs = ("directed", "loops_and_copies", "undirected", "isolated", "star")
+    for graph, cutter, size in itertools.product(graphs, CUTTERS, (1, 2, 3, 4)):
+        worlds.run(exact, size, name, graph, cutter)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_on_every_rank_alike(name, size):
+    said = worlds.run(refusal, size, name, "directed", "empty_rank")
+    assert len(set(said)) == 1
+    assert re.search(REFUSED[name][2], said[0], re.DOTALL), said[0]
+
+
+def test_every_layer_of_pyg_is_in_the_table():
+    known = {name.split()[0] for name in (*EXACT, *REFUSED)} | NOT_LAYERS.keys()
+    assert set(pyg.conv.__all__) <= known
+
+
+def aggregation(name, kwargs, wrap, graph, cutter):
+    kwargs = dict(kwargs)
+    aggr = kwargs.pop("aggr", name)
+    deep = aggr == "deepsets"
+    layer = pyg.SAGEConv if wrap is HaloConv else DistSAGEConv
+    lead = wrap if wrap is HaloConv else _matrix
+
+    def build():
+        torch.manual_seed(5)
+        how = pyg.DeepSetsAggregation(plain(F, F), Linear(F, F)) if deep else aggr
+        return layer(F, 6, aggr=how, **kwargs)
+
+    _in_doubles(parity, build, X, graph, cutter, lead)
+
+
+def _matrix(conv):
+    return conv
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("wrap", [HaloConv, DistSAGEConv])
+def test_aggregations(name, wrap):
+    how = AGGREGATIONS[name]
+    worlds.run(aggregation, 3, name, how, wrap, "sorted directed", "empty_rank")
+    worlds.run(aggregation, 2, name, how, wrap, "sorted undirected", "random")
+
+
+GCN = {
+    "plain": {},
+    "improved": {"improved": True},
+    "cached": {"cached": True},
+    "raw": {"normalize": False},
+    "no loops": {"add_self_loops": False},
+    "no bias": {"bias": False},
+    "mean": {"aggr": "mean"},
+    "max": {"aggr": "max"},
+    "back": {"flow": "target_to_source"},
+    "back mean": {"flow": "target_to_source", "aggr": "mean"},
+    "node_dim": {"node_dim": 0},
+    "wide": {"out": 11},
+    "lazy": {"lazy": True},
+}
+SAGE = {
+    "plain": {},
+    "sum": {"aggr": "sum"},
+    "back": {"flow": "target_to_source"},
+    "back max": {"flow": "target_to_source", "aggr": "max"},
+    "project": {"project": True},
+    "project max": {"project": True, "aggr": "max"},
+    "normalize": {"normalize": True},
+    "no root": {"root_weight": False},
+    "no root max": {"root_weight": False, "aggr": "max"},
+    "no bias": {"bias": False},
+    "pair": {"pair": True},
+    "pair max": {"pair": True, "aggr": "max"},
+    "several": {"aggr": ["mean", "max", "std"]},
+    "wide": {"out": 11},
+    "lazy": {"lazy": True},
+    "lazy max": {"lazy": True, "aggr": "max"},
+}
+
+
+def matrix_layer(kind, kwargs, graph, cutter):
+    kwargs = dict(kwargs)
+    out, lazy, pair = (kwargs.pop(k, None) for k in ("out", "lazy", "pair"))
+    layers = (
+        (pyg.GCNConv, DistGCNConv) if kind == "gcn" else (pyg.SAGEConv, DistSAGEConv)
+    )
+    turn = iter(layers)
+    width = -1 if lazy else (F, F) if pair else F
+
+    def build():
+        torch.manual_seed(5)
+        return next(turn)(width, out or 4, **kwargs)
+
+    names = ("x", "edge_index", "edge_weight") if kind == "gcn" else X
+    _in_doubles(parity, build, names, graph, cutter, _pairing if pair else _matrix)
+
+
+def _pairing(conv):
+    forward = conv.forward
+    conv.forward = lambda x, edge_index: forward((x, x), edge_index)
+    return conv
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("gcn", n) for n in GCN), *(("sage", n) for n in SAGE)]
+)
+def test_arguments_of_the_matrix_layers(kind, name):
+    kwargs = (GCN if kind == "gcn" else SAGE)[name]
+    worlds.run(matrix_layer, 1, kind, kwargs, "directed", "random")
+    worlds.run(matrix_layer, 3, kind, kwargs, "loops_and_copies", "empty_rank")

@@ -30,7 +30,9 @@ _COMPARES = frozenset("eq ne lt gt le ge".split())
 _RESHAPES = _COPIES | frozenset(
     "view view_as reshape unsqueeze expand expand_as broadcast_to".split()
 )
-_SCATTERS = frozenset("scatter_add scatter_reduce scatter index_add index_reduce".split())
+_SCATTERS = frozenset(
+    "scatter_add scatter_reduce scatter index_add index_reduce".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +98,9 @@ class Guarded(Picker):
         if name in _COMPARES:
             return self.compared(func(*_bare(args), **_bare(kwargs)))
         if name in _COPIES and first is self:
-            return self.wrap(func(self.plain(), *args[1:], **kwargs), self.scene, self.rows)
+            return self.wrap(
+                func(self.plain(), *args[1:], **kwargs), self.scene, self.rows
+            )
         raise self.refusal(f"{name}()")
 
     def compared(self, found: Any) -> Any:
@@ -133,7 +137,9 @@ class GuardedEdges(Guarded):
         return super().call(name, func, args, kwargs)
 
     def _item(self, key: Any) -> Guarded:
-        row, column = key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
+        row, column = (
+            key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
+        )
         picked: Any = None
         if type(row) is int:
             picked = self.ends(row)
@@ -166,23 +172,25 @@ class Targets(Guarded):
         if not x.rows.same_as(self.scene.nodes) or self.dim() != 1:
             raise self.refusal("picking rows of something that has no row per node")
         local = x.to_local().index_select(0, self.plain())
-        return DistTensor.wrap(local[(slice(None), *rest)] if rest else local, self.rows)
+        return DistTensor.wrap(
+            local[(slice(None), *rest)] if rest else local, self.rows
+        )
 
     def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Runs one torch function on targets."""
         if name in _SCATTERS:
             return self._scattered(name, func, args, kwargs)
-        if name == "index_select" and isinstance(args[0], RowCut):
-            if _dim(args, kwargs) % args[0].dim() == 0:
-                return self.pick(args[0])
+        picks = name == "index_select" and isinstance(first := args[0], RowCut)
+        if picks and _dim(args, kwargs) % first.dim() == 0:
+            return self.pick(first)
         if name == "stack" and (joined := _joined(args, kwargs)) is not None:
             return joined
         if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
             return _kept(self, args[1])
         if name in _RESHAPES and args[0] is self:
-            return self.wrap(
-                func(*_bare(args), **_bare(kwargs)), self.scene, self.rows
-            )
+            return self.wrap(func(*_bare(args), **_bare(kwargs)), self.scene, self.rows)
+        if name == "numel" and self.rows.total:
+            return max(1, self.plain().numel())  # no rank takes a branch of its own
         if name == "max" and len(args) == 1 and not kwargs:
             return torch.tensor(self.scene.here.num_own - 1, device=self.device)
         return super().call(name, func, args, kwargs)
@@ -195,7 +203,11 @@ class Targets(Guarded):
         if isinstance(out, RowCut) and not out.rows.same_as(self.scene.nodes):
             raise self.refusal(f"{name}() into something that has no row per node")
         own, bare = self.scene.here.num_own, _bare((out,))[0]
-        if bare.size(0) < own and not isinstance(out, RowCut) and not bare.requires_grad:
+        if (
+            bare.size(0) < own
+            and not isinstance(out, RowCut)
+            and not bare.requires_grad
+        ):
             seen = bare.size(0)  # no edge points here: sized by the largest target
             bare.resize_(own, *bare.shape[1:])[seen:].zero_()
         found = func(bare, *_bare(args[1:]), **_bare(kwargs))
@@ -234,8 +246,10 @@ def _kept(picked: Guarded, mask: DistTensor) -> Guarded:
 def _joined(args: Any, kwargs: Any) -> GuardedEdges | None:
     """Sources and targets stacked again, if they are of the same edges."""
     ends = list(args[0])
-    if len(ends) != 2 or _dim(args, kwargs) != 0 or not all(
-        isinstance(end, Guarded) and end.dim() == 1 for end in ends
+    if (
+        len(ends) != 2
+        or _dim(args, kwargs) != 0
+        or not all(isinstance(end, Guarded) and end.dim() == 1 for end in ends)
     ):
         return None
     scene, rows = ends[0].scene, ends[0].rows

@@ -12,11 +12,9 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.visit import Visit
+from pyg_distcomm.nn.visit import Inner, Visit
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
-
-_EXTRAS = ("_wrapped", "training")  # what HaloConv has beside the layer's own state
 
 
 class HaloConv(torch.nn.Module):
@@ -67,9 +65,18 @@ class HaloConv(torch.nn.Module):
         self.conv.training = self.training
         return through_halo(self.conv, self.conv, *args, **kwargs)
 
+    def train(self, mode: bool = True) -> HaloConv:
+        """Sets the mode of the layer and of what is in it."""
+        super().train(mode)
+        self.conv.training = mode
+        return self
+
     def reset_parameters(self) -> None:
         """Resets the layer's parameters."""
         self.conv.reset_parameters()
+
+    def __prepare_scriptable__(self) -> MessagePassing:
+        return self.conv
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -152,7 +159,7 @@ def _flowing(
     back = edge_index.topology.reversed
 
     def carry(value: DistTensor) -> DistTensor:
-        return DistTensor.wrap(back.carry(value.to_local()), back.topology.edges)
+        return Inner.wrap(back.carry(value.to_local()), back.topology.edges)
 
     return back.topology, carry
 
@@ -168,22 +175,29 @@ def _argument(
     """What the layer gets for one of its arguments."""
     if isinstance(value, DistEdgeIndex):
         return visit.edges
-    if isinstance(value, (tuple, list)) and any(isinstance(v, DistTensor) for v in value):
+    if isinstance(value, (tuple, list)) and any(
+        isinstance(v, DistTensor) for v in value
+    ):
         source, target = value
         if target is not None:
             edge_index.check_nodes(target, f"{name}[1]")
         edge_index.check_nodes(source, f"{name}[0]")
-        return visit.ghosted(source), target
+        target = (
+            target if target is None else Inner.wrap(target.to_local(), target.rows)
+        )
+        return (visit.ghosted(source) if visit.source == 0 else source), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
         local = edge_index.check_edges(value, name)
         assert local is not None
-        return carry(DistTensor.wrap(local, edge_index.edges))
+        return carry(Inner.wrap(local, edge_index.edges))
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
-    edge_index.check_nodes(value, name)
-    return (visit.ghosted(value), value) if _takes_pair(conv, name) else value
+    value = Inner.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
+    # a pair is (where edges start, where they end), so only one way can be ghosted early
+    early = visit.source == 0 and _takes_pair(conv, name)
+    return (visit.ghosted(value), value) if early else value
 
 
 def _per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:

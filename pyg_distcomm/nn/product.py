@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
+
+
+def as_pyg(conv: Module, kind: type[Module]) -> Module:
+    """Returns the same layer, sharing its state, as PyG's own, which torch can script."""
+    twin = copy.copy(conv)
+    twin.__class__ = kind
+    twin._set_jittable_templates()  # type: ignore[operator]
+    return twin
 
 
 def flowing(
@@ -40,7 +50,9 @@ def in_best_order(
         lin(x)  # takes its width from x, through its own hooks
     grad = torch.is_grad_enabled()
     before = lin.in_channels * (1 + (grad and x.requires_grad))
-    after = lin.out_channels * (1 + (grad and (x.requires_grad or lin.weight.requires_grad)))
+    after = lin.out_channels * (
+        1 + (grad and (x.requires_grad or lin.weight.requires_grad))
+    )
     if before <= after:
         return F.linear(_by_row(multiply, x.to_local()), lin.weight, bias)
     out = _by_row(multiply, F.linear(x.to_local(), lin.weight))

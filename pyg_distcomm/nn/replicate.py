@@ -71,8 +71,9 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model that `replicate` wrapped, or the model itself."""
-    wrapped = isinstance(model, (Alone, DistributedDataParallel))
-    return model.module if wrapped else model
+    if isinstance(model, (Alone, DistributedDataParallel)):
+        return model.module  # type: ignore[return-value]
+    return model
 
 
 class _Averager:

@@ -76,7 +76,11 @@ def _with_loops(edges: GuardedEdges, kept: Rows, local: Tensor, value: Any) -> P
 
 
 def _check_fill(edges: GuardedEdges, edge_attr: Any, fill_value: Any) -> None:
-    if edge_attr is not None and isinstance(fill_value, str) and edges.scene.source == 1:
+    if (
+        edge_attr is not None
+        and isinstance(fill_value, str)
+        and edges.scene.source == 1
+    ):
         raise TypeError(
             f"{edges.scene.layer} fills self-loops with the {fill_value} of edges that "
             "leave a node (flow='target_to_source'), which other ranks hold; give "

@@ -25,7 +25,7 @@ from pyg_distcomm.nn.guard import (
     guarded_call,
 )
 from pyg_distcomm.nn.standins import STAND_INS
-from pyg_distcomm.rowcut import RowCut
+from pyg_distcomm.rowcut import RowCut, undecided
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import base_name
 from pyg_distcomm.tensor import DistTensor
@@ -37,6 +37,22 @@ _TRAINED = frozenset(
     """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
     dropout3d rrelu batch_norm instance_norm""".split()
 )
+
+
+class Inner(DistTensor):
+    """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Picks rows as outside, but for ranges, which count this rank's rows here."""
+        first = key[0] if isinstance(key, tuple) and key else key
+        if isinstance(first, slice) and first != slice(None):
+            if first not in (slice(len(self.rows)), slice(0, len(self.rows))):
+                raise undecided(f"x[{first}], a range of this rank's rows,")
+            return self[(slice(None), *key[1:])] if isinstance(key, tuple) else self
+        if isinstance(first, Tensor) and not isinstance(first, (RowCut, Guarded)):
+            if first.dtype != torch.bool:
+                raise undecided("x[numbers], of this rank's rows,")
+        return super().__getitem__(key)
 
 
 class _Overlap:
@@ -80,7 +96,7 @@ class Visit:
 
     def ghosted(self, x: DistTensor) -> DistTensor:
         """Returns own and ghost rows."""
-        return DistTensor.wrap(self.here.with_ghosts(x.to_local()), self.both)
+        return Inner.wrap(self.here.with_ghosts(x.to_local()), self.both)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -113,6 +129,8 @@ class Visit:
             return self.all_gid.to(value.device)[value.plain()]
         if isinstance(value, DistTensor) and value.rows is self.both:
             return DistTensor.wrap(value.to_local()[: len(self.nodes)], self.nodes)
+        if isinstance(value, Inner):
+            return DistTensor.wrap(value.to_local(), value.rows)
         return value
 
     # what stands in for the methods of a layer
@@ -155,7 +173,7 @@ class Visit:
 
     def _own(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, RowCut) and value.dim():
-            return DistTensor.wrap(value, self.nodes)
+            return Inner.wrap(value, self.nodes)
         return value
 
     def _met(
@@ -173,35 +191,39 @@ class Visit:
                 "cached for another graph), whose sources may be on other ranks; it "
                 "cannot run distributed unchanged"
             )
+        # a pair is (sources, targets) to PyG's templates, whatever the flow
+        standard = getattr(MessagePassing, call.__name__, None)
+        place = self.source if getattr(call, "__func__", None) is standard else 0
         local = {
-            name: self._fetched(layer, name, value, wanted)
+            name: self._fetched(layer, name, value, wanted, place)
             for name, value in given.items()
         }
-        shape = [self.here.num_own, self.here.num_own]
-        shape[self.source] += len(self.here.ghost_gid)
+        ends = edges.plain() if self.source == 0 else edges.plain().flip(0)
+        size = (len(self.all_gid), self.here.num_own)
         self.calls.append(_Call(edges, given))
         try:
-            return call(edges.plain(), size=tuple(shape), **local)
+            with _replaced(vars(layer), "flow", "source_to_target"):
+                return call(ends, size=size, **local)
         finally:
             self.calls.pop()
 
     def _fetched(
-        self, layer: MessagePassing, name: str, value: Any, wanted: set[str]
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Any,
+        wanted: set[str],
+        place: int,
     ) -> Any:
         """One argument of propagate: (every row that edges come from, own rows)."""
         afar, near = f"{name}_j" in wanted, f"{name}_i" in wanted
         pair = isinstance(value, (tuple, list)) and len(value) == 2
         if not (afar or near) or not (pair or isinstance(value, Tensor)):
             return _bare(value)
-        ends = list(value) if pair else [value, value]
-        source, target = ends[self.source], ends[1 - self.source]
-        source = self._source(layer, name, source) if afar else _bare(source)
-        target = self._target(name, target) if near or pair else None
-        if not pair and not near:
-            return source
-        if not afar:
-            return target if not pair else _ordered(None, target, self.source)
-        return _ordered(source, target, self.source)
+        source, target = (value[place], value[1 - place]) if pair else (value, value)
+        source = self._source(layer, name, source) if afar else None
+        target = self._target(name, target) if near else None
+        return (source, target)
 
     def _source(self, layer: MessagePassing, name: str, value: Any) -> Any:
         if value is None:
@@ -247,7 +269,7 @@ class Visit:
             return Targets.wrap(value, self.scene, edges.rows)
         if name == "edge_index_j":
             return Sources.wrap(value, self.scene, edges.rows)
-        return DistTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
+        return Inner.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
 
     def _check_meets(self, value: DistTensor, what: str) -> None:
         if not value.rows.same_as(self.calls[-1].edges.rows):
@@ -326,10 +348,6 @@ def _by_row(forward: Callable) -> Callable:
         return x.wrap(out, x.rows) if isinstance(x, RowCut) else out
 
     return run
-
-
-def _ordered(source: Any, target: Any, place: int) -> tuple[Any, Any]:
-    return (source, target) if place == 0 else (target, source)
 
 
 def _bare(value: Any) -> Any:

@@ -1,0 +1,66 @@
+"""Recurrent networks along a dim of each row: rows are their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowwise import FACTS, base_name
+
+RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
+
+def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs `torch.nn.LSTM` and its like on `[n_i, steps, C]`, a sequence per row.
+
+    Raises:
+        TypeError: without `batch_first`, or with dropout between layers, whose masks
+            would depend on the number of ranks.
+    """
+    x, name = args[0], base_name(func)
+    if len(args) != 9 or kwargs or not isinstance(x, RowCut):
+        raise undecided(f"{name}() of packed sequences or row-cut weights")
+    dropout, training, _, batch_first = args[5:]
+    if not batch_first or x.dim() != 3:
+        raise undecided(f"{name}() with rows that are not its batch (use batch_first)")
+    if dropout and training:
+        raise undecided(f"{name}() with dropout between its layers")
+    local = tree_map(lambda v: v.to_local() if isinstance(v, RowCut) else v, args)
+    with torch._C.DisableTorchFunctionSubclass():
+        out, *states = func(*local)
+    return x.wrap(out, x.rows), *(_state(s, x) for s in states)
+
+
+class LayerStates(torch.Tensor):
+    """Hidden states `[layers, n_i, C]`: `states[k]` is row-cut, nothing else is known."""
+
+    _like: RowCut
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns one layer's states, a row for each row."""
+        if type(key) is not int:
+            raise undecided("states[...] other than of one layer")
+        with torch._C.DisableTorchFunctionSubclass():
+            local = self.as_subclass(torch.Tensor)[key]
+        return self._like.wrap(local, self._like.rows)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Lets facts through and refuses the rest."""
+        if base_name(func) not in FACTS:
+            raise undecided(f"{base_name(func)}() of the states of all layers")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _state(value: Tensor, like: RowCut) -> LayerStates:
+    out = value.as_subclass(LayerStates)
+    out._like = like.wrap(like.to_local().detach(), like.rows)
+    return out

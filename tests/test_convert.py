@@ -1,0 +1,339 @@
+"""convert: any model, its parameters and its names, on ordinary inputs and on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from layers import DEG, F, problem
+from test_layers import _in_doubles, _parameter_grads, shared, step
+from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
+
+import pyg_distcomm as pdc
+from pyg_distcomm.nn import DistBatchNorm, DistGCNConv, DistSAGEConv, HaloConv
+
+X = ("x", "edge_index")
+W = ("x", "edge_index", "edge_weight")
+PNA_ARGS = {
+    "aggregators": ["mean", "max", "std"],
+    "scalers": ["identity", "amplification"],
+    "deg": DEG,
+}
+
+
+class Shared(torch.nn.Module):
+    """One layer, used twice, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = pyg.GATConv(F, F)
+        self.second = self.first
+        self.norm = pyg.BatchNorm(F)
+
+    def forward(self, x, edge_index):
+        return self.second(self.norm(self.first(x, edge_index)), edge_index)
+
+
+class Residual(torch.nn.Module):
+    """DeepGCN layers, with norms and activations between convolutions."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            pyg.DeepGCNLayer(
+                pyg.GENConv(F, F, num_layers=2),
+                pyg.LayerNorm(F, mode="node"),
+                ReLU(),
+                block,
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x, edge_index):
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return x
+
+
+def _sequential():
+    return pyg.Sequential(
+        "x, edge_index, edge_weight",
+        [
+            (pyg.GCNConv(F, 8), "x, edge_index, edge_weight -> h"),
+            (BatchNorm1d(8), "h -> h"),
+            ReLU(inplace=True),
+            (pyg.GraphConv(8, 5), "h, edge_index, edge_weight -> h"),
+            (Linear(5, 4), "h -> h"),
+        ],
+    )
+
+
+MODELS = {
+    "GCN": (lambda: GCN(F, 8, 3, 4, norm="batch", jk="cat"), W),
+    "GCN layer": (
+        lambda: GCN(F, 8, 2, 4, norm="layer", norm_kwargs={"mode": "node"}),
+        W,
+    ),
+    "GCN graph": (lambda: GCN(F, 8, 2, 4, norm=BatchNorm1d(8), act="elu"), W),
+    "GraphSAGE": (lambda: GraphSAGE(F, 8, 3, 4, norm="BatchNorm", jk="max"), X),
+    "GraphSAGE lstm": (lambda: GraphSAGE(F, 8, 3, 4, jk="lstm", aggr="max"), X),
+    "GAT": (lambda: GAT(F, 8, 2, 4, heads=2, norm="batch"), X),
+    "GATv2": (
+        lambda: GAT(F, 8, 2, 4, v2=True, edge_dim=3, jk="last"),
+        (*X, "edge_attr"),
+    ),
+    "GIN": (lambda: GIN(F, 8, 3, 4, norm="batch", train_eps=True), X),
+    "PNA": (lambda: PNA(F, 8, 2, 4, **PNA_ARGS), X),
+    "EdgeCNN": (lambda: EdgeCNN(F, 8, 2, 4, norm="batch"), X),
+    "Sequential": (_sequential, W),
+    "DeepGCN res+": (lambda: Residual("res+"), X),
+    "DeepGCN dense": (lambda: Residual("res"), X),
+    "shared": (Shared, X),
+    "GCNConv": (lambda: pyg.GCNConv(F, 4), W),
+    "SAGEConv": (lambda: pyg.SAGEConv(F, 4), X),
+    "GATConv": (lambda: pyg.GATConv(F, 4), X),
+    "BatchNorm1d": (lambda: BatchNorm1d(F), ("x",)),
+    "PyG BatchNorm": (lambda: pyg.BatchNorm(F), ("x",)),
+    "InstanceNorm free": (lambda: Sequential(Linear(F, 5), BatchNorm1d(5)), ("x",)),
+}
+
+
+def build(name):
+    torch.manual_seed(2)
+    return MODELS[name][0]().double()
+
+
+def _ready(model):
+    """BasicGNN takes edge_weight and edge_attr by keyword only."""
+    if not isinstance(model, pyg.models.basic_gnn.BasicGNN):
+        return model
+
+    class ByKeyword(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, edge_index, edge=None):
+            if edge is None:
+                return self.inner(x, edge_index)
+            name = "edge_weight" if edge.dim() == 1 else "edge_attr"
+            return self.inner(x, edge_index, **{name: edge})
+
+    return ByKeyword(model)
+
+
+def parity(name, graph, cutter):
+    names = MODELS[name][1]
+    data = problem(graph)
+    single = _ready(build(name))
+    want = step(single, data, names)
+    want.update(_parameter_grads(single))
+    mesh = worlds.mesh()
+    share = shared(problem(graph), mesh, cutter)
+    model = _ready(pdc.convert(build(name)))
+    got = step(model, share, names)
+    got.update(_parameter_grads(model, mesh))
+    assert got.keys() == want.keys()
+    for key, value in got.items():
+        if isinstance(value, pdc.DistTensor):
+            value = value.full_tensor()
+        assert (value is None) == (want[key] is None), key
+        if value is not None:
+            torch.testing.assert_close(
+                value, want[key], rtol=1e-9, atol=1e-9, msg=lambda t, key=key: key + t
+            )
+
+
+def parity_in_doubles(*args):
+    _in_doubles(parity, *args)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_model_equals_pyg(name):
+    worlds.run(parity_in_doubles, 1, name, "directed", "random")
+    worlds.run(parity_in_doubles, 3, name, "directed", "random")
+    worlds.run(parity_in_doubles, 2, name, "loops_and_copies", "empty_rank")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_values_stay(name):
+    before, model = build(name), build(name)
+    same = pdc.convert(model)
+    assert list(before.state_dict()) == list(same.state_dict())
+    assert [n for n, _ in before.named_parameters()] == [
+        n for n, _ in same.named_parameters()
+    ]
+    same.load_state_dict(before.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "copying", ["none", "deepcopy", "pickle", "save", "state", "again"]
+)
+def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
+    names = MODELS[name][1]
+    model = pdc.convert(build(name))
+    if copying == "deepcopy":
+        model = copy.deepcopy(model)
+    elif copying == "pickle" and name != "Sequential":  # PyG's own cannot be pickled
+        model = pickle.loads(pickle.dumps(model))
+    elif copying == "save" and name != "Sequential":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    elif copying == "state":
+        other = pdc.convert(MODELS[name][0]().double())
+        other.load_state_dict(model.state_dict())
+        model = other
+    elif copying == "again":
+        model = pdc.convert(model)
+    want = step(_ready(build(name)), problem("directed"), names)
+    got = step(_ready(model), problem("directed"), names)
+    for key, value in got.items():
+        assert torch.equal(value, want[key]), key
+
+
+def test_what_becomes_what():
+    model = pdc.convert(
+        torch.nn.ModuleDict(
+            {
+                "gcn": pyg.GCNConv(4, 4),
+                "sage": pyg.SAGEConv(4, 4),
+                "gat": pyg.GATConv(4, 4),
+                "norm": BatchNorm1d(4),
+                "lin": Linear(4, 4),
+            }
+        )
+    )
+    kinds = [DistGCNConv, DistSAGEConv, HaloConv, DistBatchNorm, Linear]
+    assert [type(m) for m in model.values()] == kinds
+    with pytest.raises(TypeError, match=r"convert takes a torch\.nn\.Module, got int"):
+        pdc.convert(3)
+
+
+def test_a_shared_layer_stays_one():
+    model = pdc.convert(Shared())
+    assert model.first is model.second
+    twin = copy.deepcopy(model)
+    assert twin.first is twin.second is not model.first
+    assert twin.first.lin.weight is not model.first.lin.weight
+
+
+@pytest.mark.parametrize(
+    "copying", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_a_copy_shares_nothing_and_its_parameters_are_its_layers(copying):
+    conv = HaloConv(pyg.GATConv(F, 3))
+    twin = copying(conv)
+    assert twin.conv is not conv.conv
+    for name, p in twin.named_parameters():
+        assert p is twin.conv.get_parameter(name)
+        assert p is not conv.get_parameter(name)
+
+
+def test_halo_conv_is_its_layer_to_torch():
+    layer = pyg.GINConv(Sequential(Linear(F, 4), BatchNorm1d(4)), train_eps=True)
+    conv = HaloConv(layer)
+    assert list(conv.state_dict()) == list(layer.state_dict())
+    conv.double()
+    assert all(p.dtype == torch.float64 for p in layer.parameters())
+    assert layer.nn[1].running_mean.dtype == torch.float64
+    conv.eval()
+    assert not layer.training
+    assert not layer.nn[1].training
+    conv.train()
+    assert layer.training
+    conv.apply(lambda m: setattr(m, "seen", True))
+    assert layer.nn[0].seen
+    state = {k: torch.ones_like(v) for k, v in layer.state_dict().items()}
+    conv.load_state_dict(state)
+    assert all((p == 1).all() for p in layer.parameters())
+    conv.requires_grad_(False)
+    assert not any(p.requires_grad for p in layer.parameters())
+    conv.reset_parameters()
+    assert not (layer.nn[0].weight == 1).all()
+    assert conv.aggr == layer.aggr
+    assert repr(conv) == f"HaloConv({layer})"
+    conv.eps = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    assert layer.eps is conv.eps
+    conv.to(torch.float32)
+    assert layer.eps is conv.eps
+
+
+def test_halo_conv_of_no_layer():
+    with pytest.raises(TypeError, match="HaloConv wraps a MessagePassing layer"):
+        HaloConv(Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "args", "kwargs"),
+    [
+        (DistGCNConv, pyg.GCNConv, (3, 4), {"cached": True}),
+        (DistGCNConv, pyg.GCNConv, (-1, 4), {}),
+        (DistSAGEConv, pyg.SAGEConv, (3, 4), {"aggr": "max", "project": True}),
+        (DistSAGEConv, pyg.SAGEConv, ((3, 5), 4), {"aggr": ["mean", "max"]}),
+    ],
+)
+def test_matrix_layers_are_pygs_on_paper(ours, theirs, args, kwargs):
+    torch.manual_seed(0)
+    mine = ours(*args, **kwargs)
+    torch.manual_seed(0)
+    other = theirs(*args, **kwargs)
+    assert repr(mine) == repr(other).replace(theirs.__name__, ours.__name__)
+    assert list(mine.state_dict()) == list(other.state_dict())
+    for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert type(twin) is ours
+        assert list(twin.state_dict()) == list(mine.state_dict())
+
+
+@pytest.mark.parametrize("ours", [DistGCNConv, DistSAGEConv])
+def test_matrix_layers_take_pygs_inputs(ours):
+    torch.manual_seed(0)
+    conv, x = ours(4, 3), torch.randn(4, 4)
+    ids = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    want = conv(x, ids)
+    adj = torch.sparse_coo_tensor(ids.flip(0), torch.ones(4), (4, 4)).coalesce()
+    for given in (adj, adj.to_sparse_csr()):
+        torch.testing.assert_close(conv(x, given), want)
+
+
+def mixed_grids():
+    mesh = worlds.mesh(grid=(2, 2, 1))
+    share = shared(problem("directed"), mesh, "random")
+    try:
+        pdc.convert(pyg.GATConv(F, 3).double())(share.x, share.edge_index)
+    except ValueError as error:
+        return str(error)
+
+
+def test_other_grids_are_refused():
+    said = worlds.run(mixed_grids, 4)
+    assert len(set(said)) == 1
+    assert "GATConv runs by halo exchange, on grids (P, 1, 1)" in said[0]
+
+
+def restored():
+    mesh = worlds.mesh()
+    share = shared(problem("directed"), mesh, "random")
+    conv = HaloConv(pyg.APPNP(2, 0.1))
+    before = dict(vars(conv.conv)), dict(vars(pyg.conv.appnp))
+    for x in (share.x, share.x.to_local(), share.x[share.train_mask]):
+        with contextlib.suppress(TypeError, ValueError):
+            conv(x, share.edge_index)
+        assert dict(vars(conv.conv)).keys() == before[0].keys()
+        assert vars(pyg.conv.appnp) == before[1]
+    data = problem("directed")
+    want = pyg.APPNP(2, 0.1)(data.x, data.edge_index)
+    assert torch.equal(conv(data.x, data.edge_index), want)
+
+
+def test_everything_is_put_back():
+    worlds.run(restored, 2)
