@@ -53,9 +53,7 @@ def save_checkpoint(
         warnings.simplefilter("ignore")  # one process without a group is meant
         dcp.save(state, checkpoint_id=aside)  # type: ignore[attr-defined]
     if mesh.rank == 0:
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(aside, path)
+        _put_in_place(aside, path)
     wire.barrier(mesh.world)
 
 
@@ -98,6 +96,15 @@ def load_checkpoint(
         set_optimizer_state_dict(model, optimizer, _cut_like(state["optimizer"], now))
     mesh.load_state_dict(state["mesh"])
     return {name: state["extra"][name] for name in extra}
+
+
+def _put_in_place(aside: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+    os.replace(aside, path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _try_clear(path: Path) -> str | None:

@@ -51,7 +51,8 @@ class Watch:
             "message": str(error),
             "traceback": text,
         }
-        self._quietly("set", "error", json.dumps(note))
+        # the first to write is the cause; the others have only heard of it
+        self._quietly("compare_set", "error", "", json.dumps(note))
 
     def look(self) -> None:
         """Raises another rank's failure, if one has been reported."""
@@ -108,8 +109,10 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
         f"rank {note['rank']} failed with {note['kind']}: {note['message']}\n"
         f"--- traceback of rank {note['rank']} ---\n{note['traceback']}"
     )
-    assert kind is not None
-    return kind(message)  # type: ignore[no-any-return]
+    try:
+        return kind(message)  # type: ignore[no-any-return, misc]
+    except TypeError:  # an exception that wants more than a text
+        return RankError(message)
 
 
 def install_excepthook(watch: Watch) -> None:

@@ -32,6 +32,8 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
 
 def take(local: Tensor, rows: Rows, gid: Tensor) -> Tensor:
     """Returns the rows `gid`, which each rank chooses for itself; collective."""
+    if local.dim() == 1:
+        return take(local.unsqueeze(1), rows, gid).squeeze(1)
     if rows.mesh.size == 1 and rows.whole:
         return local.index_select(0, gid.to(local.device))
     if rows.partition is None:

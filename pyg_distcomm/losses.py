@@ -21,6 +21,12 @@ LOSSES = frozenset(
 )
 
 
+ELEMENTWISE = frozenset(
+    """mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss kl_div
+    soft_margin_loss hinge_embedding_loss""".split()
+)
+
+
 def global_loss(
     func: Callable[..., Tensor], args: Any, kwargs: Any, rows: Rows
 ) -> tuple[Tensor, bool]:
@@ -57,6 +63,9 @@ def _count(name: str, given: dict[str, Any], reduction: str, rows: Rows) -> Tens
     """The denominator of the mean on this rank."""
     if name in ("cross_entropy", "nll_loss"):
         return _class_count(given)
+    weight = given.get("weight")
+    if name in ("mse_loss", "l1_loss") and weight is not None:
+        return weight.sum()  # as torch does
     by_row = reduction == "batchmean" or name in _PER_ROW
     first = next(v for v in given.values() if isinstance(v, Tensor))
     return torch.tensor(len(rows) if by_row else _numel(name, given, first))

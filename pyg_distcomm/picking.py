@@ -20,7 +20,10 @@ def get(x: RowCut, key: Any) -> Any:
         if isinstance(key, tuple) and len(rest) < x.dim():
             return _columns(x, key)
         raise undecided("x[...] that reaches the rows")
-    if any(isinstance(r, RowCut) for r in rest):
+    listed = any(not isinstance(r, (int, slice, type(None), type(...))) for r in rest)
+    if listed and (
+        any(isinstance(r, RowCut) for r in rest) or not isinstance(first, slice)
+    ):
         raise undecided("indexing rows and columns by tensors together")
     return (
         _columns(_take_rows(x, first), (slice(None), *rest))
@@ -70,6 +73,8 @@ def _masked(x: RowCut, mask: Tensor) -> RowCut:
 
 def _selected(mask: RowCut) -> Rows:
     """The rows a mask keeps, remembered on the mask so that their count is asked once."""
+    if mask.is_inference():  # has no version to remember it by
+        return mask.rows.select(mask.to_local())
     version = mask._version
     known = getattr(mask, "_kept", None)
     if known is None or known[0] != version:
@@ -83,7 +88,11 @@ def put(x: RowCut, key: Any, value: Any) -> None:
     if isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1:
         mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
         _check_cut(value, mask.rows)
-        first = first.to_local() if isinstance(first, RowCut) else first
+        if any(not isinstance(r, (int, slice)) for r in rest):
+            raise undecided("x[mask, columns] = value with a list of columns")
+        if isinstance(first, RowCut):
+            first = first.to_local()
+        first = fit_plain(first, x.rows, 1, "x[mask]")
     elif isinstance(first, slice) and first == slice(None):
         _check_cut(value, x.rows)
     else:

@@ -37,8 +37,9 @@ def keyed_uniform(key: int, gid: Tensor, like: Tensor) -> Tensor:
     """Returns uniform numbers in (0, 1) shaped as `like`, one row per global id."""
     columns = math.prod(like.shape[1:])
     bits = kernels.keyed_bits(key, gid, columns)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-24
-    return uniform.to(like.dtype).view(like.shape)
+    uniform = ((bits.to(torch.float64) + 0.5) * 2.0**-24).to(like.dtype)
+    top = 1 - torch.finfo(like.dtype).eps / 2  # narrow types round the largest up to 1
+    return uniform.clamp_(max=top).view(like.shape)
 
 
 def keyed_normal(key: int, gid: Tensor, like: Tensor) -> Tensor:

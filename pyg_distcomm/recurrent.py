@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowcut import RowCut, tree_map, undecided
 from pyg_distcomm.rowwise import FACTS, base_name
 
 RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))

@@ -127,7 +127,10 @@ def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
     """Returns extreme values over rows, and the lowest row id that has each."""
     bound = _bound(x, rows, [0], op)
     gid = rows.gid.to(x.device).view(-1, *([1] * (x.dim() - 1)))
-    at = torch.where(x == bound, gid, rows.total)
+    hit = x == bound
+    if x.is_floating_point():
+        hit = hit | (x.isnan() & bound.isnan())
+    at = torch.where(hit, gid, rows.total)
     first = _bound(at, rows, [0], "min")
     value = total(torch.where(gid == first, x, 0).to(x.dtype), rows, [0], True)
     values = value if x.requires_grad else bound
@@ -194,6 +197,7 @@ GLOBAL: dict[str, Callable[..., Any]] = {
     "std": std,
     "norm": norm,
     "vector_norm": norm,
+    "linalg_norm": norm,
     "amax": lambda x, r, d, keepdim=False: extreme(x, r, d, keepdim, "max"),
     "amin": lambda x, r, d, keepdim=False: extreme(x, r, d, keepdim, "min"),
     "any": lambda x, r, d, keepdim=False: truth(x, r, d, keepdim, "max"),

@@ -11,7 +11,7 @@ from typing import Any
 # elementwise with broadcasting, or acting on the last dims of each row
 ROWWISE = frozenset(
     """
-    abs absolute acos acosh add addcdiv addcmul alpha_dropout angle asin asinh atan atan2
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2
     atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool byte ceil celu
     char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh cpu
     cuda data deg2rad detach digamma div divide double elu embedding eq erf erfc erfinv
@@ -23,9 +23,9 @@ ROWWISE = frozenset(
     logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt
     lshift masked_fill maximum minimum mish mod mul multiply mvlgamma nan_to_num ne neg
     negative nextafter not_equal ones_like pin_memory polygamma positive pos pow prelu
-    rad2deg radd rand_like_keyed rdiv real reciprocal relu relu6 remainder rfloordiv
-    rlshift rmod rmul ror round rpow rrelu_eval rrshift rshift rsqrt rsub rtruediv rxor
-    rand selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
+    rad2deg radd rdiv real reciprocal relu relu6 remainder rfloordiv
+    rlshift rmod rmul ror round rpow rrshift rshift rsqrt rsub rtruediv rxor
+    rand type selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
     softsign sqrt square sub subtract tan tanh tanhshrink threshold to truediv true_divide
     trunc type_as where xlogy xor or and zero zeros_like full_like empty_like
     share_memory _to _foreach_add _foreach_mul
@@ -44,7 +44,6 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "softmax": (1, "missing"),
     "log_softmax": (1, "missing"),
     "softmin": (1, "missing"),
-    "gumbel_softmax": (9, -1),
     "glu": (1, -1),
     "normalize": (2, 1),
     "cosine_similarity": (2, 1),
@@ -58,6 +57,7 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "var": (1, None),
     "std": (1, None),
     "norm": (2, None),
+    "linalg_norm": (2, None),
     "vector_norm": (2, None),
     "count_nonzero": (1, None),
     "logsumexp": (1, "missing"),
@@ -97,15 +97,12 @@ FACTS = frozenset(
     is_shared is_inference is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor
     requires_grad grad_fn retain_grad retains_grad output_nr _version _backward_hooks
     register_hook register_post_accumulate_grad_hook backward stride storage_offset
-    data_ptr get_device untyped_storage storage type_ name names has_names len
+    data_ptr get_device untyped_storage storage name names has_names len
     _is_view _base hash __hash__ is_storage result_type can_cast new_zeros new_ones
-    new_empty new_full new_tensor type is_nonzero_ _grad _is_param is_inference_mode_enabled
+    new_empty new_full new_tensor _is_param is_inference_mode_enabled
     _has_compatible_shallow_copy_type data=
     """.split()
-) - {"type_", "is_nonzero_", "_grad"}
-
-# two operands that belong together only elementwise; contraction over rows is refused
-MATMULS = frozenset("matmul rmatmul mm mv linear".split())
+)
 
 
 def base_name(func: Any) -> str:
@@ -114,7 +111,8 @@ def base_name(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
         return f"{name}=" if func.__name__ == "__set__" else str(name)
-    name = name.removeprefix("linalg_").removeprefix("special_")
+    if name != "linalg_norm":  # of matrices, unlike Tensor.norm
+        name = name.removeprefix("linalg_").removeprefix("special_")
     if name == "requires_grad_":
         return "requires_grad="
     if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pyg_distcomm import losses, random, reductions
 from pyg_distcomm.dropout import keyed_dropout
 from pyg_distcomm.recurrent import RECURRENT, recurrent
-from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, undecided
+from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, tree_map, undecided
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import BY_DIM, FACTS, ROWWISE, WEIGHTED, base_name
 from pyg_distcomm.shaping import SHAPING, Undecided
@@ -47,8 +46,24 @@ def _plainly(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, width = _aligned_rows(func, args, kwargs)
+    _check_written(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), rows, width)
-    return _wrapped(_plainly(func, args, kwargs), _first(args, kwargs))
+    wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
+        "requires_grad", False
+    )
+    out = _wrapped(_plainly(func, args, kwargs), _first(args, kwargs))
+    return out.requires_grad_() if wants_gradient else out
+
+
+def _check_written(func: Callable, args: Any, kwargs: Any) -> None:
+    """Refuses to write rows into an ordinary tensor, which may hold everybody's."""
+    name = getattr(func, "__name__", "")
+    inplace = name.endswith("_") and not name.startswith("_")
+    target = args[0] if inplace and args else kwargs.get("out")
+    if isinstance(target, Tensor) and not isinstance(target, RowCut):
+        raise undecided(f"{name}() that writes row-cut values into an ordinary tensor")
+    if base_name(func) == "where" and len(args) + len(kwargs) == 1:
+        raise undecided("where(mask), which numbers rows,")
 
 
 def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
@@ -68,8 +83,16 @@ def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
 def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
     name = base_name(func)
     if name in WEIGHTED:  # their other operands are weights
-        if name == "linear" and not isinstance(_at(tree, 0, "input"), RowCut):
-            raise undecided("linear() with row-cut weights")
+        weights = _at(tree, 1, "weight")
+        plain = not isinstance(_at(tree, 0, "input"), RowCut)
+        if name in ("linear", "embedding", "prelu") and (
+            plain or isinstance(weights, RowCut)
+        ):
+            raise undecided(f"{name}() with row-cut weights")
+        if name == "embedding" and tree[1].get("max_norm") is not None:
+            raise undecided(
+                "embedding(max_norm=...), which changes rows of its weights,"
+            )
         return tree
 
     def fit(value: Any) -> Any:
@@ -109,7 +132,7 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in ("max", "min") and _is_pairwise(args, kwargs):
         return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
     place, default = BY_DIM[name]
-    dim = _dim_of(args, kwargs, place, default)
+    dim = _dim_of(name, args, kwargs, place, default)
     if isinstance(dim, str):
         raise undecided(f"{name}() without dim")
     dims = _normal_dims(dim, x.dim())
@@ -122,14 +145,17 @@ def _is_pairwise(args: Any, kwargs: Any) -> bool:
     return "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
 
 
-def _dim_of(args: Any, kwargs: Any, place: int, default: Any) -> Any:
+_MANY_DIMS = frozenset("sum mean amax amin flip var std any all".split())
+
+
+def _dim_of(name: str, args: Any, kwargs: Any, place: int, default: Any) -> Any:
     for key in ("dim", "dims", "axis"):
         if key in kwargs:
             return kwargs[key]
     if len(args) > place and not isinstance(args[place], bool):
         tail = args[place:]
-        whole = len(tail) > 1 and all(type(d) is int for d in tail)
-        return list(tail) if whole and place == 1 else args[place]
+        several = len(tail) > 1 and all(type(d) is int for d in tail)
+        return list(tail) if several and name in _MANY_DIMS else args[place]
     return default
 
 
@@ -157,9 +183,13 @@ def _reduce(
     extra = {
         k: kwargs[k] for k in ("dtype", "p", "correction", "unbiased") if k in kwargs
     }
-    if name in ("var", "std") and len(args) == 2 and isinstance(args[1], bool):
-        extra["unbiased"] = args[1]
-    if name in ("norm", "vector_norm"):
+    if name in ("var", "std"):  # (unbiased) or (dim, unbiased, keepdim)
+        flags = [a for a in args[1:] if isinstance(a, bool)]
+        extra.update({"unbiased": flags[0]} if flags else {})
+        keepdim = bool(kwargs.get("keepdim", len(flags) > 1 and flags[1]))
+    if name == "linalg_norm" and len(dims) > 1 and (len(args) > 1 or "ord" in kwargs):
+        raise undecided("linalg.norm(ord=...) of a matrix that is cut by rows")
+    if name in ("norm", "vector_norm", "linalg_norm"):
         extra["p"] = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     if keepdim and name != "count_nonzero":
         extra["keepdim"] = True
@@ -183,8 +213,10 @@ def _extreme(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> A
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
-    rows, _ = _aligned_rows(func, args, kwargs)
+    rows, width = _aligned_rows(func, args, kwargs)
     name = func.__name__
+    if name in losses.ELEMENTWISE:
+        args, kwargs = _aligned(func, (args, kwargs), rows, width)
 
     def fit(value: Any, place: Any) -> Any:
         if isinstance(value, RowCut):
@@ -243,14 +275,14 @@ def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
     """Dropout, rand_like, randn_like: drawn by (seed, call, row id, column)."""
     x, name = _first(args, kwargs), base_name(func)
     local, gid = x.to_local(), x.rows.gid.to(x.device)
-    if name == "rand_like":
-        return x.wrap(
-            random.keyed_uniform(x.rows.mesh.next_key(), gid, local.detach()), x.rows
-        )
-    if name == "randn_like":
-        return x.wrap(
-            random.keyed_normal(x.rows.mesh.next_key(), gid, local.detach()), x.rows
-        )
+    if name != "dropout":
+        wants_gradient = kwargs.pop("requires_grad", False)
+        like = torch.empty_like(local.detach(), **kwargs)
+        if not like.is_floating_point():
+            raise TypeError(f"{name}() draws floating point numbers, got {like.dtype}")
+        draw = random.keyed_uniform if name == "rand_like" else random.keyed_normal
+        noise = x.wrap(draw(x.rows.mesh.next_key(), gid, like), x.rows)
+        return noise.requires_grad_() if wants_gradient else noise
     p, training, inplace = _dropout_arguments(args, kwargs)
     if not training or p == 0:
         return x
@@ -337,11 +369,20 @@ def _requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    x = args[0]
     found = _plainly(func, args, kwargs)
-    if isinstance(found, Tensor) and not isinstance(found, RowCut):
-        return x.wrap(found, x.rows)
-    return found
+    if func is torch.autograd.grad:
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        return tuple(_scaled(g, x) for g, x in zip(found, inputs, strict=True))
+    return _scaled(found, args[0])
+
+
+def _scaled(found: Any, x: Any) -> Any:
+    """A gradient of row-cut `x`: leaves have divided it by P already."""
+    if not isinstance(x, RowCut) or not isinstance(found, Tensor):
+        return found
+    found = found if isinstance(found, RowCut) else x.wrap(found, x.rows)
+    return found if x.is_leaf else found / x.rows.mesh.size
 
 
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:

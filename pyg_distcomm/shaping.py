@@ -149,7 +149,7 @@ def addmm(
 
 def baddbmm(func: Callable, x: Tensor, a: Tensor, b: Tensor, **kwargs: float) -> Tensor:
     """Multiplies the matrices of each row and adds to them."""
-    return func(x, a, b, **kwargs)  # type: ignore[no-any-return]  # type: ignore[call-overload]
+    return func(x, a, b, **kwargs)  # type: ignore[no-any-return]
 
 
 def layer_norm(

@@ -180,7 +180,7 @@ def _share_of(
         value = data[name]
         if kind != "graph":
             value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value[picks[kind].to(value.device)]
+            value = value.detach()[picks[kind].to(value.device)]
         parts[kind][name] = value
     return PartShare(
         partition=owners,

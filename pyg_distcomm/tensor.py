@@ -87,6 +87,8 @@ class DistTensor(RowCut):
 
 def _operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
     def operate(self: DistTensor, other: Any) -> Any:
+        if other is None:
+            return NotImplemented  # x == None is False, x + None a TypeError
         return function(other, self) if swapped else function(self, other)
 
     return operate

@@ -208,9 +208,11 @@ class Topology:
         self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any
     ) -> GridMatrix:
         """Remembers one matrix with fixed values per kind, for as long as they stand."""
-        key, version = (kind, dtype), None if weight is None else weight._version
+        key = (kind, dtype)
         known = self._plans.get(key)
-        if known is not None:
+        tracked = weight is None or not weight.is_inference()
+        version = weight._version if weight is not None and tracked else None
+        if known is not None and tracked:
             seen, seen_version, matrix = known
             if seen_version == version and _same_memory(seen, weight):
                 return matrix  # type: ignore[no-any-return]
@@ -240,7 +242,11 @@ class Topology:
 def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+    # by storage, not by address: tensors of no rows share one, and ranks must agree
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return (
+        same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+    )
 
 
 def gcn_norm(

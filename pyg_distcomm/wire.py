@@ -284,7 +284,40 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
     """Returns rank 0's picklable value on every rank (for plans, not for data)."""
-    return all_gather_object(value if axis.rank == 0 else None, axis)[0]
+    if axis.size == 1:
+        return value
+    text = pickle.dumps(value) if axis.rank == 0 else b""
+    size = exchange_counts([len(text)] * axis.size, axis)[0]
+    mine = bytearray(text) if axis.rank == 0 else bytearray(size)
+    buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
+    entry = _note_broadcast(buffer, axis)
+    work = _started(
+        axis,
+        "plan",
+        lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
+    )
+    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, entry).wait()
+    return pickle.loads(got.numpy().tobytes())
+
+
+def _first_rank(axis: Axis) -> int:
+    assert axis.group is not None
+    return dist.get_global_rank(axis.group, 0)
+
+
+def _note_broadcast(x: Tensor, axis: Axis) -> Entry:
+    first = axis.rank == 0
+    received = 0 if first else x.numel()
+    sent = x.numel() * (axis.size - 1) if first else 0
+    peers = axis.size - 1 if first else 0
+    return axis.ledger.note(
+        "plan",
+        axis.name,
+        words=received,
+        bytes=received,
+        sent_bytes=sent,
+        messages=peers,
+    )
 
 
 def barrier(axis: Axis) -> None:

@@ -320,6 +320,7 @@ AGGREGATIONS = {
     "powermean": {"aggr_kwargs": {"learn": True}},
     "quantile": {"aggr_kwargs": {"q": 0.3}},
     "lstm": {"aggr_kwargs": {"in_channels": F, "out_channels": F}},
+    "gru": {"aggr_kwargs": {"in_channels": F, "out_channels": F}},
     "variance_preserving": {},
     "deepsets": {},
 }

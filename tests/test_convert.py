@@ -305,6 +305,28 @@ def test_matrix_layers_take_pygs_inputs(ours):
         torch.testing.assert_close(conv(x, given), want)
 
 
+def replicated(name, cutter):
+    return _in_doubles(_replicated, name, cutter)
+
+
+def _replicated(name, cutter):
+    names = MODELS[name][1]
+    mesh = worlds.mesh()
+    share = shared(problem("directed"), mesh, cutter)
+    model = pdc.replicate(_ready(pdc.convert(build(name))), mesh)
+    step(model, share, names)
+    single = _ready(build(name))
+    step(single, problem("directed"), names)
+    for key, p in model.module.named_parameters():
+        grad = single.get_parameter(key).grad
+        torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["GAT", "GATv2", "GIN", "PNA", "EdgeCNN"])
+def test_replicas_average_to_pygs_gradients_though_a_rank_is_empty(name):
+    worlds.run(replicated, 3, name, "empty_rank")
+
+
 def mixed_grids():
     mesh = worlds.mesh(grid=(2, 2, 1))
     share = shared(problem("directed"), mesh, "random")

@@ -60,6 +60,12 @@ LOCAL = {
     "cosine": lambda x: F.cosine_similarity(x, x * 2 + 1),
     "gather": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
     "zeros": lambda x: torch.zeros_like(x) + x,
+    "type": lambda x: (x > 0).type(torch.double),
+    "linalg norm rows": lambda x: torch.linalg.norm(x, dim=-1),
+    "narrow": lambda x: x.narrow(1, 0, 2),
+    "select": lambda x: x.select(1, 0),
+    "column list": lambda x: x[:, [0, 2]],
+    "none": lambda x: x + (0.0 if x == None else 1.0),  # noqa: E711
     "dropout 0": lambda x: F.dropout(x, 0.0),
     "eval dropout": lambda x: F.dropout(x, 0.5, training=False),
     "replicated row": lambda x: x * torch.arange(7.0, dtype=x.dtype),
@@ -76,6 +82,11 @@ GLOBAL = {
     "std biased": lambda x: x.std(unbiased=False),
     "var 0": lambda x: x.var(0),
     "var correction": lambda x: torch.var(x, dim=0, correction=0),
+    "var positional": lambda x: x.var(0, False),
+    "var keepdim": lambda x: x.var(0, True, True),
+    "std positional": lambda x: x.std((0,), False, True),
+    "mean of type": lambda x: (x > 0).type(torch.double).mean(),
+    "frobenius": lambda x: torch.linalg.norm(x),
     "norm": lambda x: x.norm(),
     "norm 1": lambda x: x.norm(p=1),
     "norm inf": lambda x: torch.linalg.vector_norm(x, float("inf")),
@@ -165,6 +176,9 @@ LOSSES = {
     "kl": lambda x, y, m: F.kl_div(
         F.log_softmax(x, -1), F.softmax(x.detach(), -1), reduction="batchmean"
     ),
+    "weighted mse": lambda x, y, m: F.mse_loss(
+        x, x.detach() + 1, weight=torch.arange(1.0, 8.0).double().expand(50, 7)
+    ),
     "module": lambda x, y, m: torch.nn.CrossEntropyLoss()(x[m], y[m]),
     "margin": lambda x, y, m: F.multi_margin_loss(x, y),
     "penalty": lambda x, y, m: (
@@ -210,6 +224,15 @@ REFUSED = {
     "softmax over nodes": lambda x: F.softmax(x, dim=0),
     "unique": lambda x: x.unique(),
     "gram": lambda x: torch.ones(3, 50).double() @ x,
+    "pairs": lambda x: x[torch.tensor([0, 1]), torch.tensor([0, 1])],
+    "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
+    "spectral": lambda x: torch.linalg.norm(x, 2),
+    "into plain": lambda x: torch.zeros(50, 7).double().add_(x),
+    "out": lambda x: torch.add(x, x, out=torch.zeros(50, 7).double()),
+    "where numbers": lambda x: torch.where(x[:, 0] > 0),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "row-cut table": lambda x: F.embedding((x[:, 0] > 0).long(), x),
     "einsum": lambda x: torch.einsum("nf,nf->", x, x),
     "item": lambda x: x[:, 0].item(),
     "tolist": lambda x: x.tolist(),
@@ -258,6 +281,7 @@ def _indexing(cutter):
         lambda x: x[:11],
         lambda x: x[10::3],
         lambda x: x[idx, 1],
+        lambda x: x[:, 0][idx],
         lambda x: x[pairs[0]] * x[pairs[1]],
         lambda x: F.binary_cross_entropy_with_logits(
             (x[pairs[0]] * x[pairs[1]]).sum(-1), label
@@ -424,3 +448,40 @@ def _pyg_norms(cutter):
 def test_norms_see_all_nodes(size):
     for cutter in CUTS:
         worlds.run(_pyg_norms, size, cutter)
+
+
+def _gradients_by_hand():
+    data, share = _share()
+    want_in, got_in = data.x.clone().requires_grad_(), share.x.detach().requires_grad_()
+    want_h, got_h = want_in.tanh(), got_in.tanh()
+    got_h.retain_grad(), want_h.retain_grad()
+    want, got = want_h.square().mean(), got_h.square().mean()
+    pairs = zip(
+        torch.autograd.grad(want, [want_in, want_h], retain_graph=True),
+        torch.autograd.grad(got, [got_in, got_h], retain_graph=True),
+        strict=True,
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(b.full_tensor(), a)
+        torch.testing.assert_close(b.norm(), a.norm())
+    want.backward(), got.backward()
+    torch.testing.assert_close(got_h.grad.full_tensor(), want_h.grad)
+    other = data.clone()
+    other.x = data.x.clone().requires_grad_()
+    assert not pdc.partition(other, share.x.rows.mesh, "random").x.requires_grad
+    with torch.inference_mode():
+        positive = got_in[share.y == 1]
+    torch.testing.assert_close(positive.full_tensor(), data.x[data.y == 1])
+    leaf = torch.zeros_like(share.x, requires_grad=True)
+    leaf.sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.ones(50, 7).double())
+    noise = torch.rand_like(share.y, dtype=torch.float32)
+    assert noise.dtype == torch.float32
+    assert 0 < noise.max() < 1
+    with pytest.raises(TypeError, match="floating"):
+        torch.rand_like(share.y)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_by_hand(size):
+    worlds.run(_gradients_by_hand, size)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 from torch_geometric.nn import GCNConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import through_halo
-from pyg_distcomm.nn.product import as_pyg, flowing, in_best_order
+from pyg_distcomm.nn.product import flowing, in_best_order
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -54,6 +53,3 @@ class DistGCNConv(GCNConv):
 
         out = in_best_order(x, self.lin, self.bias, multiply)
         return DistTensor.wrap(out, edge_index.nodes)
-
-    def __prepare_scriptable__(self) -> Module:
-        return as_pyg(self, GCNConv)

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from pyg_distcomm.rowcut import Picker, RowCut
+from pyg_distcomm.rowcut import Picker, RowCut, tree_map
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, base_name
 from pyg_distcomm.tensor import DistTensor

@@ -75,9 +75,6 @@ class HaloConv(torch.nn.Module):
         """Resets the layer's parameters."""
         self.conv.reset_parameters()
 
-    def __prepare_scriptable__(self) -> MessagePassing:
-        return self.conv
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()  # a copy shares state with its copy of the layer

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
-
-
-def as_pyg(conv: Module, kind: type[Module]) -> Module:
-    """Returns the same layer, sharing its state, as PyG's own, which torch can script."""
-    twin = copy.copy(conv)
-    twin.__class__ = kind
-    twin._set_jittable_templates()  # type: ignore[operator]
-    return twin
 
 
 def flowing(

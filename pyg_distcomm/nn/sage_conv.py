@@ -6,12 +6,11 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module
 from torch_geometric.nn import SAGEConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import through_halo
-from pyg_distcomm.nn.product import as_pyg, flowing, in_best_order
+from pyg_distcomm.nn.product import flowing, in_best_order
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -64,6 +63,3 @@ class DistSAGEConv(SAGEConv):
 
         out = in_best_order(x, self.lin_l, self.lin_l.bias, multiply)
         return DistTensor.wrap(out, edge_index.nodes)
-
-    def __prepare_scriptable__(self) -> Module:
-        return as_pyg(self, SAGEConv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 import torch_geometric.backend
+import torch_geometric.nn.aggr.base
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch_geometric.nn import HeteroLinear, MessagePassing
+from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 
+from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.guard import (
     Guarded,
@@ -60,6 +63,7 @@ class _Overlap:
 
     def __init__(self, mesh: Mesh, layer: str) -> None:
         self.size, self.next_key, self.layer = mesh.size, mesh.next_key, layer
+        self.rank = mesh.rank
 
     @property
     def world(self) -> Any:
@@ -93,6 +97,7 @@ class Visit:
         total = self.nodes.total + 1
         self.both = Rows(self.all_gid, total, overlap, None, whole=False)
         self.calls: list[_Call] = []
+        self.most: int | None = None
 
     def ghosted(self, x: DistTensor) -> DistTensor:
         """Returns own and ghost rows."""
@@ -116,6 +121,9 @@ class Visit:
             stack.enter_context(
                 _replaced(vars(torch_geometric.backend), "use_segment_matmul", False)
             )
+            base = vars(torch_geometric.nn.aggr.base)
+            dense = self._to_dense(base["to_dense_batch"])
+            stack.enter_context(_replaced(base, "to_dense_batch", dense))
             for scope in _scopes(layers):
                 for name in STAND_INS.keys() & scope.keys():
                     stand_in = STAND_INS[name](scope[name])
@@ -154,15 +162,45 @@ class Visit:
 
     def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
         custom = type(layer).aggregate is not MessagePassing.aggregate
+        dense = any(_pads(m) for m in layer.modules())
 
         def run(inputs: Any, *args: Any, **given: Any) -> Any:
             if custom:
                 return call(inputs, *args, **self._typed(given))
             if isinstance(inputs, DistTensor):
                 self._check_meets(inputs, "message")
-            return self._own(call(_bare(inputs), *args, **given))
+            if dense:
+                self.most = self._most(given["index"])
+            try:
+                return self._own(call(_bare(inputs), *args, **given))
+            except RuntimeError:
+                if inputs.size(0) > 0:
+                    raise
+                return self._own(self._of_nothing(call, _bare(inputs), given))
 
         return run
+
+    def _most(self, index: Tensor) -> int:
+        """The most messages that any node of any rank gets."""
+        counts = torch.bincount(index, minlength=1).max()
+        return int(wire.all_reduce(counts, self.nodes.mesh.world, "max"))
+
+    def _to_dense(self, original: Callable) -> Callable:
+        """Stands in for the `to_dense_batch` of aggregations: as wide on all ranks."""
+
+        def run(*args: Any, max_num_nodes: int | None = None, **kwargs: Any) -> Any:
+            return original(*args, max_num_nodes=max_num_nodes or self.most, **kwargs)
+
+        return run
+
+    def _of_nothing(self, call: Callable, inputs: Tensor, given: dict) -> Tensor:
+        """Aggregates no message, where PyG cannot: one for a node that is left out."""
+        own = self.here.num_own
+        inputs = torch.cat([inputs, inputs.new_ones(1, *inputs.shape[1:])])
+        given["index"] = given["index"].new_full((1,), own)
+        given["dim_size"] = own + 1
+        out: Tensor = call(inputs, **given)
+        return out[:own]
 
     def _update(self, layer: MessagePassing, call: Callable) -> Callable:
         if type(layer).update is MessagePassing.update:
@@ -311,6 +349,13 @@ def _plain_in_training(args: Any, kwargs: Any) -> bool:
     flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
     rate = kwargs.get("p", args[1] if len(args) > 1 else None)
     return rate != 0 and any(flag is True for flag in flags)
+
+
+def _pads(module: torch.nn.Module) -> bool:
+    """Whether an aggregation pads groups of messages to one size."""
+    if not isinstance(module, Aggregation):
+        return False
+    return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _layers(conv: MessagePassing) -> list[MessagePassing]:
