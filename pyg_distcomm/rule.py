@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import losses, random, reductions
+from pyg_distcomm import gradients, losses, random, reductions
 from pyg_distcomm.dropout import keyed_dropout
+from pyg_distcomm.gradients import plainly
 from pyg_distcomm.recurrent import RECURRENT, recurrent
 from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, tree_map, undecided
 from pyg_distcomm.rows import Rows
@@ -33,15 +34,10 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in BY_DIM:
         return _by_dim(name, func, args, kwargs)
     if name in FACTS:
-        return _plainly(func, args, kwargs)
+        return plainly(func, args, kwargs)
     if name in ROWWISE or name.startswith("_foreach_"):
         return _rowwise(func, args, kwargs)
     raise undecided(f"{name}()")
-
-
-def _plainly(func: Callable, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -51,7 +47,7 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
     )
-    out = _wrapped(_plainly(func, args, kwargs), _first(args, kwargs))
+    out = _wrapped(plainly(func, args, kwargs), _first(args, kwargs))
     return out.requires_grad_() if wants_gradient else out
 
 
@@ -315,7 +311,9 @@ def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
     """Contracts dims of each row, if rows keep one letter of their own, in front."""
     equation, *operands = args
     flat = (
-        operands[0] if len(operands) == 1 and not _is_tensor(operands[0]) else operands
+        operands[0]
+        if len(operands) == 1 and not isinstance(operands[0], Tensor)
+        else operands
     )
     terms, _, out = str(equation).replace(" ", "").partition("->")
     rows, _ = _aligned_rows(func, flat, {})
@@ -324,11 +322,7 @@ def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
         inside = term[1:] if isinstance(operand, RowCut) else term
         if not row.isalpha() or row in inside or (inside != term and term[0] != row):
             raise undecided("einsum() that moves rows or mixes them")
-    return _first(flat, {}).wrap(_plainly(func, args, kwargs), rows)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    return _first(flat, {}).wrap(plainly(func, args, kwargs), rows)
 
 
 def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -345,49 +339,15 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     dim = args[1] if base_name(func) == "index_select" else 0
     whole = not isinstance(table, RowCut) and isinstance(index, RowCut) and dim == 0
     if not whole or index.dtype in (torch.bool, torch.uint8):
-        return _shape(func, args, kwargs) if dim else _no_lookup(func)
+        if dim:
+            return _shape(func, args, kwargs)
+        raise undecided(f"{base_name(func)}() that moves rows or mixes them")
     return index.wrap(table[index.to_local()], index.rows)
-
-
-def _no_lookup(func: Callable) -> Any:
-    raise undecided(f"{base_name(func)}() that moves rows or mixes them")
-
-
-def _requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    out = _plainly(func, args, kwargs)
-    size = x.rows.mesh.size
-    # inside a backward pass, this is a checkpoint's copy, whose gradient goes on
-    fresh = torch._C._current_graph_task_id() == -1 and not hasattr(
-        x, "_exact_gradient"
-    )
-    if x.requires_grad and x.is_leaf and size > 1 and fresh:
-        x._exact_gradient = True  # see [Note: gradients]
-        with torch._C.DisableTorchFunctionSubclass():
-            x.register_hook(lambda g: g / size)
-    return out
-
-
-def _grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    found = _plainly(func, args, kwargs)
-    if func is torch.autograd.grad:
-        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
-        return tuple(_scaled(g, x) for g, x in zip(found, inputs, strict=True))
-    return _scaled(found, args[0])
-
-
-def _scaled(found: Any, x: Any) -> Any:
-    """A gradient of row-cut `x`: leaves have divided it by P already."""
-    if not isinstance(x, RowCut) or not isinstance(found, Tensor):
-        return found
-    found = found if isinstance(found, RowCut) else x.wrap(found, x.rows)
-    return found if x.is_leaf else found / x.rows.mesh.size
 
 
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
     x = _first(args, kwargs)
-    return reductions.agree_all(_plainly(func, args, kwargs), x.rows)
+    return reductions.agree_all(plainly(func, args, kwargs), x.rows)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -397,8 +357,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scattered),
     "einsum": _einsum,
     **dict.fromkeys(RECURRENT, recurrent),
-    "requires_grad=": _requires_grad,
-    **dict.fromkeys(("grad", "grad="), _grad),
+    "requires_grad=": gradients.requires_grad,
+    **dict.fromkeys(("grad", "grad="), gradients.grad),
     **dict.fromkeys(("equal", "allclose"), _compare_all),
     "batch_norm": _batch_norm,
 }

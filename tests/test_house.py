@@ -24,7 +24,7 @@ FLOORS = (
     "wire random mesh launch",
     "exchange adjoint rows dropout",
     "ops",
-    "rowwise shaping indexing losses reductions rowcut picking recurrent rule tensor",
+    "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",
     "topology edge_index",
     "share checkpoint datasets nn",
     "doctor bench bench_gcn",

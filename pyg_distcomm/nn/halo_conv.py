@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.visit import Inner, Visit
+from pyg_distcomm.nn.inner import Inner
+from pyg_distcomm.nn.visit import Visit
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 

@@ -196,9 +196,26 @@ def _first_end_sums(
     return here.with_ghosts(own).squeeze(1)
 
 
+def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for PyG's `one_hot`: row by row."""
+
+    @functools.wraps(original)
+    def run(index: Any, num_classes: Any = None, dtype: Any = None) -> Any:
+        if not isinstance(index, DistTensor):
+            return original(index, num_classes, dtype)
+        if num_classes is None:
+            raise TypeError(
+                "one_hot per node or edge needs num_classes, equal on ranks"
+            )
+        return index.wrap(original(index.to_local(), num_classes, dtype), index.rows)
+
+    return run
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "gcn_norm": _on_guarded(_norm),
     "add_self_loops": _on_guarded(_add_loops),
     "add_remaining_self_loops": _on_guarded(_add_remaining_loops),
     "get_laplacian": _on_guarded(_laplacian),
+    "one_hot": _one_hot,
 }

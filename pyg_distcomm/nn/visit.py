@@ -13,64 +13,24 @@ import torch
 import torch_geometric.backend
 import torch_geometric.nn.aggr.base
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 
 from pyg_distcomm import wire
-from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.guard import (
     Guarded,
     GuardedEdges,
     Scene,
     Sources,
     Targets,
-    find_guard,
-    guarded_call,
 )
+from pyg_distcomm.nn.inner import Inner, Overlap, Unkeyed
 from pyg_distcomm.nn.standins import STAND_INS
-from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowcut import RowCut
 from pyg_distcomm.rows import Rows
-from pyg_distcomm.rowwise import base_name
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
 _VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
-_DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
-_TRAINED = frozenset(
-    """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
-    dropout3d rrelu batch_norm instance_norm""".split()
-)
-
-
-class Inner(DistTensor):
-    """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """Picks rows as outside, but for ranges, which count this rank's rows here."""
-        first = key[0] if isinstance(key, tuple) and key else key
-        if isinstance(first, slice) and first != slice(None):
-            if first not in (slice(len(self.rows)), slice(0, len(self.rows))):
-                raise undecided(f"x[{first}], a range of this rank's rows,")
-            return self[(slice(None), *key[1:])] if isinstance(key, tuple) else self
-        if isinstance(first, Tensor) and not isinstance(first, (RowCut, Guarded)):
-            if first.dtype != torch.bool:
-                raise undecided("x[numbers], of this rank's rows,")
-        return super().__getitem__(key)
-
-
-class _Overlap:
-    """A mesh on which nothing can be reduced: ghosts would count twice."""
-
-    def __init__(self, mesh: Mesh, layer: str) -> None:
-        self.size, self.next_key, self.layer = mesh.size, mesh.next_key, layer
-        self.rank = mesh.rank
-
-    @property
-    def world(self) -> Any:
-        raise TypeError(
-            f"{self.layer} reduces over the sources of edges (batch norm, mean, ...), "
-            "where ghost rows would count twice; do it before the layer"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +52,7 @@ class Visit:
         ends = [self.here.source_lid, self.here.target_lid]
         local = torch.stack(ends if self.source == 0 else ends[::-1])
         self.edges = GuardedEdges.wrap(local, self.scene, topology.edges)
-        overlap: Any = _Overlap(self.nodes.mesh, self.scene.layer)
+        overlap: Any = Overlap(self.nodes.mesh, self.scene.layer)
         # one more in total: never taken for the rows of own nodes, not even on one rank
         total = self.nodes.total + 1
         self.both = Rows(self.all_gid, total, overlap, None, whole=False)
@@ -128,7 +88,7 @@ class Visit:
                 for name in STAND_INS.keys() & scope.keys():
                     stand_in = STAND_INS[name](scope[name])
                     stack.enter_context(_replaced(scope, name, stand_in))
-            stack.enter_context(_Watch(self.scene.layer))
+            stack.enter_context(Unkeyed(self.scene.layer))
             yield
 
     def outcome(self, value: Any) -> Any:
@@ -314,41 +274,6 @@ class Visit:
             raise TypeError(
                 f"{self.scene.layer}: its {what} returns {value.rows}, not a row per edge"
             )
-
-
-class _Watch(TorchFunctionMode):
-    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        guard = None
-        if any(issubclass(kind, Guarded) for kind in types):
-            guard = find_guard((*args, *kwargs.values()))
-        if guard is not None:
-            return guarded_call(func, args, kwargs)
-        name = base_name(func)
-        if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
-            raise TypeError(
-                f"{self.layer} calls {name}() on tensors that no rank shares, so its "
-                "result would depend on the number of ranks; draw and normalise per "
-                "node or per edge, with F.dropout, torch.rand_like or batch norm"
-            )
-        return func(*args, **kwargs)
-
-
-def _plain_in_training(args: Any, kwargs: Any) -> bool:
-    x = args[0] if args else kwargs.get("input")
-    if isinstance(x, RowCut):
-        return False
-    flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
-    rate = kwargs.get("p", args[1] if len(args) > 1 else None)
-    return rate != 0 and any(flag is True for flag in flags)
 
 
 def _pads(module: torch.nn.Module) -> bool:

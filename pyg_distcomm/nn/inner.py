@@ -1,0 +1,90 @@
+"""What tensors inside a layer may do: sizes and numbers there are this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.guard import Guarded, find_guard, guarded_call
+from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowwise import base_name
+from pyg_distcomm.tensor import DistTensor
+
+_DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
+_TRAINED = frozenset(
+    """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
+    dropout3d rrelu batch_norm instance_norm""".split()
+)
+
+
+class Inner(DistTensor):
+    """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Picks rows as outside, but for ranges, which count this rank's rows here."""
+        first = key[0] if isinstance(key, tuple) and key else key
+        if isinstance(first, slice) and first != slice(None):
+            if first not in (slice(len(self.rows)), slice(0, len(self.rows))):
+                raise undecided(f"x[{first}], a range of this rank's rows,")
+            return self[(slice(None), *key[1:])] if isinstance(key, tuple) else self
+        if isinstance(first, Tensor) and not isinstance(first, (RowCut, Guarded)):
+            if first.dtype != torch.bool:
+                raise undecided("x[numbers], of this rank's rows,")
+        return super().__getitem__(key)
+
+
+class Overlap:
+    """A mesh on which nothing can be reduced: ghosts would count twice."""
+
+    def __init__(self, mesh: Mesh, layer: str) -> None:
+        self.size, self.next_key, self.layer = mesh.size, mesh.next_key, layer
+        self.rank = mesh.rank
+
+    @property
+    def world(self) -> Any:
+        """Refuses: asked for by every reduction."""
+        raise TypeError(
+            f"{self.layer} reduces over the sources of edges (batch norm, mean, ...), "
+            "where ghost rows would count twice; do it before the layer"
+        )
+
+
+class Unkeyed(TorchFunctionMode):
+    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one torch function, or refuses it by name."""
+        kwargs = kwargs or {}
+        guard = None
+        if any(issubclass(kind, Guarded) for kind in types):
+            guard = find_guard((*args, *kwargs.values()))
+        if guard is not None:
+            return guarded_call(func, args, kwargs)
+        name = base_name(func)
+        if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
+            raise TypeError(
+                f"{self.layer} calls {name}() on tensors that no rank shares, so its "
+                "result would depend on the number of ranks; draw and normalise per "
+                "node or per edge, with F.dropout, torch.rand_like or batch norm"
+            )
+        return func(*args, **kwargs)
+
+
+def _plain_in_training(args: Any, kwargs: Any) -> bool:
+    x = args[0] if args else kwargs.get("input")
+    if isinstance(x, RowCut):
+        return False
+    flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
+    rate = kwargs.get("p", args[1] if len(args) > 1 else None)
+    return rate != 0 and any(flag is True for flag in flags)
