@@ -49,6 +49,8 @@ def launch(
     context: Any = multiprocessing.get_context(
         "forkserver" if sys.platform == "linux" else "spawn"
     )
+    if sys.platform == "linux":  # imported once, not once a rank
+        context.set_forkserver_preload(["pyg_distcomm"])
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
     )

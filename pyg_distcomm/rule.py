@@ -335,14 +335,15 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     """Rows of an ordinary (replicated) table, at row-cut integer numbers of them."""
-    table, index = args[0], args[-1] if len(args) > 1 else kwargs["index"]
-    dim = args[1] if base_name(func) == "index_select" else 0
-    whole = not isinstance(table, RowCut) and isinstance(index, RowCut) and dim == 0
-    if not whole or index.dtype in (torch.bool, torch.uint8):
-        if dim:
+    table, key, dim = args[0], args[-1], 0
+    if base_name(func) == "index_select":
+        dim, key = (_at((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index")))
+        if isinstance(table, RowCut):
             return _shape(func, args, kwargs)
+    whole = not isinstance(table, RowCut) and isinstance(key, RowCut) and dim == 0
+    if not whole or key.dtype in (torch.bool, torch.uint8):
         raise undecided(f"{base_name(func)}() that moves rows or mixes them")
-    return index.wrap(table[index.to_local()], index.rows)
+    return key.wrap(table[key.to_local()], key.rows)
 
 
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
