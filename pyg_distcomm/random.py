@@ -33,6 +33,27 @@ def fold(*parts: int) -> int:
     return key >> 1
 
 
+def fresh_seed(generator: torch.Generator | None = None) -> int:
+    """Draws a seed from torch's generator, so that `torch.manual_seed` decides it."""
+    return int(torch.randint(1 << 62, (), generator=generator))
+
+
+def keyed_bits48(key: int, count: int) -> Tensor:
+    """Returns 48 random bits for each of `count` places, as int64."""
+    bits = kernels.keyed_bits(key, torch.arange(count), 2).long()
+    return bits[:, 0] << 24 | bits[:, 1]
+
+
+def keyed_unit(key: int, count: int) -> Tensor:
+    """Returns `count` uniform float64 numbers in [0, 1), in steps of 2^-48."""
+    return keyed_bits48(key, count).double() * 2.0**-48
+
+
+def keyed_permutation(key: int, count: int) -> Tensor:
+    """Returns 0 .. count-1 sorted by a keyed hash of each."""
+    return torch.argsort(keyed_bits48(key, count), stable=True)
+
+
 def keyed_uniform(key: int, gid: Tensor, like: Tensor) -> Tensor:
     """Returns uniform numbers in (0, 1) shaped as `like`, one row per global id."""
     columns = math.prod(like.shape[1:])

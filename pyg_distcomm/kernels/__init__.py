@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .minibatch import Minibatch, Request, SampleGraph
 
 __all__ = [
     "coo_to_csr",
@@ -25,6 +26,8 @@ __all__ = [
     "keyed_bits",
     "keyed_dropout",
     "keyed_mask",
+    "neighbor_sampler",
+    "place_pairs",
     "scatter_add_rows",
     "sddmm",
     "spmm",
@@ -123,6 +126,24 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
             f"gid must name each of the {len(x)} rows of x, got {list(gid.shape)}"
         )
     return _pick(reference.keyed_dropout, (x,), (gid,))(x, _checked(key), gid, p)
+
+
+def place_pairs(
+    target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
+) -> Tensor:
+    """Fills the (source, edge id) pairs of a CSC matrix; see `reference.place_pairs`."""
+    op = _pick(reference.place_pairs, (), (target, source, pair))
+    return op(target, source, order, colptr, pair)
+
+
+def neighbor_sampler(graph: SampleGraph) -> Callable[[Request], Minibatch]:
+    """Returns what draws minibatches of a graph; see `sample_reference.sample`.
+
+    It may be called by several threads at once, and holds 8 bytes a node for each.
+    """
+    module = importlib.import_module(".sample", __name__)
+    sampler: Callable[[Request], Minibatch] = module.Sampler(graph)
+    return sampler
 
 
 def warm_up() -> None:

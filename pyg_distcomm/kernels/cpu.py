@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import loops, memory, threads
+from . import loops, memory, sample_loops, threads
 from .compile import cache_folder, ready
 from .reference import column_dtype, drop_scale, drop_threshold, offset_dtype
 
@@ -166,6 +166,18 @@ def csr_transpose(
     args = (pointers, _vector(col), cursor, row_t.numpy(), perm.numpy())
     ready(loops.place_transposed, args)()
     return rowptr_t, row_t, perm
+
+
+def place_pairs(
+    target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
+) -> Tensor:
+    """Runs `reference.place_pairs`, on one thread."""
+    memory.advise(pair)
+    sorted_by = None if order is None else _vector(order)
+    cursor = colptr[:-1].numpy().copy()
+    args = (_vector(target), _vector(source), sorted_by, cursor, pair.numpy())
+    ready(sample_loops.place_pairs, args)()
+    return pair
 
 
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:

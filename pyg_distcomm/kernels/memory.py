@@ -10,20 +10,75 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 WORTH = 1 << 23  # bytes below which asking does not pay
+ROOM = 1 << 20  # bytes of a product below which making room does not pay
 
 
 def empty(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised CPU matrix [rows, cols], in huge pages when large."""
-    matrix = torch.empty(rows, cols, dtype=dtype)
-    size = matrix.numel() * matrix.element_size()
+    return advise(torch.empty(rows, cols, dtype=dtype))
+
+
+def advise(fresh: Tensor) -> Tensor:
+    """Asks for huge pages under a tensor that has not been written to, when large."""
+    size = fresh.numel() * fresh.element_size()
     if size >= WORTH:
-        _advise()(matrix.data_ptr(), size)
-    return matrix
+        _advise()(fresh.data_ptr(), size)
+    return fresh
+
+
+def make_room(size: int) -> None:
+    """Returns freed memory to the system before a product that needs `size` bytes.
+
+    Blocks of several sizes leave holes between them that none fits: without this, the
+    heap of a rank that exchanges grows to about twice what lives in it. Below `ROOM`
+    nothing is done.
+    """
+    if size >= ROOM:
+        give_back()
+
+
+def give_back() -> None:
+    """Returns freed memory to the system: planning frees more than it keeps.
+
+    glibc holds on to blocks below 32 MiB, which would count against this process for
+    as long as it lives; elsewhere this does nothing. What is used again comes in huge
+    pages.
+    """
+    libc = _libc()
+    if libc is not None:
+        first, end = _heap_start(), libc.sbrk(0)
+        if first is not None and end > first:
+            _advise()(first, end - first)
+        libc.malloc_trim(0)
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    """Returns the C library where it is one whose heap can be trimmed."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim.argtypes = [ctypes.c_size_t]
+        libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    except (AttributeError, OSError, TypeError):
+        return None
+    return libc
+
+
+@cache
+def _heap_start() -> int | None:
+    """Returns the address at which the heap of this process starts."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    starts = (line.split("-")[0] for line in lines if line.endswith("[heap]"))
+    return next((int(start, 16) for start in starts), None)
 
 
 @cache
@@ -45,15 +100,3 @@ def _advise() -> Callable[[int, int], None]:
             )
 
     return ask
-
-
-def give_back() -> None:
-    """Returns freed memory to the system: planning frees more than it keeps.
-
-    glibc holds on to blocks below 32 MiB, which would count against this process for
-    as long as it lives; elsewhere this does nothing.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return

@@ -109,6 +109,21 @@ def csr_transpose(
     return rowptr_t, row[perm].to(torch.int32), perm + lo
 
 
+def place_pairs(
+    target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
+) -> Tensor:
+    """Sorts edges by target, and among equal ones as they come in ``order``.
+
+        pair[2 s], pair[2 s + 1] = source[e], e    for the s-th edge e so sorted
+
+    Shapes: target, source and order [nnz]; colptr [m + 1], the offsets of the targets;
+    pair [2 nnz], overwritten.
+    """
+    first = torch.arange(target.numel()) if order is None else order
+    edge = first[torch.argsort(target[first], stable=True)]
+    return pair.copy_(torch.stack([source[edge], edge], 1).view(-1))
+
+
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     """Draws 24 random bits for each (key, gid, column): a counter-based hash.
 

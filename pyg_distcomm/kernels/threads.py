@@ -9,8 +9,10 @@ inside a helper, cannot lock each other out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -21,9 +23,23 @@ import torch
 _executors: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
+_limit = threading.local()
+
+
 def width() -> int:
     """Returns the number of threads a kernel may use: torch's own, at call time."""
-    return torch.get_num_threads()
+    limit: int | None = getattr(_limit, "width", None)
+    return torch.get_num_threads() if limit is None else limit
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """Sets how many threads the kernels called by this thread may use."""
+    before, _limit.width = getattr(_limit, "width", None), most
+    try:
+        yield
+    finally:
+        _limit.width = before
 
 
 def run(work: Callable[..., None], pieces: Iterable[tuple[int, ...]]) -> None:

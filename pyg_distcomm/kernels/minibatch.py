@@ -1,0 +1,116 @@
+"""What a sampler is asked for, and what it answers: the shapes that the kernels share.
+
+A graph has nodes of one or more types and relations between them; a type is a number,
+its place in `SampleGraph.sizes`. A homogeneous graph has one of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Relation:
+    """The edges of one type as in-edges of their targets (CSC).
+
+    Args:
+        source: the type of the nodes edges come from.
+        target: the type of the nodes they point to.
+        colptr: in-edges of node v are entries `colptr[v] .. colptr[v + 1] - 1`.
+        row: the source of entry e at `row[e * stride]`; flat, int32 or int64.
+        stride: 2 if `row[2 e + 1]` is the id of the edge, 1 if the id is e.
+        weight: of each entry, or None.
+        time: of each entry, or None; ascends among the in-edges of a node.
+    """
+
+    source: int
+    target: int
+    colptr: Tensor
+    row: Tensor
+    stride: int
+    weight: Tensor | None = None
+    time: Tensor | None = None
+
+    @property
+    def num_edges(self) -> int:
+        """The number of edges."""
+        return self.row.numel() // self.stride
+
+
+@dataclass(frozen=True, eq=False)
+class SampleGraph:
+    """A graph to sample from.
+
+    Args:
+        sizes: the number of nodes of each type.
+        relations: the edges, by type.
+        time: of each node, by type, or None; then in-edges ascend in their source's time.
+    """
+
+    sizes: tuple[int, ...]
+    relations: tuple[Relation, ...]
+    time: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One minibatch to draw.
+
+    Args:
+        seeds: (type, node ids), in the order in which trees are numbered.
+        fan_outs: for each relation, in-edges to draw for a node at each hop; -1 is all.
+        key: of all its draws, in [0, 2^63).
+        replace: whether an edge may be drawn twice.
+        disjoint: whether each seed grows a tree of its own.
+        induced: whether to return all edges between the nodes found.
+        latest: whether the latest edges are taken, rather than drawn; needs `tree_time`.
+        tree_time: of each seed: no edge or node later than it is drawn in its tree.
+    """
+
+    seeds: tuple[tuple[int, Tensor], ...]
+    fan_outs: tuple[tuple[int, ...], ...]
+    key: int
+    replace: bool = False
+    disjoint: bool = False
+    induced: bool = False
+    latest: bool = False
+    tree_time: Tensor | None = None
+
+    @property
+    def hops(self) -> int:
+        """The number of hops."""
+        return max(map(len, self.fan_outs), default=0)
+
+
+@dataclass(eq=False)
+class Minibatch:
+    """A sampled subgraph, with nodes and edges in the order in which they were found.
+
+    Args:
+        node: ids of the nodes, by type; the seeds come first.
+        tree: the tree of each node, by type; None unless disjoint.
+        edge_index: by relation, [2, edges]: places in `node` of source and target.
+        edge: by relation, ids of the edges.
+        nodes_per_hop: by type, how many nodes each hop found; the seeds are the first.
+        edges_per_hop: by relation, how many edges each hop drew.
+    """
+
+    node: list[Tensor]
+    tree: list[Tensor] | None
+    edge_index: list[Tensor]
+    edge: list[Tensor]
+    nodes_per_hop: list[list[int]]
+    edges_per_hop: list[list[int]]
+
+
+class UnweightedNode(ValueError):
+    """A node whose in-edges all have weight zero was to be drawn from."""
+
+    def __init__(self, relation: int, node: int) -> None:
+        super().__init__(
+            f"the weights of all edges into node {node} are zero, so none can be drawn; "
+            "give them positive weights, remove them, or take all edges (fan-out -1)"
+        )
+        self.relation, self.node = relation, node

@@ -1,0 +1,313 @@
+"""Neighbour sampling on the CPU: compiled loops, one minibatch on one thread.
+
+`sample_reference` is the definition, and draws the same minibatches bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import label_loops as labels
+from . import sample_loops as loops
+from .compile import ready
+from .minibatch import Minibatch, Relation, Request, SampleGraph, UnweightedNode
+
+TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
+SMALLEST = 1 << 10  # slots of the smallest hash table
+
+Array = NDArray[Any]
+
+
+class Sampler:
+    """Draws minibatches from one graph; any number of threads may call it at once."""
+
+    def __init__(self, graph: SampleGraph) -> None:
+        self.graph = graph
+        # minibatches in flight have one each; used again, so bounded by the threads
+        self._tables: deque[list[_Table]] = deque()
+
+    def __call__(self, request: Request) -> Minibatch:
+        """Draws a minibatch.
+
+        Raises:
+            UnweightedNode: if weights do not say what to draw.
+        """
+        tables = None
+        if not request.disjoint and 8 * sum(self.graph.sizes) <= TABLES:
+            try:
+                tables = self._tables.pop()
+            except IndexError:
+                tables = [_Table(size) for size in self.graph.sizes]
+        try:
+            return _Drawing(self.graph, request, tables).run()
+        finally:
+            if tables is not None:
+                self._tables.append(tables)
+
+
+class _Table:
+    """A slot for each node of a type; emptied by taking the next stamp."""
+
+    def __init__(self, size: int) -> None:
+        self.slot, self.stamp = np.zeros(size, np.int64), 0
+
+    def clear(self) -> None:
+        self.stamp += 1
+        if self.stamp == 1 << 31:
+            self.slot[:], self.stamp = 0, 1
+
+
+class _Seen:
+    """The nodes of one type in a minibatch, in the order of their local ids."""
+
+    def __init__(self, size: int, table: _Table | None, disjoint: bool) -> None:
+        self.size, self.table, self.disjoint = size, table, disjoint
+        self.node = np.empty(0, np.int64)
+        self.tree: Array | None = np.empty(0, np.int64) if disjoint else None
+        self.copy: Array | None = None  # how many equal seeds came before this one
+        self.known = 0
+        self.ends: list[int] = []  # of the seeds, then of each hop
+        if table is None:
+            self.keys = np.full(SMALLEST, -1, np.int64)
+            self.label_of = np.empty(SMALLEST, np.int64)
+        else:
+            table.clear()
+
+    def seed(self, seed: Array, first_tree: int) -> None:
+        """Enters seeds, the first of them in tree ``first_tree``."""
+        self._reserve(len(seed))
+        copy = np.empty(len(seed), np.int64)
+        if self.table is not None:
+            slot, stamp = self.table.slot, self.table.stamp
+            args = (slot, stamp, seed, self.node, copy)
+            repeats = ready(labels.seed_table, args)()
+        else:
+            self.node[: len(seed)] = seed
+            if self.tree is not None:
+                self.tree[: len(seed)] = np.arange(first_tree, first_tree + len(seed))
+            repeats = self._enter(self.keys, self.label_of, 0, len(seed), copy)
+        self.known = len(seed)
+        if repeats and not self.disjoint:
+            self.copy = copy
+
+    def label(self, source: Array, at: int, target: Array, other: _Seen) -> None:
+        """Turns ``source[at:]`` into local ids; their targets are nodes of ``other``."""
+        self._reserve(len(source) - at)
+        if self.table is not None:
+            slot, stamp = self.table.slot, self.table.stamp
+            args = (slot, stamp, source, at, self.node, self.known)
+            self.known = ready(labels.label_by_table, args)()
+        else:
+            hashed = (
+                self.keys,
+                self.label_of,
+                self.size,
+                source,
+                at,
+                target,
+                other.tree,
+            )
+            more = (*hashed, self.node, self.tree, self.known)
+            self.known = ready(labels.label_by_hash, more)()
+
+    def known_edges(
+        self, relation: Relation, low: Array, high: Array, other: _Seen
+    ) -> Array:
+        """Finds the in-edges of ``other`` that come from here; see `known_by_table`."""
+        edges = (relation.row.numpy(), relation.stride, low, high)
+        if self.table is not None:
+            args = (self.table.slot, self.table.stamp, *edges)
+            return ready(labels.known_by_table, args)()
+        more = (self.keys, self.label_of, self.size, other.tree, *edges)
+        return ready(labels.known_by_hash, more)()
+
+    def names(self, hop: int) -> Array | None:
+        """Returns what tells the draws of equal nodes apart at a hop."""
+        return self.tree if self.disjoint else self.copy if hop == 0 else None
+
+    def frontier(self, hop: int) -> tuple[int, int]:
+        """Returns the range of nodes that the hop before found."""
+        return (self.ends[hop - 1] if hop else 0), self.ends[hop]
+
+    def _reserve(self, more: int) -> None:
+        """Makes room for ``more`` nodes."""
+        need = self.known + more
+        self.node = _grown(self.node, self.known, need)
+        if self.tree is not None:
+            self.tree = _grown(self.tree, self.known, need)
+        if self.table is None and 2 * need > len(self.keys):
+            slots = 1 << (2 * need).bit_length()
+            keys, label_of = np.full(slots, -1, np.int64), np.empty(slots, np.int64)
+            self._enter(keys, label_of, 0, self.known, None)
+            self.keys, self.label_of = keys, label_of
+
+    def _enter(
+        self, keys: Array, label_of: Array, begin: int, end: int, copy: Array | None
+    ) -> int:
+        args = (keys, label_of, self.node, self.tree, self.size, begin, end, copy)
+        repeats: int = ready(labels.enter, args)()
+        return repeats
+
+
+class _Drawing:
+    """One minibatch while it grows."""
+
+    def __init__(
+        self, graph: SampleGraph, request: Request, tables: list[_Table] | None
+    ) -> None:
+        self.graph, self.request = graph, request
+        self.seen = [
+            _Seen(size, tables[t] if tables else None, request.disjoint)
+            for t, size in enumerate(graph.sizes)
+        ]
+        self.ends = np.empty((2, 0), np.int64)
+        self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
+        self.edge = [np.empty(0, np.int64) for _ in graph.relations]
+        self.drawn: list[list[int]] = [[] for _ in graph.relations]
+
+    def run(self) -> Minibatch:
+        trees = 0
+        for kind, seed in self.request.seeds:
+            self.seen[kind].seed(_vector(seed), trees)
+            trees += seed.numel()
+        for seen in self.seen:
+            seen.ends.append(seen.known)
+        for hop in range(self.request.hops):
+            for number in range(len(self.graph.relations)):
+                self._expand(number, hop)
+            for seen in self.seen:
+                seen.ends.append(seen.known)
+        if self.request.induced:
+            for number in range(len(self.graph.relations)):
+                self._induce(number)
+        return self._result()
+
+    def _expand(self, number: int, hop: int) -> None:
+        """Draws in-edges of the nodes that the last hop found, for one relation."""
+        relation, fan_out = (
+            self.graph.relations[number],
+            self.request.fan_outs[number][hop],
+        )
+        source, target = self.seen[relation.source], self.seen[relation.target]
+        begin, end = target.frontier(hop)
+        if begin == end or fan_out == 0 or relation.num_edges == 0:
+            self.drawn[number].append(0)
+            return
+        keep = fan_out if self.request.latest else -1
+        low, high = self._bounds(relation, begin, end, keep)
+        weight = None if relation.weight is None else relation.weight.numpy()
+        start = np.empty(end - begin + 1, np.int64)
+        args = (low, high, weight, fan_out, self.request.replace, start)
+        total = ready(loops.count, args)()
+        if total < 0:
+            raise UnweightedNode(number, int(target.node[begin - 1 - total]))
+        before = len(self.edge[number])
+        self.index[number] = index = _grown(
+            self.index[number], before, before + total, exact=True
+        )
+        self.edge[number] = edge = _grown(
+            self.edge[number], before, before + total, exact=True
+        )
+        names = target.names(hop)
+        nodes = (target.node, names, begin, low, high, start)
+        self._draw(number, nodes, self.request.replace and fan_out > 0, edge, before)
+        row = relation.row.numpy()
+        ready(loops.fetch, (row, relation.stride, edge, index[0], before))()
+        ready(loops.point_to, (start, begin, index[1], before))()
+        source.label(index[0], before, index[1], target)
+        self.drawn[number].append(int(total))
+
+    def _bounds(
+        self, relation: Relation, begin: int, end: int, keep: int
+    ) -> tuple[Array, Array]:
+        """Returns the in-edges that nodes begin .. end-1 may draw from."""
+        target = self.seen[relation.target]
+        low, high = np.empty((2, end - begin), np.int64)
+        colptr = relation.colptr.numpy()
+        ready(loops.bounds, (colptr, target.node, begin, end, low, high))()
+        time = (
+            self.graph.time[relation.source] if relation.time is None else relation.time
+        )
+        if self.request.tree_time is None or time is None:
+            return low, high
+        edges = (
+            relation.row.numpy(),
+            relation.stride,
+            time.numpy(),
+            relation.time is None,
+        )
+        trees = target.tree, self.request.tree_time.numpy()
+        args = (*edges, *trees, begin, keep, low, high)
+        ready(loops.narrow, args)()
+        return low, high
+
+    def _draw(
+        self,
+        number: int,
+        nodes: tuple[Any, ...],
+        replace: bool,
+        position: Array,
+        at: int,
+    ) -> None:
+        relation = self.graph.relations[number]
+        key = relation_key(self.request.key, number)
+        if relation.weight is None:
+            ready(loops.draw, (key, *nodes, replace, position, at))()
+        else:
+            edges = relation.row.numpy(), relation.stride, relation.weight.numpy()
+            args = (key, *nodes, replace, *edges, position, at)
+            ready(loops.draw_weighted, args)()
+
+    def _induce(self, number: int) -> None:
+        """Replaces the edges of a relation by all those between the nodes found."""
+        relation = self.graph.relations[number]
+        source, target = self.seen[relation.source], self.seen[relation.target]
+        low, high = self._bounds(relation, 0, target.known, -1)
+        place, entry, label = source.known_edges(relation, low, high, target)
+        self.index[number] = np.stack([label, place])
+        row = relation.row.numpy()
+        self.edge[number] = row[2 * entry + 1] if relation.stride == 2 else entry
+
+    def _result(self) -> Minibatch:
+        nodes = [_tensor(seen.node[: seen.known]) for seen in self.seen]
+        trees = [
+            _tensor(seen.tree[: seen.known])
+            for seen in self.seen
+            if seen.tree is not None
+        ]
+        return Minibatch(
+            node=nodes,
+            tree=trees if self.request.disjoint else None,
+            edge_index=[torch.from_numpy(index) for index in self.index],
+            edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
+            nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.seen],
+            edges_per_hop=self.drawn,
+        )
+
+
+def relation_key(key: int, relation: int) -> int:
+    """Returns the key of the draws from one relation."""
+    return (key + relation * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+def _grown(old: Array, used: int, size: int, exact: bool = False) -> Array:
+    """Returns an array of ``size`` or more columns that begins like ``old``."""
+    if old.shape[-1] >= size and not exact:
+        return old
+    new = np.empty((*old.shape[:-1], size), old.dtype)
+    new[..., :used] = old[..., :used]
+    return new
+
+
+def _vector(t: Tensor) -> Array:
+    return t.contiguous().numpy()
+
+
+def _tensor(part: Array) -> Tensor:
+    return torch.from_numpy(part.copy())

@@ -1,0 +1,9 @@
+"""Loaders of minibatches, in the place of PyG's."""
+
+from pyg_distcomm.loader.link_neighbor_loader import (
+    DistLinkNeighborLoader as DistLinkNeighborLoader,
+)
+from pyg_distcomm.loader.neighbor_loader import (
+    DistNeighborLoader as DistNeighborLoader,
+)
+from pyg_distcomm.loader.shared import shared as shared

@@ -1,0 +1,132 @@
+"""Turns what was sampled into a Data or HeteroData, features gathered by our kernels.
+
+PyG's `filter_fn` decides what a minibatch holds, and in which order. It is run on a
+hollow copy of the data, whose tensors have no columns; the rows are then gathered into
+the places it made.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm import kernels
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """One attribute whose rows are gathered here."""
+
+    store: Any  # the key of its store in a HeteroData; None in a Data
+    name: str
+    values: Tensor | np.ndarray
+    of_edges: bool
+
+
+class Assembly:
+    """Assembles minibatches of one loader, as its data is now.
+
+    Args:
+        loader: a loader of this package.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._bare = copy.copy(loader)
+        self._bare.transform = self._bare.transform_sampler_output = None
+        self._rows: list[_Rows] = []
+        sampler = loader.neighbor_sampler_in_use
+        plain = isinstance(loader.data, (Data, HeteroData)) and not loader.data.is_cuda
+        self.threads = plain and isinstance(sampler, KeyedNeighborSampler)
+        if self.threads:
+            self._bare.data = self._hollow(loader.data)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some rows are memory-mapped arrays, fetched once for a whole bulk."""
+        return any(isinstance(rows.values, np.ndarray) for rows in self._rows)
+
+    def fetch(self, outs: list[Any]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Reads the distinct rows that a bulk needs of each array on disk, in order."""
+        pools = {}
+        for k, rows in enumerate(self._rows):
+            if isinstance(rows.values, np.ndarray):
+                ids = [_ids(rows, out) for out in outs]
+                wanted = torch.cat([i for i in ids if i is not None]).unique()
+                read = np.take(rows.values, wanted.numpy(), axis=0)
+                pools[k] = wanted, torch.from_numpy(read)
+        return pools
+
+    def __call__(
+        self, out: Any, pools: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> Any:
+        """Assembles one minibatch; `pools` is what `fetch` read for its bulk."""
+        batch = self._bare.pyg_filter_fn(out)
+        for k, rows in enumerate(self._rows):
+            ids, values = _ids(rows, out), rows.values
+            if ids is None:
+                continue  # edges without ids: PyG has left the attribute out
+            if isinstance(values, np.ndarray):
+                wanted, values = (pools or self.fetch([out]))[k]
+                ids = torch.searchsorted(wanted, ids)
+            store = batch if rows.store is None else batch[rows.store]
+            store[rows.name] = _gather(values, ids)
+        return batch
+
+    def _hollow(self, data: Any) -> Any:
+        """Returns the data with the attributes gathered here emptied of columns."""
+        hollow = copy.copy(data)
+        for store, empty in zip(data.stores, hollow.stores, strict=True):
+            for name, value in list(store.items()):
+                of_nodes = store.is_node_attr(name)
+                of_edges = not of_nodes and store.is_edge_attr(name)
+                if not (of_nodes or of_edges) or not _has_rows(value):
+                    continue
+                if data.__cat_dim__(name, value, store) != 0:
+                    continue
+                self._rows.append(_Rows(store._key, name, value, of_edges))
+                empty[name] = torch.empty(len(value), 0)
+        return hollow
+
+
+def _has_rows(value: Any) -> bool:
+    """Tells whether a value is a dense CPU array whose rows can be copied."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biuf"
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and value.dim() > 0
+        and value.is_contiguous()
+        and not value.requires_grad
+    )
+
+
+def _ids(rows: _Rows, out: Any) -> Tensor | None:
+    """Returns which rows of an attribute a minibatch holds, if that is known."""
+    found = out.edge if rows.of_edges else out.node
+    if rows.store is not None and found is not None:
+        found = found.get(rows.store)
+    return None if found is None else found.long()
+
+
+def _gather(values: Tensor, ids: Tensor) -> Tensor:
+    """Copies rows of any type, as whole words."""
+    shape = (ids.numel(), *values.shape[1:])
+    size = values[:1].numel() * values.element_size() if len(values) else 0
+    if size == 0 or not ids.numel():
+        return values.new_empty(shape)
+    word = next((w for w in (8, 4) if size % w == 0), 1)
+    kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
+    if word == 1:
+        return values.index_select(0, ids)
+    words = values.view(len(values), -1).view(torch.uint8).view(kind)
+    out = kernels.gather_rows(words, ids)
+    return out.view(torch.uint8).view(values.dtype).view(shape)

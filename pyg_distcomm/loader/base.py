@@ -1,0 +1,335 @@
+"""What the loaders of this package add to PyG's: bulks, keyed draws, ranks, resuming."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyg_distcomm.loader.assembly import Assembly
+from pyg_distcomm.loader.bulk import Bulks
+from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
+from pyg_distcomm.loader.options import Extras, digest
+from pyg_distcomm.loader.producer import Producer
+from pyg_distcomm.loader.world import Notes, World, launched, place
+from pyg_distcomm.random import fresh_seed
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+
+def keyed_sampler(
+    given: Any,
+    data: Any,
+    num_neighbors: Any,
+    seed: int | None,
+    dataloader: dict[str, Any],
+    **options: Any,
+) -> Any:
+    """Returns the sampler of a loader: the one given, or ours with PyG's options."""
+    if given is not None:
+        return given
+    return KeyedNeighborSampler(
+        data,
+        num_neighbors,
+        share_memory=dataloader.get("num_workers", 0) > 0,
+        seed=fresh_seed(dataloader.get("generator")) if seed is None else seed,
+        **options,
+    )
+
+
+@dataclass
+class _Progress:
+    """How far the epoch under way has come."""
+
+    epoch: int
+    start: int
+    rounds: int = 0
+    finished: bool = False
+
+
+class _Positions(Sequence[int]):
+    """The positions of a list, handed to a worker with what travels beside them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return range(self._size)[index]
+
+    def __getitems__(self, index: Any) -> Any:
+        return index
+
+
+class _Feed:
+    """The batches of the epoch that begins next, as torch's DataLoader asks for them."""
+
+    def __init__(self, loader: BulkLoading) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Numbered]:
+        return self._loader._plan()
+
+    def __len__(self) -> int:
+        return self._loader._deal().rounds(0)
+
+
+class _Tracked:
+    """An iterator over one epoch that tells its loader how far it has come."""
+
+    def __init__(self, inner: Iterator[Any], progress: _Progress, length: int) -> None:
+        self._inner, self._progress, self._length = inner, progress, length
+
+    def __iter__(self) -> _Tracked:
+        return self
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._progress.finished = True
+            raise
+        self._progress.rounds += 1
+        return batch
+
+
+_PyGLoader: Any = object  # for the type checker: PyG's loader, which stands behind
+
+
+class BulkLoading(_PyGLoader):
+    """The part that DistNeighborLoader and DistLinkNeighborLoader share.
+
+    It stands before one of PyG's loaders in a class's bases.
+    """
+
+    def _set_up(
+        self, extras: Extras, inputs: list[Any], dataloader: dict[str, Any]
+    ) -> None:
+        """Takes up work where PyG's constructor leaves it."""
+        if self.batch_size is None and dataloader.get("batch_sampler") is None:
+            raise ValueError("batch_size=None asks for no batches; give a number")
+        self._extras = extras
+        self.seed, self._epoch, self._resume = extras.seed, 0, 0
+        self._progress: _Progress | None = None
+        own = dataloader.get("batch_sampler") is not None
+        own = own or dataloader.get("sampler") is not None
+        count = len(self.dataset)
+        self._epochs = Epochs(
+            count,
+            self.batch_size or 1,
+            bool(dataloader.get("shuffle")),
+            bool(self.drop_last),
+            self.batch_sampler if own else None,
+        )
+        # torch's DataLoader forbids to set it, and would hand out single positions
+        self.__dict__["dataset"] = _Positions(count)
+        options = [self.batch_size, self.drop_last, self._epochs.shuffle]
+        self._inputs = digest(inputs + options)
+        self._place = place()
+        self._dealt: Deal | None = None
+        self._notes: Notes | None = None
+        self._join()
+
+    @property
+    def neighbor_sampler_in_use(self) -> Any:
+        """The sampler, whichever PyG's loader calls it."""
+        found = getattr(self, "node_sampler", None)
+        return getattr(self, "link_sampler", None) if found is None else found
+
+    # What torch's DataLoader asks for ------------------------------------------------
+
+    @property
+    def _index_sampler(self) -> Any:
+        return _Feed(self) if "_epochs" in self.__dict__ else super()._index_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins the next epoch, or goes on with the one that was loaded."""
+        deal = self._deal()
+        self._progress = progress = _Progress(self._epoch, self._resume)
+        length = deal.rounds(self._resume) if deal.size > 1 else None
+        inner = super().__iter__()
+        self._epoch, self._resume = self._epoch + 1, 0
+        return _Tracked(inner, progress, self._length() if length is None else length)
+
+    def _length(self) -> int:
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError, ValueError):
+            return 0  # the script's own batches have no length
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers:
+            return super()._get_iterator()
+        assembly = Assembly(self)
+        late = self.transform_sampler_output is not None or not assembly.threads
+        bulk = Producer(self, assembly, late)
+        return Bulks(self._plan(), bulk, bulk.finish, bulk.size, self._extras.prefetch)
+
+    def _plan(self) -> Iterator[Numbered]:
+        progress = self._progress
+        assert progress is not None
+        seed = self._agreed_seed()
+        return self._epochs.batches(seed, progress.epoch, self._deal(), progress.start)
+
+    # What PyG's loaders ask for ------------------------------------------------------
+
+    def collate_fn(self, index: Any) -> Any:
+        """Samples one minibatch: a numbered one of an epoch, or any list of inputs."""
+        out = self._sampled(index)
+        return self.filter_fn(out) if self.filter_per_worker else out
+
+    def filter_fn(self, out: Any) -> Any:
+        """Joins what was sampled with its features, marks repeats, and transforms."""
+        if self.transform_sampler_output is not None:
+            padding = getattr(out, "padding", None)
+            out = self.transform_sampler_output(out)
+            if padding is not None:
+                out.padding = padding
+        return self._finished(Assembly(self)(out), getattr(out, "padding", None))
+
+    def pyg_filter_fn(self, out: Any) -> Any:
+        """PyG's own `filter_fn`."""
+        return super().filter_fn(out)
+
+    def _finished(self, data: Any, padding: bool | None) -> Any:
+        if padding is not None:
+            data.padding = padding
+        return data if self.transform is None else self.transform(data)
+
+    def _sampled(self, index: Any) -> Any:
+        if not isinstance(index, Numbered):
+            return self._sample(self.input_data[index])
+        inputs = self.input_data[torch.from_numpy(index.index)]
+        inputs.key = index.key
+        out = self._sample(inputs)
+        deal = self._dealt
+        if deal is not None and deal.size > 1 and deal.even == "pad":
+            out.padding = index.padding
+        return out
+
+    def _sample(self, inputs: Any) -> Any:
+        raise NotImplementedError
+
+    # Epochs and ranks ----------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iteration is; without it, epochs are counted."""
+        self._epoch, self._resume = int(epoch), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the loader has yielded: enough to go on inside an epoch.
+
+        The same on all ranks in step, and good for another number of ranks, unless the
+        script has split its inputs itself.
+        """
+        deal, progress = self._deal(), self._progress
+        epoch, batches = self._epoch, self._resume
+        if (
+            progress is not None
+            and not progress.finished
+            and epoch == progress.epoch + 1
+        ):
+            done = progress.start + progress.rounds * deal.size
+            if deal.size == 1 or done < deal.total:
+                epoch, batches = progress.epoch, done
+        state = {"seed": self._agreed_seed(), "epoch": epoch, "batches": batches}
+        return {
+            **state,
+            "inputs": self._inputs,
+            "ranks": deal.size if deal.split else 0,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up an epoch where `state_dict` left it.
+
+        Raises:
+            ValueError: if the state is of other inputs, or of lists split over another
+                number of ranks.
+        """
+        deal = self._deal()
+        missing = {"seed", "epoch", "batches", "inputs"} - set(state)
+        if missing:
+            raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
+        if not deal.split and state["inputs"] != self._inputs:
+            raise ValueError(
+                "the state is of a loader with other inputs, batch size or shuffling; "
+                "build this one as that one was"
+            )
+        if (deal.size if deal.split else 0) != state.get("ranks", 0):
+            raise ValueError(
+                f"the state is of inputs split over {state.get('ranks', 0)} ranks by the "
+                f"script, and there are {deal.size}; only inputs that are the same on all "
+                "ranks can go on with another number of them"
+            )
+        self.seed, self._epoch = int(state["seed"]), int(state["epoch"])
+        self._resume = int(state["batches"])
+
+    def _join(self) -> World:
+        """Leaves a note for the other ranks, once there are any."""
+        world = World.now()
+        if self._notes is None and world.size > 1 and self._extras.split is not False:
+            self._notes = Notes(world, self._place)
+            if self.seed is None:
+                self.seed = self._fresh_seed()
+            given = self._epochs.given is not None
+            note = {
+                "inputs": self._inputs,
+                "batches": len(self._epochs),
+                "given": given,
+            }
+            self._notes.leave({**note, "seed": self.seed, "asked": self._extras.seed})
+        return world
+
+    def _deal(self) -> Deal:
+        """Returns how batches are shared out; the first call may wait for other ranks."""
+        if self._dealt is None:
+            world = self._join()
+            if world.size == 1 and launched() > 1 and self._extras.split is not False:
+                warnings.warn(
+                    f"{launched()} ranks were started, but they have not joined: call "
+                    "pyg_distcomm.init() or init_process_group() before loading, or each "
+                    "rank loads every batch",
+                    stacklevel=4,
+                )
+            self._dealt = self._dealt_over(world)
+        return self._dealt
+
+    def _dealt_over(self, world: World) -> Deal:
+        even = self._extras.even_batches
+        if self._notes is None:
+            given = self._epochs.given is not None
+            return Deal(0, 1, False, (0 if given else len(self._epochs),), even)
+        notes = self._notes.collect("share out its batches")
+        asked = {note["asked"] for note in notes}
+        if len(asked) > 1:
+            raise ValueError(
+                f"the ranks ask for different seeds, {[n['asked'] for n in notes]}; give "
+                "all ranks one seed"
+            )
+        self.seed = notes[0]["seed"]
+        same = len({note["inputs"] for note in notes}) == 1
+        split = any(note["given"] for note in notes)
+        split = split or (not same and self._extras.split == "auto")
+        if self._extras.split is True and not same:
+            raise ValueError(
+                "split=True shares out one list over the ranks, but their lists differ; "
+                "give all ranks the same inputs, or leave split out"
+            )
+        counts = tuple(n["batches"] for n in notes) if split else (notes[0]["batches"],)
+        return Deal(world.rank, world.size, split, counts, even)
+
+    def _agreed_seed(self) -> int:
+        if self.seed is None:
+            self.seed = self._fresh_seed()
+        return self.seed
+
+    def _fresh_seed(self) -> int:
+        sampler_seed = getattr(self.neighbor_sampler_in_use, "seed", None)
+        return fresh_seed() if sampler_seed is None else int(sampler_seed)

@@ -1,0 +1,118 @@
+"""DistNeighborLoader: PyG's NeighborLoader, in bulks, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_geometric.loader import NeighborLoader
+from torch_geometric.sampler.base import SubgraphType
+
+from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
+from pyg_distcomm.loader.options import Extras, unused_arguments
+
+
+class DistNeighborLoader(BulkLoading, NeighborLoader):
+    r"""Loads minibatches with sampled neighbourhoods, as PyG's `NeighborLoader` does.
+
+    Takes all arguments of PyG's loader and yields the same batches in distribution, with
+    neither pyg-lib nor torch-sparse. The content of a batch is a function of (seed,
+    epoch, number of the batch): the same for every bulk size, thread count, number of
+    workers and of ranks.
+
+    Under a process group, `input_nodes` is the list of all ranks and global batch t goes
+    to rank t mod P; lists that differ by rank are taken as split by the script. All
+    ranks yield equally many batches.
+
+    With `num_workers=0` minibatches are sampled and their features gathered in a
+    background thread, `bulk_size` at a time on as many threads as torch uses; transforms
+    run in the thread that asks. With workers, they sample as in PyG.
+
+    Price: no communication but one note of each rank, when first used. Memory: the
+    topology once, 8 bytes an edge and 8 a node, 8 bytes a node and thread, and the bulks
+    in flight.
+
+    Args:
+        data, num_neighbors, input_nodes, input_time, replace, subgraph_type, disjoint,
+        temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
+        is_sorted, filter_per_worker, neighbor_sampler, directed: as in PyG.
+        bulk_size: minibatches sampled at a time; "auto" takes what fits in 512 MiB, or
+            an eighth of the free memory if that is less.
+        seed: of all draws and of the order of an epoch (default: from torch's generator,
+            rank 0's).
+        even_batches: what to do if batches do not come out even: "pad" repeats batches,
+            marked by `batch.padding` (set on every batch of several ranks, so that a
+            loss can be multiplied by 0), "drop" leaves out at most P - 1.
+        prefetch: bulks made ahead of the one in use; 0 samples when asked.
+        split: whether to share batches out over the ranks. "auto" does, unless the lists
+            differ by rank; False is for a loader of one rank's own.
+        **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
+            `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
+            warning if they have no use here.
+
+    Raises:
+        ValueError: for fan-outs below -1, seeds, edges, weights or times that cannot be.
+
+    [Tripathy24] Sec. 4 (bulks), [Hamilton17] Alg. 2 (the rule).
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        input_nodes: Any = None,
+        input_time: Any = None,
+        replace: bool = False,
+        subgraph_type: SubgraphType | str = "directional",
+        disjoint: bool = False,
+        temporal_strategy: str = "uniform",
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        transform: Callable | None = None,
+        transform_sampler_output: Callable | None = None,
+        is_sorted: bool = False,
+        filter_per_worker: bool | None = None,
+        neighbor_sampler: Any = None,
+        directed: bool = True,
+        *,
+        bulk_size: int | str = "auto",
+        seed: int | None = None,
+        even_batches: str = "pad",
+        prefetch: int = 1,
+        split: bool | str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        extras = Extras(bulk_size, seed, even_batches, prefetch, split)
+        kwargs = unused_arguments(kwargs)
+        neighbor_sampler = keyed_sampler(
+            neighbor_sampler,
+            data,
+            num_neighbors,
+            seed,
+            kwargs,
+            replace=replace,
+            subgraph_type=subgraph_type,
+            disjoint=disjoint,
+            temporal_strategy=temporal_strategy,
+            time_attr=time_attr,
+            weight_attr=weight_attr,
+            is_sorted=is_sorted,
+            directed=directed,
+        )
+        super().__init__(
+            data,
+            num_neighbors,
+            input_nodes=input_nodes,
+            input_time=input_time,
+            time_attr=time_attr,
+            transform=transform,
+            transform_sampler_output=transform_sampler_output,
+            filter_per_worker=filter_per_worker,
+            neighbor_sampler=neighbor_sampler,
+            **kwargs,
+        )
+        inputs = self.input_data
+        self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
+
+    def _sample(self, inputs: Any) -> Any:
+        return self.node_sampler.sample_from_nodes(inputs)

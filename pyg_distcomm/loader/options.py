@@ -1,0 +1,75 @@
+"""The arguments that PyG's loaders do not have, and those that have no use here."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# arguments of torch_geometric.distributed's loaders that have no meaning here
+RPC_ARGUMENTS = (
+    "master_addr",
+    "master_port",
+    "current_ctx",
+    "dist_sampler",
+    "concurrency",
+    "num_rpc_threads",
+    "async_sampling",
+    "device",
+)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
+
+    bulk_size: int | str
+    seed: int | None
+    even_batches: str
+    prefetch: int
+    split: bool | str
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.bulk_size, int) and self.bulk_size >= 1
+        if not whole and self.bulk_size != "auto":
+            raise ValueError(
+                f"bulk_size must be 'auto' or at least 1, got {self.bulk_size!r}"
+            )
+        if self.even_batches not in ("pad", "drop"):
+            raise ValueError(
+                f"even_batches must be 'pad' or 'drop', got {self.even_batches!r}"
+            )
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(
+                f"prefetch must be a number of bulks, 0 or more, got {self.prefetch!r}"
+            )
+        if self.split not in (True, False, "auto"):
+            raise ValueError(f"split must be 'auto', True or False, got {self.split!r}")
+
+
+def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes out the arguments of torch_geometric.distributed, and says so."""
+    unused = [name for name in RPC_ARGUMENTS if kwargs.get(name) is not None]
+    if unused:
+        warnings.warn(
+            f"{', '.join(unused)}: arguments of torch_geometric.distributed that are not "
+            "used here, where ranks are those of torch.distributed; leave them out",
+            stacklevel=3,
+        )
+    return {k: v for k, v in kwargs.items() if k not in RPC_ARGUMENTS}
+
+
+def digest(inputs: list[Any]) -> str:
+    """Returns a hash of lists and options."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in inputs:
+        if isinstance(part, Tensor):
+            part = part.detach().cpu().contiguous()
+            digest.update(f"{part.dtype}{list(part.shape)}".encode())
+            digest.update(part.view(-1).numpy().tobytes())
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()

@@ -1,0 +1,112 @@
+"""One copy of a graph for all ranks of a host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm.loader.world import Notes, World, place
+from pyg_distcomm.sampling.topology import read_topology, remember
+
+_MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
+
+
+def shared(
+    source: Data | HeteroData | Callable[[], Any], folder: str | None = None
+) -> Any:
+    """Returns a graph that the ranks of one host hold in memory once.
+
+    One rank of each host writes the graph to a file, its edges also in the form that
+    the loaders sample from; all map that file, and it is removed at once. The memory of
+    the host does not grow with its ranks if `source` is a function, since then only one
+    rank of a host ever loads the graph:
+
+        data = shared(lambda: Planetoid("data", "Cora")[0])
+
+    Alone, it returns the graph as it is. Tensors may be written to; each rank then gets
+    a copy of the pages it has changed.
+
+    Args:
+        source: a Data or HeteroData, or a function that returns one. All ranks must call.
+        folder: where to write (default: memory if there is room, else the temporary
+            folder). It has to be on a local disk, and hold the graph.
+
+    Raises:
+        RuntimeError: if the rank that loads fails; on all ranks, with its message.
+    """
+    world = World.now()
+    if world.size == 1:
+        return source() if callable(source) else source
+    name = place()
+    hosts = Notes(world, f"{name} host")
+    hosts.leave({"host": socket.gethostname()})
+    names = [note["host"] for note in hosts.collect("find the ranks of its host")]
+    leader = names.index(names[world.rank])
+    written, mapped = Notes(world, f"{name} written"), Notes(world, f"{name} mapped")
+    home = None
+    try:
+        if leader == world.rank:
+            home = _written(source, folder, written)
+        else:
+            written.leave({})
+        note = written.collect("get the graph of its host")[leader]
+        if "error" in note:
+            raise RuntimeError(
+                f"rank {leader} could not load the graph: {note['error']}"
+            )
+        graph = _mapped(note["file"])
+        mapped.leave({})
+        mapped.collect("see its host's graph mapped")
+        return graph
+    finally:
+        if home is not None:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
+    """Writes the graph and its topology; says where, or what went wrong."""
+    home = None
+    try:
+        data = source() if callable(source) else source
+        topology = read_topology(data)
+        relations = list(
+            zip(topology.edge_types, topology.graph.relations, strict=True)
+        )
+        home = tempfile.mkdtemp(prefix="pyg_distcomm-", dir=folder or _roomy(data))
+        file = os.path.join(home, "graph.pt")
+        torch.save((data, relations), file)
+        notes.leave({"file": file})
+    except Exception as error:
+        notes.leave({"error": f"{type(error).__name__}: {error}"})
+    return home
+
+
+def _mapped(file: str) -> Any:
+    data, relations = torch.load(file, mmap=True, weights_only=False)
+    for edge_type, relation in relations:
+        store = data if edge_type is None else data[edge_type]
+        if "edge_index" in store:
+            remember(store.edge_index, data, edge_type, relation)
+    return data
+
+
+def _roomy(data: Data | HeteroData) -> str | None:
+    """Returns the folder in memory if the graph fits in half of its room."""
+    size = sum(
+        v.numel() * v.element_size()
+        for store in data.stores
+        for v in store.values()
+        if isinstance(v, torch.Tensor)
+    )
+    try:
+        return str(_MEMORY) if 4 * size < shutil.disk_usage(_MEMORY).free else None
+    except OSError:
+        return None

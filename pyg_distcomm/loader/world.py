@@ -1,0 +1,111 @@
+"""The ranks that load together, and how they compare notes.
+
+[Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
+evaluate; a collective in a constructor would hang there. So ranks leave notes in the
+rendezvous store, under the place in the script that builds the loader, and read those
+of the others when they first need them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
+_HOUSE = str(Path(__file__).parents[1])
+_DEPTH = 6  # calls of the script that tell one place from another
+_built: Counter[str] = Counter()  # loaders built at each place
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """The ranks of torch's default process group, or one."""
+
+    rank: int
+    size: int
+
+    @staticmethod
+    def now() -> World:
+        """Returns the world as it is at this moment."""
+        if not dist.is_initialized():
+            return World(0, 1)
+        return World(dist.get_rank(), dist.get_world_size())
+
+
+def launched() -> int:
+    """Returns how many ranks a launcher says it has started, whether joined or not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def place() -> str:
+    """Names the line of the script that builds a loader, and how often it has.
+
+    The same on all ranks that run the same script, also if some build other loaders.
+    """
+    lines: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(lines) < _DEPTH:
+        if not frame.f_code.co_filename.startswith(_HOUSE):
+            lines.append(
+                f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            )
+        frame = frame.f_back
+    name = " < ".join(lines)
+    _built[name] += 1
+    return f"{name} #{_built[name]}"
+
+
+class Notes:
+    """What the ranks tell each other about one loader.
+
+    Args:
+        world: the ranks.
+        name: of the loader, from `place`.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self._store: Any = None
+        if world.size > 1:
+            default = dist.distributed_c10d._get_default_store()
+            self._store = dist.distributed_c10d.PrefixStore(
+                f"pyg_distcomm/loader/{name}", default
+            )
+
+    def leave(self, note: dict[str, Any]) -> None:
+        """Leaves this rank's note; does not wait."""
+        if self._store is not None:
+            self._store.set(str(self.world.rank), json.dumps(note))
+
+    def collect(self, doing: str) -> list[dict[str, Any]]:
+        """Waits for the notes of all ranks, and returns them in rank order.
+
+        Raises:
+            RuntimeError: if some have not come in time; it names them and what to do.
+        """
+        assert self._store is not None
+        deadline = time.monotonic() + PATIENCE
+        missing = list(range(self.world.size))
+        pause = 1e-3
+        while missing:
+            missing = [r for r in missing if not self._store.check([str(r)])]
+            if missing and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self.world.rank} waited {PATIENCE:.0f} s to {doing}, but rank(s) "
+                    f"{', '.join(map(str, missing))} have not come to "
+                    f"{self.name.split(' < ')[0]}. A loader shares its batches out over "
+                    "the ranks, so all have to build it; for a loader of one rank's own, "
+                    "to evaluate on rank 0 for instance, pass split=False"
+                )
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        return [json.loads(self._store.get(str(r))) for r in range(self.world.size)]

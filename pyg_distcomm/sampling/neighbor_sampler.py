@@ -1,0 +1,344 @@
+"""KeyedNeighborSampler: PyG's sampler, with our kernels and keyed draws."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch_geometric.sampler import (
+    BaseSampler,
+    EdgeSamplerInput,
+    HeteroSamplerOutput,
+    NegativeSampling,
+    NeighborSampler,
+    NodeSamplerInput,
+    SamplerOutput,
+)
+from torch_geometric.sampler.base import DataType, SubgraphType
+from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
+from torch_geometric.sampler.utils import reverse_edge_type
+
+from pyg_distcomm import kernels
+from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
+from pyg_distcomm.random import fold, fresh_seed
+from pyg_distcomm.sampling.negatives import KeyedNegatives
+from pyg_distcomm.sampling.topology import Source, read_topology
+
+_CALL = 0x63616C6C  # folded into the keys of calls that bring no key
+Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
+
+
+class KeyedNeighborSampler(NeighborSampler):
+    """Samples neighbourhoods as `torch_geometric.sampler.NeighborSampler` does.
+
+    Neither pyg-lib nor torch-sparse is needed. All draws of a call come from its key:
+    the loaders of this package pass one for each minibatch, as an attribute `key` of
+    the sampler's input. Without it the key is the seed and a counter of calls.
+
+    Each node is expanded once, at the hop where it is first seen; edges of weight zero
+    are never drawn; `num_sampled_nodes` and `num_sampled_edges` are in hop order. Edge
+    ids are those of the data, so `edge_permutation` is None.
+
+    Args:
+        data: a Data, a HeteroData or a (FeatureStore, GraphStore).
+        num_neighbors: in-edges to draw for each node at each hop, -1 for all; or a
+            dictionary of such lists by edge type.
+        subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
+        is_sorted, share_memory, directed, sample_direction: as in PyG.
+        seed: of all draws (default: taken from torch's generator).
+
+    Raises:
+        ValueError: for a fan-out below -1, bad ids, weights or times.
+    """
+
+    def __init__(
+        self,
+        data: Source,
+        num_neighbors: Any,
+        subgraph_type: SubgraphType | str = "directional",
+        replace: bool = False,
+        disjoint: bool = False,
+        temporal_strategy: str = "uniform",
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        is_sorted: bool = False,
+        share_memory: bool = False,
+        directed: bool = True,
+        sample_direction: str = "forward",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        # PyG's __init__ sorts the edges its own way, and stops without pyg-lib where
+        # times or weights are asked for; what it would set is set here
+        BaseSampler.__init__(self)
+        _check_options(sample_direction, temporal_strategy, time_attr, directed)
+        self.data_type = DataType.from_data(data)
+        self.sample_direction = sample_direction
+        backward = sample_direction == "backward"
+        self._topology = read_topology(
+            data,
+            time_attr=time_attr,
+            weight_attr=weight_attr,
+            is_sorted=is_sorted,
+            backward=backward,
+        )
+        if share_memory:
+            for relation in self._topology.graph.relations:
+                relation.colptr.share_memory_()
+                relation.row.share_memory_()
+        self._draw: Any = None
+        self._name_types(backward)
+        self.perm = None
+        self.num_neighbors = num_neighbors
+        self.replace = replace
+        self.subgraph_type = SubgraphType(
+            subgraph_type if directed else SubgraphType.induced
+        )
+        self.disjoint = disjoint
+        self.temporal_strategy = temporal_strategy
+        self.keep_orig_edges = False
+        self.seed = fresh_seed() if seed is None else seed
+        self._calls = itertools.count()
+
+    def _name_types(self, backward: bool) -> None:
+        """Sets what PyG's methods, and its users, read of the graph."""
+        topology, graph = self._topology, self._topology.graph
+        self.node_types = topology.node_types
+        self.edge_types = topology.edge_types
+        hetero = topology.edge_types != [None]
+        node_time = dict(zip(self.node_types, graph.time, strict=True))
+        node_time = {k: t for k, t in node_time.items() if t is not None}
+        edge_time = dict(
+            zip(self.edge_types, [r.time for r in graph.relations], strict=True)
+        )
+        edge_time = {k: t for k, t in edge_time.items() if t is not None}
+        weight = dict(
+            zip(self.edge_types, [r.weight for r in graph.relations], strict=True)
+        )
+        weight = {k: w for k, w in weight.items() if w is not None}
+        if hetero:
+            self.num_nodes: Any = dict(zip(self.node_types, graph.sizes, strict=True))
+            self.node_time = node_time or None
+            self.edge_time = edge_time or None
+            self.edge_weight = weight or None
+        else:
+            self.num_nodes = graph.sizes[0]
+            self.node_time = node_time.get(None)
+            self.edge_time = edge_time.get(None)
+            self.edge_weight = weight.get(None)
+            self.colptr = graph.relations[0].colptr
+        if backward and hetero:
+            self.to_restored_edge_type = {
+                reverse_edge_type(k): k for k in self.edge_types
+            }
+            self.to_backward_edge_type = {
+                k: reverse_edge_type(k) for k in self.edge_types
+            }
+        elif backward:
+            self.to_backward_edge_type = {}
+
+    @property
+    def row(self) -> Tensor:
+        """The sources of the edges, by target, as PyG's sampler has them."""
+        relation = self._topology.graph.relations[0]
+        return relation.row[:: relation.stride]
+
+    @property
+    def is_hetero(self) -> bool:
+        """Whether nodes or edges have types."""
+        return self._topology.edge_types != [None]
+
+    def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
+        """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
+        sample = partial(self._sample, key=self._key(inputs))
+        return self._finished(node_sample(inputs, sample))
+
+    def sample_from_edges(
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
+    ) -> Output:
+        """Samples around edges, and around negative ones, which are keyed as well."""
+        key = self._key(inputs)
+        if neg_sampling is not None:
+            neg_sampling = KeyedNegatives(neg_sampling, fold(key, 1))
+        out = edge_sample(
+            inputs,
+            partial(self._sample, key=key),
+            self.num_nodes,
+            self.disjoint,
+            self.node_time,
+            neg_sampling,
+        )
+        return self._finished(out)
+
+    def _finished(self, out: Output) -> Output:
+        if self.subgraph_type == SubgraphType.bidirectional:
+            return out.to_bidirectional(keep_orig_edges=self.keep_orig_edges)
+        return out
+
+    def _key(self, inputs: Any) -> int:
+        key = getattr(inputs, "key", None)
+        return self._next_key() if key is None else key
+
+    def _next_key(self) -> int:
+        worker = torch.utils.data.get_worker_info()
+        return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
+
+    def _sample(
+        self, seed: Any, seed_time: Any = None, key: int | None = None, **kwargs: Any
+    ) -> Output:
+        """Draws one minibatch: the seam where PyG calls a compiled library."""
+        hetero = isinstance(seed, dict)
+        seeds = seed if hetero else {None: seed}
+        times = seed_time if hetero or seed_time is None else {None: seed_time}
+        index = {name: k for k, name in enumerate(self.node_types)}
+        for name, ids in seeds.items():
+            if name not in index:
+                raise ValueError(
+                    f"unknown node type {name!r}; there are {self.node_types}"
+                )
+            _check_seeds(ids, self._topology.graph.sizes[index[name]], name)
+        request = Request(
+            seeds=tuple(
+                (index[k], ids.long().contiguous()) for k, ids in seeds.items()
+            ),
+            fan_outs=self._fan_outs(),
+            key=self._next_key() if key is None else key,
+            replace=self.replace,
+            disjoint=self.disjoint,
+            induced=self.subgraph_type == SubgraphType.induced,
+            latest=self.is_temporal and self.temporal_strategy == "last",
+            tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
+        )
+        return self._output(self._drawn(request), hetero)
+
+    def _drawn(self, request: Request) -> Minibatch:
+        if self._draw is None:
+            self._draw = kernels.neighbor_sampler(self._topology.graph)
+        try:
+            minibatch: Minibatch = self._draw(request)
+        except UnweightedNode as error:
+            edge_type = self.edge_types[error.relation]
+            where = "" if edge_type is None else f"edge type {edge_type}: "
+            raise ValueError(f"{where}{error}") from None
+        return minibatch
+
+    def _fan_outs(self) -> tuple[tuple[int, ...], ...]:
+        names = self.edge_types if self.is_hetero else None
+        found = self._num_neighbors.get_values(names)
+        lists = [found] if names is None else [found[name] for name in names]
+        for fan_out in itertools.chain.from_iterable(lists):
+            if int(fan_out) != fan_out or fan_out < -1:
+                raise ValueError(
+                    f"num_neighbors holds {fan_out}; give the number of neighbors to "
+                    "draw at each hop, 0 for none, or -1 for all"
+                )
+        return tuple(tuple(int(k) for k in fan_outs) for fan_outs in lists)
+
+    def _tree_time(
+        self, seeds: dict[Any, Tensor], times: dict[Any, Tensor] | None
+    ) -> Tensor:
+        """Returns the time of each seed: as given, or that of its node."""
+        clocks = self._topology.graph.time
+        parts = []
+        for name, ids in seeds.items():
+            clock = clocks[self.node_types.index(name)]
+            if times is not None and times.get(name) is not None:
+                parts.append(times[name].cpu())
+            elif clock is not None:
+                parts.append(clock[ids.long()])
+            else:
+                raise ValueError(
+                    f"the seeds{'' if name is None else f' of type {name!r}'} have no time, "
+                    "and need one here; pass input_time (or edge_label_time)"
+                )
+        every = torch.cat(parts)
+        clock = next(
+            t
+            for t in (*clocks, *(r.time for r in self._topology.graph.relations))
+            if t is not None
+        )
+        if every.is_floating_point() and not clock.is_floating_point():
+            every = every.floor()  # t <= x and t <= floor(x) say the same of a whole t
+        return every.to(clock.dtype).contiguous()
+
+    def _output(self, found: Minibatch, hetero: bool) -> Output:
+        if self._topology.dtype != torch.int64:
+            found.node = [t.to(self._topology.dtype) for t in found.node]
+            found.edge_index = [t.to(self._topology.dtype) for t in found.edge_index]
+            found.edge = [t.to(self._topology.dtype) for t in found.edge]
+        row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
+        if self.sample_direction == "backward":
+            row, col = col, row
+        counted = self.subgraph_type != SubgraphType.induced
+        if not hetero:
+            return SamplerOutput(
+                node=found.node[0],
+                row=row[0],
+                col=col[0],
+                edge=found.edge[0],
+                batch=None if found.tree is None else found.tree[0],
+                num_sampled_nodes=found.nodes_per_hop[0] if counted else None,
+                num_sampled_edges=found.edges_per_hop[0] if counted else None,
+            )
+        nodes, edges = self.node_types, self.edge_types
+        trees = found.tree
+        return HeteroSamplerOutput(
+            node=_named(nodes, found.node),
+            row=_named(edges, row),
+            col=_named(edges, col),
+            edge=_named(edges, found.edge),
+            batch=None if trees is None else _named(nodes, trees),
+            num_sampled_nodes=_named(nodes, found.nodes_per_hop) if counted else None,
+            num_sampled_edges=_named(edges, found.edges_per_hop) if counted else None,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the tables of the kernels, which are made anew where needed."""
+        return {**self.__dict__, "_draw": None}
+
+
+def _check_options(
+    sample_direction: str, temporal_strategy: str, time_attr: str | None, directed: bool
+) -> None:
+    if sample_direction not in ("forward", "backward"):
+        raise ValueError(
+            f"sample_direction must be 'forward' or 'backward', got {sample_direction!r}"
+        )
+    if sample_direction == "backward" and time_attr is not None:
+        raise NotImplementedError(
+            "Temporal Sampling not yet supported for backward sampling"
+        )
+    if temporal_strategy not in ("uniform", "last"):
+        raise ValueError(
+            f"temporal_strategy must be 'uniform' or 'last', got {temporal_strategy!r}"
+        )
+    if not directed:
+        warnings.warn(
+            "The usage of the 'directed' argument is deprecated. Use "
+            "`subgraph_type='induced'` instead.",
+            stacklevel=4,
+        )
+
+
+def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
+    if ids.dim() == 1 and not ids.numel():
+        return
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
+        )
+    low, high = (int(v) for v in ids.aminmax())
+    if low < 0 or high >= size:
+        kind = "" if name is None else f" of type {name!r}"
+        raise ValueError(
+            f"seeds{kind} span {low} .. {high}, but there are {size} nodes (0 .. {size - 1})"
+        )

@@ -1,0 +1,159 @@
+"""The compiled sampler draws what the reference defines, and what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyg_distcomm.kernels import sample_reference
+from pyg_distcomm.kernels.minibatch import (
+    Relation,
+    Request,
+    SampleGraph,
+    UnweightedNode,
+)
+from pyg_distcomm.kernels.sample import Sampler
+
+INDEX = {"int32": torch.int32, "int64": torch.int64}
+
+
+def relation(
+    source, target, sizes, edges, seed, pairs, dtype, weighted=False, timed=()
+):
+    """A random relation, its in-edges by (target, time, id)."""
+    g = torch.Generator().manual_seed(seed)
+    src = torch.randint(sizes[source], (edges,), generator=g)
+    dst = (torch.rand(edges, generator=g) ** 2 * sizes[target]).long()
+    time = torch.randint(10, (edges,), generator=g)
+    if "node" in timed:
+        time = node_time(sizes[source])[src]
+    order = torch.argsort(time, stable=True) if timed else torch.arange(edges)
+    order = order[torch.argsort(dst[order], stable=True)]
+    colptr = torch.zeros(sizes[target] + 1, dtype=torch.int64)
+    colptr[1:] = torch.bincount(dst, minlength=sizes[target]).cumsum(0)
+    row = torch.stack([src[order], order], 1).flatten() if pairs else src[order]
+    weight = None
+    if weighted:
+        weight = torch.rand(edges, generator=g)
+        weight[torch.rand(edges, generator=g) < 0.3] = 0
+        weight[colptr[:-1][colptr.diff() > 0]] = 0.5  # a choice for every node
+    return Relation(
+        source,
+        target,
+        colptr,
+        row.to(dtype),
+        2 if pairs else 1,
+        weight,
+        time[order] if "edge" in timed else None,
+    )
+
+
+def node_time(size):
+    return torch.arange(size) % 10
+
+
+def graph(hetero=False, **kwargs):
+    sizes = (40, 25, 3) if hetero else (60,)
+    ends = [(0, 0), (0, 1), (1, 0), (2, 1), (1, 2)] if hetero else [(0, 0)]
+    relations = tuple(
+        relation(s, t, sizes, 400 if s != 2 else 30, 7 + k, **kwargs)
+        for k, (s, t) in enumerate(ends)
+    )
+    timed = "node" in kwargs.get("timed", ())
+    return SampleGraph(
+        sizes, relations, tuple(node_time(n) if timed else None for n in sizes)
+    )
+
+
+def request(g, fan_out=(4, 3, 2), key=5, **kwargs):
+    seeds = [(0, torch.tensor([3, 11, 3, 0, 59 % g.sizes[0], 3]))]
+    if len(g.sizes) > 1:
+        seeds.append((1, torch.tensor([2, 24])))
+    if kwargs.pop("timed", False):
+        kwargs["tree_time"] = torch.arange(sum(len(s) for _, s in seeds)) + 2
+        kwargs["disjoint"] = True
+    return Request(tuple(seeds), (tuple(fan_out),) * len(g.relations), key, **kwargs)
+
+
+def same(one, two):
+    pairs = [
+        (one.node, two.node),
+        (one.edge_index, two.edge_index),
+        (one.edge, two.edge),
+    ]
+    assert (one.tree is None) == (two.tree is None)
+    if one.tree is not None:
+        pairs.append((one.tree, two.tree))
+    assert one.nodes_per_hop == two.nodes_per_hop
+    assert one.edges_per_hop == two.edges_per_hop
+    for ours, theirs in pairs:
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype == torch.int64
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("induced", [False, True])
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "weighted", "node", "edge"])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_compiled_equals_reference(
+    hetero, kind, replace, disjoint, induced, hashed, monkeypatch
+):
+    if hashed:
+        monkeypatch.setattr("pyg_distcomm.kernels.sample.TABLES", 0)
+    pairs, dtype = replace, torch.int64 if disjoint else torch.int32
+    timed = (kind,) if kind in ("node", "edge") else ()
+    g = graph(
+        hetero, pairs=pairs, dtype=dtype, weighted=kind == "weighted", timed=timed
+    )
+    sampler = Sampler(g)
+    fans = [(4, 3, 2), (-1, 2), (0, 5), (60, 1)] if not hetero else [(3, 2), (-1,)]
+    for key, fan_out in enumerate(fans):
+        for latest in (False, True) if timed else (False,):
+            wanted = request(
+                g,
+                fan_out,
+                key,
+                replace=replace,
+                disjoint=disjoint,
+                induced=induced,
+                timed=bool(timed),
+                latest=latest,
+            )
+            same(sampler(wanted), sample_reference.sample(g, wanted))
+
+
+def test_many_draws_of_one_row():
+    g = graph(pairs=True, dtype=torch.int32)
+    star = Relation(
+        0, 0, torch.tensor([0, 3000] + [3000] * 59), torch.arange(3000) % 60, 1
+    )
+    big = SampleGraph((60,), (star,), (None,))
+    for fan_out in (47, 48, 49, 700, 2999, 3000):
+        wanted = Request(((0, torch.tensor([0])),), ((fan_out,),), 3)
+        ours = Sampler(big)(wanted)
+        same(ours, sample_reference.sample(big, wanted))
+        assert ours.edge[0].unique().numel() == fan_out
+    assert g.relations[0].num_edges == 400
+
+
+def test_the_hash_table_grows():
+    g = graph(pairs=True, dtype=torch.int32)
+    wanted = Request(
+        ((0, torch.arange(60).repeat(40)),), ((5, 5, 5),), 3, disjoint=True
+    )
+    same(Sampler(g)(wanted), sample_reference.sample(g, wanted))
+
+
+def test_unweighted_node_is_named():
+    colptr, row = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 0, 1])
+    weight = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    g = SampleGraph((2,), (Relation(0, 0, colptr, row, 1, weight),), (None,))
+    for draw in (Sampler(g), lambda r: sample_reference.sample(g, r)):
+        with pytest.raises(UnweightedNode, match="into node 1 are zero"):
+            draw(Request(((0, torch.tensor([0])),), ((2, 1),), 3))
+        assert (
+            draw(Request(((0, torch.tensor([1])),), ((-1,),), 3)).edge[0].numel() == 2
+        )
