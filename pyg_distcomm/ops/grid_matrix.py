@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pyg_distcomm import wire
 from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.wire import Axis
@@ -181,6 +182,7 @@ class GridMatrix:
         tile = tile or self.tile
         note = self.fiber.axis.ledger.event
         own = self.fiber.split(x)
+        memory.make_room(self._traffic(own))
         arrive = self.link_in.begin(own)
         note("begin", "in")
         out = tile.out_own.matmul(own)
@@ -196,6 +198,13 @@ class GridMatrix:
         deliver(z)
         note("arrive", "out")
         return self.fiber.join(z, x.size(1)), own, ghost
+
+    def _traffic(self, own: Tensor) -> int:
+        """Returns the bytes that a product takes beside its input, on the CPU."""
+        if own.is_cuda:
+            return 0
+        rows, cols = self.tile.out_ghost.pattern.shape
+        return own.nbytes + (rows + cols) * own.size(1) * own.element_size()
 
     def to(self, device: torch.device) -> GridMatrix:
         """Returns the same matrix on another device."""
