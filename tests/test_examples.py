@@ -106,3 +106,14 @@ def test_grids_count_what_was_priced(tmp_path, ranks):
     assert all(priced == counted for _, priced, counted, _ in rows)
     losses = [float(row[3]) for row in rows]
     assert max(losses) - min(losses) < 1e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_neighbor_loader_shares_its_batches_out(tmp_path, ranks):
+    shown = run(example("neighbor_loader"), tmp_path, "--epochs", "3", ranks=ranks)
+    assert f"digits, {ranks} ranks, {4 // ranks} batches each" in shown
+    rows = re.findall(r"^ +\d+ +(\S+) +(\S+) +(\S+) +(\d+) ", shown, re.M)
+    assert len(rows) == 3
+    assert float(rows[-1][0]) < float(rows[0][0])  # the loss falls
+    assert float(rows[-1][2]) > 0.5  # ten classes
+    assert {int(row[3]) for row in rows} <= ({200} if ranks == 1 else {72, 128})
