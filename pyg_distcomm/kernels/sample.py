@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import label_loops as labels
+from . import memory
 from . import sample_loops as loops
 from .compile import ready
 from .minibatch import Minibatch, Relation, Request, SampleGraph, UnweightedNode
@@ -55,7 +56,8 @@ class _Table:
     """A slot for each node of a type; emptied by taking the next stamp."""
 
     def __init__(self, size: int) -> None:
-        self.slot, self.stamp = np.zeros(size, np.int64), 0
+        self.slot = memory.empty(size, 1, torch.int64).zero_().view(-1).numpy()
+        self.stamp = 0
 
     def clear(self) -> None:
         self.stamp += 1

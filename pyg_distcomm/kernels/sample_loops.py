@@ -20,7 +20,7 @@ import numpy as np
 from .lanes import prefetch
 from .loops import Array, jit, mix
 
-SOON = 16  # entries asked for before they are needed
+SOON = 32  # entries asked for before they are needed
 FEW = 48  # draws of a row up to which a scan for repeats beats a table
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 UNIT = 2.0**-53
