@@ -21,7 +21,6 @@ from torch_geometric.sampler import (
 )
 from torch_geometric.sampler.base import DataType, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
-from torch_geometric.sampler.utils import reverse_edge_type
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
@@ -134,10 +133,10 @@ class KeyedNeighborSampler(NeighborSampler):
             self.colptr = graph.relations[0].colptr
         if backward and hetero:
             self.to_restored_edge_type = {
-                reverse_edge_type(k): k for k in self.edge_types
+                _reversed(k): k for k in self.edge_types
             }
             self.to_backward_edge_type = {
-                k: reverse_edge_type(k) for k in self.edge_types
+                k: _reversed(k) for k in self.edge_types
             }
         elif backward:
             self.to_backward_edge_type = {}
@@ -323,6 +322,11 @@ def _check_options(
             "`subgraph_type='induced'` instead.",
             stacklevel=4,
         )
+
+
+def _reversed(edge_type: Any) -> Any:
+    source, name, target = edge_type
+    return target, name, source
 
 
 def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:

@@ -230,7 +230,8 @@ def _relation(
 ) -> Relation:
     """Returns the edges of one store; targets and sources change places if backward."""
     if "edge_index" not in store or store.edge_index is None:
-        colptr, row, perm = to_csc(store, device="cpu", to_transpose=backward)
+        way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
+        colptr, row, perm = to_csc(store, device="cpu", **way)
         checks.check_csc(colptr, row, sizes[::-1] if backward else sizes)
         relation = _joined(colptr, row, perm, 0, 0)
     else:
