@@ -123,7 +123,8 @@ def _gather(values: Tensor, ids: Tensor) -> Tensor:
     size = values[:1].numel() * values.element_size() if len(values) else 0
     if size == 0 or not ids.numel():
         return values.new_empty(shape)
-    word = next((w for w in (8, 4) if size % w == 0), 1)
+    begin = values.storage_offset() * values.element_size()
+    word = next((w for w in (8, 4) if size % w == begin % w == 0), 1)
     kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
     if word == 1:
         return values.index_select(0, ids)

@@ -75,7 +75,10 @@ class _Feed:
         return self._loader._plan()
 
     def __len__(self) -> int:
-        return self._loader._deal().rounds(0)
+        deal = self._loader._deal()
+        if deal.batches:
+            return deal.rounds(0)
+        return len(self._loader._epochs.given)  # raises what the script's own raise
 
 
 class _Tracked:
@@ -153,16 +156,10 @@ class BulkLoading(_PyGLoader):
         """Begins the next epoch, or goes on with the one that was loaded."""
         deal = self._deal()
         self._progress = progress = _Progress(self._epoch, self._resume)
-        length = deal.rounds(self._resume) if deal.size > 1 else None
+        length = deal.rounds(self._resume) if deal.batches else 0
         inner = super().__iter__()
         self._epoch, self._resume = self._epoch + 1, 0
-        return _Tracked(inner, progress, self._length() if length is None else length)
-
-    def _length(self) -> int:
-        try:
-            return len(self)
-        except (TypeError, NotImplementedError, ValueError):
-            return 0  # the script's own batches have no length
+        return _Tracked(inner, progress, length)
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
@@ -217,6 +214,10 @@ class BulkLoading(_PyGLoader):
     def _sample(self, inputs: Any) -> Any:
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what a worker process has no use for, and cannot be given."""
+        return {**self.__dict__, "_notes": None}
+
     # Epochs and ranks ----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -237,7 +238,7 @@ class BulkLoading(_PyGLoader):
             and epoch == progress.epoch + 1
         ):
             done = progress.start + progress.rounds * deal.size
-            if deal.size == 1 or done < deal.total:
+            if not deal.total or done < deal.total:
                 epoch, batches = progress.epoch, done
         state = {"seed": self._agreed_seed(), "epoch": epoch, "batches": batches}
         return {
@@ -281,7 +282,7 @@ class BulkLoading(_PyGLoader):
             given = self._epochs.given is not None
             note = {
                 "inputs": self._inputs,
-                "batches": len(self._epochs),
+                "batches": self._epochs.length(),
                 "given": given,
             }
             self._notes.leave({**note, "seed": self.seed, "asked": self._extras.seed})
@@ -304,8 +305,8 @@ class BulkLoading(_PyGLoader):
     def _dealt_over(self, world: World) -> Deal:
         even = self._extras.even_batches
         if self._notes is None:
-            given = self._epochs.given is not None
-            return Deal(0, 1, False, (0 if given else len(self._epochs),), even)
+            length = self._epochs.length()
+            return Deal(0, 1, False, () if length is None else (length,), even)
         notes = self._notes.collect("share out its batches")
         asked = {note["asked"] for note in notes}
         if len(asked) > 1:
@@ -323,6 +324,8 @@ class BulkLoading(_PyGLoader):
                 "give all ranks the same inputs, or leave split out"
             )
         counts = tuple(n["batches"] for n in notes) if split else (notes[0]["batches"],)
+        if None in counts:
+            counts = ()
         return Deal(world.rank, world.size, split, counts, even)
 
     def _agreed_seed(self) -> int:

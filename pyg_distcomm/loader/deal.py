@@ -45,7 +45,7 @@ class Deal:
         rank: this rank.
         size: the number of ranks.
         split: whether each rank has a list of its own.
-        batches: of the epoch; of each rank's own list, if split.
+        batches: of the epoch; of each rank's own list, if split; none if not known.
         even: "pad" or "drop".
     """
 
@@ -57,7 +57,9 @@ class Deal:
 
     @property
     def total(self) -> int:
-        """The number of batches of an epoch, over all ranks, repeats not counted."""
+        """The number of batches of an epoch, over all ranks; 0 if it is not known."""
+        if not self.batches:
+            return 0
         if not self.split:
             return self.batches[0]
         return self.rounds(0) * self.size
@@ -111,10 +113,13 @@ class Epochs:
         self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
         self.drop_last, self.given = drop_last, given
 
-    def __len__(self) -> int:
-        """Returns the number of batches of an epoch."""
+    def length(self) -> int | None:
+        """Returns the number of batches of an epoch, if the script's own have one."""
         if self.given is not None:
-            return len(self.given)
+            try:
+                return len(self.given)
+            except (TypeError, ValueError, NotImplementedError):
+                return None
         full = self.count / self.batch_size
         return math.floor(full) if self.drop_last else math.ceil(full)
 
@@ -138,7 +143,7 @@ class Epochs:
         self, seed: int, epoch: int, deal: Deal, start: int
     ) -> Iterator[Numbered]:
         """Numbers the script's own batches; those before `start` are passed over."""
-        rounds = deal.rounds(start) if deal.size > 1 else None
+        rounds = deal.rounds(start) if deal.size > 1 and deal.batches else None
         skipped = start // deal.size
         first = np.empty(0, np.int64)
         i = skipped
