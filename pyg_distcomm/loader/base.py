@@ -135,7 +135,7 @@ class BulkLoading(_PyGLoader):
         self.__dict__["dataset"] = _Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
-        self._place = place()
+        self._place = "" if extras.split is False else place()
         self._dealt: Deal | None = None
         self._notes: Notes | None = None
         self._join()
@@ -305,9 +305,12 @@ class BulkLoading(_PyGLoader):
     def _dealt_over(self, world: World) -> Deal:
         even = self._extras.even_batches
         if self._notes is None:
-            length = self._epochs.length()
-            return Deal(0, 1, False, () if length is None else (length,), even)
-        notes = self._notes.collect("share out its batches")
+            return self._own(even)
+        whole = self._extras.split is True
+        gather = self._notes.collect if whole else self._notes.collect_if_shared
+        notes = gather("share out its batches")
+        if notes is None:
+            return self._own(even)
         asked = {note["asked"] for note in notes}
         if len(asked) > 1:
             raise ValueError(
@@ -327,6 +330,10 @@ class BulkLoading(_PyGLoader):
         if None in counts:
             counts = ()
         return Deal(world.rank, world.size, split, counts, even)
+
+    def _own(self, even: str) -> Deal:
+        length = self._epochs.length()
+        return Deal(0, 1, False, () if length is None else (length,), even)
 
     def _agreed_seed(self) -> int:
         if self.seed is None:

@@ -78,11 +78,8 @@ class Deal:
             if self.split:
                 own, t = self.batches[self.rank], start // self.size + i
                 spare = t >= own
-                yield (
-                    (t % own if spare and own else t),
-                    t * self.size + self.rank,
-                    spare,
-                )
+                t = t % own if spare and own else t
+                yield t, t * self.size + self.rank, spare
                 continue
             first = start + i * self.size
             t = first + (self.rank - first) % self.size
@@ -157,7 +154,7 @@ class Epochs:
             key = fold(seed, epoch, _DRAWS, i * deal.size + deal.rank)
             yield Numbered(np.asarray(index, dtype=np.int64), key)
             i += 1
+        key = fold(seed, epoch, _DRAWS, deal.rank)
         while rounds is not None and i - skipped < rounds:
-            key = fold(seed, epoch, _DRAWS, i * deal.size + deal.rank)
             yield Numbered(first, key, padding=True)
             i += 1

@@ -44,7 +44,7 @@ def shared(
     """
     world = World.now()
     if world.size == 1:
-        return source() if callable(source) else source
+        return _graph(source)
     name = place()
     hosts = Notes(world, f"{name} host")
     hosts.leave({"host": socket.gethostname()})
@@ -71,11 +71,16 @@ def shared(
             shutil.rmtree(home, ignore_errors=True)
 
 
+def _graph(source: Any) -> Any:
+    """Returns the graph, loaded if need be; PyG's graphs can be called as well."""
+    return source if isinstance(source, (Data, HeteroData)) else source()
+
+
 def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
     """Writes the graph and its topology; says where, or what went wrong."""
     home = None
     try:
-        data = source() if callable(source) else source
+        data = _graph(source)
         topology = read_topology(data)
         relations = list(
             zip(topology.edge_types, topology.graph.relations, strict=True)

@@ -3,7 +3,8 @@
 [Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
 evaluate; a collective in a constructor would hang there. So ranks leave notes in the
 rendezvous store, under the place in the script that builds the loader, and read those
-of the others when they first need them.
+of the others when they first need them. A rank that has built other loaders by then, but
+not this one, is taken not to share it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
+SOON = 10.0  # seconds to wait for a rank that has built other loaders, but not this one
 _HOUSE = str(Path(__file__).parents[1])
 _DEPTH = 6  # calls of the script that tell one place from another
 _built: Counter[str] = Counter()  # loaders built at each place
@@ -74,16 +78,18 @@ class Notes:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self._store: Any = None
+        self._common: Any = None
         if world.size > 1:
-            default = dist.distributed_c10d._get_default_store()
-            self._store = dist.distributed_c10d.PrefixStore(
-                f"pyg_distcomm/loader/{name}", default
-            )
+            c10d = dist.distributed_c10d
+            store = c10d._get_default_store()
+            self._common = c10d.PrefixStore("pyg_distcomm/loader", store)
+            self._store = c10d.PrefixStore(f"place/{name}", self._common)
 
     def leave(self, note: dict[str, Any]) -> None:
         """Leaves this rank's note; does not wait."""
         if self._store is not None:
             self._store.set(str(self.world.rank), json.dumps(note))
+            self._common.set(f"seen/{self.world.rank}", "")
 
     def collect(self, doing: str) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks, and returns them in rank order.
@@ -91,21 +97,56 @@ class Notes:
         Raises:
             RuntimeError: if some have not come in time; it names them and what to do.
         """
-        assert self._store is not None
-        deadline = time.monotonic() + PATIENCE
-        missing = list(range(self.world.size))
-        pause = 1e-3
-        while missing:
-            missing = [r for r in missing if not self._store.check([str(r)])]
-            if missing and time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {self.world.rank} waited {PATIENCE:.0f} s to {doing}, but rank(s) "
-                    f"{', '.join(map(str, missing))} have not come to "
-                    f"{self.name.split(' < ')[0]}. A loader shares its batches out over "
-                    "the ranks, so all have to build it; for a loader of one rank's own, "
-                    "to evaluate on rank 0 for instance, pass split=False"
-                )
-            if missing:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
+        missing = self._wait(lambda waited: waited > PATIENCE)
+        if missing:
+            raise RuntimeError(
+                f"rank {self.world.rank} waited {PATIENCE:.0f} s to {doing}, but rank(s) "
+                f"{_listed(missing)} have not come to {self.name.split(' < ')[0]}. A loader "
+                "shares its batches out over the ranks, so all have to build it; for a "
+                "loader of one rank's own, to evaluate on rank 0 for instance, pass "
+                "split=False"
+            )
         return [json.loads(self._store.get(str(r))) for r in range(self.world.size)]
+
+    def collect_if_shared(self, doing: str) -> list[dict[str, Any]] | None:
+        """Does as `collect`, or returns None if the loader is some ranks' own.
+
+        It is if a rank has built other loaders but not this one when it is first used,
+        and not soon after; the ranks that do build it then agree on that.
+        """
+
+        def alone(waited: float) -> bool:
+            late = [
+                r for r in range(self.world.size) if not self._store.check([str(r)])
+            ]
+            here = all(self._common.check([f"seen/{r}"]) for r in late)
+            return waited > (SOON if here else PATIENCE)
+
+        missing = self._wait(alone)
+        here = all(self._common.check([f"seen/{r}"]) for r in missing)
+        if not missing or here:
+            found = "alone" if missing else "shared"
+            if self._store.compare_set("decision", "", found) == b"alone":
+                warnings.warn(
+                    f"rank(s) {_listed(missing) or 'other than this'} did not build the "
+                    f"loader of {self.name.split(' < ')[0]}, so each rank that did yields "
+                    "all of its batches; pass split=False to say so without waiting",
+                    stacklevel=5,
+                )
+                return None
+        return self.collect(doing)
+
+    def _wait(self, enough: Callable[[float], bool]) -> list[int]:
+        """Waits for notes until there has been enough of it; returns who is missing."""
+        begin, pause = time.monotonic(), 1e-3
+        while True:
+            ranks = range(self.world.size)
+            missing = [r for r in ranks if not self._store.check([str(r)])]
+            if not missing or enough(time.monotonic() - begin):
+                return missing
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

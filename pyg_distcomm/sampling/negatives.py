@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,5 +38,10 @@ class KeyedNegatives(NegativeSampling):
                 f"the number of nodes {num_nodes} (got {weight.numel()})"
             )
         running = weight.double().cumsum(0)
+        if not bool((weight >= 0).all()) or not 0 < float(running[-1]) < math.inf:
+            raise ValueError(
+                f"'{endpoint}_weight' of the negative samples must be finite, not "
+                "negative, and not all zero"
+            )
         place = torch.searchsorted(running, unit * running[-1], right=True)
         return place.clamp_(max=weight.numel() - 1)

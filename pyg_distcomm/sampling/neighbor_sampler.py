@@ -132,12 +132,8 @@ class KeyedNeighborSampler(NeighborSampler):
             self.edge_weight = weight.get(None)
             self.colptr = graph.relations[0].colptr
         if backward and hetero:
-            self.to_restored_edge_type = {
-                _reversed(k): k for k in self.edge_types
-            }
-            self.to_backward_edge_type = {
-                k: _reversed(k) for k in self.edge_types
-            }
+            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
+            self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
         elif backward:
             self.to_backward_edge_type = {}
 
@@ -256,14 +252,13 @@ class KeyedNeighborSampler(NeighborSampler):
                     "and need one here; pass input_time (or edge_label_time)"
                 )
         every = torch.cat(parts)
-        clock = next(
-            t
-            for t in (*clocks, *(r.time for r in self._topology.graph.relations))
-            if t is not None
-        )
-        if every.is_floating_point() and not clock.is_floating_point():
+        relations = self._topology.graph.relations
+        found = [t for t in (*clocks, *(r.time for r in relations)) if t is not None]
+        if any(time.is_floating_point() for time in found):
+            return every.double().contiguous()
+        if every.is_floating_point():
             every = every.floor()  # t <= x and t <= floor(x) say the same of a whole t
-        return every.to(clock.dtype).contiguous()
+        return every.long().contiguous()
 
     def _output(self, found: Minibatch, hetero: bool) -> Output:
         if self._topology.dtype != torch.int64:

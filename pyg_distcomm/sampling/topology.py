@@ -207,6 +207,10 @@ def _stored(
         with _said_of(found.edge_types[k]):
             time = found.edge_time[k]
             time = None if time is None else checks.times(time, str(time_attr))
+            if time is not None and time.numel() != row.numel():
+                raise ValueError(
+                    f"there are {time.numel()} times for {row.numel()} edges"
+                )
             if time is not None and perm is not None:
                 time = time[perm.long()]
             sizes = found.sizes[source], found.sizes[target]
@@ -266,8 +270,9 @@ def _from_edges(
 ) -> Relation:
     """Builds a relation from an edge_index, or finds it built before."""
     clock = edge_time if node_time is None else node_time
-    memo = (edge_index._version, sizes, is_sorted, backward)
-    if clock is None:
+    kept = clock is None and not edge_index.is_inference()  # that has no version
+    memo = (edge_index._version if kept else 0, sizes, is_sorted, backward)
+    if kept:
         for made_for, relation in _built.get(edge_index, ()):
             if made_for == memo:
                 return relation
@@ -295,7 +300,7 @@ def _from_edges(
         when = edge_time if node_time is None else node_time[edges[0].long()]
         order = None if when is None else torch.argsort(when, stable=True)
         relation = _sorted_pairs(source, target, sizes, target_size, order)
-    if clock is None:
+    if kept:
         _built.setdefault(edge_index, []).append((memo, relation))
     return relation
 

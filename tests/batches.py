@@ -1,0 +1,102 @@
+"""Graphs to load minibatches from, and what a minibatch has to be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+
+def graph(n=60, e=400, seed=3):
+    """A multigraph whose last four nodes have no edges."""
+    g = torch.Generator().manual_seed(seed)
+    ends = torch.randint(max(n - 4, 1), (2, e), generator=g)
+    return Data(
+        x=torch.randn(n, 5, generator=g),
+        y=torch.randint(4, (n,), generator=g),
+        edge_index=ends,
+        edge_attr=torch.randn(e, 2, generator=g),
+        num_nodes=n,
+    )
+
+
+def hetero(seed=4):
+    g = torch.Generator().manual_seed(seed)
+    data = HeteroData()
+    sizes = {"paper": 40, "author": 25}
+    for name, n in sizes.items():
+        data[name].x = torch.randn(n, 3, generator=g)
+    for source, name, target in (
+        ("paper", "cites", "paper"),
+        ("author", "writes", "paper"),
+        ("paper", "written", "author"),
+    ):
+        ends = [
+            torch.randint(sizes[end], (200,), generator=g) for end in (source, target)
+        ]
+        data[source, name, target].edge_index = torch.stack(ends)
+        data[source, name, target].edge_attr = torch.randn(200, 2, generator=g)
+    return data
+
+
+def same(one, two):
+    """Asserts that two minibatches, or parts of them, are equal bit for bit."""
+    assert type(one) is type(two)
+    if isinstance(one, Tensor):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    elif isinstance(one, (Data, HeteroData)):
+        same(one.to_dict(), two.to_dict())
+    elif isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            same(one[key], two[key])
+    else:
+        assert one == two
+
+
+def all_same(one, two):
+    for a, b in zip(one, two, strict=True):
+        same(a, b)
+
+
+def check(data, batch, fan_outs, replace=False, candidates=None):
+    """Asserts that a minibatch is what the rule of sampling says, node by node.
+
+    `candidates` is a mask of the edges that may be drawn (default: all).
+    """
+    n_id, e_id, (source, target) = batch.n_id, batch.e_id, batch.edge_index
+    assert torch.equal(n_id[batch.edge_index], data.edge_index[:, e_id])
+    assert torch.equal(batch.x, data.x[n_id])
+    assert torch.equal(batch.y, data.y[n_id])
+    assert torch.equal(batch.edge_attr, data.edge_attr[e_id])
+    nodes, edges = batch.num_sampled_nodes, batch.num_sampled_edges
+    assert (nodes[0], len(edges)) == (batch.batch_size, len(fan_outs))
+    assert (sum(nodes), sum(edges)) == (n_id.numel(), e_id.numel())
+    trees = torch.zeros_like(n_id) if batch.batch is None else batch.batch
+    assert torch.equal(trees[source], trees[target])
+    found = torch.stack([trees, n_id])[:, nodes[0] :]  # seeds may be given twice
+    assert found.unique(dim=1).size(1) == found.size(1)
+    chosen = torch.ones(data.num_edges, dtype=torch.bool)
+    chosen = chosen if candidates is None else candidates
+    into = torch.bincount(data.edge_index[1, chosen], minlength=data.num_nodes)
+    assert bool(chosen[e_id].all())
+    begin, first = 0, 0
+    for hop, k in enumerate(fan_outs):
+        end, last = begin + nodes[hop], first + edges[hop]
+        drawn = torch.bincount(target[first:last], minlength=n_id.numel())
+        want = into[n_id[begin:end]]
+        if k >= 0:
+            want = torch.where(want > 0, k, 0) if replace else want.clamp(max=k)
+        assert torch.equal(drawn[begin:end], want)  # expanded once, each at its hop
+        assert int(drawn.sum()) == int(want.sum())
+        assert not edges[hop] or int(source[first:last].max()) < end + nodes[hop + 1]
+        begin, first = end, last
+    if not replace:
+        pairs = torch.stack([target, e_id])
+        assert pairs.unique(dim=1).size(1) == e_id.numel()
+
+
+def ids(loader):
+    """The edges of all minibatches of an epoch."""
+    return torch.cat([batch.e_id for batch in loader])

@@ -1,0 +1,381 @@
+"""Minibatches hold what they should, and are a function of (seed, epoch, number)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from batches import all_same, check, graph, hetero, ids, same
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
+from torch_geometric.sampler import NegativeSampling
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
+from torch_geometric.utils import trim_to_layer
+
+from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+
+WRITES = ("author", "writes", "paper")
+
+
+def nodes(data=None, fan_outs=(3, 2), **kwargs):
+    kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
+    return DistNeighborLoader(
+        graph() if data is None else data, list(fan_outs), **kwargs
+    )
+
+
+def links(data=None, fan_outs=(3, 2), **kwargs):
+    kwargs = {"batch_size": 60, "shuffle": True, "seed": 1, **kwargs}
+    data = graph() if data is None else data
+    return DistLinkNeighborLoader(data, list(fan_outs), **kwargs)
+
+
+KINDS = {
+    "nodes": nodes,
+    "bidirectional": lambda **kw: nodes(subgraph_type="bidirectional", **kw),
+    "disjoint": lambda **kw: nodes(disjoint=True, replace=True, **kw),
+    "hetero": lambda **kw: nodes(
+        hetero(), input_nodes=("paper", torch.arange(20)), **kw
+    ),
+    "links": links,
+    "binary": lambda **kw: links(neg_sampling="binary", **kw),
+    "triplet": lambda **kw: links(neg_sampling=NegativeSampling("triplet", 2), **kw),
+    "hetero binary": lambda **kw: links(
+        hetero(), edge_label_index=WRITES, neg_sampling="binary", **kw
+    ),
+}
+WAYS = [
+    {"bulk_size": 1, "prefetch": 3},
+    {"bulk_size": 3, "prefetch": 0},
+    {"bulk_size": 100},
+    {"filter_per_worker": True},
+    {"num_workers": 2, "filter_per_worker": False},
+    {"num_workers": 2, "filter_per_worker": True, "persistent_workers": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_do_not_depend_on_how_they_are_made(kind):
+    made = KINDS[kind]()
+    first, second = list(made), list(made)
+    assert len(first) == len(made) > 1
+    for way in WAYS:
+        other = KINDS[kind](**way)
+        all_same(first, other)
+        all_same(second, other)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        all_same(first, KINDS[kind]())
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_and_seeds_differ_and_repeat(shuffle):
+    loader = nodes(shuffle=shuffle)
+    one, two = ids(loader), ids(loader)
+    assert not torch.equal(one, two)
+    loader.set_epoch(0)
+    assert torch.equal(ids(loader), one)
+    assert torch.equal(ids(loader), two)
+    assert not torch.equal(ids(nodes(shuffle=shuffle, seed=2)), one)
+    order = torch.cat([batch.input_id for batch in loader])
+    assert torch.equal(order, torch.arange(60)) != shuffle
+    assert torch.equal(order.sort().values, torch.arange(60))
+
+
+@pytest.mark.parametrize("make", [nodes, links])
+def test_torchs_seed_decides_where_none_is_given(make):
+    drawn = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        drawn.append(ids(make(seed=None)))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    own = [
+        ids(make(seed=None, generator=torch.Generator().manual_seed(s))) for s in (7, 7)
+    ]
+    assert torch.equal(*own)
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("fan_outs", [(3, 2), (-1,), (2, 0, 3), (1, -1, 2), (100, 1)])
+def test_batches_follow_the_rule(fan_outs, replace, disjoint):
+    data = graph()
+    loader = nodes(data, fan_outs, replace=replace, disjoint=disjoint)
+    for batch in loader:
+        check(data, batch, fan_outs, replace)
+        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id)
+        if disjoint:
+            trees = batch.batch[: batch.batch_size]
+            assert torch.equal(trees, torch.arange(batch.batch_size))
+
+
+def test_equal_and_isolated_seeds():
+    data, seeds = graph(), torch.tensor([3, 59, 3, 3, 57, 8, 59])
+    for disjoint in (False, True):
+        (batch,) = nodes(
+            data, (2, 2), input_nodes=seeds, shuffle=False, disjoint=disjoint
+        )
+        check(data, batch, (2, 2))
+        assert torch.equal(batch.n_id[:7], seeds)
+        drawn = [batch.e_id[batch.edge_index[1] == k].tolist() for k in (0, 2, 3)]
+        assert drawn[0] != drawn[1] or drawn[0] != drawn[2]  # each for itself
+        if not disjoint:
+            assert not torch.isin(batch.edge_index[0], torch.tensor([2, 3, 6])).any()
+
+
+def test_nothing_to_draw_from():
+    empty = Data(x=torch.ones(5, 2), edge_index=torch.empty(2, 0, dtype=torch.long))
+    still = {"shuffle": False}  # torch's DataLoader does not shuffle nothing
+    (batch,) = nodes(empty, **still)
+    assert torch.equal(batch.n_id, torch.arange(5))
+    assert (batch.num_edges, batch.num_sampled_edges) == (0, [0, 0])
+    assert (
+        list(nodes(empty, input_nodes=torch.empty(0, dtype=torch.long), **still)) == []
+    )
+    assert (
+        list(nodes(graph(), input_nodes=torch.zeros(60, dtype=torch.bool), **still))
+        == []
+    )
+    none = torch.empty(2, 0, dtype=torch.long)
+    assert (
+        list(links(graph(), edge_label_index=none, neg_sampling="binary", **still))
+        == []
+    )
+    void = Data(x=torch.ones(0, 2), edge_index=none, num_nodes=0)
+    assert list(nodes(void, **still)) == []
+
+
+def test_narrow_edges_stay_narrow():
+    data, wide = graph(), list(nodes())
+    data.edge_index = data.edge_index.int()
+    for batch, other in zip(nodes(data), wide, strict=True):
+        assert batch.edge_index.dtype == torch.int32
+        assert torch.equal(batch.edge_index.long(), other.edge_index)
+        assert torch.equal(batch.e_id, other.e_id)
+        assert torch.equal(batch.x, other.x)
+
+
+def test_sorted_edges_are_drawn_alike():
+    data = graph()
+    order = data.edge_index[1].argsort(stable=True)
+    data.edge_index, data.edge_attr = data.edge_index[:, order], data.edge_attr[order]
+    all_same(nodes(data), nodes(data, is_sorted=True))
+
+
+def test_what_may_be_said_of_inputs():
+    data, mask = graph(), torch.zeros(60, dtype=torch.bool)
+    mask[[4, 9, 30]] = True
+    (by_mask,) = nodes(data, input_nodes=mask, shuffle=False)
+    (by_index,) = nodes(data, input_nodes=torch.tensor([4, 9, 30]), shuffle=False)
+    assert torch.equal(by_mask.n_id, by_index.n_id)
+    assert torch.equal(by_mask.e_id, by_index.e_id)
+    assert by_index.input_id.tolist() == [0, 1, 2]
+    (known,) = nodes(
+        data, input_nodes=mask, input_id=torch.tensor([7, 8, 9]), shuffle=False
+    )
+    assert known.input_id.tolist() == [7, 8, 9]
+    for given in ("author", ("author", None), ("author", torch.arange(25))):
+        batches = list(nodes(hetero(), input_nodes=given, shuffle=False))
+        assert torch.cat([b["author"].input_id for b in batches]).tolist() == list(
+            range(25)
+        )
+        assert torch.equal(batches[1]["author"].n_id[:7], torch.arange(7, 14))
+
+
+def test_induced_and_bidirectional():
+    data = graph()
+    plain = list(nodes(data))
+    for batch, other in zip(nodes(data, subgraph_type="induced"), plain, strict=True):
+        assert torch.equal(batch.n_id, other.n_id)
+        inside = torch.isin(data.edge_index, batch.n_id).all(0).nonzero().view(-1)
+        assert torch.equal(batch.e_id.sort().values, inside)
+        assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
+        assert torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
+    both = nodes(data, subgraph_type="bidirectional")
+    for batch, other in zip(both, plain, strict=True):
+        pairs = set(map(tuple, batch.edge_index.T.tolist()))
+        drawn = set(map(tuple, other.edge_index.T.tolist()))
+        assert pairs == drawn | {(v, u) for u, v in drawn}
+    with pytest.warns(UserWarning, match="directed"):
+        all_same(nodes(data, directed=False), nodes(data, subgraph_type="induced"))
+
+
+def test_heterogeneous_batches():
+    data = hetero()
+    fan_outs = {key: [2, 3] for key in data.edge_types}
+    fan_outs["paper", "cites", "paper"] = [0, -1]
+    loader = DistNeighborLoader(
+        data, fan_outs, input_nodes="paper", batch_size=9, seed=2
+    )
+    for batch in loader:
+        for name in data.node_types:
+            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
+            assert sum(batch[name].num_sampled_nodes) == batch[name].n_id.numel()
+            assert batch[name].n_id.unique().numel() == batch[name].n_id.numel()
+        for key in data.edge_types:
+            store, ends = batch[key], batch[key].edge_index
+            found = torch.stack(
+                [batch[key[0]].n_id[ends[0]], batch[key[2]].n_id[ends[1]]]
+            )
+            assert torch.equal(found, data[key].edge_index[:, store.e_id])
+            assert torch.equal(store.edge_attr, data[key].edge_attr[store.e_id])
+            assert store.e_id.unique().numel() == store.e_id.numel()
+        hops = batch["paper", "cites", "paper"].num_sampled_edges
+        into = torch.bincount(data[WRITES].edge_index[1], minlength=40).clamp(max=2)
+        seeds = batch["paper"].n_id[: batch["paper"].batch_size]
+        assert hops[0] == 0
+        assert batch[WRITES].num_sampled_edges[0] == int(into[seeds].sum())
+
+
+def stores(data):
+    features, edges = MyFeatureStore(), MyGraphStore()
+    kinds = data.node_types if hasattr(data, "node_types") else [None]
+    for name in kinds:
+        x = data.x if name is None else data[name].x
+        features.put_tensor(x, group_name=name, attr_name="x", index=None)
+    for key in data.edge_types if hasattr(data, "edge_types") else [None]:
+        ends = data.edge_index if key is None else data[key].edge_index
+        size = (
+            (data.num_nodes,) * 2
+            if key is None
+            else (data[key[0]].num_nodes, data[key[2]].num_nodes)
+        )
+        edges.put_edge_index(tuple(ends), edge_type=key, layout="coo", size=size)
+    return features, edges
+
+
+def test_feature_and_graph_stores():
+    data = graph()
+    loader = nodes(stores(data), input_nodes=torch.arange(60))
+    for batch, other in zip(loader, nodes(data), strict=True):
+        assert torch.equal(batch.input_id, other.input_id)
+        ends = batch.n_id[batch.edge_index]
+        assert torch.equal(ends, data.edge_index[:, batch.e_id])
+        assert torch.equal(batch.x, data.x[batch.n_id])
+        assert batch.num_sampled_edges[0] == other.num_sampled_edges[0] > 0
+    data = hetero()
+    for batch in nodes(stores(data), input_nodes=("paper", torch.arange(40))):
+        for name in data.node_types:
+            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
+        ends = batch[WRITES].edge_index
+        pairs = batch["author"].n_id[ends[0]] * 40 + batch["paper"].n_id[ends[1]]
+        known = data[WRITES].edge_index
+        assert torch.isin(pairs, known[0] * 40 + known[1]).all()
+        assert pairs.numel() > 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_features_on_disk(tmp_path, num_workers):
+    data, disk = graph(), graph()
+    for name in ("x", "edge_attr"):
+        array = np.lib.format.open_memmap(
+            tmp_path / f"{name}.npy", "w+", np.float32, tuple(data[name].shape)
+        )
+        array[:] = data[name].numpy()
+        disk[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+    for bulk_size in (4, 1):
+        found = nodes(disk, bulk_size=bulk_size, num_workers=num_workers)
+        all_same(found, nodes(data))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.float16, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("columns", [(), (1,), (3,), (2, 4), (0,)])
+def test_features_of_any_type(dtype, columns):
+    data = graph()
+    flat = torch.randint(0, 2, (1 + data.x.new_empty(60, *columns).numel(),))
+    data.feature = flat.to(dtype)[1:].view(60, *columns)  # where words do not begin
+    data.scaled = torch.randn(60, 2, requires_grad=True)
+    for batch in nodes(data):
+        same(batch.feature, data.feature[batch.n_id])
+        assert torch.equal(batch.scaled, data.scaled[batch.n_id])
+
+
+def test_transforms():
+    def fewer(out):
+        out.edge, out.row, out.col = out.edge[:1], out.row[:1], out.col[:1]
+        return out
+
+    def tagged(batch):
+        batch.tag = int(batch.n_id[0])
+        return batch
+
+    for workers in (0, 2):
+        loader = nodes(
+            transform=tagged, transform_sampler_output=fewer, num_workers=workers
+        )
+        for batch, other in zip(loader, nodes(), strict=True):
+            assert batch.tag == int(other.n_id[0])
+            assert torch.equal(batch.e_id, other.e_id[:1])
+            assert torch.equal(batch.x, other.x)
+
+
+def test_binary_negatives():
+    data = graph()
+    for batch in links(data, neg_sampling=NegativeSampling("binary", 1.5)):
+        count = batch.input_id.numel()
+        assert batch.edge_label.tolist() == [1.0] * count + [0.0] * int(1.5 * count)
+        ends = batch.n_id[batch.edge_label_index]
+        assert torch.equal(ends[:, :count], data.edge_index[:, batch.input_id])
+        assert ends[:, count:].unique().numel() > 40
+        assert torch.equal(batch.x, data.x[batch.n_id])
+
+
+def test_triplets():
+    data = graph()
+    weight = torch.zeros(60)
+    weight[[2, 57]] = torch.tensor([1.0, 2.0])
+    negatives = NegativeSampling("triplet", 2, dst_weight=weight)
+    for batch in links(data, neg_sampling=negatives):
+        ends = torch.stack([batch.src_index, batch.dst_pos_index])
+        assert torch.equal(batch.n_id[ends], data.edge_index[:, batch.input_id])
+        assert batch.dst_neg_index.shape == (batch.input_id.numel(), 2) or (
+            batch.dst_neg_index.numel() == 2 * batch.input_id.numel()
+        )
+        assert batch.n_id[batch.dst_neg_index].unique().tolist() == [2, 57]
+
+
+def test_calls_draw_anew_but_repeat_from_a_seed():
+    one, two = nodes(), nodes()
+    first, second = one([0, 1, 2]), one([0, 1, 2])
+    assert not torch.equal(first.e_id, second.e_id)
+    same(two([0, 1, 2]), first)
+    same(two(torch.tensor([0, 1, 2])), second)
+    check(one.data, first, (3, 2))
+
+
+def test_inference_and_trimming():
+    data = graph()
+    torch.manual_seed(0)
+    model = GraphSAGE(5, 8, 2, 3).eval()
+    whole = model(data.x, data.edge_index)
+    found = model.inference(nodes(data, (-1,), shuffle=False))
+    torch.testing.assert_close(found, whole)
+    for batch in nodes(data, (-1, -1)):
+        x, edge_index = batch.x, batch.edge_index
+        for layer, conv in enumerate(model.convs):
+            x, edge_index, _ = trim_to_layer(
+                layer, batch.num_sampled_nodes, batch.num_sampled_edges, x, edge_index
+            )
+            x = conv(x, edge_index).relu() if layer == 0 else conv(x, edge_index)
+        seeds = batch.n_id[: batch.batch_size]
+        torch.testing.assert_close(x[: batch.batch_size], whole[seeds])
+
+
+def test_batches_of_the_scripts_own():
+    given = [[5, 1], [7], [5, 2, 59]]
+    found = nodes(batch_sampler=given, batch_size=1, shuffle=False)
+    assert [b.input_id.tolist() for b in found] == given
+    assert len(found) == 3
+    order = list(range(50, 20, -1))
+    for workers in (0, 2):
+        found = list(nodes(sampler=order, shuffle=False, num_workers=workers))
+        assert torch.cat([b.input_id for b in found]).tolist() == order
+    found = list(nodes(drop_last=True))
+    assert [b.batch_size for b in found] == [7] * 8
+    assert len(nodes(drop_last=True)) == 8

@@ -1,0 +1,387 @@
+"""Loaders on several ranks: who gets which batch, evened, resumed, shared."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from batches import all_same, graph, hetero, same
+from torch.utils.data import DistributedSampler
+
+from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader, shared
+
+SIZES = [1, 2, 3, 4]
+
+
+def nodes(**kwargs):
+    kwargs = {"batch_size": 7, "shuffle": True, "seed": 1, **kwargs}
+    return DistNeighborLoader(graph(), [3, 2], **kwargs)
+
+
+def links(**kwargs):
+    return DistLinkNeighborLoader(
+        graph(), [3, 2], neg_sampling="binary", batch_size=60, seed=1, **kwargs
+    )
+
+
+MAKE = {"nodes": nodes, "links": links}
+
+
+def unmarked(batch):
+    if "padding" in batch:
+        del batch.padding
+    return batch
+
+
+# Dealing -------------------------------------------------------------------------------
+
+
+def _dealt(kind, even):
+    rank, size = worlds.mesh().rank, worlds.mesh().size
+    alone = MAKE[kind](split=False)
+    loader = MAKE[kind](even_batches=even)
+    numbers = []
+    for _epoch in range(2):
+        whole = list(alone)
+        total, found = len(whole), list(loader)
+        rounds = -(-total // size) if even == "pad" else total // size
+        assert len(found) == len(loader) == rounds
+        for i, batch in enumerate(found):
+            t = i * size + rank
+            if size == 1:
+                assert "padding" not in batch
+            elif even == "pad":
+                assert batch.padding == (t >= total)
+            same(unmarked(batch), whole[t % total])
+            numbers.append(t)
+    return numbers, total
+
+
+@pytest.mark.parametrize("even", ["pad", "drop"])
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("size", SIZES)
+def test_batch_t_goes_to_rank_t_mod_p(size, kind, even):
+    found = worlds.run(_dealt, size, kind, even)
+    total = found[0][1]
+    every = sorted(t for numbers, _ in found for t in numbers if t < total)
+    full = total if even == "pad" else total - total % size
+    assert every == sorted([*range(full)] * 2)
+    assert full > total - size
+
+
+def _seeds():
+    worlds.mesh()
+    batches = [b for b in nodes() if not getattr(b, "padding", False)]
+    return torch.cat([b.n_id[: b.batch_size] for b in batches])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_seed_comes_once_an_epoch(size):
+    seeds = torch.cat(worlds.run(_seeds, size))
+    assert torch.equal(seeds.sort().values, torch.arange(60))
+
+
+def _more_ranks_than_batches(even):
+    worlds.mesh()
+    found = list(nodes(batch_size=40, even_batches=even))
+    return [(b.batch_size, b.get("padding", False)) for b in found]
+
+
+def test_fewer_batches_than_ranks():
+    found = worlds.run(_more_ranks_than_batches, 4, "pad")
+    assert found == [[(40, False)], [(20, False)], [(40, True)], [(20, True)]]
+    assert worlds.run(_more_ranks_than_batches, 4, "drop") == [[]] * 4
+
+
+def _typed():
+    mesh = worlds.mesh()
+    make = {"input_nodes": "paper", "batch_size": 9, "seed": 4}
+    whole = list(DistNeighborLoader(hetero(), [2, 2], split=False, **make))
+    for i, batch in enumerate(DistNeighborLoader(hetero(), [2, 2], **make)):
+        assert batch.padding == (i * mesh.size + mesh.rank >= len(whole))
+        same(unmarked(batch), whole[(i * mesh.size + mesh.rank) % len(whole)])
+
+
+def test_types_on_ranks():
+    worlds.run(_typed, 2)
+
+
+# Lists that the script has split -------------------------------------------------------
+
+
+def _split(even, shuffle):
+    mesh = worlds.mesh()
+    own = torch.arange(60)[mesh.rank :: mesh.size][: 20 - 12 * mesh.rank]
+    made = [
+        nodes(input_nodes=own, batch_size=4, even_batches=even, shuffle=shuffle)
+        for _ in range(2)
+    ]
+    found = list(made[0])
+    all_same(found, made[1])
+    padding = [b.get("padding", None) for b in found]
+    for k, batch in enumerate(found):
+        if batch.get("padding", False):
+            repeated = found[k % (len(own) // 4)]
+            same(unmarked(batch), unmarked(repeated))
+    seeds = torch.cat([b.n_id[: b.batch_size] for b in found])
+    return padding, seeds.tolist(), own.tolist()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_split_lists_stay_split_and_come_out_even(shuffle):
+    found = worlds.run(_split, 2, "pad", shuffle)
+    assert [p for p, _, _ in found] == [[False] * 5, [False] * 2 + [True] * 3]
+    for _, seeds, own in found:
+        assert set(seeds) == set(own)
+        assert sorted(seeds[: len(own)]) == own
+    for padding, seeds, own in worlds.run(_split, 2, "drop", shuffle):
+        assert len(padding) == 2
+        assert set(seeds) <= set(own)
+
+
+def _distributed_sampler():
+    mesh = worlds.mesh()
+    sampler = DistributedSampler(
+        range(60), num_replicas=mesh.size, rank=mesh.rank, shuffle=False
+    )
+    loader = nodes(sampler=sampler, shuffle=False)
+    found = list(loader)
+    assert len(found) == len(loader)
+    seeds = torch.cat([b.input_id for b in found])
+    assert torch.equal(seeds, torch.arange(mesh.rank, 60, mesh.size))
+    return found[0].e_id.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_distributed_sampler_is_followed(size):
+    found = worlds.run(_distributed_sampler, size)
+    assert all(found[0] != other for other in found[1:])
+
+
+def _own_batches():
+    mesh = worlds.mesh()
+    mine = [[mesh.rank, 5], [6]] if mesh.rank == 0 else [[mesh.rank, 7]]
+    found = list(nodes(batch_sampler=mine, batch_size=1, shuffle=False))
+    assert [b.padding for b in found] == [False, mesh.rank > 0]
+    if mesh.rank:
+        same(unmarked(found[1]), unmarked(found[0]))
+    return len(found)
+
+
+def test_own_batches_come_out_even():
+    assert worlds.run(_own_batches, 3) == [2, 2, 2]
+
+
+# One rank's own ------------------------------------------------------------------------
+
+
+def _alone():
+    rank, found = worlds.mesh().rank, []
+    for split in (False, "auto", "auto"):  # one place in the script for all three
+        if rank == 0 or split:
+            loader = nodes(split=split)
+            found.append([b.batch_size for b in loader if not b.get("padding", False)])
+    return sum(found[0]) if rank == 0 else 60, len(found[-1])
+
+
+def test_a_loader_of_one_rank_needs_no_other():
+    assert worlds.run(_alone, 3, deadline=60) == [(60, 3)] * 3
+
+
+def _missing():
+    from pyg_distcomm.loader import world
+
+    if worlds.mesh().rank != 0:
+        return "not built"
+    before, world.PATIENCE = world.PATIENCE, 1.0
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            list(nodes(split=True))
+    finally:
+        world.PATIENCE = before
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_come_are_named():
+    said = worlds.run(_missing, 3)[0]
+    assert "rank(s) 1, 2 have not come to test_loader_ranks.py" in said
+    assert "split=False" in said
+
+
+# Seeds ---------------------------------------------------------------------------------
+
+
+def _seeds_differ():
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match=r"different seeds, \[0, 1\]"):
+        list(nodes(seed=mesh.rank))
+
+
+def test_seeds_that_differ_by_rank_are_refused():
+    worlds.run(_seeds_differ, 2)
+
+
+def _lists_differ():
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match="their lists differ"):
+        list(nodes(input_nodes=torch.arange(9 + mesh.rank), split=True))
+
+
+def test_one_list_is_asked_for():
+    worlds.run(_lists_differ, 2)
+
+
+def _rank_zeros_seed():
+    torch.manual_seed(worlds.mesh().rank)
+    loader = nodes(seed=None)
+    seeds = torch.cat([b.input_id for b in loader if not b.padding])
+    return loader.seed, seeds
+
+
+def test_without_a_seed_rank_zeros_is_taken():
+    found = worlds.run(_rank_zeros_seed, 2)
+    assert found[0][0] == found[1][0]
+    seeds = torch.cat([s for _, s in found])
+    assert torch.equal(seeds.sort().values, torch.arange(60))
+
+
+# States --------------------------------------------------------------------------------
+
+
+def _begun(rounds):
+    worlds.mesh()
+    loader = nodes(batch_size=4)
+    list(loader)
+    for _, _batch in zip(range(rounds), loader, strict=False):
+        pass
+    return loader.state_dict()
+
+
+def _gone_on(state):
+    mesh = worlds.mesh()
+    alone = nodes(batch_size=4, split=False)
+    alone.set_epoch(state["epoch"])
+    left = list(alone)[state["batches"] :]
+    loader = nodes(batch_size=4, seed=17 if mesh.size == 1 else 1)
+    loader.load_state_dict(state)
+    numbers = []
+    for batch in loader:
+        padding = batch.get("padding", False)
+        match = [k for k, b in enumerate(left) if torch.equal(b.e_id, batch.e_id)]
+        if not padding:
+            assert len(match) == 1
+            same(unmarked(batch), left[match[0]])
+            numbers += match
+    rest = list(loader)  # the next epoch is whole
+    mine = list(alone)[mesh.rank :: mesh.size]
+    all_same([unmarked(b) for b in rest[: len(mine)]], mine)
+    return numbers, len(left)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_epoch_of_two_ranks_goes_on_with_others(size):
+    states = worlds.run(_begun, 2, 4)
+    assert states[0] == states[1]
+    assert (states[0]["epoch"], states[0]["batches"]) == (1, 8)
+    found = worlds.run(_gone_on, size, states[0])
+    assert sorted(t for numbers, _ in found for t in numbers) == list(range(7))
+    assert {left for _, left in found} == {7}
+
+
+def _split_state():
+    mesh = worlds.mesh()
+    own = torch.arange(30) + 30 * mesh.rank
+    made, later, whole = (nodes(input_nodes=own, batch_size=5) for _ in range(3))
+    for _, _batch in zip(range(2), made, strict=False):
+        pass
+    state = made.state_dict()
+    later.load_state_dict(state)
+    all_same(later, list(whole)[2:])
+    one = nodes(batch_size=5)
+    with pytest.raises(ValueError, match="split over 2 ranks by the script"):
+        one.load_state_dict({**state, "inputs": one._inputs})
+
+
+def test_split_lists_go_on():
+    worlds.run(_split_state, 2)
+
+
+def _pickled():
+    worlds.mesh()
+    loader, other = nodes(), nodes()
+    list(loader), list(other)
+    copy = pickle.loads(pickle.dumps(loader))  # as workers that are spawned get it
+    all_same(copy, other)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loaders_can_be_pickled(size):
+    worlds.run(_pickled, size)
+
+
+# One copy of a graph -------------------------------------------------------------------
+
+
+def _shared(folder, typed):
+    mesh = worlds.mesh()
+    calls = []
+
+    def load():
+        calls.append(1)
+        return hetero() if typed else graph()
+
+    data = shared(load, folder)
+    same(data, hetero() if typed else graph())
+    given = {"input_nodes": "paper"} if typed else {}
+    make = {"batch_size": 7, "seed": 2, "split": False, **given}
+    found = DistNeighborLoader(data, [3, 2], **make)
+    all_same(found, DistNeighborLoader(load(), [3, 2], **make))
+    dist.barrier() if mesh.size > 1 else None
+    left = os.listdir(folder)
+    return len(calls) - 1, left
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_rank_loads_for_all(tmp_path, size, typed):
+    found = worlds.run(_shared, size, str(tmp_path), typed)
+    assert sum(calls for calls, _ in found) == 1
+    assert all(left == [] for _, left in found)
+
+
+def _shared_by_default():
+    worlds.mesh()
+    same(shared(graph()), graph())
+    time.sleep(0.2)
+    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    made = [f for p in places if p.exists() for f in p.glob("pyg_distcomm-*/graph.pt")]
+    return [f for f in made if f.stat().st_uid == os.getuid()]
+
+
+def test_nothing_is_left_behind():
+    before = _shared_by_default()
+    for left in worlds.run(_shared_by_default, 2):
+        assert set(left) <= set(before)
+
+
+def _failing():
+    worlds.mesh()
+
+    def load():
+        raise OSError("no such disk")
+
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 could not .* OSError: no such disk"
+    ):
+        shared(load)
+
+
+def test_a_source_that_fails_fails_on_all_ranks():
+    worlds.run(_failing, 3)

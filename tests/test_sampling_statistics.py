@@ -1,0 +1,209 @@
+"""Draws have the distribution they should: chi-square tests over many draws.
+
+Seeds are fixed, so a test passes always or never; p > 1e-4 is what a right sampler
+misses once in 10,000 seeds.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch_geometric.data import Data
+from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
+
+from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.random import keyed_permutation
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+DRAWS = 20_000
+
+
+def fan(degree, **kwargs):
+    """Node 0 with in-edges 0 .. degree-1 from nodes 1 .. degree."""
+    leaves = torch.arange(1, degree + 1)
+    ends = torch.stack([leaves, torch.zeros_like(leaves)])
+    return Data(edge_index=ends, num_nodes=degree + 1, **kwargs)
+
+
+def draws(data, k, count=DRAWS, time=None, **kwargs):
+    """What each of many copies of seed 0 draws, [count, k]; -1 where there is less."""
+    kwargs = {"disjoint": True, "seed": 8, **kwargs}
+    sampler = KeyedNeighborSampler(data, [k], **kwargs)
+    seeds = torch.zeros(count, dtype=torch.long)
+    times = None if time is None else torch.as_tensor(time).expand(count)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, seeds, times))
+    each = torch.bincount(out.col, minlength=count)[:count]
+    drawn = torch.full((count, k), -1)
+    place = torch.arange(len(out.col)) - (each.cumsum(0) - each)[out.col]
+    drawn[out.col, place] = out.edge
+    return drawn
+
+
+def likely(observed, expected=None):
+    observed = observed.double().flatten()
+    if expected is None:
+        expected = torch.ones_like(observed)
+    expected = torch.as_tensor(expected).double().flatten()
+    possible = expected > 0
+    assert not observed[~possible].any()
+    expected = expected[possible] / expected.sum() * observed.sum()
+    assert float(expected.min()) > 5  # below, chi-square does not hold
+    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
+
+
+def sets(drawn, degree):
+    """Counts the subsets drawn, in the order of `combinations`."""
+    k = drawn.size(1)
+    code = {c: i for i, c in enumerate(combinations(range(degree), k))}
+    ordered = drawn.sort(1).values.tolist()
+    found = torch.tensor([code[tuple(row)] for row in ordered])
+    return torch.bincount(found, minlength=len(code))
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)])
+def test_all_subsets_are_equally_likely(degree, k, disjoint):
+    drawn = draws(fan(degree), k, disjoint=disjoint)
+    likely(sets(drawn, degree))
+    likely(torch.bincount(drawn.flatten(), minlength=degree))
+
+
+@pytest.mark.parametrize(("degree", "k"), [(200, 40), (200, 70)])
+def test_edges_and_pairs_of_long_rows(degree, k):
+    drawn = draws(fan(degree), k, count=4000)
+    assert bool((drawn.sort(1).values.diff(dim=1) > 0).all())
+    marks = torch.zeros(4000, degree).scatter_(1, drawn, 1.0)
+    # of fixed-size subsets the chi-square is below that of independent draws
+    likely(marks.sum(0))
+    pairs = marks.T @ marks
+    for cut in (marks.sum(0), pairs[torch.triu(torch.ones(degree, degree), 1) > 0]):
+        off = (cut - cut.mean()).square().mean() / cut.mean()
+        assert 0.3 < float(off) < 1.2
+    chance = k * (k - 1) / degree / (degree - 1)
+    assert abs(float(pairs[0, 1:].mean()) / 4000 - chance) < 0.01
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_draws_with_replacement_are_independent(k):
+    drawn = draws(fan(5), k, replace=True)
+    code = (drawn * 5 ** torch.arange(k)).sum(1)
+    likely(torch.bincount(code, minlength=5**k))
+
+
+WEIGHT = torch.tensor([0.0, 1.0, 2.0, 0.5, 4.0, 0.25])
+
+
+def successive(k):
+    """The chance of each subset if edges are drawn one after the other by weight."""
+    chance = []
+    for subset in combinations(range(len(WEIGHT)), k):
+        total = 0.0
+        for order in permutations(subset):
+            left, p = float(WEIGHT.sum()), 1.0
+            for e in order:
+                p, left = p * float(WEIGHT[e]) / left, left - float(WEIGHT[e])
+            total += p
+        chance.append(total)
+    return torch.tensor(chance)
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_weighted_subsets(k, disjoint):
+    data = fan(6, weight=WEIGHT)
+    drawn = draws(data, k, weight_attr="weight", disjoint=disjoint)
+    likely(sets(drawn, 6), successive(k))
+
+
+def test_weighted_draws_with_replacement():
+    drawn = draws(fan(6, weight=WEIGHT), 2, weight_attr="weight", replace=True)
+    code = drawn[:, 0] * 6 + drawn[:, 1]
+    likely(torch.bincount(code, minlength=36), torch.outer(WEIGHT, WEIGHT))
+
+
+@pytest.mark.parametrize("of", ["node", "edge"])
+def test_all_that_is_early_enough_is_equally_likely(of):
+    clock = torch.tensor([4, 0, 9, 2, 4, 7, 1, 5])
+    when = torch.cat([torch.tensor([0]), clock]) if of == "node" else clock
+    drawn = draws(fan(8, clock=when), 2, time=4, time_attr="clock")
+    early = (clock <= 4).nonzero().view(-1)
+    wanted = torch.tensor(
+        [all(e in early.tolist() for e in c) for c in combinations(range(8), 2)]
+    )
+    likely(sets(drawn, 8), wanted)
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_copies_of_a_seed_draw_for_themselves(disjoint):
+    drawn = draws(fan(6), 1, disjoint=disjoint).view(-1, 2)
+    likely(torch.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36))
+    far = draws(fan(6), 1, disjoint=disjoint).view(2, -1)
+    likely(torch.bincount(far[0] * 6 + far[1], minlength=36))
+
+
+def test_epochs_batches_and_hops_are_independent():
+    leaves = torch.arange(6)
+    cycle = torch.stack([leaves.repeat(6), leaves.repeat_interleave(6)])
+    data = Data(edge_index=cycle, num_nodes=6)
+    loader = DistNeighborLoader(
+        data,
+        [1, 1],
+        input_nodes=torch.zeros(600).long(),
+        disjoint=True,
+        batch_size=300,
+        seed=3,
+    )
+    epochs = []
+    for _ in range(20):
+        kept = []
+        for batch in loader:
+            first = batch.n_id[batch.edge_index[0, :300]]
+            kept.append(first)
+            inner = batch.edge_index[:, 300:]
+            likely(torch.bincount(batch.n_id[inner[0]], minlength=6))
+        epochs.append(torch.stack(kept))
+    drawn = torch.stack(epochs)  # [epoch, batch, seed]
+    for one, two in ((drawn[1:], drawn[:-1]), (drawn[:, 0], drawn[:, 1])):
+        likely(torch.bincount((one * 6 + two).flatten(), minlength=36))
+
+
+def test_shuffles_are_uniform():
+    orders = {p: i for i, p in enumerate(permutations(range(4)))}
+    found = [orders[tuple(keyed_permutation(key, 4).tolist())] for key in range(6000)]
+    likely(torch.bincount(torch.tensor(found), minlength=24))
+    loader = DistNeighborLoader(
+        fan(4), [1], input_nodes=torch.arange(4), batch_size=4, shuffle=True, seed=2
+    )
+    found = [orders[tuple(b.input_id.tolist())] for _ in range(600) for b in loader]
+    likely(torch.bincount(torch.tensor(found), minlength=24))
+
+
+@pytest.mark.parametrize("mode", ["binary", "triplet"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_negatives_are_drawn_by_weight(weighted, mode):
+    n = 12
+    weight = torch.arange(n).float() % 5 if weighted else torch.ones(n)
+    given = weight if weighted else None
+    if mode == "binary":
+        sampling = NegativeSampling("binary", 40, src_weight=given, dst_weight=given)
+    else:
+        sampling = NegativeSampling("triplet", 40, dst_weight=given)
+    loader = DistLinkNeighborLoader(
+        fan(n - 1),
+        [1],
+        edge_label_index=torch.tensor([[1], [0]]).repeat(1, 200),
+        neg_sampling=sampling,
+        batch_size=100,
+        seed=6,
+    )
+    for batch in loader:
+        if mode == "triplet":
+            drawn = batch.n_id[batch.dst_neg_index].flatten()
+            likely(torch.bincount(drawn, minlength=n), weight)
+        else:
+            pairs = batch.n_id[batch.edge_label_index][:, 100:]
+            code = torch.bincount(pairs[0] * n + pairs[1], minlength=n * n)
+            likely(code, torch.outer(weight, weight))
