@@ -35,6 +35,12 @@ def run(fn, size, *args, deadline=DEADLINE):
         raise
 
 
+def only(size):
+    """Closes the pools of other sizes: even idle, their gloo threads take processors."""
+    for other in [n for n in _POOLS if n != size]:
+        _POOLS.pop(other).close()
+
+
 class _Pool:
     def __init__(self, size):
         import torch.distributed as dist

@@ -19,6 +19,8 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm import kernels
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
+_HOLLOW = torch.int8  # of tensors without columns, which PyG puts nowhere itself
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
@@ -57,8 +59,9 @@ class Assembly:
         pools = {}
         for k, rows in enumerate(self._rows):
             if isinstance(rows.values, np.ndarray):
-                ids = [_ids(rows, out) for out in outs]
-                wanted = torch.cat([i for i in ids if i is not None]).unique()
+                found = [_ids(rows, out) for out in outs]
+                ids = [i for i in found if i is not None]
+                wanted = torch.cat([torch.empty(0).long(), *ids]).unique()
                 read = np.take(rows.values, wanted.numpy(), axis=0)
                 pools[k] = wanted, torch.from_numpy(read)
         return pools
@@ -69,13 +72,15 @@ class Assembly:
         """Assembles one minibatch; `pools` is what `fetch` read for its bulk."""
         batch = self._bare.pyg_filter_fn(out)
         for k, rows in enumerate(self._rows):
+            store = batch if rows.store is None else batch[rows.store]
+            if not _is_hollow(getattr(store, rows.name, None)):
+                continue  # PyG has put something of the minibatch's own in its place
             ids, values = _ids(rows, out), rows.values
             if ids is None:
                 continue  # edges without ids: PyG has left the attribute out
             if isinstance(values, np.ndarray):
                 wanted, values = (pools or self.fetch([out]))[k]
                 ids = torch.searchsorted(wanted, ids)
-            store = batch if rows.store is None else batch[rows.store]
             store[rows.name] = _gather(values, ids)
         return batch
 
@@ -91,8 +96,15 @@ class Assembly:
                 if data.__cat_dim__(name, value, store) != 0:
                     continue
                 self._rows.append(_Rows(store._key, name, value, of_edges))
-                empty[name] = torch.empty(len(value), 0)
+                empty[name] = torch.empty(len(value), 0, dtype=_HOLLOW)
         return hollow
+
+
+def _is_hollow(value: Any) -> bool:
+    """Tells whether a value is a row selection of a tensor emptied of columns."""
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return False
+    return value.dtype == _HOLLOW and value.size(1) == 0
 
 
 def _has_rows(value: Any) -> bool:
@@ -106,6 +118,8 @@ def _has_rows(value: Any) -> bool:
         and value.dim() > 0
         and value.is_contiguous()
         and not value.requires_grad
+        and not value.is_conj()
+        and not value.is_neg()
     )
 
 

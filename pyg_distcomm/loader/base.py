@@ -157,6 +157,8 @@ class BulkLoading(_PyGLoader):
         deal = self._deal()
         self._progress = progress = _Progress(self._epoch, self._resume)
         length = deal.rounds(self._resume) if deal.batches else 0
+        if self._notes is not None and deal.size > 1:
+            self._notes.begin(self._epoch)
         inner = super().__iter__()
         self._epoch, self._resume = self._epoch + 1, 0
         return _Tracked(inner, progress, length)
@@ -164,10 +166,15 @@ class BulkLoading(_PyGLoader):
     def _get_iterator(self) -> Any:
         if self.num_workers:
             return super()._get_iterator()
-        assembly = Assembly(self)
-        late = self.transform_sampler_output is not None or not assembly.threads
-        bulk = Producer(self, assembly, late)
+        bulk = Producer(self)
         return Bulks(self._plan(), bulk, bulk.finish, bulk.size, self._extras.prefetch)
+
+    @property
+    def _customised(self) -> bool:
+        """Whether a subclass has a way of its own to sample or to assemble."""
+        own = type(self)
+        same = own.filter_fn is BulkLoading.filter_fn
+        return not (same and own.collate_fn is BulkLoading.collate_fn)
 
     def _plan(self) -> Iterator[Numbered]:
         progress = self._progress
@@ -222,7 +229,9 @@ class BulkLoading(_PyGLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is; without it, epochs are counted."""
-        self._epoch, self._resume = int(epoch), 0
+        if int(epoch) != self._epoch:  # else go on where a loaded state left it
+            self._epoch, self._resume = int(epoch), 0
+        self._progress = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the loader has yielded: enough to go on inside an epoch.
@@ -238,7 +247,7 @@ class BulkLoading(_PyGLoader):
             and epoch == progress.epoch + 1
         ):
             done = progress.start + progress.rounds * deal.size
-            if not deal.total or done < deal.total:
+            if not deal.batches or deal.rounds(done):
                 epoch, batches = progress.epoch, done
         state = {"seed": self._agreed_seed(), "epoch": epoch, "batches": batches}
         return {
@@ -270,7 +279,7 @@ class BulkLoading(_PyGLoader):
                 "ranks can go on with another number of them"
             )
         self.seed, self._epoch = int(state["seed"]), int(state["epoch"])
-        self._resume = int(state["batches"])
+        self._resume, self._progress = int(state["batches"]), None
 
     def _join(self) -> World:
         """Leaves a note for the other ranks, once there are any."""
@@ -329,6 +338,11 @@ class BulkLoading(_PyGLoader):
         counts = tuple(n["batches"] for n in notes) if split else (notes[0]["batches"],)
         if None in counts:
             counts = ()
+        elif 0 in counts and any(counts) and even == "pad":
+            raise ValueError(
+                f"the ranks have {list(counts)} batches of their own: a rank without any "
+                "has none to repeat; give all ranks the whole list, or even_batches='drop'"
+            )
         return Deal(world.rank, world.size, split, counts, even)
 
     def _own(self, even: str) -> Deal:
@@ -341,5 +355,4 @@ class BulkLoading(_PyGLoader):
         return self.seed
 
     def _fresh_seed(self) -> int:
-        sampler_seed = getattr(self.neighbor_sampler_in_use, "seed", None)
-        return fresh_seed() if sampler_seed is None else int(sampler_seed)
+        return fresh_seed(self.generator)

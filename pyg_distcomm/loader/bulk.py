@@ -20,7 +20,8 @@ class Bulks:
 
     Args:
         plan: what to produce, in order; read by one thread.
-        produce: makes a bulk: a list of minibatches for a list from the plan.
+        produce: makes a bulk: a list of minibatches for a list from the plan. It is also
+            given a function that tells whether to stop.
         finish: applied to each minibatch in the thread that asks for it.
         size: returns how many minibatches the next bulk has.
         ahead: how many bulks may wait; 0 produces on demand, without a thread.
@@ -29,27 +30,26 @@ class Bulks:
     def __init__(
         self,
         plan: Iterator[Any],
-        produce: Callable[[list[Any]], list[Any]],
+        produce: Callable[[list[Any], Callable[[], bool]], list[Any]],
         finish: Callable[[Any], Any],
         size: Callable[[], int],
         ahead: int,
     ) -> None:
         self._finish = finish
         self._ready: deque[Any] = deque()
-        bulks = _cut(plan, produce, size)
+        line = _Line(max(ahead, 1))
+        bulks = _cut(plan, lambda wanted: produce(wanted, line.stopped), size)
+        self._bulks = bulks if ahead == 0 else iter(line)
         if ahead == 0:
-            self._bulks, self._line = bulks, None
             return
-        self._line = _Line(ahead)
-        self._bulks = iter(self._line)
         thread = threading.Thread(
             target=_run,
-            args=(bulks, self._line),
+            args=(bulks, line),
             name="pyg_distcomm bulks",
             daemon=True,
         )
         # the thread knows the line, not this object: dropping this ends it
-        weakref.finalize(self, _stop, self._line, thread)
+        weakref.finalize(self, _stop, line, thread)
         thread.start()
 
     def __iter__(self) -> Bulks:
@@ -79,6 +79,10 @@ class _Line:
             except queue.Full:
                 continue
         return False
+
+    def stopped(self) -> bool:
+        """Tells whether nobody waits any more."""
+        return self._stop.is_set()
 
     def stop(self) -> None:
         """Makes whoever puts give up, also one who waits."""
@@ -122,5 +126,6 @@ def _run(bulks: Iterator[list[Any]], line: _Line) -> None:
 
 def _stop(line: _Line, thread: threading.Thread) -> None:
     line.stop()
-    if thread is not threading.current_thread():
+    # a collector may run this in a helper that the thread itself is waiting for
+    if threading.current_thread() is threading.main_thread():
         thread.join(timeout=30)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
@@ -33,6 +35,13 @@ class Extras:
     split: bool | str
 
     def __post_init__(self) -> None:
+        if self.seed is not None:
+            try:
+                object.__setattr__(self, "seed", operator.index(self.seed))
+            except TypeError:
+                raise ValueError(
+                    f"seed must be a whole number, got {self.seed!r}"
+                ) from None
         whole = isinstance(self.bulk_size, int) and self.bulk_size >= 1
         if not whole and self.bulk_size != "auto":
             raise ValueError(
@@ -67,9 +76,9 @@ def digest(inputs: list[Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in inputs:
         if isinstance(part, Tensor):
-            part = part.detach().cpu().contiguous()
+            part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
             digest.update(f"{part.dtype}{list(part.shape)}".encode())
-            digest.update(part.view(-1).numpy().tobytes())
+            digest.update(part.view(-1).view(torch.uint8).numpy().tobytes())
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch_geometric.profile import get_data_size
 
 from pyg_distcomm.kernels import threads
@@ -17,11 +19,18 @@ MOST = 64  # minibatches of an automatic bulk
 
 
 class Producer:
-    """Makes the bulks of one epoch."""
+    """Makes the bulks of one epoch.
 
-    def __init__(self, loader: Any, assembly: Assembly, late: bool) -> None:
-        self._loader, self._assembly, self._late = loader, assembly, late
-        self._width = threads.width() if assembly.threads else 1
+    What a script has written itself (a transform of the sampler's output, a subclass) runs
+    in the thread that asks for minibatches; so does all that is not on the CPU.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._assembly = loader, Assembly(loader)
+        own, ours = loader._customised, self._assembly.threads
+        self._late = own or not ours or loader.transform_sampler_output is not None
+        self._sample = loader.collate_fn if own else loader._sampled
+        self._width = threads.width() if ours and not own else 1
         self._bytes = 0
 
     def size(self) -> int:
@@ -35,14 +44,19 @@ class Producer:
         fits = room // (self._bytes * (self._loader._extras.prefetch + 2))
         return max(self._width, min(MOST, fits))
 
-    def __call__(self, plan: list[Numbered]) -> list[Any]:
-        """Samples and assembles a bulk, each minibatch on one thread."""
+    def __call__(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+        """Samples and assembles a bulk, each minibatch on one thread.
+
+        It leaves off between two minibatches once ``stopped()``: nobody wants them.
+        """
         outs: list[Any] = [None] * len(plan)
         whole = not self._late and not self._assembly.on_disk
 
         def sample(k: int) -> None:
+            if stopped():
+                return
             with threads.limited(1):
-                outs[k] = self._loader._sampled(plan[k])
+                outs[k] = self._sample(plan[k])
                 if whole:
                     outs[k] = self._assembled(outs[k], None)
 
@@ -51,6 +65,8 @@ class Producer:
                 outs[k] = self._assembled(outs[k], pools)
 
         self._spread(sample, len(plan))
+        if stopped():
+            return []
         if not whole and not self._late:
             pools = self._assembly.fetch(outs)
             self._spread(assemble, len(plan))
@@ -61,9 +77,14 @@ class Producer:
     def finish(self, out: Any) -> Any:
         """Does what is left to the thread that asks: the script's own functions."""
         loader = self._loader
-        data = loader.filter_fn(out) if self._late else loader._finished(*out)
+        if not self._late:
+            data = loader._finished(*out)
+        elif loader._customised and loader.filter_per_worker:
+            data = out
+        else:
+            data = loader.filter_fn(out)
         if loader.pin_memory and torch.cuda.is_available():
-            data = data.pin_memory()
+            return pin_memory(data)
         return data
 
     def _assembled(self, out: Any, pools: Any) -> tuple[Any, bool | None]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import mmap
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.loader.world import Notes, World, place
 from pyg_distcomm.sampling.topology import read_topology, remember
 
+SLOW = 24 * 3600.0  # seconds a rank has to load the graph
+LOADING = (
+    "All ranks have to call shared(), and the one that loads the graph is not done"
+)
 _MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
 
 
@@ -57,18 +65,36 @@ def shared(
             home = _written(source, folder, written)
         else:
             written.leave({})
+        _raise_first(written.collect("get the graph of its host", SLOW, LOADING))
         note = written.collect("get the graph of its host")[leader]
-        if "error" in note:
-            raise RuntimeError(
-                f"rank {leader} could not load the graph: {note['error']}"
-            )
-        graph = _mapped(note["file"])
-        mapped.leave({})
-        mapped.collect("see its host's graph mapped")
+        graph = _mapped(note["file"], mapped)
+        _raise_first(mapped.collect("see its host's graph mapped"))
         return graph
     finally:
         if home is not None:
             shutil.rmtree(home, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """A memory-mapped array of the graph: its file is mapped again by each rank."""
+
+    file: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(array: np.ndarray) -> _OnDisk | torch.Tensor:
+        """Returns how to find an array, or the array as a tensor if it is in memory."""
+        whole = isinstance(array.base, mmap.mmap)  # and not a slice of a mapped array
+        if isinstance(array, np.memmap) and whole and array.flags.c_contiguous:
+            return _OnDisk(str(array.filename), array.dtype, array.shape, array.offset)
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def open(self) -> np.ndarray:
+        """Maps the array, for reading."""
+        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
 
 def _graph(source: Any) -> Any:
@@ -80,7 +106,11 @@ def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
     """Writes the graph and its topology; says where, or what went wrong."""
     home = None
     try:
-        data = _graph(source)
+        data = copy.copy(_graph(source))
+        for store in data.stores:
+            for name, value in list(store.items()):
+                if isinstance(value, np.ndarray):
+                    store[name] = _OnDisk.of(value)
         topology = read_topology(data)
         relations = list(
             zip(topology.edge_types, topology.graph.relations, strict=True)
@@ -94,8 +124,30 @@ def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
     return home
 
 
-def _mapped(file: str) -> Any:
+def _raise_first(notes: list[dict[str, Any]]) -> None:
+    """Raises on all ranks what went wrong on one."""
+    for rank, note in enumerate(notes):
+        if "error" in note:
+            raise RuntimeError(f"rank {rank} could not load the graph: {note['error']}")
+
+
+def _mapped(file: str, notes: Notes) -> Any:
+    """Maps the graph, and says so, or what went wrong."""
+    try:
+        graph = _read(file)
+    except Exception as error:
+        notes.leave({"error": f"{type(error).__name__}: {error}"})
+        return None
+    notes.leave({})
+    return graph
+
+
+def _read(file: str) -> Any:
     data, relations = torch.load(file, mmap=True, weights_only=False)
+    for store in data.stores:
+        for name, value in list(store.items()):
+            if isinstance(value, _OnDisk):
+                store[name] = value.open()
     for edge_type, relation in relations:
         store = data if edge_type is None else data[edge_type]
         if "edge_index" in store:

@@ -3,8 +3,9 @@
 [Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
 evaluate; a collective in a constructor would hang there. So ranks leave notes in the
 rendezvous store, under the place in the script that builds the loader, and read those
-of the others when they first need them. A rank that has built other loaders by then, but
-not this one, is taken not to share it.
+of the others when they first need them. They also note which epochs they begin: a rank
+that has begun one which this rank began after it built a loader, and has not built that
+loader, has passed its place in the script, and does not share it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from typing import Any
 import torch.distributed as dist
 
 PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
-SOON = 10.0  # seconds to wait for a rank that has built other loaders, but not this one
+OWN = (
+    "A loader shares its batches out over the ranks, so all have to build it; for a loader "
+    "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
+)
 _HOUSE = str(Path(__file__).parents[1])
 _DEPTH = 6  # calls of the script that tell one place from another
+_WITNESSES = 3  # epochs begun after a loader was built that may tell who passed it
 _built: Counter[str] = Counter()  # loaders built at each place
+_begun: list[str] = []  # epochs of shared loaders, in the order in which they began
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +82,7 @@ class Notes:
     """
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world, self.name, self._born = world, name, len(_begun)
         self._store: Any = None
         self._common: Any = None
         if world.size > 1:
@@ -89,61 +95,64 @@ class Notes:
         """Leaves this rank's note; does not wait."""
         if self._store is not None:
             self._store.set(str(self.world.rank), json.dumps(note))
-            self._common.set(f"seen/{self.world.rank}", "")
 
-    def collect(self, doing: str) -> list[dict[str, Any]]:
+    def begin(self, epoch: int) -> None:
+        """Notes that this rank begins an epoch of the loader."""
+        if self._common is not None:
+            _begun.append(f"begun/{self.name}/{epoch}")
+            self._common.set(f"{_begun[-1]}/{self.world.rank}", "")
+
+    def collect(
+        self, doing: str, patience: float | None = None, advice: str = OWN
+    ) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks, and returns them in rank order.
 
         Raises:
             RuntimeError: if some have not come in time; it names them and what to do.
         """
-        missing = self._wait(lambda waited: waited > PATIENCE)
+        patience = PATIENCE if patience is None else patience
+        missing = self._wait(lambda late, waited: waited > patience)
         if missing:
             raise RuntimeError(
-                f"rank {self.world.rank} waited {PATIENCE:.0f} s to {doing}, but rank(s) "
-                f"{_listed(missing)} have not come to {self.name.split(' < ')[0]}. A loader "
-                "shares its batches out over the ranks, so all have to build it; for a "
-                "loader of one rank's own, to evaluate on rank 0 for instance, pass "
-                "split=False"
+                f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
+                f"{_listed(missing)} have not come to {self.name.split(' < ')[0]}. {advice}"
             )
         return [json.loads(self._store.get(str(r))) for r in range(self.world.size)]
 
     def collect_if_shared(self, doing: str) -> list[dict[str, Any]] | None:
-        """Does as `collect`, or returns None if the loader is some ranks' own.
+        """Does as `collect`, or returns None if some ranks have passed the loader by.
 
-        It is if a rank has built other loaders but not this one when it is first used,
-        and not soon after; the ranks that do build it then agree on that.
+        The ranks that have built it then agree that it is each one's own.
         """
-
-        def alone(waited: float) -> bool:
-            late = [
-                r for r in range(self.world.size) if not self._store.check([str(r)])
-            ]
-            here = all(self._common.check([f"seen/{r}"]) for r in late)
-            return waited > (SOON if here else PATIENCE)
-
-        missing = self._wait(alone)
-        here = all(self._common.check([f"seen/{r}"]) for r in missing)
-        if not missing or here:
-            found = "alone" if missing else "shared"
-            if self._store.compare_set("decision", "", found) == b"alone":
+        missing = self._wait(
+            lambda late, waited: any(map(self._passed, late)) or waited > PATIENCE
+        )
+        if not missing or any(map(self._passed, missing)):
+            found = "own" if missing else "shared"
+            if self._store.compare_set("decision", "", found) == b"own":
                 warnings.warn(
-                    f"rank(s) {_listed(missing) or 'other than this'} did not build the "
-                    f"loader of {self.name.split(' < ')[0]}, so each rank that did yields "
-                    "all of its batches; pass split=False to say so without waiting",
+                    f"not all ranks have built the loader of {self.name.split(' < ')[0]}, "
+                    "so each rank that has yields all of its batches; pass split=False to "
+                    "say so",
                     stacklevel=5,
                 )
                 return None
         return self.collect(doing)
 
-    def _wait(self, enough: Callable[[float], bool]) -> list[int]:
+    def _passed(self, rank: int) -> bool:
+        """Tells whether a rank has begun an epoch that comes after this loader."""
+        after = _begun[self._born : self._born + _WITNESSES]
+        return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
+
+    def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until there has been enough of it; returns who is missing."""
         begin, pause = time.monotonic(), 1e-3
         while True:
             ranks = range(self.world.size)
             missing = [r for r in ranks if not self._store.check([str(r)])]
-            if not missing or enough(time.monotonic() - begin):
-                return missing
+            if not missing or enough(missing, time.monotonic() - begin):
+                # one that has passed may have left its note just before
+                return [r for r in missing if not self._store.check([str(r)])]
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 

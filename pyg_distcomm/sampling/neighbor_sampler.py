@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -86,10 +87,7 @@ class KeyedNeighborSampler(NeighborSampler):
             is_sorted=is_sorted,
             backward=backward,
         )
-        if share_memory:
-            for relation in self._topology.graph.relations:
-                relation.colptr.share_memory_()
-                relation.row.share_memory_()
+        # share_memory has no use: forked workers share pages, others get a copy (below)
         self._draw: Any = None
         self._name_types(backward)
         self.perm = None
@@ -131,11 +129,14 @@ class KeyedNeighborSampler(NeighborSampler):
             self.edge_time = edge_time.get(None)
             self.edge_weight = weight.get(None)
             self.colptr = graph.relations[0].colptr
+        self.to_backward_edge_type: dict[Any, Any] = {}
         if backward and hetero:
-            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
             self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
-        elif backward:
-            self.to_backward_edge_type = {}
+            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
+            self.edge_types = list(self.to_restored_edge_type)
+        if hetero:
+            self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
+            self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
 
     @property
     def row(self) -> Tensor:
@@ -158,7 +159,10 @@ class KeyedNeighborSampler(NeighborSampler):
     ) -> Output:
         """Samples around edges, and around negative ones, which are keyed as well."""
         key = self._key(inputs)
-        if neg_sampling is not None:
+        # one that draws in a way of its own is left to it
+        if neg_sampling is not None and (
+            type(neg_sampling).sample is NegativeSampling.sample
+        ):
             neg_sampling = KeyedNegatives(neg_sampling, fold(key, 1))
         out = edge_sample(
             inputs,
@@ -217,7 +221,7 @@ class KeyedNeighborSampler(NeighborSampler):
         try:
             minibatch: Minibatch = self._draw(request)
         except UnweightedNode as error:
-            edge_type = self.edge_types[error.relation]
+            edge_type = self._topology.edge_types[error.relation]
             where = "" if edge_type is None else f"edge type {edge_type}: "
             raise ValueError(f"{where}{error}") from None
         return minibatch
@@ -225,9 +229,14 @@ class KeyedNeighborSampler(NeighborSampler):
     def _fan_outs(self) -> tuple[tuple[int, ...], ...]:
         names = self.edge_types if self.is_hetero else None
         found = self._num_neighbors.get_values(names)
+        if names is None and isinstance(found, dict):
+            raise ValueError(
+                "num_neighbors is a dictionary by edge type, but the edges of this graph "
+                "have no types; give a list"
+            )
         lists = [found] if names is None else [found[name] for name in names]
         for fan_out in itertools.chain.from_iterable(lists):
-            if int(fan_out) != fan_out or fan_out < -1:
+            if int(fan_out) != fan_out or not -1 <= fan_out < 2**31:
                 raise ValueError(
                     f"num_neighbors holds {fan_out}; give the number of neighbors to "
                     "draw at each hop, 0 for none, or -1 for all"
@@ -252,19 +261,26 @@ class KeyedNeighborSampler(NeighborSampler):
                     "and need one here; pass input_time (or edge_label_time)"
                 )
         every = torch.cat(parts)
+        if every.is_floating_point() and bool(every.isnan().any()):
+            raise ValueError("the times of the seeds hold NaN: nothing comes before it")
         relations = self._topology.graph.relations
         found = [t for t in (*clocks, *(r.time for r in relations)) if t is not None]
         if any(time.is_floating_point() for time in found):
             return every.double().contiguous()
         if every.is_floating_point():
-            every = every.floor()  # t <= x and t <= floor(x) say the same of a whole t
+            # t <= x and t <= floor(x) say the same of a whole t; the ends of int64
+            # stand for what lies beyond them
+            ends = torch.iinfo(torch.int64)
+            whole = every.double().floor()
+            late, early = whole >= 2.0**63, whole < -(2.0**63)
+            every = whole.masked_fill(late | early, 0).long()
+            every = every.masked_fill(late, ends.max).masked_fill(early, ends.min)
         return every.long().contiguous()
 
     def _output(self, found: Minibatch, hetero: bool) -> Output:
         if self._topology.dtype != torch.int64:
             found.node = [t.to(self._topology.dtype) for t in found.node]
             found.edge_index = [t.to(self._topology.dtype) for t in found.edge_index]
-            found.edge = [t.to(self._topology.dtype) for t in found.edge]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
         if self.sample_direction == "backward":
             row, col = col, row
@@ -279,7 +295,7 @@ class KeyedNeighborSampler(NeighborSampler):
                 num_sampled_nodes=found.nodes_per_hop[0] if counted else None,
                 num_sampled_edges=found.edges_per_hop[0] if counted else None,
             )
-        nodes, edges = self.node_types, self.edge_types
+        nodes, edges = self.node_types, self._topology.edge_types
         trees = found.tree
         return HeteroSamplerOutput(
             node=_named(nodes, found.node),
@@ -292,8 +308,18 @@ class KeyedNeighborSampler(NeighborSampler):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the tables of the kernels, which are made anew where needed."""
-        return {**self.__dict__, "_draw": None}
+        """Copies the graph for a process that cannot share pages with this one.
+
+        torch moves what it hands over to shared memory, and that from under a kernel
+        that might be reading it. The tables of the kernels are made anew.
+        """
+        graph = self._topology.graph
+        relations = tuple(
+            replace(r, colptr=r.colptr.clone(), row=r.row.clone())
+            for r in graph.relations
+        )
+        copied = replace(self._topology, graph=replace(graph, relations=relations))
+        return {**self.__dict__, "_draw": None, "_topology": copied}
 
 
 def _check_options(

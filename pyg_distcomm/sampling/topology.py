@@ -29,7 +29,8 @@ Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
 EdgeType = tuple[str, str, str]
 
 # The relations of edge tensors that are alive: loaders for training and evaluation on
-# one graph keep one copy. A list per tensor: (what it was built for, relation).
+# one graph keep one copy. A list per tensor: (what it was built for, relation). Edits in
+# place are seen by torch's version counter, but not those through a NumPy array below it.
 _built: Any = WeakTensorKeyDictionary()
 
 
@@ -207,10 +208,8 @@ def _stored(
         with _said_of(found.edge_types[k]):
             time = found.edge_time[k]
             time = None if time is None else checks.times(time, str(time_attr))
-            if time is not None and time.numel() != row.numel():
-                raise ValueError(
-                    f"there are {time.numel()} times for {row.numel()} edges"
-                )
+            _check_length("edges", row.numel(), "times", time)
+            _check_length("nodes", found.sizes[source], "times", clocks[source])
             if time is not None and perm is not None:
                 time = time[perm.long()]
             sizes = found.sizes[source], found.sizes[target]
@@ -233,6 +232,10 @@ def _relation(
     backward: bool,
 ) -> Relation:
     """Returns the edges of one store; targets and sources change places if backward."""
+    _check_length("source nodes", sizes[0], "times", node_time)
+    if "edge_index" in store and store.edge_index is not None:
+        # before they are sorted by it: a kernel follows the order of the times
+        _check_length("edges", store.edge_index.size(-1), "times", edge_time)
     if "edge_index" not in store or store.edge_index is None:
         way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
         colptr, row, perm = to_csc(store, device="cpu", **way)
@@ -244,16 +247,13 @@ def _relation(
     if weight is None and edge_time is None:
         checks.check_times(relation, node_time) if is_sorted else None
         return relation
-    for name, values in (("weights", weight), ("times", edge_time)):
-        if values is not None and values.numel() != relation.num_edges:
-            raise ValueError(
-                f"there are {values.numel()} {name} for {relation.num_edges} edges"
-            )
+    _check_length("edges", relation.num_edges, "weights", weight)
+    _check_length("edges", relation.num_edges, "times", edge_time)
     order = relation.row[1::2].long() if relation.stride == 2 else slice(None)
     relation = replace(
         relation,
-        weight=None if weight is None else weight[order].contiguous(),
-        time=None if edge_time is None else edge_time[order].contiguous(),
+        weight=None if weight is None else weight[order].clone(),
+        time=None if edge_time is None else edge_time[order].clone(),
     )
     if is_sorted:
         checks.check_times(relation, node_time)
@@ -279,7 +279,8 @@ def _from_edges(
     edges = edge_index.detach().cpu()
     if isinstance(edges, EdgeIndex):
         edges = edges.as_tensor()
-    if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
+    whole = not (edges.is_floating_point() or edges.is_complex())
+    if edges.dim() != 2 or edges.size(0) != 2 or not whole or edges.dtype == torch.bool:
         raise ValueError(
             f"edge_index must be an integer tensor [2, E], got {list(edges.shape)} of "
             f"{edges.dtype}"
@@ -295,13 +296,14 @@ def _from_edges(
                 f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
             )
         colptr = _offsets(target, target_size)
-        relation = Relation(0, 0, colptr, source.contiguous(), 1)
+        relation = Relation(0, 0, colptr, _own_copy(source), 1)
     else:
         when = edge_time if node_time is None else node_time[edges[0].long()]
         order = None if when is None else torch.argsort(when, stable=True)
         relation = _sorted_pairs(source, target, sizes, target_size, order)
     if kept:
-        _built.setdefault(edge_index, []).append((memo, relation))
+        built = [item for item in _built.get(edge_index, ()) if item[0][0] == memo[0]]
+        _built[edge_index] = [*built, (memo, relation)]
     return relation
 
 
@@ -323,13 +325,24 @@ def _sorted_pairs(
 def _joined(
     colptr: Tensor, row: Tensor, perm: Tensor | None, source: int, target: int
 ) -> Relation:
-    row = row.contiguous()
+    colptr = colptr.long().clone()
     if perm is None:
-        return Relation(source, target, colptr.long(), row, 1)
+        return Relation(source, target, colptr, _own_copy(row), 1)
     pair = torch.stack([row.long(), perm.long()], 1).view(-1)
     if pair.numel() == 0 or int(pair.max()) < 2**31:
         pair = pair.int()
-    return Relation(source, target, colptr.long(), pair, 2)
+    return Relation(source, target, colptr, pair, 2)
+
+
+def _own_copy(row: Tensor) -> Tensor:
+    """Copies checked ids, which their owner might change; as int32 if they fit."""
+    narrow = row.numel() == 0 or int(row.max()) < 2**31
+    return row.to(torch.int32 if narrow else torch.int64, copy=True).contiguous()
+
+
+def _check_length(of: str, count: int, name: str, values: Tensor | None) -> None:
+    if values is not None and values.numel() != count:
+        raise ValueError(f"there are {values.numel()} {name} for {count} {of}")
 
 
 def _offsets(target: Tensor, size: int) -> Tensor:

@@ -1,0 +1,275 @@
+"""The corners of the loaders: what PyG's scripts may do, and what must not crash."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import worlds
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
+
+from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+N, E = 60, 400
+
+
+def graph(**more):
+    g = torch.Generator().manual_seed(0)
+    edges = torch.randint(N, (2, E), generator=g)
+    return Data(x=torch.arange(N * 2.0).view(N, 2), edge_index=edges, **more)
+
+
+def loader(data, fan_out=(3, 2), **kwargs):
+    kwargs = {"batch_size": 5, "seed": 1, **kwargs}
+    return DistNeighborLoader(data, list(fan_out), **kwargs)
+
+
+def test_what_pyg_says_of_a_batch_wins_over_attributes_of_the_same_name():
+    data = graph(edge_label=torch.arange(E) + 1000)
+    links = DistLinkNeighborLoader(
+        data,
+        [2],
+        edge_label_index=data.edge_index[:, :40],
+        edge_label=torch.arange(40),
+        batch_size=10,
+    )
+    labels = torch.cat([batch.edge_label for batch in links])
+    assert torch.equal(labels, torch.arange(40))
+    named = graph(input_id=torch.arange(N) + 500, batch=torch.zeros(N).long())
+    batch = next(iter(loader(named)))
+    assert batch.input_id.tolist() == [0, 1, 2, 3, 4]
+    assert batch.batch is None
+
+
+def test_an_attribute_called_n_id_is_the_users_own():
+    batch = next(iter(loader(graph(n_id=torch.arange(N) + 7))))
+    assert torch.equal(2 * (batch.n_id - 7).float(), batch.x[:, 0])
+
+
+def test_times_of_another_length_are_refused_before_a_kernel_sees_them():
+    data = HeteroData()
+    data["a"].num_nodes = N
+    data["a", "to", "a"].edge_index = graph().edge_index
+    for wrong in (E - 1, E + 1, 100 * E):
+        data["a", "to", "a"].time = torch.randperm(wrong)
+        with pytest.raises(ValueError, match=f"there are {wrong} times for {E} edges"):
+            KeyedNeighborSampler(data, [2], time_attr="time")
+
+
+def test_negatives_drawn_in_a_way_of_their_own():
+    class Sevens(NegativeSampling):
+        def sample(self, num_samples, endpoint=None, num_nodes=None):
+            return torch.full((num_samples,), 7)
+
+    links = DistLinkNeighborLoader(
+        graph(), [2], neg_sampling=Sevens("triplet"), batch_size=20
+    )
+    batch = next(iter(links))
+    assert (batch.n_id[batch.dst_neg_index] == 7).all()
+
+
+@pytest.mark.parametrize("fan_out", [-2, 2**31, 2**62, 1.5])
+def test_fan_outs_that_cannot_be(fan_out):
+    with pytest.raises(ValueError, match="num_neighbors holds"):
+        next(iter(loader(graph(), (fan_out,), replace=True)))
+
+
+def test_fan_outs_by_type_need_types():
+    with pytest.raises(ValueError, match="have no types"):
+        next(iter(DistNeighborLoader(graph(), {("a", "to", "b"): [2]}, batch_size=5)))
+
+
+def test_edits_of_the_data_do_not_reach_a_loader_that_is_built():
+    data = graph()
+    order = data.edge_index[1].argsort(stable=True)
+    data.edge_index = data.edge_index[:, order].contiguous()
+    ours = loader(data, is_sorted=True)
+    before = [batch.n_id for batch in ours]
+    data.edge_index[0] = 10**12
+    ours.set_epoch(0)
+    after = [batch.n_id for batch in ours]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="source nodes"):
+        loader(data, is_sorted=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_methods_of_a_subclass_are_called(workers, filter_per_worker):
+    class Mine(DistNeighborLoader):
+        def collate_fn(self, index):
+            out = super().collate_fn(index)
+            out.touched = True
+            return out
+
+        def filter_fn(self, out):
+            data = super().filter_fn(out)
+            data.filtered = True
+            return data
+
+    mine = Mine(
+        graph(),
+        [2],
+        batch_size=20,
+        num_workers=workers,
+        filter_per_worker=filter_per_worker,
+    )
+    for batch in mine:
+        assert batch.filtered
+        assert torch.equal(batch.x[:, 0], 2 * batch.n_id.float())
+        assert "touched" in batch if filter_per_worker else True
+
+
+def test_backward_sampling_with_fan_outs_by_type():
+    data = HeteroData()
+    data["a"].num_nodes = data["b"].num_nodes = N
+    data["a", "to", "b"].edge_index = graph().edge_index
+    inputs = NodeSamplerInput(None, torch.arange(10), input_type="a")
+    for fan_out in ([-1], {("a", "to", "b"): [-1]}):
+        pytest.importorskip("torch_geometric", "2.7")
+        sampler = KeyedNeighborSampler(data, fan_out, sample_direction="backward")
+        out = sampler.sample_from_nodes(inputs)
+        found = out.edge["a", "to", "b"].sort()[0]
+        wanted = (data["a", "to", "b"].edge_index[0] < 10).nonzero().view(-1)
+        assert torch.equal(found, wanted)
+
+
+def test_times_beyond_whole_numbers():
+    data = graph(time=torch.arange(N))
+    late = loader(data, (-1,), time_attr="time", input_time=torch.full((N,), torch.inf))
+    early = loader(
+        data, (-1,), time_attr="time", input_time=torch.full((N,), -torch.inf)
+    )
+    assert sum(batch.num_edges for batch in late) == E
+    assert sum(batch.num_edges for batch in early) == 0
+    with pytest.raises(ValueError, match="NaN"):
+        next(
+            iter(loader(data, time_attr="time", input_time=torch.full((N,), torch.nan)))
+        )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(N, 3, dtype=torch.cfloat).conj(),
+        torch.randn(N, 3, dtype=torch.cfloat).conj().imag,
+        torch.randn(3, N).T,
+        torch.randn(N, 3).half(),
+        torch.randn(N, 3).bfloat16(),
+        torch.rand(N, 2, 3) < 0.5,
+        torch.randn(N, 0),
+        torch.randn(N),
+    ],
+    ids=[
+        "conjugate",
+        "negative",
+        "strided",
+        "half",
+        "bfloat16",
+        "bool",
+        "empty",
+        "flat",
+    ],
+)
+def test_features_of_any_kind(x):
+    data = graph()
+    data.x = x
+    for batch in loader(data):
+        assert batch.x.dtype == x.dtype
+        assert torch.equal(batch.x, x[batch.n_id])
+
+
+def test_labels_of_a_narrow_type():
+    data = graph()
+    labels = torch.arange(E).bfloat16()
+    links = DistLinkNeighborLoader(data, [2], edge_label=labels, batch_size=E)
+    assert torch.equal(next(iter(links)).edge_label, labels)
+
+
+def test_seeds_are_whole_numbers():
+    ids = [b.n_id for b in loader(graph(), seed=np.int64(3))]
+    same = [b.n_id for b in loader(graph(), seed=3)]
+    assert all(torch.equal(a, b) for a, b in zip(ids, same, strict=True))
+    with pytest.raises(ValueError, match="seed must be a whole number"):
+        loader(graph(), seed="three")
+
+
+def test_a_loaded_state_outlives_set_epoch():
+    ours = loader(graph(), shuffle=True)
+    batches = iter(ours)
+    next(batches), next(batches)
+    state = ours.state_dict()
+    left = [batch.n_id for batch in batches]
+    again = loader(graph(), shuffle=True)
+    next(iter(again))  # an epoch begun before does not count
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.set_epoch(state["epoch"])
+    found = [batch.n_id for batch in again]
+    assert all(torch.equal(a, b) for a, b in zip(left, found, strict=True))
+    again.set_epoch(7)
+    assert (again.state_dict()["epoch"], again.state_dict()["batches"]) == (7, 0)
+
+
+def test_edge_index_that_cannot_be():
+    data = graph()
+    data.edge_index = data.edge_index > 3
+    with pytest.raises(ValueError, match="integer tensor"):
+        loader(data)
+
+
+# Ranks ---------------------------------------------------------------------------------
+
+
+def _evaluates_alone():
+    mesh = worlds.mesh()
+    data = graph()
+    train = loader(data)
+    if mesh.rank == 0:
+        alone = loader(data)
+    steps = len(list(train))
+    if mesh.rank != 0:
+        return steps
+    with pytest.warns(UserWarning, match="not all ranks have built the loader"):
+        return steps, len(list(alone)), len(list(alone))
+
+
+def test_a_loader_that_the_others_have_passed_by_is_ones_own():
+    assert worlds.run(_evaluates_alone, 3, deadline=60) == [(4, 12, 12), 4, 4]
+
+
+def _without_inputs():
+    mesh = worlds.mesh()
+    mine = torch.arange(10) if mesh.rank else torch.empty(0).long()
+    with pytest.raises(ValueError, match=r"have \[0, 2, 2\] batches of their own"):
+        list(loader(graph(), input_nodes=mine))
+    dropped = loader(graph(), input_nodes=mine, even_batches="drop")
+    return len(list(dropped))
+
+
+def test_a_rank_without_inputs_has_nothing_to_repeat():
+    assert worlds.run(_without_inputs, 3) == [0, 0, 0]
+
+
+def _arrays(folder):
+    from pyg_distcomm.loader import shared
+
+    worlds.mesh()
+    data = graph(z=np.arange(N))
+    data.x = np.memmap(f"{folder}/x.npy", np.float32, "r", shape=(N, 2))
+    held = shared(lambda: data)
+    assert isinstance(held.x, np.memmap)
+    batch = next(iter(loader(held, split=False)))
+    assert torch.equal(batch.z, batch.n_id)
+    return batch.x.tolist()
+
+
+def test_shared_arrays_stay_on_disk(tmp_path):
+    x = np.memmap(tmp_path / "x.npy", np.float32, "w+", shape=(N, 2))
+    x[:] = graph().x.numpy()
+    x.flush()
+    found = worlds.run(_arrays, 2, str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0][0] == [0.0, 1.0]
