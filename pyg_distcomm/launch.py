@@ -55,16 +55,18 @@ def launch(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
     )
     share = threads or max(1, (os.cpu_count() or 1) // nprocs)
-    ranks, pipes = [], []
-    for rank in range(nprocs):
-        mine, theirs = context.Pipe(duplex=False)
-        job = (fn, args, rank, nprocs, store.port, share, theirs)
-        process = context.Process(target=_rank_main, args=job, daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append(process)
-        pipes.append(mine)
+    ranks: list[Any] = []
+    pipes: list[Connection] = []
     try:
+        for rank in range(nprocs):
+            mine, theirs = context.Pipe(duplex=False)
+            job = (fn, args, rank, nprocs, store.port, share, theirs)
+            # no daemon: a rank may start processes of its own, to load data
+            process = context.Process(target=_rank_main, args=job)
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            pipes.append(mine)
         return _collected(pipes, timeout)
     finally:
         _stop(ranks)

@@ -9,6 +9,7 @@ import worlds
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
+import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
@@ -251,6 +252,27 @@ def _without_inputs():
 
 def test_a_rank_without_inputs_has_nothing_to_repeat():
     assert worlds.run(_without_inputs, 3) == [0, 0, 0]
+
+
+def _with_workers():
+    pdc.init()
+    reference = [batch.n_id.tolist() for batch in loader(graph())]
+    found = [batch.n_id.tolist() for batch in loader(graph(), num_workers=2)]
+    assert found == reference
+    return len(found)
+
+
+def test_ranks_of_launch_may_have_workers():
+    assert pdc.launch(_with_workers, 2, threads=1) == [6, 6]
+
+
+def test_workers_may_be_spawned():
+    reference = [batch.n_id for batch in loader(graph())]
+    spawned = loader(graph(), num_workers=1, multiprocessing_context="spawn")
+    for _ in range(2):
+        spawned.set_epoch(0)
+        found = [batch.n_id for batch in spawned]
+        assert all(torch.equal(a, b) for a, b in zip(reference, found, strict=True))
 
 
 def _arrays(folder):

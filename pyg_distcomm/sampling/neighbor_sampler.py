@@ -27,7 +27,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
 from pyg_distcomm.random import fold, fresh_seed
 from pyg_distcomm.sampling.negatives import KeyedNegatives
-from pyg_distcomm.sampling.topology import Source, read_topology
+from pyg_distcomm.sampling.topology import Source, Topology, read_topology
 
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -89,6 +89,7 @@ class KeyedNeighborSampler(NeighborSampler):
         )
         # share_memory has no use: forked workers share pages, others get a copy (below)
         self._draw: Any = None
+        self._handed: Topology | None = None  # the copy that other processes get
         self._name_types(backward)
         self.perm = None
         self.num_neighbors = num_neighbors
@@ -311,15 +312,19 @@ class KeyedNeighborSampler(NeighborSampler):
         """Copies the graph for a process that cannot share pages with this one.
 
         torch moves what it hands over to shared memory, and that from under a kernel
-        that might be reading it. The tables of the kernels are made anew.
+        that might be reading it; the copy is kept, since it is handed over only after
+        this returns. The tables of the kernels are made anew.
         """
-        graph = self._topology.graph
-        relations = tuple(
-            replace(r, colptr=r.colptr.clone(), row=r.row.clone())
-            for r in graph.relations
-        )
-        copied = replace(self._topology, graph=replace(graph, relations=relations))
-        return {**self.__dict__, "_draw": None, "_topology": copied}
+        if self._handed is None:
+            graph = self._topology.graph
+            relations = tuple(
+                replace(r, colptr=r.colptr.clone(), row=r.row.clone())
+                for r in graph.relations
+            )
+            self._handed = replace(
+                self._topology, graph=replace(graph, relations=relations)
+            )
+        return {**self.__dict__, "_draw": None, "_topology": self._handed}
 
 
 def _check_options(
