@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
+from pyg_distcomm.loader.buffers import Buffers
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 _HOLLOW = torch.int8  # of tensors without columns, which PyG puts nowhere itself
@@ -37,9 +38,11 @@ class Assembly:
 
     Args:
         loader: a loader of this package.
+        buffers: where the memory of features comes from; fresh without it.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, buffers: Buffers | None = None) -> None:
+        self._buffers = buffers
         self._bare = copy.copy(loader)
         self._bare.transform = self._bare.transform_sampler_output = None
         self._rows: list[_Rows] = []
@@ -81,7 +84,7 @@ class Assembly:
             if isinstance(values, np.ndarray):
                 wanted, values = (pools or self.fetch([out]))[k]
                 ids = torch.searchsorted(wanted, ids)
-            store[rows.name] = _gather(values, ids)
+            store[rows.name] = _gather(values, ids, self._buffers)
         return batch
 
     def _hollow(self, data: Any) -> Any:
@@ -131,7 +134,7 @@ def _ids(rows: _Rows, out: Any) -> Tensor | None:
     return None if found is None else found.long()
 
 
-def _gather(values: Tensor, ids: Tensor) -> Tensor:
+def _gather(values: Tensor, ids: Tensor, buffers: Buffers | None) -> Tensor:
     """Copies rows of any type, as whole words."""
     shape = (ids.numel(), *values.shape[1:])
     size = values[:1].numel() * values.element_size() if len(values) else 0
@@ -143,5 +146,6 @@ def _gather(values: Tensor, ids: Tensor) -> Tensor:
     if word == 1:
         return values.index_select(0, ids)
     words = values.view(len(values), -1).view(torch.uint8).view(kind)
-    out = kernels.gather_rows(words, ids)
+    fresh = None if buffers is None else buffers.empty(words, ids.numel())
+    out = kernels.gather_rows(words, ids, fresh)
     return out.view(torch.uint8).view(values.dtype).view(shape)

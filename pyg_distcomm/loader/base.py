@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pyg_distcomm.loader.assembly import Assembly
+from pyg_distcomm.loader.buffers import Buffers
 from pyg_distcomm.loader.bulk import Bulks
 from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
 from pyg_distcomm.loader.options import Extras, digest
@@ -118,7 +119,7 @@ class BulkLoading(_PyGLoader):
         """Takes up work where PyG's constructor leaves it."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("batch_size=None asks for no batches; give a number")
-        self._extras = extras
+        self._extras, self._buffers = extras, Buffers()
         self.seed, self._epoch, self._resume = extras.seed, 0, 0
         self._progress: _Progress | None = None
         own = dataloader.get("batch_sampler") is not None
@@ -223,7 +224,7 @@ class BulkLoading(_PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
-        return {**self.__dict__, "_notes": None}
+        return {**self.__dict__, "_notes": None, "_buffers": None}
 
     # Epochs and ranks ----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pyg_distcomm.loader.assembly import Assembly
 from pyg_distcomm.loader.deal import Numbered
 
 BUDGET = 1 << 29  # bytes of minibatches in flight, if memory allows that much
-MOST = 64  # minibatches of an automatic bulk
+MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
 
 
 class Producer:
@@ -26,7 +26,7 @@ class Producer:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._assembly = loader, Assembly(loader)
+        self._loader, self._assembly = loader, Assembly(loader, loader._buffers)
         own, ours = loader._customised, self._assembly.threads
         self._late = own or not ours or loader.transform_sampler_output is not None
         self._sample = loader.collate_fn if own else loader._sampled
@@ -42,7 +42,7 @@ class Producer:
             return self._width
         room = min(BUDGET, _free_memory() // 8)
         fits = room // (self._bytes * (self._loader._extras.prefetch + 2))
-        return max(self._width, min(MOST, fits))
+        return max(self._width, min(MOST * self._width, fits))
 
     def __call__(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
         """Samples and assembles a bulk, each minibatch on one thread.
