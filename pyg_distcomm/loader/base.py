@@ -178,8 +178,7 @@ class BulkLoading(_PyGLoader):
         return not (same and own.collate_fn is BulkLoading.collate_fn)
 
     def _plan(self) -> Iterator[Numbered]:
-        progress = self._progress
-        assert progress is not None
+        progress = self._progress or _Progress(self._epoch, self._resume)
         seed = self._agreed_seed()
         return self._epochs.batches(seed, progress.epoch, self._deal(), progress.start)
 
