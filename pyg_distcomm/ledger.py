@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ class Ledger:
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
     _events: list[tuple[str, str]] | None = None
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, repr=False, compare=False
+    )
 
     def note(
         self,
@@ -41,12 +45,13 @@ class Ledger:
         messages: int,
     ) -> Entry:
         """Adds one operation and returns its row, for the seconds still to come."""
-        entry = self.entries.setdefault((op, axis), Entry())
-        entry.calls += 1
-        entry.words += words
-        entry.bytes += bytes
-        entry.sent_bytes += sent_bytes
-        entry.messages += messages
+        with self._lock:  # loaders count from threads of their own
+            entry = self.entries.setdefault((op, axis), Entry())
+            entry.calls += 1
+            entry.words += words
+            entry.bytes += bytes
+            entry.sent_bytes += sent_bytes
+            entry.messages += messages
         return entry
 
     def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:

@@ -1,0 +1,114 @@
+"""Channels: process groups of its own for work that runs beside training.
+
+[Note: channels] Collectives of one process group have to start in the same order on all
+ranks. Sampling and fetching run in threads of their own, so each has a channel of its own,
+and the order of training's collectives does not matter to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.wire import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class Channel:
+    """A grid of P/c x c ranks with process groups of its own.
+
+    Rank q stands at row q // c, column q % c. The c ranks of one row hold the same
+    block of data; the P/c ranks of one column hold all blocks between them.
+
+    Args:
+        replication: c.
+        world: all ranks.
+        row: the ranks of this column, one for each block (the axis on which i varies).
+        col: the ranks of this row, which hold the same block.
+    """
+
+    replication: int
+    world: Axis
+    row: Axis
+    col: Axis
+
+    @property
+    def block(self) -> int:
+        """Which block this rank holds: its place on the row axis."""
+        return self.row.rank
+
+    def members(self, block: int) -> range:
+        """Returns the ranks that hold a block."""
+        return range(block * self.replication, (block + 1) * self.replication)
+
+    def close(self) -> None:
+        """Lets the process groups go; nothing may be under way."""
+        if not dist.is_initialized():
+            return
+        # c = 1: row and world share one group
+        for group in {axis.group for axis in (self.world, self.row, self.col)}:
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+def open_channel(mesh: Mesh, replication: int | None = None) -> Channel:
+    """Opens a channel; collective over all ranks of the mesh.
+
+    Args:
+        mesh: the ranks.
+        replication: c, which has to divide P. The default is that of the mesh if its
+            grid is (P/c, c, 1), and 1 otherwise.
+
+    Raises:
+        ValueError: if c does not divide P; it lists what does.
+    """
+    c = check_replication(mesh, replication)
+    size, rank = mesh.size, mesh.rank
+    watch, ledger = mesh.world.watch, mesh.ledger
+
+    def axis(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
+        place = ranks.index(rank)
+        return Axis(name, place, len(ranks), group, ledger, watch)
+
+    everyone = range(size)
+    group = _group(mesh, everyone)
+    columns = [everyone[j::c] for j in range(c)]
+    rows = [everyone[i : i + c] for i in range(0, size, c)]
+    # every rank makes every group, in the same order: torch asks for it
+    by_column = [group] if c == 1 else [_group(mesh, ranks) for ranks in columns]
+    by_row = [_group(mesh, ranks) for ranks in rows]
+    return Channel(
+        c,
+        axis("world", everyone, group),
+        axis("row", columns[rank % c], by_column[rank % c]),
+        axis("col", rows[rank // c], by_row[rank // c]),
+    )
+
+
+def check_replication(mesh: Mesh, replication: int | None) -> int:
+    """Returns c, or says which would fit."""
+    if replication is None:
+        r, s, p = mesh.grid
+        return s if p == 1 and r > 1 else 1
+    fits = [c for c in range(1, mesh.size + 1) if mesh.size % c == 0]
+    if replication not in fits:
+        raise ValueError(
+            f"replication={replication!r} must divide the number of ranks, {mesh.size}; "
+            f"it may be one of {fits}"
+        )
+    return int(replication)
+
+
+def _group(mesh: Mesh, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1 or mesh.world.group is None:
+        return None
+    watch = mesh.world.watch
+    patience = 360.0 if watch is None else watch.deadline + 60
+    # ids and features lie in host memory: gloo moves them whatever training uses
+    return dist.new_group(
+        list(ranks), timeout=timedelta(seconds=patience), backend="gloo"
+    )
