@@ -84,6 +84,31 @@ class Request:
         return max(map(len, self.fan_outs), default=0)
 
 
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """Nodes of one minibatch that draw from one relation, at one hop.
+
+    Args:
+        node: their ids, int64, which key the draws.
+        place: where the relation has their in-edges: row `place[i]` of its offsets.
+        key: of the minibatch's draws from this relation.
+        fan_out: in-edges to draw for each; -1 is all.
+        replace: whether an edge may be drawn twice.
+        latest: whether the latest edges are taken, rather than drawn.
+        name: tells the draws of equal nodes apart, or None.
+        limit: for each node, no edge later than it is drawn; or None.
+    """
+
+    node: Tensor
+    place: Tensor
+    key: int
+    fan_out: int
+    replace: bool = False
+    latest: bool = False
+    name: Tensor | None = None
+    limit: Tensor | None = None
+
+
 @dataclass(eq=False)
 class Minibatch:
     """A sampled subgraph, with nodes and edges in the order in which they were found.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from . import label_loops as labels
 from . import memory
 from . import sample_loops as loops
 from .compile import ready
-from .minibatch import Minibatch, Relation, Request, SampleGraph, UnweightedNode
+from .minibatch import Ask, Minibatch, Relation, Request, SampleGraph, UnweightedNode
 
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
 SMALLEST = 1 << 10  # slots of the smallest hash table
 
 Array = NDArray[Any]
+Room = Callable[[int], tuple[Array, int]]
 
 
 class Sampler:
@@ -46,7 +48,7 @@ class Sampler:
             except IndexError:
                 tables = [_Table(size) for size in self.graph.sizes]
         try:
-            return _Drawing(self.graph, request, tables).run()
+            return Drawing(self.graph, request, tables).run()
         finally:
             if tables is not None:
                 self._tables.append(tables)
@@ -157,126 +159,133 @@ class _Seen:
         return repeats
 
 
-class _Drawing:
-    """One minibatch while it grows."""
+class Drawing:
+    """One minibatch while it grows, wherever its in-edges are drawn."""
 
     def __init__(
-        self, graph: SampleGraph, request: Request, tables: list[_Table] | None
+        self,
+        graph: SampleGraph,
+        request: Request,
+        tables: list[_Table] | None = None,
     ) -> None:
         self.graph, self.request = graph, request
         self.seen = [
             _Seen(size, tables[t] if tables else None, request.disjoint)
             for t, size in enumerate(graph.sizes)
         ]
-        self.ends = np.empty((2, 0), np.int64)
         self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
         self.edge = [np.empty(0, np.int64) for _ in graph.relations]
         self.drawn: list[list[int]] = [[] for _ in graph.relations]
-
-    def run(self) -> Minibatch:
         trees = 0
-        for kind, seed in self.request.seeds:
+        for kind, seed in request.seeds:
             self.seen[kind].seed(_vector(seed), trees)
             trees += seed.numel()
-        for seen in self.seen:
-            seen.ends.append(seen.known)
+        self.end_hop()
+
+    def run(self) -> Minibatch:
+        """Draws everything from the relations of the graph."""
         for hop in range(self.request.hops):
-            for number in range(len(self.graph.relations)):
-                self._expand(number, hop)
-            for seen in self.seen:
-                seen.ends.append(seen.known)
+            for number, relation in enumerate(self.graph.relations):
+                ask = self.ask(number, hop)
+                if ask is None:
+                    continue
+                try:
+                    start, edge, at = draw_rows(
+                        relation, self._clock(relation), ask, self._room(number)
+                    )
+                except UnweightedNode as error:
+                    raise UnweightedNode(number, error.node) from None
+                source, row = self.index[number][0], relation.row.numpy()
+                ready(loops.fetch, (row, relation.stride, edge, source, at))()
+                self.enter(number, hop, start, at)
+            self.end_hop()
         if self.request.induced:
             for number in range(len(self.graph.relations)):
                 self._induce(number)
-        return self._result()
+        return self.result()
 
-    def _expand(self, number: int, hop: int) -> None:
-        """Draws in-edges of the nodes that the last hop found, for one relation."""
-        relation, fan_out = (
-            self.graph.relations[number],
-            self.request.fan_outs[number][hop],
-        )
-        source, target = self.seen[relation.source], self.seen[relation.target]
-        begin, end = target.frontier(hop)
-        if begin == end or fan_out == 0 or relation.num_edges == 0:
-            self.drawn[number].append(0)
-            return
-        keep = fan_out if self.request.latest else -1
-        low, high = self._bounds(relation, begin, end, keep)
-        weight = None if relation.weight is None else relation.weight.numpy()
-        start = np.empty(end - begin + 1, np.int64)
-        args = (low, high, weight, fan_out, self.request.replace, start)
-        total = ready(loops.count, args)()
-        if total < 0:
-            raise UnweightedNode(number, int(target.node[begin - 1 - total]))
-        before = len(self.edge[number])
-        self.index[number] = index = _grown(
-            self.index[number], before, before + total, exact=True
-        )
-        self.edge[number] = edge = _grown(
-            self.edge[number], before, before + total, exact=True
-        )
-        names = target.names(hop)
-        nodes = (target.node, names, begin, low, high, start)
-        self._draw(number, nodes, self.request.replace and fan_out > 0, edge, before)
-        row = relation.row.numpy()
-        ready(loops.fetch, (row, relation.stride, edge, index[0], before))()
-        ready(loops.point_to, (start, begin, index[1], before))()
-        source.label(index[0], before, index[1], target)
-        self.drawn[number].append(int(total))
+    def end_hop(self) -> None:
+        """Notes which nodes a hop has found: those that draw at the next."""
+        for seen in self.seen:
+            seen.ends.append(seen.known)
 
-    def _bounds(
-        self, relation: Relation, begin: int, end: int, keep: int
-    ) -> tuple[Array, Array]:
-        """Returns the in-edges that nodes begin .. end-1 may draw from."""
-        target = self.seen[relation.target]
-        low, high = np.empty((2, end - begin), np.int64)
-        colptr = relation.colptr.numpy()
-        ready(loops.bounds, (colptr, target.node, begin, end, low, high))()
-        time = (
-            self.graph.time[relation.source] if relation.time is None else relation.time
-        )
-        if self.request.tree_time is None or time is None:
-            return low, high
-        edges = (
-            relation.row.numpy(),
-            relation.stride,
-            time.numpy(),
-            relation.time is None,
-        )
-        trees = target.tree, self.request.tree_time.numpy()
-        args = (*edges, *trees, begin, keep, low, high)
-        ready(loops.narrow, args)()
-        return low, high
-
-    def _draw(
-        self,
-        number: int,
-        nodes: tuple[Any, ...],
-        replace: bool,
-        position: Array,
-        at: int,
-    ) -> None:
+    def ask(self, number: int, hop: int) -> Ask | None:
+        """Returns who draws from a relation at a hop; None if nobody does."""
         relation = self.graph.relations[number]
-        key = relation_key(self.request.key, number)
-        if relation.weight is None:
-            ready(loops.draw, (key, *nodes, replace, position, at))()
-        else:
-            edges = relation.row.numpy(), relation.stride, relation.weight.numpy()
-            args = (key, *nodes, replace, *edges, position, at)
-            ready(loops.draw_weighted, args)()
+        fan_out = self.request.fan_outs[number][hop]
+        target = self.seen[relation.target]
+        begin, end = target.frontier(hop)
+        if begin == end or fan_out == 0:
+            self.drawn[number].append(0)
+            return None
+        names = target.names(hop)
+        return self._asked(
+            number, begin, end, fan_out, None if names is None else names[begin:end]
+        )
+
+    def ask_all(self, number: int) -> Ask:
+        """Returns an ask for all in-edges of all nodes found, to induce a subgraph."""
+        target = self.seen[self.graph.relations[number].target]
+        return self._asked(number, 0, target.known, -1, None)
+
+    def _asked(
+        self, number: int, begin: int, end: int, fan_out: int, names: Array | None
+    ) -> Ask:
+        request = self.request
+        target = self.seen[self.graph.relations[number].target]
+        node = torch.from_numpy(target.node[begin:end])
+        limit = None
+        if request.tree_time is not None and target.tree is not None:
+            limit = request.tree_time[torch.from_numpy(target.tree[begin:end])]
+        return Ask(
+            node=node,
+            place=node,
+            key=relation_key(request.key, number),
+            fan_out=fan_out,
+            replace=request.replace and fan_out > 0,
+            latest=request.latest and fan_out > 0,
+            name=None if names is None else torch.from_numpy(names),
+            limit=limit,
+        )
+
+    def room(self, number: int, total: int) -> tuple[Array, Array, int]:
+        """Makes room for the draws of a hop: where sources and edge ids go, and from."""
+        before = len(self.edge[number])
+        size = before + total
+        self.index[number] = _grown(self.index[number], before, size, exact=True)
+        self.edge[number] = _grown(self.edge[number], before, size, exact=True)
+        return self.index[number][0], self.edge[number], before
+
+    def enter(self, number: int, hop: int, start: Array, at: int) -> None:
+        """Turns the sources drawn at a hop, in place, into local ids; keeps targets."""
+        relation, index = self.graph.relations[number], self.index[number]
+        source, target = self.seen[relation.source], self.seen[relation.target]
+        begin, _ = target.frontier(hop)
+        ready(loops.point_to, (start, begin, index[1], at))()
+        source.label(index[0], at, index[1], target)
+        self.drawn[number].append(int(start[-1]))
+
+    def _room(self, number: int) -> Room:
+        return lambda total: self.room(number, total)[1:]
+
+    def _clock(self, relation: Relation) -> Tensor | None:
+        return self.graph.time[relation.source]
 
     def _induce(self, number: int) -> None:
         """Replaces the edges of a relation by all those between the nodes found."""
-        relation = self.graph.relations[number]
+        relation, ask = self.graph.relations[number], self.ask_all(number)
+        self.induce(number, relation, *_bounds(relation, self._clock(relation), ask))
+
+    def induce(self, number: int, relation: Relation, low: Array, high: Array) -> None:
+        """Takes, of entries `low[i] .. high[i] - 1` for node i, those between nodes found."""
         source, target = self.seen[relation.source], self.seen[relation.target]
-        low, high = self._bounds(relation, 0, target.known, -1)
         place, entry, label = source.known_edges(relation, low, high, target)
         self.index[number] = np.stack([label, place])
         row = relation.row.numpy()
         self.edge[number] = row[2 * entry + 1] if relation.stride == 2 else entry
 
-    def _result(self) -> Minibatch:
+    def result(self) -> Minibatch:
+        """Returns the minibatch."""
         nodes = [_tensor(seen.node[: seen.known]) for seen in self.seen]
         trees = [
             _tensor(seen.tree[: seen.known])
@@ -291,6 +300,59 @@ class _Drawing:
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.seen],
             edges_per_hop=self.drawn,
         )
+
+
+def draw_rows(
+    relation: Relation, clock: Tensor | None, ask: Ask, room: Room
+) -> tuple[Array, Array, int]:
+    """Draws in-edges of the nodes of an ask.
+
+    Args:
+        relation: where they are.
+        clock: the times of its sources, if nodes have times and its entries none.
+        ask: who draws, and how.
+        room: returns an array and where in it to write, for so many draws.
+
+    Returns:
+        offsets of each node's draws [m + 1], the array with places of entries, and where
+        in it the first stands.
+
+    Raises:
+        UnweightedNode: if all in-edges of a node have weight zero.
+    """
+    low, high = _bounds(relation, clock, ask)
+    weight = None if relation.weight is None else relation.weight.numpy()
+    start = np.empty(len(low) + 1, np.int64)
+    args = (low, high, weight, ask.fan_out, ask.replace, start)
+    total = ready(loops.count, args)()
+    if total < 0:
+        raise UnweightedNode(0, int(ask.node[-1 - total]))
+    position, at = room(int(total))
+    name = None if ask.name is None else ask.name.numpy()
+    nodes = (ask.node.numpy(), name, 0, low, high, start)
+    if weight is None:
+        ready(loops.draw, (ask.key, *nodes, ask.replace, position, at))()
+    else:
+        edges = relation.row.numpy(), relation.stride, weight
+        more = (ask.key, *nodes, ask.replace, *edges, position, at)
+        ready(loops.draw_weighted, more)()
+    return start, position, at
+
+
+def _bounds(relation: Relation, clock: Tensor | None, ask: Ask) -> tuple[Array, Array]:
+    """Returns the entries that the nodes of an ask may draw from."""
+    count = ask.place.numel()
+    low, high = np.empty((2, count), np.int64)
+    colptr = relation.colptr.numpy()
+    ready(loops.bounds, (colptr, ask.place.numpy(), 0, count, low, high))()
+    time = clock if relation.time is None else relation.time
+    if ask.limit is None or time is None:
+        return low, high
+    row = relation.row.numpy()
+    timed = (row, relation.stride, time.numpy(), relation.time is None)
+    keep = ask.fan_out if ask.latest else -1
+    ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high))()
+    return low, high
 
 
 def relation_key(key: int, relation: int) -> int:

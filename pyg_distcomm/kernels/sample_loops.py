@@ -61,20 +61,18 @@ def narrow(
     stride: int,
     time: Array,
     by_node: bool,
-    tree: Array,
-    tree_time: Array,
-    begin: int,
+    limits: Array,
     keep_last: int,
     low: Array,
     high: Array,
 ) -> None:
-    """Keeps the in-edges that are no later than their tree; of them the last few.
+    """Keeps the in-edges that are no later than a limit; of them the last few.
 
     The time of an entry is its own, or its source's if ``by_node``; the entries of one
     node ascend in it. ``keep_last`` is -1 to keep all.
     """
     for i in range(len(low)):
-        limit = tree_time[tree[begin + i]]
+        limit = limits[i]
         first, last = low[i], high[i]
         while first < last:
             middle = (first + last) // 2
