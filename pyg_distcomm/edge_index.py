@@ -33,7 +33,12 @@ class DistEdgeIndex(torch.Tensor):
 
     @staticmethod
     def build(
-        edge_index: Tensor, nodes: Rows, edges: Rows, *, oblivious: bool = False
+        edge_index: Tensor,
+        nodes: Rows,
+        edges: Rows,
+        *,
+        oblivious: bool = False,
+        sources: Rows | None = None,
     ) -> DistEdgeIndex:
         """Makes this rank's part from its edges, in global ids.
 
@@ -43,15 +48,25 @@ class DistEdgeIndex(torch.Tensor):
             edges: which edges are here.
             oblivious: exchange whole blocks (all_gather, reduce_scatter), as the
                 sparsity-oblivious algorithms of [Tripathy20] do.
+            sources: which source nodes are here, if they are of a type of their own;
+                such edges can be sampled from, and no layer takes them yet.
         """
         local = edge_index.long().cpu()
-        topology = Topology(local[0], local[1], nodes, edges, oblivious)
+        topology = Topology(
+            local[0], local[1], nodes, edges, oblivious, sources=sources
+        )
         return _wrap(edge_index, topology)
 
     @property
     def nodes(self) -> Rows:
         """Which nodes are on this rank."""
         return self.topology.nodes
+
+    @property
+    def sources(self) -> Rows:
+        """Which source nodes are on this rank; `nodes`, unless they have a type."""
+        sources = self.topology.sources
+        return self.nodes if sources is None else sources
 
     @property
     def edges(self) -> Rows:
@@ -83,6 +98,7 @@ class DistEdgeIndex(torch.Tensor):
 
     def check_nodes(self, x: Any, name: str) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
+        self.topology.check_one_kind()
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"{name} is {_kind(x)}, but the edge_index is spread over ranks; pass "
@@ -124,7 +140,9 @@ class DistEdgeIndex(torch.Tensor):
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
         t = self.topology
-        twin = Topology(t.source_gid, t.target_gid, t.nodes, t.edges, True, t.device)
+        twin = Topology(
+            t.source_gid, t.target_gid, t.nodes, t.edges, True, t.device, t.sources
+        )
         return _wrap(self.to_local(), twin)
 
     @classmethod

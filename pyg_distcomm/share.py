@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
-from pyg_distcomm import wire
+from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -26,15 +26,15 @@ from pyg_distcomm.tensor import DistTensor
 
 
 def partition(
-    data: Data,
+    data: Data | HeteroData,
     mesh: Mesh,
-    method: str | Owner | Partition = "metis",
+    method: Any = "metis",
     *,
     seed: int = 0,
     oblivious: bool = False,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
-) -> Data:
+) -> Any:
     """Returns this rank's share of a graph: still a PyG Data, of row-cut tensors.
 
     Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
@@ -43,9 +43,11 @@ def partition(
 
     Args:
         data: the whole graph; every attribute with a row per node or per edge travels.
+            A HeteroData can be sampled from; layers do not take its edges yet.
         mesh: the ranks, from `pdc.init`.
         method: "metis", "ldg", "random", "block", the owner of each node, or a
-            Partition. METIS falls back to "ldg" where pymetis is not installed.
+            Partition; for a HeteroData also a dictionary of owners by node type. METIS
+            falls back to "ldg" where pymetis is not installed.
         seed: the seed of the cutter.
         oblivious: exchange whole blocks instead of the rows the sparsity needs: the
             baseline of [Tripathy20].
@@ -55,13 +57,35 @@ def partition(
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
+    if isinstance(data, HeteroData):
+        return _partition_hetero(data, mesh, method, seed, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     _agree(problem, mesh)
-    _agree_same(data, mesh)
+    _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
     owners = _cut_once(data, mesh, method, seed)
     share = _share_of(data, kinds, owners, mesh.rank)
     return _assemble(share, mesh, oblivious)
+
+
+def _partition_hetero(
+    data: HeteroData, mesh: Mesh, method: Any, seed: int, oblivious: bool
+) -> HeteroData:
+    owners, problem = None, None
+    try:
+        share_hetero.check_hetero(data)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, mesh)
+    _agree_same(share_hetero.hetero_mark(data), mesh)
+    try:
+        if mesh.rank == 0:
+            owners = share_hetero.cut_hetero(data, mesh.size, method, seed)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, mesh)
+    owners = share_hetero.broadcast_owners(owners, mesh)
+    return share_hetero.share_hetero(data, owners, mesh, oblivious)
 
 
 def _agree(problem: Exception | None, mesh: Mesh) -> None:
@@ -85,8 +109,8 @@ def _check(
 ) -> dict[str, Any]:
     if not isinstance(data, Data):
         raise TypeError(
-            f"partition takes a torch_geometric.data.Data, got {type(data).__name__}; "
-            "pass dataset[0], and convert a HeteroData with to_homogeneous() first"
+            "partition takes a torch_geometric.data.Data or HeteroData, got "
+            f"{type(data).__name__}; pass dataset[0]"
         )
     edge_index = data.edge_index
     if isinstance(edge_index, DistEdgeIndex):
@@ -102,17 +126,22 @@ def _check(
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 
-def _agree_same(data: Data, mesh: Mesh) -> None:
+def _mark(data: Data) -> list[int]:
     edges = data.edge_index
     assert edges is not None
     weight = torch.arange(1, edges.size(1) + 1)
-    mark = [
+    return [
         int(data.num_nodes or 0),
         edges.size(1),
         int((edges[0].cpu().long() * weight).sum() % (1 << 61)),
         int((edges[1].cpu().long() * weight).sum() % (1 << 61)),
     ]
-    marks = wire.all_gather_counts(mark, mesh.world)
+
+
+def _agree_same(mark: list[int], mesh: Mesh) -> None:
+    sizes = wire.all_gather_counts([len(mark)], mesh.world)
+    most = max(row[0] for row in sizes)
+    marks = wire.all_gather_counts(mark + [-1] * (most - len(mark)), mesh.world)
     differ = [rank for rank, other in enumerate(marks) if other != marks[0]]
     if differ:
         raise ValueError(

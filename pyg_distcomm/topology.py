@@ -66,6 +66,7 @@ class Topology:
         edges: which edges are here, by their place in the original edge_index.
         oblivious: exchange whole blocks, as the sparsity-oblivious baseline does.
         device: where operators are put.
+        sources: which sources are here, if their type is not that of the targets.
     """
 
     source_gid: Tensor
@@ -74,11 +75,22 @@ class Topology:
     edges: Rows
     oblivious: bool = False
     device: torch.device = torch.device("cpu")
+    sources: Rows | None = None
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def check_one_kind(self) -> None:
+        """Refuses edges between nodes of types of their own."""
+        if self.sources is not None:
+            raise TypeError(
+                "layers do not take the edges of a partitioned HeteroData yet; sample "
+                "minibatches from it with DistNeighborLoader, or partition "
+                "data.to_homogeneous()"
+            )
 
     @cached_property
     def locals(self) -> Locals:
         """Own edges in local numbering, and the halo of their sources; collective."""
+        self.check_one_kind()
         nodes, mesh = self.nodes, self.nodes.mesh
         partition = nodes.partition
         assert partition is not None
@@ -117,6 +129,7 @@ class Topology:
     @cached_property
     def reversed(self) -> Reversal:
         """The edges turned around and owned by what were their sources; collective."""
+        self.check_one_kind()
         partition, mesh = self.nodes.partition, self.nodes.mesh
         assert partition is not None
         owner = partition.owner_of(self.source_gid)
@@ -144,6 +157,7 @@ class Topology:
         return plan
 
     def _plan(self, source_gid: Tensor, target_gid: Tensor) -> Plan:
+        self.check_one_kind()
         nodes = self.nodes
         assert nodes.partition is not None
         plan = build_plan(
@@ -236,6 +250,7 @@ class Topology:
             self.edges,
             self.oblivious,
             device,
+            self.sources,
         )
 
 

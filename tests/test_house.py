@@ -28,7 +28,7 @@ FLOORS = (
     "topology edge_index",
     "sampling",
     "loader",
-    "share checkpoint datasets nn",
+    "share share_hetero checkpoint datasets nn",
     "doctor bench bench_gcn",
     "cli __init__",
 )
@@ -38,6 +38,7 @@ KNOWS_PYG = {
     "topology",
     "edge_index",
     "share",
+    "share_hetero",
     "datasets",
     "bench_gcn",
     "partition.kinds",
