@@ -139,3 +139,8 @@ class UnweightedNode(ValueError):
             "give them positive weights, remove them, or take all edges (fan-out -1)"
         )
         self.relation, self.node = relation, node
+
+
+def relation_key(key: int, relation: int) -> int:
+    """Returns the key of a minibatch's draws from one relation."""
+    return (key + relation * 0x9E3779B97F4A7C15) % (1 << 63)

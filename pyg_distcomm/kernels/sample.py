@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from . import label_loops as labels
 from . import memory
 from . import sample_loops as loops
 from .compile import ready
-from .minibatch import Ask, Minibatch, Relation, Request, SampleGraph, UnweightedNode
+from .minibatch import (
+    Ask,
+    Minibatch,
+    Relation,
+    Request,
+    SampleGraph,
+    UnweightedNode,
+    relation_key,
+)
 
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
 SMALLEST = 1 << 10  # slots of the smallest hash table
@@ -35,20 +44,31 @@ class Sampler:
         # minibatches in flight have one each; used again, so bounded by the threads
         self._tables: deque[list[_Table]] = deque()
 
+    @staticmethod
+    def draw_rows(*args: Any) -> tuple[Array, Array, int]:
+        """Draws from rows for whoever asks; see `draw_rows`."""
+        return draw_rows(*args)
+
     def __call__(self, request: Request) -> Minibatch:
         """Draws a minibatch.
 
         Raises:
             UnweightedNode: if weights do not say what to draw.
         """
+        with self.drawing(request) as drawing:
+            return drawing.run()
+
+    @contextmanager
+    def drawing(self, request: Request, beside: int = 1) -> Iterator[Drawing]:
+        """Lends a minibatch the tables it grows with, `beside` of them at a time."""
         tables = None
-        if not request.disjoint and 8 * sum(self.graph.sizes) <= TABLES:
+        if not request.disjoint and 8 * sum(self.graph.sizes) * beside <= TABLES:
             try:
                 tables = self._tables.pop()
             except IndexError:
                 tables = [_Table(size) for size in self.graph.sizes]
         try:
-            return Drawing(self.graph, request, tables).run()
+            yield Drawing(self.graph, request, tables)
         finally:
             if tables is not None:
                 self._tables.append(tables)
@@ -187,21 +207,12 @@ class Drawing:
         for hop in range(self.request.hops):
             for number, relation in enumerate(self.graph.relations):
                 ask = self.ask(number, hop)
-                if ask is None:
-                    continue
-                try:
-                    start, edge, at = draw_rows(
-                        relation, self._clock(relation), ask, self._room(number)
-                    )
-                except UnweightedNode as error:
-                    raise UnweightedNode(number, error.node) from None
-                source, row = self.index[number][0], relation.row.numpy()
-                ready(loops.fetch, (row, relation.stride, edge, source, at))()
-                self.enter(number, hop, start, at)
+                if ask is not None:
+                    self.draw(number, hop, relation, ask)
             self.end_hop()
         if self.request.induced:
-            for number in range(len(self.graph.relations)):
-                self._induce(number)
+            for number, relation in enumerate(self.graph.relations):
+                self.induce(number, relation, self.ask_all(number))
         return self.result()
 
     def end_hop(self) -> None:
@@ -248,15 +259,41 @@ class Drawing:
             limit=limit,
         )
 
-    def room(self, number: int, total: int) -> tuple[Array, Array, int]:
-        """Makes room for the draws of a hop: where sources and edge ids go, and from."""
+    def draw(self, number: int, hop: int, relation: Relation, ask: Ask) -> None:
+        """Draws for an ask, from rows that are here."""
+        try:
+            start, edge, at = draw_rows(
+                relation, self._clock(relation), ask, lambda n: self._room(number, n)
+            )
+        except UnweightedNode as error:
+            raise UnweightedNode(number, error.node) from None
+        source, row = self.index[number][0], relation.row.numpy()
+        ready(loops.fetch, (row, relation.stride, edge, source, at))()
+        self._enter(number, hop, start, at)
+
+    def take(
+        self, number: int, hop: int, slot: Tensor, offset: Tensor, pair: Tensor
+    ) -> None:
+        """Takes in draws made elsewhere: node i of the ask has row `slot[i]`.
+
+        Shapes: slot [m]; offset [rows + 1]; pair [2 t], the source and id of each edge.
+        """
+        start = np.zeros(slot.numel() + 1, np.int64)
+        np.cumsum((offset[slot + 1] - offset[slot]).numpy(), out=start[1:])
+        edge, at = self._room(number, int(start[-1]))
+        rows = slot.numpy(), offset.numpy(), pair.numpy()
+        ready(loops.take_rows, (*rows, start, self.index[number][0], edge, at))()
+        self._enter(number, hop, start, at)
+
+    def _room(self, number: int, total: int) -> tuple[Array, int]:
+        """Makes room for the draws of a hop; returns where edge ids go, and from."""
         before = len(self.edge[number])
         size = before + total
         self.index[number] = _grown(self.index[number], before, size, exact=True)
         self.edge[number] = _grown(self.edge[number], before, size, exact=True)
-        return self.index[number][0], self.edge[number], before
+        return self.edge[number], before
 
-    def enter(self, number: int, hop: int, start: Array, at: int) -> None:
+    def _enter(self, number: int, hop: int, start: Array, at: int) -> None:
         """Turns the sources drawn at a hop, in place, into local ids; keeps targets."""
         relation, index = self.graph.relations[number], self.index[number]
         source, target = self.seen[relation.source], self.seen[relation.target]
@@ -265,21 +302,14 @@ class Drawing:
         source.label(index[0], at, index[1], target)
         self.drawn[number].append(int(start[-1]))
 
-    def _room(self, number: int) -> Room:
-        return lambda total: self.room(number, total)[1:]
-
     def _clock(self, relation: Relation) -> Tensor | None:
         return self.graph.time[relation.source]
 
-    def _induce(self, number: int) -> None:
+    def induce(self, number: int, relation: Relation, ask: Ask) -> None:
         """Replaces the edges of a relation by all those between the nodes found."""
-        relation, ask = self.graph.relations[number], self.ask_all(number)
-        self.induce(number, relation, *_bounds(relation, self._clock(relation), ask))
-
-    def induce(self, number: int, relation: Relation, low: Array, high: Array) -> None:
-        """Takes, of entries `low[i] .. high[i] - 1` for node i, those between nodes found."""
         source, target = self.seen[relation.source], self.seen[relation.target]
-        place, entry, label = source.known_edges(relation, low, high, target)
+        bounds = _bounds(relation, self._clock(relation), ask)
+        place, entry, label = source.known_edges(relation, *bounds, target)
         self.index[number] = np.stack([label, place])
         row = relation.row.numpy()
         self.edge[number] = row[2 * entry + 1] if relation.stride == 2 else entry
@@ -353,11 +383,6 @@ def _bounds(relation: Relation, clock: Tensor | None, ask: Ask) -> tuple[Array, 
     keep = ask.fan_out if ask.latest else -1
     ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high))()
     return low, high
-
-
-def relation_key(key: int, relation: int) -> int:
-    """Returns the key of the draws from one relation."""
-    return (key + relation * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 def _grown(old: Array, used: int, size: int, exact: bool = False) -> Array:

@@ -241,6 +241,25 @@ def point_to(start: Array, begin: int, target: Array, at: int) -> None:
 
 
 @jit
+def take_rows(
+    slot: Array,
+    offset: Array,
+    pair: Array,
+    start: Array,
+    source: Array,
+    edge: Array,
+    at: int,
+) -> None:
+    """Takes draws in from elsewhere: row i has pairs `offset[slot[i]] .. offset[..+1]-1`."""
+    for i in range(len(slot)):
+        k = at + start[i]
+        for e in range(offset[slot[i]], offset[slot[i] + 1]):
+            source[k] = pair[2 * e]
+            edge[k] = pair[2 * e + 1]
+            k += 1
+
+
+@jit
 def place_pairs(
     col: Array, source: Array, order: Array | None, cursor: Array, pair: Array
 ) -> None:

@@ -62,7 +62,7 @@ def times(time: Tensor, name: str) -> Tensor:
     return time.long().contiguous()
 
 
-def weights(weight: Tensor, name: str) -> Tensor:
+def weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
     weight = torch.as_tensor(weight).detach().cpu()
     weight = weight.squeeze(-1) if weight.dim() == 2 else weight
     if weight.dim() != 1:
@@ -77,6 +77,6 @@ def weights(weight: Tensor, name: str) -> Tensor:
             f"'{name}' holds {float(weight[where])} for edge {where}; weights must be "
             "finite and not negative"
         )
-    if weight.numel() and not bool((weight > 0).any()):
+    if whole and weight.numel() and not bool((weight > 0).any()):
         raise ValueError(f"all weights in '{name}' are zero, so no edge can be drawn")
     return weight.contiguous()

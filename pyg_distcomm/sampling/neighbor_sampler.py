@@ -80,7 +80,7 @@ class KeyedNeighborSampler(NeighborSampler):
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         backward = sample_direction == "backward"
-        self._topology = read_topology(
+        self._topology = self._read(
             data,
             time_attr=time_attr,
             weight_attr=weight_attr,
@@ -102,6 +102,9 @@ class KeyedNeighborSampler(NeighborSampler):
         self.keep_orig_edges = False
         self.seed = fresh_seed() if seed is None else seed
         self._calls = itertools.count()
+
+    def _read(self, data: Source, **options: Any) -> Topology:
+        return read_topology(data, **options)
 
     def _name_types(self, backward: bool) -> None:
         """Sets what PyG's methods, and its users, read of the graph."""
@@ -192,6 +195,12 @@ class KeyedNeighborSampler(NeighborSampler):
         self, seed: Any, seed_time: Any = None, key: int | None = None, **kwargs: Any
     ) -> Output:
         """Draws one minibatch: the seam where PyG calls a compiled library."""
+        request = self._request(
+            seed, seed_time, self._next_key() if key is None else key
+        )
+        return self._output(self._drawn(request), isinstance(seed, dict))
+
+    def _request(self, seed: Any, seed_time: Any, key: int) -> Request:
         hetero = isinstance(seed, dict)
         seeds = seed if hetero else {None: seed}
         times = seed_time if hetero or seed_time is None else {None: seed_time}
@@ -202,19 +211,18 @@ class KeyedNeighborSampler(NeighborSampler):
                     f"unknown node type {name!r}; there are {self.node_types}"
                 )
             _check_seeds(ids, self._topology.graph.sizes[index[name]], name)
-        request = Request(
+        return Request(
             seeds=tuple(
                 (index[k], ids.long().contiguous()) for k, ids in seeds.items()
             ),
             fan_outs=self._fan_outs(),
-            key=self._next_key() if key is None else key,
+            key=key,
             replace=self.replace,
             disjoint=self.disjoint,
             induced=self.subgraph_type == SubgraphType.induced,
             latest=self.is_temporal and self.temporal_strategy == "last",
             tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
         )
-        return self._output(self._drawn(request), hetero)
 
     def _drawn(self, request: Request) -> Minibatch:
         if self._draw is None:

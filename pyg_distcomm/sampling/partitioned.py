@@ -1,0 +1,315 @@
+"""PartitionedNeighborSampler: neighbour sampling of a graph that no rank holds whole.
+
+[Note: owner and requester] A hop of a bulk is one all_to_allv of the ids of its frontier
+and one of the answers, inside the process column, whose ranks hold all blocks between
+them. At the owner, in-edges are drawn where they lie, and the draws travel. At the
+requester, as in [Tripathy24] Sec. 5.2, rows travel, each distinct one once, and the draws
+are made from them. A draw is a function of (key, relation, node, the row), so both, and a
+graph that every rank holds, give the same minibatch bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.sampler.base import SubgraphType
+from torch_geometric.sampler.neighbor_sampler import node_sample
+
+from pyg_distcomm import kernels, wire
+from pyg_distcomm.channel import Channel
+from pyg_distcomm.kernels import threads
+from pyg_distcomm.kernels.minibatch import (
+    Ask,
+    Minibatch,
+    Relation,
+    Request,
+    UnweightedNode,
+    relation_key,
+)
+from pyg_distcomm.sampling.blocks import Block, read_block
+from pyg_distcomm.sampling.errand import Answers, Errand, Wish, answer, columns_of
+from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
+from pyg_distcomm.sampling.topology import Topology
+
+PLACES = ("owner", "requester")
+
+
+class PartitionedNeighborSampler(KeyedNeighborSampler):
+    """Samples neighbourhoods of a graph that is spread over the ranks of a channel.
+
+    Minibatches are those of `KeyedNeighborSampler` on the whole graph, bit for bit. All
+    calls are collective: all ranks of the channel sample as many minibatches at a time.
+
+    Price of a hop: see `errand_price`. At the owner, for k minibatches of b nodes and
+    fan-out s on this rank, at most k b (1 + s) pairs of words are asked and answered, of
+    which those of this rank's own block do not travel; at the requester, the whole rows.
+
+    Args:
+        data: a share, from `pdc.partition`.
+        num_neighbors, subgraph_type, replace, disjoint, temporal_strategy, time_attr,
+        weight_attr, is_sorted, directed, seed: as in `KeyedNeighborSampler`.
+        channel: the ranks, in blocks replicated c times; used by one thread at a time.
+        sample_at: "owner" or "requester"; see [Note: owner and requester].
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        *,
+        channel: Channel,
+        sample_at: str = "owner",
+        **options: Any,
+    ) -> None:
+        if sample_at not in PLACES:
+            raise ValueError(
+                f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
+            )
+        self.channel, self.sample_at = channel, sample_at
+        self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
+        super().__init__(data, num_neighbors, **options)
+        wide = any(r.row.dtype == torch.int64 for r in self._relations)
+        self._word = torch.int64 if wide else torch.int32
+        graph = self.block.topology.graph
+        sampler: Any = kernels.neighbor_sampler(graph)
+        self._sampler, self._draw_rows = sampler, sampler.draw_rows
+
+    def _read(self, data: Any, **options: Any) -> Topology:
+        if options.pop("backward"):
+            raise ValueError(
+                "sample_direction='backward' needs the out-edges of nodes, which lie with "
+                "other ranks; partition a graph with its edges turned around"
+            )
+        self.block: Block = read_block(data, self.channel, **options)
+        return self.block.topology
+
+    @property
+    def _relations(self) -> tuple[Relation, ...]:
+        return self.block.topology.graph.relations
+
+    def set_seed_times(self, name: Any, node: Tensor, time: Tensor) -> None:
+        """Says what time the nodes of a type have that minibatches start from."""
+        order = torch.argsort(node)
+        self._clock[name] = node[order], time[order]
+
+    def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
+        """Samples around nodes; collective, see `sample_bulk`."""
+        return self.sample_bulk([inputs])[0]
+
+    def sample_bulk(self, bulk: Sequence[NodeSamplerInput]) -> list[Output]:
+        """Samples minibatches together: all hops of all of them in a few exchanges."""
+        requests = []
+        for inputs in bulk:
+            hetero = inputs.input_type is not None
+            seed = {inputs.input_type: inputs.node} if hetero else inputs.node
+            time = inputs.time
+            if hetero and time is not None:
+                time = {inputs.input_type: time}
+            requests.append(self._request(seed, time, self._key(inputs)))
+        outs = []
+        for inputs, found in zip(bulk, self._grown(requests), strict=True):
+            out = self._output(found, inputs.input_type is not None)
+            outs.append(self._finished(node_sample(inputs, lambda *_, out=out: out)))
+        return outs
+
+    def sample_from_edges(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: a partitioned graph is sampled around nodes."""
+        raise TypeError(
+            "a partitioned graph is sampled around nodes only; for links, give "
+            "DistLinkNeighborLoader the whole graph (pyg_distcomm.loader.shared keeps one "
+            "copy a host)"
+        )
+
+    def _tree_time(self, seeds: dict[Any, Tensor], times: Any) -> Tensor:
+        found = dict(times or {})
+        for name, ids in seeds.items():
+            if found.get(name) is None and name in self._clock:
+                node, time = self._clock[name]
+                found[name] = time[torch.searchsorted(node, ids.long())]
+        return super()._tree_time(seeds, found)
+
+    def _grown(self, requests: Sequence[Request]) -> list[Minibatch]:
+        """Draws the minibatches of a bulk, hop by hop."""
+        with ExitStack() as lent:
+            drawings = [
+                lent.enter_context(self._sampler.drawing(r, len(requests)))
+                for r in requests
+            ]
+            self._grow(drawings, [r.key for r in requests])
+            return [drawing.result() for drawing in drawings]
+
+    def _grow(self, drawings: list[Any], mine: list[int]) -> None:
+        keys: list[list[int]] = []
+        if self.sample_at == "owner":
+            keys = wire.all_gather_counts(mine, self.channel.row)
+        fan_outs = self._fan_outs()
+        for hop in range(max(map(len, fan_outs), default=0)):
+            drawing_from = [r for r, f in enumerate(fan_outs) if f[hop] != 0]
+            asks = [[d.ask(r, hop) for d in drawings] for r in range(len(fan_outs))]
+            if self.sample_at == "owner":
+                self._at_owner(hop, drawings, asks, drawing_from, keys)
+            else:
+                for r in drawing_from:
+                    self._at_requester(r, hop, drawings, asks[r])
+            for drawing in drawings:
+                drawing.end_hop()
+        if self.subgraph_type == SubgraphType.induced:
+            for r in range(len(self._relations)):
+                self._induce(r, drawings)
+
+    def _at_owner(
+        self, hop: int, drawings: list[Any], asks: Any, where: list[int], keys: Any
+    ) -> None:
+        wishes = [_wish(r, ask) for r in where for ask in asks[r]]
+        errand = Errand(self.channel.row, wishes, self._peers(wishes), self._word)
+        k, fan_outs = len(drawings), self._fan_outs()
+        messages = []
+        for peer, theirs in enumerate(errand.received):
+            segments = [
+                (
+                    wish.relation,
+                    self._ask(
+                        wish,
+                        relation_key(keys[peer][s % k], wish.relation),
+                        fan_outs[wish.relation][hop],
+                    ),
+                )
+                for s, wish in enumerate(theirs)
+            ]
+            messages.append(self._answered(segments))
+        answers = errand.reply(messages)
+
+        def take(i: int) -> None:
+            for n, r in enumerate(where):
+                if asks[r][i] is not None:
+                    slot = answers.of(n * k + i)
+                    drawings[i].take(r, hop, slot, answers.offset, answers.pair)
+
+        threads.run(take, [(i,) for i in range(k)])
+
+    def _at_requester(
+        self, r: int, hop: int, drawings: list[Any], asks: list[Ask | None]
+    ) -> None:
+        relation, places = self._rows(r, [a.node if a else None for a in asks])
+
+        def draw(i: int) -> None:
+            ask, place = asks[i], places[i]
+            if ask is not None:
+                drawings[i].draw(r, hop, relation, replace(ask, place=place))
+
+        try:
+            threads.run(draw, [(i,) for i in range(len(drawings))])
+        except UnweightedNode as error:
+            raise self._unweighted(error, r) from None
+
+    def _induce(self, r: int, drawings: list[Any]) -> None:
+        asks = [drawing.ask_all(r) for drawing in drawings]
+        relation, places = self._rows(r, [ask.node for ask in asks])
+        for drawing, ask, place in zip(drawings, asks, places, strict=True):
+            drawing.induce(r, relation, replace(ask, place=place))
+
+    def _rows(
+        self, r: int, nodes: Sequence[Tensor | None]
+    ) -> tuple[Relation, list[Tensor]]:
+        """Fetches whole rows of a relation, each distinct one once.
+
+        With c copies of a block, the ranks of a process row pool what they want, and each
+        asks the owners of one c-th of the blocks: the 1.5D algorithm of [Tripathy24].
+
+        Returns:
+            the rows as a relation, and for each list of nodes, their places in it.
+        """
+        none = torch.empty(0).long()
+        every = torch.cat([none, *(n for n in nodes if n is not None)])
+        wanted, where = torch.unique(every, return_inverse=True)
+        col = self.channel.col
+        if col.size == 1:
+            answers = self._fetched(r, wanted)
+        else:
+            wish = [Wish(r, wanted)]
+            kind = self._relations[r].target
+            twin = self.block.block_of(kind, wanted) % col.size
+            errand = Errand(col, wish, [twin], self._word)
+            asked = [theirs[0].node for theirs in errand.received]
+            pool, places = torch.unique(torch.cat(asked), return_inverse=True)
+            pooled = self._fetched(r, pool)
+            shelf = self._shelf(r, pooled)
+            sizes = [len(a) for a in asked]
+            messages = [
+                answer(
+                    [shelf],
+                    [(0, Ask(node, pooled.slot[place], 0, -1))],
+                    self._draw_rows,
+                    self._word,
+                    whole=True,
+                )
+                for node, place in zip(asked, places.split(sizes), strict=True)
+            ]
+            answers = errand.reply(messages, self._columns(r))
+        sizes = [0 if n is None else len(n) for n in nodes]
+        return self._shelf(r, answers), list(answers.slot[where].split(sizes))
+
+    def _fetched(self, r: int, wanted: Tensor) -> Answers:
+        wish = [Wish(r, wanted)]
+        errand = Errand(self.channel.row, wish, self._peers(wish), self._word)
+        messages = [
+            self._answered([(r, self._ask(theirs[0], 0, -1))], whole=True)
+            for theirs in errand.received
+        ]
+        return errand.reply(messages, self._columns(r))
+
+    def _shelf(self, r: int, answers: Answers) -> Relation:
+        """Returns rows that have arrived as a relation of their own."""
+        columns = list(answers.columns)
+        own = self._relations[r]
+        weight = None if own.weight is None else columns.pop(0)
+        time = None if own.time is None else columns.pop(0)
+        return replace(
+            own, colptr=answers.offset, row=answers.pair, weight=weight, time=time
+        )
+
+    def _columns(self, r: int) -> list[torch.dtype]:
+        return [column.dtype for column in columns_of(self._relations[r])]
+
+    def _peers(self, wishes: Sequence[Wish]) -> list[Tensor]:
+        return [
+            self.block.block_of(self._relations[w.relation].target, w.node)
+            for w in wishes
+        ]
+
+    def _ask(self, wish: Wish, key: int, fan_out: int) -> Ask:
+        """Returns what another rank wishes as an ask of this rank's rows."""
+        drawn = fan_out > 0
+        return Ask(
+            node=wish.node,
+            place=self.block.place_of(self._relations[wish.relation].target, wish.node),
+            key=key,
+            fan_out=fan_out,
+            replace=self.replace and drawn,
+            latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
+            name=wish.name,
+            limit=wish.limit,
+        )
+
+    def _answered(self, segments: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
+        try:
+            return answer(self._relations, segments, self._draw_rows, self._word, whole)
+        except UnweightedNode as error:
+            raise self._unweighted(error, error.relation) from None
+
+    def _unweighted(self, error: UnweightedNode, r: int) -> ValueError:
+        edge_type = self._topology.edge_types[r]
+        where = "" if edge_type is None else f"edge type {edge_type}: "
+        return ValueError(f"{where}{error}")
+
+
+def _wish(relation: int, ask: Ask | None) -> Wish:
+    if ask is None:
+        return Wish(relation, torch.empty(0).long())
+    return Wish(relation, ask.node, ask.name, ask.limit)
