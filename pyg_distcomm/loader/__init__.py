@@ -1,5 +1,8 @@
 """Loaders of minibatches, in the place of PyG's."""
 
+from pyg_distcomm.loader.feature_store import (
+    DistFeatureStore as DistFeatureStore,
+)
 from pyg_distcomm.loader.link_neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )

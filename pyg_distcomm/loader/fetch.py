@@ -1,0 +1,319 @@
+"""One fetch of rows by id: three exchanges over the blocks of a channel."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.channel import Channel
+from pyg_distcomm.loader.message import (
+    Column,
+    Counts,
+    message_bytes,
+    pack_ids,
+    pack_rows,
+    unpack_ids,
+    unpack_rows,
+)
+from pyg_distcomm.loader.shards import take_rows
+from pyg_distcomm.loader.shelf import Group, Shelf
+
+Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
+
+_BAD = -1  # in the place of a checksum: this rank cannot ask for what it wants
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Distinct rows of one group, in the order in which they came.
+
+    Shapes (u ids): ids `[u]` ascending; place `[u]`, where each is in the rows;
+    rows name -> `[v, ...]`, v >= u.
+    """
+
+    ids: Tensor
+    place: Tensor
+    rows: dict[str, Tensor]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Returns where the rows of ids are; all of them must have been asked for."""
+        if ids is self.ids:
+            return self.place
+        return self.place[torch.searchsorted(self.ids, ids)]
+
+    def take(self, ids: Tensor) -> dict[str, Tensor]:
+        """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""
+        place = self.find(ids)
+        return {name: take_rows(rows, place) for name, rows in self.rows.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What one fetch wants of one group: its distinct ids, sorted by where they are.
+
+    Shapes (u ids):
+        ids     [u]  ascending
+        order   [u]  places in ids: those here, those in the cache, then block by block
+        counts  how many each block sends; none from this one
+        here    [l]  where those here are in the block
+        kept    [h]  where those in the cache are in it
+    """
+
+    ids: Tensor
+    order: Tensor
+    counts: tuple[int, ...]
+    here: Tensor
+    kept: Tensor
+
+    @property
+    def away(self) -> Tensor:
+        """The ids that travel, block by block."""
+        return self.ids[self.order[len(self.here) + len(self.kept) :]]
+
+    @property
+    def place(self) -> Tensor:
+        """Where each id is in the order."""
+        place = torch.empty_like(self.order)
+        place[self.order] = torch.arange(len(self.order))
+        return place
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """The exchange of some attributes.
+
+    Args:
+        channel: its row axis holds all blocks between its ranks.
+        shelves: the groups of the store, in the same order on all ranks.
+        columns: the attributes to bring, likewise; `group` numbers the shelves.
+    """
+
+    channel: Channel
+    shelves: Sequence[Shelf]
+    columns: Sequence[Column]
+
+    def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
+        """Returns the distinct rows wanted, by group; collective.
+
+        Raises:
+            ValueError: on all ranks of the axis, if one asks for a bad id.
+        """
+        asks, problem = self.plan(wanted)
+        axis, pending = self.channel.row, None
+        if axis.size > 1:
+            asked = self._agree(asks, problem)
+            places = self._served(asks, asked)
+            pending = wire.all_to_all(
+                pack_rows(self.columns, places, asked),
+                message_bytes(self.columns, asked),
+                message_bytes(self.columns, [ask.counts for ask in asks]),
+                axis,
+                "fetch_rows",
+            )
+        elif problem is not None:
+            raise ValueError(problem)
+        return self._joined(wanted, asks, pending)
+
+    # Before anything travels ----------------------------------------------------------
+
+    def plan(self, wanted: Wanted) -> tuple[list[Ask], str | None]:
+        """Returns what is wanted of each group, or why it cannot be had."""
+        groups = [shelf.group for shelf in self.shelves]
+        unknown = [group for group in wanted if group not in groups]
+        problem = None
+        if unknown:
+            problem = f"no group {unknown[0]!r} in the store; there are {groups}"
+        none = torch.empty(0, dtype=torch.int64)
+        asks = []
+        for number, shelf in enumerate(self.shelves):
+            ask = self._sorted(shelf, none, none)
+            travels = any(column.group == number for column in self.columns)
+            try:
+                if problem is None and shelf.group in wanted:
+                    ids, block = self._located(shelf, wanted[shelf.group])
+                    ask = self._sorted(shelf, ids, block if travels else None)
+            except ValueError as error:
+                problem = str(error)
+            asks.append(ask)
+        return asks, problem
+
+    def _located(
+        self, shelf: Shelf, asked: Tensor | tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the distinct ids, and the block of each."""
+        group = shelf.group
+        ids = ids_of(asked)
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(
+                f"ids of group {group!r} must be a vector of integers, got "
+                f"{ids.dtype} {list(ids.shape)}"
+            )
+        _check_range(ids, shelf.total, f"ids of group {group!r}")
+        unique = distinct(ids.long(), shelf.total)
+        if isinstance(asked, tuple):
+            owner = _owners_of(unique, ids, asked[1])
+            _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
+        elif shelf.owners is not None:
+            owner = shelf.owners.owner_of(unique)
+        else:
+            raise ValueError(
+                f"who owns which id of group {group!r} is not known; give (ids, owners), "
+                "or call learn_owners(group) before"
+            )
+        return unique, owner // self.channel.replication
+
+    def _sorted(self, shelf: Shelf, ids: Tensor, block: Tensor | None) -> Ask:
+        """Sorts distinct ids `[u]` by where their rows are (None: nobody's concern)."""
+        blocks = self.channel.row.size
+        if block is None:
+            return Ask(ids, torch.arange(len(ids)), (0,) * blocks, ids[:0], ids[:0])
+        own = block == self.channel.block
+        home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
+        here, found = shelf.index.places(ids[home])
+        if not bool(found.all()):
+            bad = int(ids[home[~found]][0])
+            raise ValueError(
+                f"id {bad} of group {shelf.group!r} is not here, as the owner given with "
+                "it says"
+            )
+        kept, found = shelf.cached.places(ids[rest])
+        hot, cold = rest[found], rest[~found]
+        cold = cold[torch.argsort(block[cold], stable=True)]
+        counts = torch.bincount(block[cold], minlength=blocks).tolist()
+        return Ask(ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found])
+
+    # Exchanges ------------------------------------------------------------------------
+
+    def _agree(self, asks: Sequence[Ask], problem: str | None) -> Counts:
+        """Tells each rank how many rows are wanted of it; returns what it is asked for."""
+        axis = self.channel.row
+        spoken = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
+        head = torch.full((axis.size,), spoken if problem is None else _BAD)
+        table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
+        ones = [1] * axis.size
+        got = wire.all_to_all(table, ones, ones, axis, "plan").wait()
+        if problem is not None or bool((got[:, 0] != spoken).any()):
+            wire.agree(problem, axis)
+            raise ValueError(
+                "the ranks fetch different attributes at the same time; give all ranks "
+                "the same `attrs`"
+            )
+        counts: Counts = got[:, 1:].t().tolist()
+        return counts
+
+    def _served(self, asks: Sequence[Ask], asked: Counts) -> list[Tensor]:
+        """Sends ids to where their rows are; returns the places of those asked here."""
+        axis = self.channel.row
+        ids = wire.all_to_all(
+            pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
+            [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
+            [sum(one) for one in zip(*asked, strict=True)],
+            axis,
+            "fetch_ids",
+        ).wait()
+        places = []
+        for shelf, part in zip(self.shelves, unpack_ids(ids, asked), strict=True):
+            place, here = shelf.index.places(part)
+            if not bool(here.all()):
+                raise self._misled(shelf, int(part[~here][0]))
+            places.append(place)
+        return places
+
+    def _misled(self, shelf: Shelf, gid: int) -> ValueError:
+        error = ValueError(
+            f"id {gid} of group {shelf.group!r} was asked of rank "
+            f"{self.channel.world.rank}, which does not have it: the owner given with it "
+            "is wrong"
+        )
+        watch = self.channel.row.watch
+        if watch is not None:  # the others wait for rows that will not come
+            watch.report(error)
+        return error
+
+    @property
+    def id_type(self) -> torch.dtype:
+        """The type in which ids travel."""
+        big = any(shelf.total >= 2**31 for shelf in self.shelves)
+        return torch.int64 if big else torch.int32
+
+    # After ----------------------------------------------------------------------------
+
+    def _joined(
+        self, wanted: Wanted, asks: Sequence[Ask], pending: wire.Pending | None
+    ) -> dict[Group, Pool]:
+        """Lays rows from here beside those that arrive."""
+        direct = [self._direct(n, ask) for n, ask in enumerate(asks)]
+        whole: list[Tensor] = []
+        away: list[Tensor] = []
+        for column in self.columns:
+            ask, shelf = asks[column.group], self.shelves[column.group]
+            here, kept = len(ask.here), len(ask.here) + len(ask.kept)
+            rows = column.values
+            if not direct[column.group]:
+                rows = rows.new_empty((len(ask.ids), *rows.shape[1:]))
+                take_rows(column.values, ask.here, rows[:here])
+                if kept > here:
+                    take_rows(shelf.hot[column.name], ask.kept, rows[here:kept])
+            whole.append(rows)
+            away.append(rows[:0] if direct[column.group] else rows[kept:])
+        if pending is not None:
+            counts = [ask.counts for ask in asks]
+            unpack_rows(pending.wait(), self.columns, counts, away)
+        pools: dict[Group, Pool] = {}
+        for number, (shelf, ask) in enumerate(zip(self.shelves, asks, strict=True)):
+            if shelf.group in wanted:
+                pairs = zip(self.columns, whole, strict=True)
+                rows_of = {c.name: rows for c, rows in pairs if c.group == number}
+                place = ask.here if direct[number] else ask.place
+                pools[shelf.group] = Pool(ask.ids, place, rows_of)
+        return pools
+
+    def _direct(self, number: int, ask: Ask) -> bool:
+        """Whether a group's rows are all here, and can be read where they are."""
+        alone = not self.shelves[number].foreign
+        return alone and 0 < len(ask.here) == len(ask.ids)
+
+
+def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Returns the ids of a request, without their owners, on the CPU."""
+    ids = asked[0] if isinstance(asked, tuple) else asked
+    return torch.as_tensor(ids).cpu()
+
+
+def distinct(ids: Tensor, total: int) -> Tensor:
+    """Returns ids in [0, total) once each, ascending."""
+    if bool((ids[1:] > ids[:-1]).all()):
+        return ids
+    if total < 32 * len(ids):  # a mark for each id there is takes less than a sort
+        seen = torch.zeros(total, dtype=torch.bool)
+        seen[ids] = True
+        return seen.nonzero().view(-1)
+    return torch.unique(ids)
+
+
+def _owners_of(unique: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
+    owner = torch.as_tensor(owner).cpu().long()
+    if owner.shape != ids.shape:
+        raise ValueError(
+            f"owners must be given for each of {len(ids)} ids, got {list(owner.shape)}"
+        )
+    if len(unique) == len(ids) and unique.data_ptr() == ids.data_ptr():
+        return owner
+    out = torch.empty_like(unique)
+    out[torch.searchsorted(unique, ids.long())] = owner
+    return out
+
+
+def _check_range(values: Tensor, end: int, what: str) -> None:
+    if not len(values):
+        return
+    low, high = (int(v) for v in torch.aminmax(values))
+    if low < 0 or high >= end:
+        bad = low if low < 0 else high
+        raise ValueError(f"{what} must be in 0 .. {end - 1}, got {bad}")

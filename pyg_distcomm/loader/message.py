@@ -1,0 +1,115 @@
+"""Messages of a fetch: which ids are asked of whom, and how rows lie in the answer.
+
+An answer holds, for each rank it goes to, the rows of one attribute after the other:
+`counts[group][rank]` rows of `row_bytes` bytes each, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.exchange.codec import Codec, Plain
+from pyg_distcomm.loader.shards import take_rows, width_of, words_of
+
+Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One attribute that travels.
+
+    Args:
+        group: the number of its group.
+        name: of the attribute.
+        values: the rows here, `[m, ...]`.
+        codec: how they are written.
+    """
+
+    group: int
+    name: str
+    values: Tensor
+    codec: Codec
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row in a message."""
+        return self.codec.row_bytes(width_of(self.values), self.values.dtype)
+
+    def write(self, part: Tensor, place: Tensor) -> None:
+        """Puts the rows at `place` `[k]` into a part of a message, `[k * row_bytes]`."""
+        words, count = words_of(self.values), len(place)
+        plain = isinstance(self.codec, Plain)
+        if plain and part.storage_offset() % words.element_size() == 0:
+            kernels.gather_rows(words, place, part.view(words.dtype).view(count, -1))
+        else:
+            rows = take_rows(self.values, place).view(count, width_of(self.values))
+            part.view(count, -1).copy_(self.codec.encode(rows))
+
+    def read(self, part: Tensor, out: Tensor) -> None:
+        """Decodes a part of a message into contiguous rows `[k, ...]`."""
+        flat = out.view(len(out), width_of(self.values))
+        message = part.view(len(out), self.row_bytes)
+        self.codec.decode(message, flat.size(1), out.dtype, flat)
+
+
+def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
+    """Returns ids by rank and within that by group, from `parts[group][rank]`."""
+    return torch.cat([p for one in zip(*parts, strict=True) for p in one]).to(kind)
+
+
+def unpack_ids(ids: Tensor, asked: Counts) -> list[Tensor]:
+    """Returns what was asked of each group, rank by rank: the reverse of `pack_ids`."""
+    sizes = [count for one in zip(*asked, strict=True) for count in one]
+    parts = ids.long().split(sizes)
+    return [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
+
+
+def message_bytes(columns: Sequence[Column], counts: Counts) -> list[int]:
+    """Returns the bytes for each rank."""
+    return [
+        sum(c.row_bytes * counts[c.group][rank] for c in columns)
+        for rank in range(len(counts[0]))
+    ]
+
+
+def pack_rows(
+    columns: Sequence[Column], places: Sequence[Tensor], counts: Counts
+) -> Tensor:
+    """Returns the message of the rows at `places[group]`, rank by rank."""
+    out = torch.empty(sum(message_bytes(columns, counts)), dtype=torch.uint8)
+    for column, rows, part in _parts(columns, counts):
+        column.write(out[part], places[column.group][rows])
+    return out
+
+
+def unpack_rows(
+    message: Tensor,
+    columns: Sequence[Column],
+    counts: Counts,
+    out: Sequence[Tensor],
+) -> None:
+    """Decodes a message into one tensor of rows for each column, rank by rank."""
+    place = {id(column): rows for column, rows in zip(columns, out, strict=True)}
+    for column, rows, part in _parts(columns, counts):
+        column.read(message[part], place[id(column)][rows])
+
+
+def _parts(
+    columns: Sequence[Column], counts: Counts
+) -> Iterator[tuple[Column, slice, slice]]:
+    """Yields each column's rows for each rank, and where they lie in the message."""
+    first = [[0, *accumulate(row)] for row in counts]
+    at = 0
+    for rank in range(len(counts[0])):
+        for column in columns:
+            begin, end = first[column.group][rank : rank + 2]
+            size = (end - begin) * column.row_bytes
+            if size:
+                yield column, slice(begin, end), slice(at, at + size)
+            at += size
