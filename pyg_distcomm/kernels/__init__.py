@@ -15,22 +15,31 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import reference
+from . import matrix_reference, reference
+from .matrix_reference import Csr, Urn
 from .minibatch import Minibatch, Request, SampleGraph
 
 __all__ = [
     "coo_to_csr",
+    "count_positive",
     "csr_transpose",
     "describe",
+    "draw",
+    "draw_by_clocks",
+    "extract",
     "gather_rows",
     "keyed_bits",
     "keyed_dropout",
     "keyed_mask",
+    "layer_weights",
     "neighbor_sampler",
+    "normalize_rows",
     "place_pairs",
     "scatter_add_rows",
     "sddmm",
+    "spgemm",
     "spmm",
+    "urn",
     "warm_up",
 ]
 
@@ -146,6 +155,65 @@ def neighbor_sampler(graph: SampleGraph) -> Callable[[Request], Minibatch]:
     return sampler
 
 
+def spgemm(
+    q: Csr, a: Csr, diagonal: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiplies sparse matrices, `C = Q (A + D)`; see `matrix_reference.spgemm`."""
+    return _matrix(matrix_reference.spgemm, a[1])(q, a, diagonal)
+
+
+def extract(
+    a: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    cols: tuple[Tensor, Tensor],
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds entries by row and column; see `matrix_reference.extract`."""
+    return _matrix(matrix_reference.extract, a[1])(a, rows, cols, own)
+
+
+def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Counts what may be drawn; see `matrix_reference.count_positive`."""
+    return _matrix(matrix_reference.count_positive, value)(rowptr, value)
+
+
+def draw(
+    rowptr: Tensor,
+    value: Tensor,
+    count: Tensor,
+    keys: Tensor,
+    ptr: Tensor,
+    replace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draws entries of rows by integer weights; see `matrix_reference.draw`."""
+    op = _matrix(matrix_reference.draw, value)
+    return op(rowptr, value, count, keys, ptr, replace)
+
+
+def draw_by_clocks(
+    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws entries another way; see `matrix_reference.draw_by_clocks`."""
+    return _matrix(matrix_reference.draw_by_clocks, value)(rowptr, value, keys, ptr)
+
+
+def urn(value: Tensor) -> Urn:
+    """Returns what draws from one row for many keys; see `matrix_reference.urn`."""
+    return _matrix(matrix_reference.urn, value)(value)
+
+
+def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Divides rows by their sums; see `matrix_reference.normalize_rows`."""
+    return _matrix(matrix_reference.normalize_rows, value)(rowptr, value)
+
+
+def layer_weights(
+    a: Csr, own: Tensor | None, power: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rounds a rule's weights to integers; see `matrix_reference.layer_weights`."""
+    return _matrix(matrix_reference.layer_weights, a[1])(a, own, power, scale)
+
+
 def warm_up() -> None:
     """Compiles the float32 kernels, or loads them from Numba's cache on disk."""
     importlib.import_module(".cpu", __name__).warm_up()
@@ -173,6 +241,16 @@ def _pick(
     # importing Numba takes a while: only those who multiply pay for it
     twin: Callable[P, R] = getattr(
         importlib.import_module(".cpu", __name__), op.__name__
+    )
+    return twin
+
+
+def _matrix(op: Callable[P, R], of: Tensor) -> Callable[P, R]:
+    """Returns the compiled twin of an op of `matrix_reference` where there is one."""
+    if of.device.type != "cpu":
+        return op
+    twin: Callable[P, R] = getattr(
+        importlib.import_module(".matrix", __name__), op.__name__
     )
     return twin
 

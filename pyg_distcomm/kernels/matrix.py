@@ -1,0 +1,200 @@
+"""Products, draws and extraction of sparse rows on the CPU: compiled loops over rows.
+
+Same signatures and the same numbers as `matrix_reference`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import matrix_loops as loops
+from . import matrix_weight_loops, threads
+from .compile import ready
+from .matrix_reference import Csr, value_type
+
+Array = NDArray[Any]
+NONE = np.empty(0, np.int64)
+
+
+def spgemm(
+    q: Csr, a: Csr, diagonal: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs `matrix_reference.spgemm`, rows in parallel."""
+    dtype = value_type(q[2], a[2])
+    own, extra = diagonal or (torch.empty(0), torch.empty(0))
+    left = (_long(q[0]), _long(q[1]), _values(q[2], dtype))
+    right = (_long(a[0]), *_strided(a[1]), _values(a[2], dtype))
+    args = (*left, *right, _long(own), _values(extra, dtype))
+    count, col, value = _over_rows(loops.spgemm, args, len(q[0]) - 1)
+    rowptr = torch.zeros(len(q[0]), dtype=torch.int64)
+    torch.cumsum(count, 0, out=rowptr[1:])
+    return rowptr, col, value
+
+
+def extract(
+    a: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    cols: tuple[Tensor, Tensor],
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs `matrix_reference.extract`, minibatches in parallel."""
+    wanted = (*map(_long, rows), *map(_long, cols))
+    loop = NONE if own is None else _long(own)
+    args = (_long(a[0]), *_strided(a[1]), *wanted, loop)
+    row, col, entry = _over_rows(loops.extract, args, len(rows[1]) - 1)
+    return row, col, entry
+
+
+def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Runs `matrix_reference.count_positive`, rows in parallel."""
+    count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
+    args = (_long(rowptr), _long(value), count.numpy())
+    threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
+    return count
+
+
+def draw(
+    rowptr: Tensor,
+    value: Tensor,
+    count: Tensor,
+    keys: Tensor,
+    ptr: Tensor,
+    replace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Runs `matrix_reference.draw`, rows in parallel."""
+    entry, left = _drawn(ptr)
+    row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
+    args = (*row, replace, entry.numpy(), left.numpy())
+    threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
+    return entry, left
+
+
+class Urn:
+    """Draws from one row for many keys; any number of threads may call it at once."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = _long(value)
+        self._count = int((self._value > 0).sum())
+        self._total = int(self._value.sum())
+        # calls in flight have one each, and leave it as they found it
+        self._trees: deque[Array] = deque()
+
+    def __call__(
+        self, keys: Tensor, ptr: Tensor, replace: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Runs what `matrix_reference.urn` returns."""
+        try:
+            tree = self._trees.pop()
+        except IndexError:
+            tree = self._tree()
+        entry, left = _drawn(ptr)
+        row = (tree, self._value, self._count, self._total)
+        args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
+        ready(loops.draw_shared, args)()
+        self._trees.append(tree)
+        return entry, left
+
+    def _tree(self) -> Array:
+        tree = np.zeros(len(self._value) + 1, np.int64)
+        ready(loops.grow, (self._value, 0, len(self._value), tree))()
+        return tree
+
+
+urn = Urn
+
+
+def draw_by_clocks(
+    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Runs `matrix_reference.draw_by_clocks`, rows in parallel."""
+    entry, left = _drawn(ptr)
+    row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
+    args = (*row, entry.numpy(), left.numpy())
+    threads.run_split(ready(loops.draw_by_clocks, args, 2), len(keys), 1)
+    return entry, left
+
+
+def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Runs `matrix_reference.normalize_rows`, rows in parallel."""
+    out = torch.empty_like(value)
+    args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
+    threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
+    return out
+
+
+def layer_weights(
+    a: Csr, own: Tensor | None, power: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Runs `matrix_reference.layer_weights`, rows in parallel."""
+    m = len(a[0]) - 1
+    total, even = torch.empty(m, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
+    loop = torch.empty(0 if own is None else m, dtype=torch.int64)
+    weight = _values(a[2], torch.float64)
+    value = torch.empty(0 if a[2] is None else len(a[1]), dtype=torch.int64)
+    mine = NONE if own is None else _long(own)
+    graph = (_long(a[0]), *_strided(a[1]), weight, mine, power, float(scale))
+    out = (total.numpy(), even.numpy(), loop.numpy())
+
+    def run(value: Tensor) -> int:
+        others: list[int] = []
+        work = ready(
+            matrix_weight_loops.layer_weights, (*graph, *out, value.numpy()), 2
+        )
+        threads.run_split(lambda b, e: others.append(work(b, e)), m, 1 << 12)
+        return sum(others)
+
+    if run(value) == 0 and a[2] is None:
+        return total, even, None, None
+    if a[2] is None:
+        value = torch.empty(len(a[1]), dtype=torch.int64)
+        run(value)
+    return total, even, value, None if own is None else loop
+
+
+def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:
+    """Runs a loop that returns arrays over ranges of rows, and joins them."""
+    work: Callable[..., Any] = ready(loop, args, 2)
+    pieces = threads.split(m, 8 * threads.width() if threads.width() > 1 else 1)
+    found: list[Any] = [None] * len(pieces)
+
+    def run(piece: int) -> None:
+        found[piece] = work(*pieces[piece])
+
+    threads.run(run, [(piece,) for piece in range(len(pieces))])
+    parts = zip(*found, strict=True)
+    return [
+        torch.from_numpy(part[0] if len(part) == 1 else np.concatenate(part))
+        for part in parts
+    ]
+
+
+def _drawn(ptr: Tensor) -> tuple[Tensor, Tensor]:
+    entry, left = torch.empty(2, int(ptr[-1]), dtype=torch.int64)
+    return entry, left
+
+
+def _long(t: Tensor) -> Array:
+    return t.to(torch.int64).contiguous().numpy()
+
+
+def _values(value: Tensor | None, dtype: torch.dtype) -> Array:
+    """Returns values as an array of one type; of length zero where there are none."""
+    if value is None:
+        return torch.empty(0, dtype=dtype).numpy()
+    return value.to(dtype).contiguous().numpy()
+
+
+def _strided(col: Tensor) -> tuple[Array, int]:
+    """Returns a vector as contiguous memory and the distance between its entries."""
+    step = col.stride(0) if col.numel() else 1
+    if step < 1 or col.dtype not in (torch.int32, torch.int64):
+        return _long(col), 1
+    reach = 1 + (len(col) - 1) * step if len(col) else 0
+    return col.as_strided((reach,), (1,)).numpy(), step

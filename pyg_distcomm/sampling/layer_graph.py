@@ -1,0 +1,274 @@
+r"""The graph that layer-wise sampling reads: all of its rows, or a block of them.
+
+[Note: rows and columns of a layer] A is the graph by target: row v holds the edges u -> v.
+Its normalised form divides each row by its sum t_v,
+
+    Ahat[v, u] = A[v, u] / t_v,        of A + I where the rule says so,
+
+so a row of Ahat depends on that row of A alone, and whoever holds rows of A can compute
+everything here for them: the sums of a block are partial sums, which `algebra.add` adds up
+to the sums of the graph, bit for bit; the edges of a block are those of the whole whose
+target is in it, which `LayerEdges.join` puts together.
+
+[Note: integer weights] What a rule adds up (Ahat^2, A or ones) is rounded once to integers
+w = round(scale x), at least 1 where x > 0. The scale is a power of two such that the sum
+over as many rows as a layer may have (over all, for a rule that shares its row) stays below
+2^62, and all that follows is exact. Parallel edges count as one entry, of their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import kernels
+from pyg_distcomm.kernels.minibatch import Relation
+from pyg_distcomm.sampling.algebra import check_nodes
+from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
+from pyg_distcomm.sampling.topology import read_topology
+
+MOST_ROWS = 1 << 20  # rows of a layer that integer weights leave room for
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEdges:
+    """Edges between the rows and the columns of one layer of a bulk.
+
+    Ordered by row, then by edge id, the loop of `A + I` last.
+
+    Args:
+        row: [E] place of the target among all rows asked for (of all minibatches).
+        col: [E] place of the source among all columns asked for.
+        edge: [E] original edge id; -1 for the loop of `A + I`.
+        weight: [E] float64, the share of this edge in its row: entries of Ahat, parallel
+            edges apart.
+    """
+
+    row: Tensor
+    col: Tensor
+    edge: Tensor
+    weight: Tensor
+
+    @staticmethod
+    def join(parts: Sequence[LayerEdges]) -> LayerEdges:
+        """Joins the edges that different blocks hold: each row in one block at most."""
+        row = torch.cat([part.row for part in parts])
+        order = torch.argsort(row, stable=True)
+        return LayerEdges(
+            row[order],
+            torch.cat([part.col for part in parts])[order],
+            torch.cat([part.edge for part in parts])[order],
+            torch.cat([part.weight for part in parts])[order],
+        )
+
+
+class LayerGraph(Protocol):
+    """What `KeyedLayerSampler` asks of a graph, always for a whole bulk at a time.
+
+    Attributes:
+        num_nodes: n, of the whole graph.
+        rule: what the weights of the graph were made for.
+        scale: integer weights are in units of 1 / scale.
+        most_rows: how many rows a minibatch may have in a layer.
+    """
+
+    num_nodes: int
+    rule: Rule
+    scale: float
+    most_rows: int
+
+    def sums(self, rows: BulkNodes) -> BulkMatrix:
+        """Returns `P = Q W` [k, n], int64: the weights of the rows of each minibatch."""
+        ...
+
+    def column_sums(self) -> Tensor:
+        """Returns the sums of W over all rows, [n] int64; for rules that share a row."""
+        ...
+
+    def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
+        """Returns the edges from the columns to the rows of each minibatch.
+
+        Columns ascend within a minibatch; rows may come in any order, and twice.
+        """
+        ...
+
+
+class LocalLayerGraph:
+    """A `LayerGraph` of rows held in this process: all rows of a graph, or a block.
+
+    Rows that a block does not hold add nothing to its sums, and have no edges in it.
+
+    Args:
+        rows: edges by target, as kernels take them: row i of `colptr` is that of node
+            `gid[i]`; sources are global ids. Within a row, edge ids ascend.
+        num_nodes: n, of the whole graph.
+        rule: which weights to make.
+        gid: [m] the nodes whose rows these are, ascending; None for all n.
+        most_rows: how many rows a minibatch may have in a layer.
+        peak: the largest row sum of the whole graph, needed by rules that add up weights
+            as they are; by default that of these rows (see `peak`).
+
+    Memory: 16 m bytes (32 m with loops), and 8 E where edges have weights, or some are
+    parallel or loops of their own. The edges themselves are those given.
+
+    Raises:
+        ValueError: if the weights of a row add up to infinity.
+    """
+
+    def __init__(
+        self,
+        rows: Relation,
+        num_nodes: int,
+        rule: Rule,
+        gid: Tensor | None = None,
+        most_rows: int = MOST_ROWS,
+        peak: float | None = None,
+    ) -> None:
+        self.num_nodes, self.rule, self.most_rows = num_nodes, rule, most_rows
+        self._gid, self._rows = gid, rows
+        self._weight = None if rows.weight is None else rows.weight.double()
+        self._col = rows.row[:: rows.stride]
+        #: the largest row sum of A (or A + I) among these rows
+        self.peak = self._peak()
+        self.scale = self._scale(self.peak if peak is None else peak)
+        self._own: Tensor | None = None  # the node of each row, where it has a loop
+        if rule.loops:
+            self._own = torch.arange(num_nodes) if gid is None else gid
+        graph = (rows.colptr, self._col, self._weight)
+        made = kernels.layer_weights(graph, self._own, rule.power, self.scale)
+        total, self._even, self._value, loop = made
+        self._total = total.masked_fill_(total == 0, 1.0)  # 0 / 1 is a zero row of Ahat
+        self._diagonal: tuple[Tensor, Tensor] | None = None
+        if self._own is not None:
+            # without values, in units of the row's weight
+            ones = torch.ones_like(self._even)
+            self._diagonal = self._own, ones if loop is None else loop
+
+    @staticmethod
+    def from_data(
+        data: Data,
+        rule: Rule,
+        weight_attr: str | None = None,
+        most_rows: int = MOST_ROWS,
+    ) -> LocalLayerGraph:
+        """Reads all rows of a graph.
+
+        Raises:
+            ValueError: as `read_topology`.
+            TypeError: for anything but a Data: a layer has nodes of one type.
+        """
+        if not isinstance(data, Data):
+            raise TypeError(
+                f"layer-wise sampling takes a Data, got {type(data).__name__}; for nodes of "
+                "several types, see DistNeighborLoader"
+            )
+        graph = read_topology(data, weight_attr=weight_attr).graph
+        relation = graph.relations[0]
+        return LocalLayerGraph(relation, graph.sizes[0], rule, most_rows=most_rows)
+
+    @staticmethod
+    def from_rows(
+        rowptr: Tensor,
+        source: Tensor,
+        edge: Tensor,
+        weight: Tensor | None,
+        gid: Tensor,
+        num_nodes: int,
+        rule: Rule,
+        most_rows: int = MOST_ROWS,
+        peak: float | None = None,
+    ) -> LocalLayerGraph:
+        """Takes a block: rows of the nodes `gid` [m], ascending.
+
+        Shapes: rowptr [m + 1]; source, edge, weight [E]: the node that each edge comes from,
+        its original id (ascending within a row) and its weight (None: ones).
+        """
+        pair = torch.stack([source, edge], 1).view(-1)
+        rows = Relation(0, 0, rowptr.long(), pair, 2, weight)
+        return LocalLayerGraph(rows, num_nodes, rule, gid.long(), most_rows, peak)
+
+    def sums(self, rows: BulkNodes) -> BulkMatrix:
+        """Returns `P = Q W` over the rows that are here, [k, n] int64.
+
+        Price: one addition for each edge of the rows, and a sort of the columns found.
+        """
+        place, here = self._find(rows)
+        ptr = offsets(torch.bincount(rows.batch[here], minlength=len(rows)))
+        place = place[here]
+        scale = self._even[place] if self._value is None else None
+        graph = (self._rows.colptr, self._col, self._value)
+        found = kernels.spgemm((ptr, place, scale), graph, self._diagonal)
+        return BulkMatrix(*found, self.num_nodes, torch.arange(len(rows) + 1))
+
+    def column_sums(self) -> Tensor:
+        """Returns the sums of W over the rows that are here, [n] int64. Linear in edges."""
+        out = torch.zeros(self.num_nodes, dtype=torch.int64)
+        value = self._value
+        if value is None:
+            value = torch.repeat_interleave(self._even, self._rows.colptr.diff())
+        out.index_add_(0, self._col.long(), value)
+        if self._diagonal is not None:
+            own, loop = self._diagonal
+            out.index_add_(0, own, self._even if self._value is None else loop)
+        return out
+
+    def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
+        """Returns the edges from the columns to those rows that are here.
+
+        Price: a look into a table for each edge of the rows.
+        """
+        place, here = self._find(rows)
+        place = torch.where(here, place, -1)
+        graph = (self._rows.colptr, self._col)
+        wanted = (place, rows.ptr), (cols.id, cols.ptr)
+        row, col, entry = kernels.extract(graph, *wanted, self._own)
+        loop = entry < 0
+        entry = entry.clamp(min=0)
+        one = torch.ones(len(entry), dtype=torch.float64)
+        if self._weight is not None and len(self._weight):
+            one = torch.where(loop, one, self._weight[entry])
+        edge = entry
+        if self._rows.stride == 2 and len(self._col):
+            edge = self._rows.row[1::2][entry].long()
+        return LayerEdges(
+            row, col, edge.masked_fill(loop, -1), one / self._total[place[row]]
+        )
+
+    def _find(self, rows: BulkNodes) -> tuple[Tensor, Tensor]:
+        """Returns the place of each row among those that are here, and whether it is one."""
+        check_nodes(rows, self.num_nodes, "rows")
+        if self._gid is None:
+            return rows.id, torch.ones_like(rows.id).bool()
+        if not len(self._gid):
+            return torch.zeros_like(rows.id), torch.zeros_like(rows.id).bool()
+        place = torch.searchsorted(self._gid, rows.id).clamp_(max=len(self._gid) - 1)
+        return place, self._gid[place] == rows.id
+
+    def _peak(self) -> float:
+        total = self._rows.colptr.diff().double()
+        if self._weight is not None:
+            ends = self._rows.colptr
+            total = torch.segment_reduce(self._weight, "sum", offsets=ends, initial=0)
+        peak = (float(total.max()) if len(total) else 0.0) + self.rule.loops
+        if not math.isfinite(peak):
+            raise ValueError("the weights of the edges of a node add up to infinity")
+        return peak
+
+    def _scale(self, peak: float) -> float:
+        """Returns the power of two that integer weights are in; see the note above."""
+        if self.rule.power == COUNTED:
+            return 1.0
+        rows = self.num_nodes if self.rule.shared else self.most_rows
+        bits = 60 - math.ceil(math.log2(max(rows, 2)))
+        if self.rule.power == SQUARED:
+            return 2.0 ** min(bits, 52)
+        if self._weight is None:
+            return 1.0
+        return 2.0 ** (bits - math.frexp(peak)[1])

@@ -1,0 +1,281 @@
+"""KeyedLayerSampler: layer-wise sampling, many minibatches at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.sampler import (
+    BaseSampler,
+    EdgeSamplerInput,
+    NegativeSampling,
+    NodeSamplerInput,
+    SamplerOutput,
+)
+
+from pyg_distcomm.random import fold, fresh_seed
+from pyg_distcomm.sampling.algebra import (
+    Sample,
+    SharedRow,
+    check_draws,
+    check_nodes,
+    fixed_point,
+    sample,
+)
+from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.estimators import check_weights, edge_weights
+from pyg_distcomm.sampling.layer_graph import (
+    MOST_ROWS,
+    LayerEdges,
+    LayerGraph,
+    LocalLayerGraph,
+)
+from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule
+
+_CALL = 0x6C617965  # folded into the keys of calls that bring no key
+
+
+@dataclass
+class LayerSamplerOutput(SamplerOutput):
+    """A `SamplerOutput` whose edges have weights.
+
+    Args:
+        edge_weight: [E] float32, for a layer that takes `edge_weight` (GCNConv with
+            `normalize=False, add_self_loops=False`, GraphConv); see `estimators`.
+    """
+
+    edge_weight: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """One layer of a bulk: its columns, and the edges from them to its rows."""
+
+    rows: BulkNodes
+    cols: BulkNodes
+    edges: LayerEdges
+    weight: Tensor
+
+
+class KeyedLayerSampler(BaseSampler):
+    r"""Samples a fixed number of nodes for each layer of a minibatch.
+
+    Layer l has rows R_l and columns C_l: R_0 are the seeds and R_{l+1} = C_l. The columns
+    are `num_nodes_per_layer[l]` nodes drawn by the rule for all rows together, and (where
+    `keep_batch`) the seeds; the edges are all those of the graph from C_l to R_l. [Zou19],
+    in bulk as [Tripathy24] has it: the bits of a minibatch depend on its key alone.
+
+    A minibatch holds each layer's nodes apart, so that an unchanged PyG model computes the
+    layered estimate, with `trim_to_layer` or without: `node` is R_0, C_0, C_1, ..., each
+    C_l ascending; edges of layer l point from C_l to R_l, by target, then by edge id, and
+    the loops that a rule adds (`edge` is -1) last. `num_sampled_nodes` and
+    `num_sampled_edges` count by layer, `edge_weight` is as `estimators` says, and
+    `metadata` is PyG's (input_id, time).
+
+    A node twice among the seeds has two rows. A layer whose rows have no candidate draws
+    nothing. -1 nodes for a layer takes all candidates: then every row is that of the full
+    graph, and the minibatches of an epoch add up to its gradient.
+
+    Args:
+        data: a Data, or any `LayerGraph` (which brings its rule).
+        num_nodes_per_layer: nodes to draw for each layer, the seeds' first; -1 for all.
+        rule: a `Rule`, or a function P -> P (see `UserRule`). Default: `Ladies()`.
+        weights: None, "normalized", "importance" or "debiased"; see `estimators`.
+        replace: whether a node may be drawn again in a layer.
+        method: how nodes are drawn; see `algebra.sample`.
+        keep_batch: whether seeds are columns of every layer. Default: as the rule says.
+        weight_attr: the name of the edges' weights in data.
+        most_rows: the largest seeds or columns of a minibatch; sets how finely weights
+            are rounded (`layer_graph`).
+        seed: of calls that bring no key (default: taken from torch's generator).
+
+    Raises:
+        ValueError: for numbers below -1, options that do not fit, seeds out of range,
+            and what a rule should not return.
+    """
+
+    def __init__(
+        self,
+        data: Data | LayerGraph,
+        num_nodes_per_layer: Sequence[int],
+        rule: Rule | Callable[[BulkMatrix], BulkMatrix] | None = None,
+        *,
+        weights: str | None = "normalized",
+        replace: bool = False,
+        method: str = "its",
+        keep_batch: bool | None = None,
+        weight_attr: str | None = None,
+        most_rows: int = MOST_ROWS,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_draws(0, method, replace)
+        check_weights(weights, replace)
+        self.graph = _graph(data, rule, weight_attr, most_rows)
+        self.rule = self.graph.rule
+        if isinstance(self.rule, GraphSAGE):
+            raise ValueError(
+                "GraphSAGE draws for each node by itself: use KeyedNeighborSampler"
+            )
+        self.num_nodes_per_layer = _numbers(num_nodes_per_layer)
+        self.weights, self.replace, self.method = weights, replace, method
+        self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch
+        self.seed = fresh_seed() if seed is None else seed
+        self._calls = itertools.count()
+        self._shared: SharedRow | None = None
+
+    def sample_from_nodes(self, inputs: NodeSamplerInput) -> LayerSamplerOutput:
+        """Samples one minibatch, keyed by `inputs.key` if it has one."""
+        return self.sample_bulk([inputs])[0]
+
+    def sample_from_edges(
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
+    ) -> NoReturn:
+        """Raises: layer-wise sampling is around nodes."""
+        raise NotImplementedError(
+            "layer-wise sampling starts from nodes; for links, use DistLinkNeighborLoader"
+        )
+
+    def sample_bulk(
+        self, inputs: Sequence[NodeSamplerInput]
+    ) -> list[LayerSamplerOutput]:
+        """Samples k minibatches in one pass of the algebra for each layer."""
+        keys = [self._key(each) for each in inputs]
+        batch = BulkNodes.of([each.node for each in inputs])
+        check_nodes(batch, self.graph.num_nodes, "seeds")
+        layers: list[_Layer] = []
+        rows = batch
+        for number, s in enumerate(self.num_nodes_per_layer):
+            each = torch.tensor([fold(key, number) for key in keys], dtype=torch.int64)
+            layers.append(self._layer(rows, batch, s, each))
+            rows = layers[-1].cols
+        return _outputs(inputs, batch, layers)
+
+    def _layer(self, rows: BulkNodes, batch: BulkNodes, s: int, keys: Tensor) -> _Layer:
+        most = int(rows.ptr.diff().max()) if len(rows) else 0
+        if most > self.graph.most_rows:
+            raise ValueError(
+                f"a minibatch has {most} rows in a layer, but weights leave room for "
+                f"{self.graph.most_rows}; raise most_rows"
+            )
+        s = self.graph.num_nodes if s < 0 else s
+        p, drawn = self._draw(rows, s, keys)
+        cols, kept = self._columns(drawn.matrix, batch)
+        edges = self.graph.extract(rows, cols)
+        weight = edge_weights(self.weights, edges, rows, cols, kept, p, drawn)
+        return _Layer(rows, cols, edges, weight)
+
+    def _draw(self, rows: BulkNodes, s: int, keys: Tensor) -> tuple[BulkMatrix, Sample]:
+        """Returns what was drawn from, as integers, and the draws."""
+        if self.rule.shared:
+            shared = self._shared_row()
+            if self.method == "its":
+                return shared.p, shared.sample(s, keys, self.replace)
+            return shared.p, sample(shared.p, s, keys, self.method, self.replace)
+        p = self.rule.judge(self.graph.sums(rows), self.graph.scale)
+        p = p.with_value(fixed_point(p))
+        return p, sample(p, s, keys, self.method, self.replace)
+
+    def _shared_row(self) -> SharedRow:
+        if self._shared is None:
+            total = self.graph.column_sums()
+            n = len(total)
+            ends = torch.tensor([0, n])
+            row = BulkMatrix(ends, torch.arange(n), total, n, torch.tensor([0, 1]))
+            self._shared = SharedRow(self.rule.judge(row, self.graph.scale))
+        return self._shared
+
+    def _columns(self, drawn: BulkMatrix, batch: BulkNodes) -> tuple[BulkNodes, Tensor]:
+        """Returns the columns of each minibatch, and which of them are of its batch."""
+        if not self.keep_batch:
+            cols = BulkNodes(drawn.col, drawn.rowptr)
+            return cols, torch.zeros_like(cols.id).bool()
+        step = max(self.graph.num_nodes, 1)
+        mine = torch.unique(batch.batch * step + batch.id)
+        every = torch.unique(torch.cat([mine, drawn.row * step + drawn.col]))
+        sizes = torch.bincount(every // step, minlength=len(batch))
+        kept = torch.isin(every, mine)
+        return BulkNodes(every % step, offsets(sizes)), kept
+
+    def _key(self, inputs: Any) -> int:
+        key: int | None = getattr(inputs, "key", None)
+        if key is not None:
+            return key
+        worker = torch.utils.data.get_worker_info()
+        return fold(self.seed, _CALL, worker.seed if worker else 0, next(self._calls))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what is built again at the first use."""
+        return {**self.__dict__, "_shared": None}
+
+
+def _outputs(
+    inputs: Sequence[NodeSamplerInput], batch: BulkNodes, layers: list[_Layer]
+) -> list[LayerSamplerOutput]:
+    """Cuts the layers of a bulk into minibatches; see `KeyedLayerSampler`."""
+    k = len(inputs)
+    nodes = [[seeds] for seeds in batch.split()]
+    parts: list[list[tuple[Tensor, ...]]] = [[] for _ in range(k)]
+    below = [0] * k  # where the rows of the layer begin in `node`
+    for layer in layers:
+        bounds = torch.searchsorted(layer.edges.row, layer.rows.ptr).tolist()
+        first_row, first_col = layer.rows.ptr.tolist(), layer.cols.ptr.tolist()
+        for i, cols in enumerate(layer.cols.split()):
+            edges, above = slice(bounds[i], bounds[i + 1]), below[i]
+            above += first_row[i + 1] - first_row[i]
+            source = layer.edges.col[edges] + (above - first_col[i])
+            target = layer.edges.row[edges] + (below[i] - first_row[i])
+            more = layer.edges.edge[edges], layer.weight[edges]
+            parts[i].append((source, target, *more))
+            nodes[i].append(cols)
+            below[i] = above
+    return [_output(*each) for each in zip(inputs, nodes, parts, strict=True)]
+
+
+def _output(
+    inputs: NodeSamplerInput, nodes: list[Tensor], parts: list[tuple[Tensor, ...]]
+) -> LayerSamplerOutput:
+    row, col, edge, weight = (torch.cat(part) for part in zip(*parts, strict=True))
+    return LayerSamplerOutput(
+        node=torch.cat(nodes),
+        row=row,
+        col=col,
+        edge=edge,
+        num_sampled_nodes=[len(part) for part in nodes],
+        num_sampled_edges=[len(part[0]) for part in parts],
+        metadata=(inputs.input_id, inputs.time),
+        edge_weight=weight,
+    )
+
+
+def _graph(
+    data: Data | LayerGraph,
+    rule: Rule | Callable[[BulkMatrix], BulkMatrix] | None,
+    weight_attr: str | None,
+    most_rows: int,
+) -> LayerGraph:
+    if rule is not None and not isinstance(rule, Rule):
+        if not callable(rule):
+            raise TypeError(f"rule must be a Rule or a function, got {rule!r}")
+        rule = UserRule(rule)
+    if hasattr(data, "sums") and hasattr(data, "extract"):
+        graph: LayerGraph = data
+        if rule is not None and rule != graph.rule:
+            raise ValueError(f"the graph was made for {graph.rule}, not for {rule}")
+        return graph
+    return LocalLayerGraph.from_data(data, rule or Ladies(), weight_attr, most_rows)
+
+
+def _numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
+    numbers = tuple(int(s) for s in num_nodes_per_layer)
+    if not numbers or min(numbers) < -1 or list(numbers) != list(num_nodes_per_layer):
+        raise ValueError(
+            "num_nodes_per_layer must hold a whole number for each layer, -1 for all "
+            f"nodes, got {list(num_nodes_per_layer)}"
+        )
+    return numbers

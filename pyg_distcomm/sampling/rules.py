@@ -1,0 +1,182 @@
+"""Rules of sampling: whose rows are added up, of which weights, and how they are judged.
+
+A rule is what differs between samplers of one algebra: the rows of Q, the entries of the
+matrix that Q multiplies, and what becomes of P = Q A before it is drawn from. With `Ahat`
+the matrix A + I, or A, divided by the sums of its rows,
+
+    GraphSAGE            p_vu  ~  A[v,u]                           each row for itself
+    Ladies("code")       p_u   ~  sum over rows v of Ahat[v,u]^2,        A + I
+    Ladies("cagnet")     p_u   ~  |N(u) n rows|,                         A
+    Ladies("paper")      p_u   ~  |N(u) n rows|^2,                       A
+    FastGCN              p_u   ~  sum over all v of Ahat[v,u]^2,         A + I
+    UserRule(f)          p_u   ~  f(P)_u,  P_u = sum over rows v of A[v,u]
+
+A[v,u] is the weight of the edges u -> v: row v holds what v samples from. Parallel edges
+are one entry of their summed weight. "Rows" are those of one minibatch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes
+
+SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
+
+
+class Rule(ABC):
+    """How nodes are judged.
+
+    Attributes:
+        shared: whether all minibatches draw from one row.
+        keeps_batch: whether the batch is among the columns of every layer, by default.
+    """
+
+    shared: ClassVar[bool] = False
+    keeps_batch: ClassVar[bool] = True
+
+    @property
+    def loops(self) -> bool:
+        """Whether A + I stands in for A."""
+        return False
+
+    @property
+    @abstractmethod
+    def power(self) -> int:
+        """What Q multiplies: `SQUARED`, `PLAIN` or `COUNTED`."""
+
+    @abstractmethod
+    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
+        """Returns Q [m, n]: which rows of the matrix each row of P adds up."""
+
+    def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
+        """Returns what is drawn from, given P in units of 1 / scale."""
+        return p
+
+
+@dataclass(frozen=True)
+class GraphSAGE(Rule):
+    """Each node draws from its own neighbours ([Hamilton17]); Q has a row for each.
+
+    The matrix form of `KeyedNeighborSampler`, which builds no matrix and has the same
+    distribution; for the algebra, not for `KeyedLayerSampler`.
+    """
+
+    @property
+    def power(self) -> int:
+        """What Q multiplies: weights as they are."""
+        return PLAIN
+
+    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
+        """Returns Q [total rows, n], a one in each row."""
+        return BulkMatrix.row_per_node(rows, num_nodes)
+
+
+@dataclass(frozen=True)
+class Ladies(Rule):
+    """A minibatch draws from the neighbours of its rows ([Zou19]).
+
+    Three definitions are about: that of the authors' code, "code"; what CAGNET's sampler
+    computes on a graph without weights, "cagnet"; and the text of [Tripathy24],
+    "paper". The last two have no loops, and count an edge whatever its weight.
+    """
+
+    definition: str = "code"
+
+    def __post_init__(self) -> None:
+        if self.definition not in ("code", "cagnet", "paper"):
+            raise ValueError(
+                "definition must be 'code', 'cagnet' or 'paper', got "
+                f"{self.definition!r}"
+            )
+
+    @property
+    def loops(self) -> bool:
+        """Whether A + I stands in for A: in the authors' code it does."""
+        return self.definition == "code"
+
+    @property
+    def power(self) -> int:
+        """What Q multiplies: squares in the authors' code, otherwise ones."""
+        return SQUARED if self.definition == "code" else COUNTED
+
+    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
+        """Returns Q [k, n], ones at the rows of each minibatch."""
+        return BulkMatrix.row_per_batch(rows, num_nodes)
+
+    def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
+        """Squares the counts, for "paper"."""
+        return p.with_value(p.values**2) if self.definition == "paper" else p
+
+
+@dataclass(frozen=True)
+class FastGCN(Rule):
+    """All minibatches draw from all nodes, by one row of weights ([Chen18]).
+
+    The row is never copied. A row of the batch may end with no column at all.
+    """
+
+    shared: ClassVar[bool] = True
+    keeps_batch: ClassVar[bool] = False
+
+    @property
+    def loops(self) -> bool:
+        """Whether A + I stands in for A: it does."""
+        return True
+
+    @property
+    def power(self) -> int:
+        """What Q multiplies: squares."""
+        return SQUARED
+
+    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
+        """Returns Q [1, n], all ones."""
+        each = torch.arange(num_nodes)
+        return BulkMatrix.row_per_batch(BulkNodes.of([each]), num_nodes)
+
+
+@dataclass(frozen=True)
+class UserRule(Rule):
+    """A function of P: `P.with_value(f(P.value))`, or whatever keeps its pattern.
+
+    Args:
+        function: takes P [k, n], float64, and returns P of the same pattern, finite and
+            not negative. It must treat each row for itself, or bulks will show.
+        counted: whether P adds up ones, rather than the weights of edges.
+        loops: whether A + I stands in for A.
+    """
+
+    function: Callable[[BulkMatrix], BulkMatrix]
+    counted: bool = False
+    loops: bool = False
+
+    @property
+    def power(self) -> int:
+        """What Q multiplies: ones, or the weights as they are."""
+        return COUNTED if self.counted else PLAIN
+
+    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
+        """Returns Q [k, n], ones at the rows of each minibatch."""
+        return BulkMatrix.row_per_batch(rows, num_nodes)
+
+    def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
+        """Calls the function, and checks what it returns."""
+        given = p.with_value(p.values.double() / scale)
+        found = self.function(given)
+        same = isinstance(found, BulkMatrix) and (
+            torch.equal(found.rowptr, p.rowptr) and torch.equal(found.col, p.col)
+        )
+        if not same or found.values.shape != p.col.shape:
+            got = (
+                f"{found.nnz} entries" if isinstance(found, BulkMatrix) else type(found)
+            )
+            raise ValueError(
+                f"a rule must return the {p.nnz} entries of P with other values, as "
+                f"P.with_value(...) does; got {got}"
+            )
+        return found
