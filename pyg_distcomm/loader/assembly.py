@@ -8,8 +8,10 @@ the places it made.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,14 +24,24 @@ from pyg_distcomm.sampling import KeyedNeighborSampler
 
 _HOLLOW = torch.int8  # of tensors without columns, which PyG puts nowhere itself
 
+# by place in the list of attributes: where the rows of ids are, and the rows
+Pools: TypeAlias = dict[int, tuple[Callable[[Tensor], Tensor], Tensor]]
+
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """One attribute whose rows are gathered here."""
+class Attribute:
+    """One attribute whose rows are gathered here.
 
-    store: Any  # the key of its store in a HeteroData; None in a Data
+    Args:
+        store: the key of its store in a HeteroData; None in a Data.
+        name: its name.
+        values: where its rows are; None if with other ranks.
+        of_edges: whether it has a row for each edge.
+    """
+
+    store: Any
     name: str
-    values: Tensor | np.ndarray
+    values: Tensor | np.ndarray | None
     of_edges: bool
 
 
@@ -45,33 +57,41 @@ class Assembly:
         self._buffers = buffers
         self._bare = copy.copy(loader)
         self._bare.transform = self._bare.transform_sampler_output = None
-        self._rows: list[_Rows] = []
+        self._rows: list[Attribute] = []
+        self._spread: Any = loader.spread
+        if self._spread is not None:
+            self.threads, self._rows = True, self._spread.attributes
+            self._bare.data = self._spread.hollow
+            return
         sampler = loader.neighbor_sampler_in_use
         plain = isinstance(loader.data, (Data, HeteroData)) and not loader.data.is_cuda
-        self.threads = plain and isinstance(sampler, KeyedNeighborSampler)
+        ours = isinstance(sampler, KeyedNeighborSampler) or hasattr(
+            sampler, "sample_bulk"
+        )
+        self.threads = plain and ours
         if self.threads:
             self._bare.data = self._hollow(loader.data)
 
     @property
-    def on_disk(self) -> bool:
-        """Whether some rows are memory-mapped arrays, fetched once for a whole bulk."""
-        return any(isinstance(rows.values, np.ndarray) for rows in self._rows)
+    def pooled(self) -> bool:
+        """Whether rows are fetched once for a whole bulk: from disk, or other ranks."""
+        return any(not isinstance(rows.values, Tensor) for rows in self._rows)
 
-    def fetch(self, outs: list[Any]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Reads the distinct rows that a bulk needs of each array on disk, in order."""
-        pools = {}
+    def fetch(self, outs: list[Any]) -> Pools:
+        """Fetches the distinct rows that a bulk needs; collective if they are spread."""
+        if self._spread is not None:
+            return self._spread.fetch(outs)
+        pools: Pools = {}
         for k, rows in enumerate(self._rows):
             if isinstance(rows.values, np.ndarray):
                 found = [_ids(rows, out) for out in outs]
                 ids = [i for i in found if i is not None]
                 wanted = torch.cat([torch.empty(0).long(), *ids]).unique()
-                read = np.take(rows.values, wanted.numpy(), axis=0)
-                pools[k] = wanted, torch.from_numpy(read)
+                read = torch.from_numpy(np.take(rows.values, wanted.numpy(), axis=0))
+                pools[k] = partial(torch.searchsorted, wanted), read
         return pools
 
-    def __call__(
-        self, out: Any, pools: dict[int, tuple[Tensor, Tensor]] | None = None
-    ) -> Any:
+    def __call__(self, out: Any, pools: Pools | None = None) -> Any:
         """Assembles one minibatch; `pools` is what `fetch` read for its bulk."""
         batch = self._bare.pyg_filter_fn(out)
         for k, rows in enumerate(self._rows):
@@ -81,9 +101,10 @@ class Assembly:
             ids, values = _ids(rows, out), rows.values
             if ids is None:
                 continue  # edges without ids: PyG has left the attribute out
-            if isinstance(values, np.ndarray):
-                wanted, values = (pools or self.fetch([out]))[k]
-                ids = torch.searchsorted(wanted, ids)
+            if not isinstance(values, Tensor):
+                pools = self.fetch([out]) if pools is None else pools
+                find, values = pools[k]
+                ids = find(ids)
             store[rows.name] = _gather(values, ids, self._buffers)
         return batch
 
@@ -98,9 +119,14 @@ class Assembly:
                     continue
                 if data.__cat_dim__(name, value, store) != 0:
                     continue
-                self._rows.append(_Rows(store._key, name, value, of_edges))
-                empty[name] = torch.empty(len(value), 0, dtype=_HOLLOW)
+                self._rows.append(Attribute(store._key, name, value, of_edges))
+                empty[name] = hollow_rows(len(value))
         return hollow
+
+
+def hollow_rows(count: int) -> Tensor:
+    """Returns a tensor without columns, in the place of one with `count` rows."""
+    return torch.empty(count, 0, dtype=_HOLLOW)
 
 
 def _is_hollow(value: Any) -> bool:
@@ -126,7 +152,7 @@ def _has_rows(value: Any) -> bool:
     )
 
 
-def _ids(rows: _Rows, out: Any) -> Tensor | None:
+def _ids(rows: Attribute, out: Any) -> Tensor | None:
     """Returns which rows of an attribute a minibatch holds, if that is known."""
     found = out.edge if rows.of_edges else out.node
     if rows.store is not None and found is not None:

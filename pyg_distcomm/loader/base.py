@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from pyg_distcomm.loader.bulk import Bulks
 from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
 from pyg_distcomm.loader.options import Extras, digest
 from pyg_distcomm.loader.producer import Producer
+from pyg_distcomm.loader.spread import Spread
 from pyg_distcomm.loader.world import Notes, World, launched, place
 from pyg_distcomm.random import fresh_seed
 from pyg_distcomm.sampling import KeyedNeighborSampler
@@ -120,6 +122,7 @@ class BulkLoading(_PyGLoader):
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("batch_size=None asks for no batches; give a number")
         self._extras, self._buffers = extras, Buffers()
+        self._last: tuple[Any, list[Any]] | None = None  # the epoch before, if spread
         self.seed, self._epoch, self._resume = extras.seed, 0, 0
         self._progress: _Progress | None = None
         own = dataloader.get("batch_sampler") is not None
@@ -140,6 +143,8 @@ class BulkLoading(_PyGLoader):
         self._dealt: Deal | None = None
         self._notes: Notes | None = None
         self._join()
+
+    spread: Spread | None = None  # for a graph that is spread over the ranks
 
     @property
     def neighbor_sampler_in_use(self) -> Any:
@@ -167,8 +172,29 @@ class BulkLoading(_PyGLoader):
     def _get_iterator(self) -> Any:
         if self.num_workers:
             return super()._get_iterator()
+        self._end_epoch()
         bulk = Producer(self)
-        return Bulks(self._plan(), bulk, bulk.finish, bulk.size, self._extras.prefetch)
+        bulks = Bulks(
+            self._plan(),
+            bulk.stages,
+            bulk.finish,
+            bulk.size,
+            self._extras.prefetch,
+            drain=self.spread is not None,
+        )
+        if self.spread is not None:
+            self._last = weakref.ref(bulks), bulks.threads
+        return bulks
+
+    def _end_epoch(self) -> None:
+        """Waits until nothing is under way: other ranks take part in an epoch."""
+        if self._last is None:
+            return
+        bulks, threads = self._last[0](), self._last[1]
+        if bulks is not None:
+            bulks.close()
+        for thread in threads:
+            thread.join()
 
     @property
     def _customised(self) -> bool:
@@ -210,9 +236,20 @@ class BulkLoading(_PyGLoader):
     def _sampled(self, index: Any) -> Any:
         if not isinstance(index, Numbered):
             return self._sample(self.input_data[index])
-        inputs = self.input_data[torch.from_numpy(index.index)]
+        return self._marked(self._sample(self._input_of(index)), index)
+
+    def _sampled_bulk(self, plan: list[Numbered]) -> list[Any]:
+        """Samples minibatches together."""
+        inputs = [self._input_of(index) for index in plan]
+        outs = self.neighbor_sampler_in_use.sample_bulk(inputs)
+        return [self._marked(out, k) for out, k in zip(outs, plan, strict=True)]
+
+    def _input_of(self, index: Numbered) -> Any:
+        inputs = self.input_data[torch.from_numpy(index.positions)]
         inputs.key = index.key
-        out = self._sample(inputs)
+        return inputs
+
+    def _marked(self, out: Any, index: Numbered) -> Any:
         deal = self._dealt
         if deal is not None and deal.size > 1 and deal.even == "pad":
             out.padding = index.padding
@@ -223,7 +260,7 @@ class BulkLoading(_PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
-        return {**self.__dict__, "_notes": None, "_buffers": None}
+        return {**self.__dict__, "_notes": None, "_buffers": None, "_last": None}
 
     # Epochs and ranks ----------------------------------------------------------------
 

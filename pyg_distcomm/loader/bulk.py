@@ -1,4 +1,4 @@
-"""Bulks: minibatches sampled many at a time, in a background thread, ahead of training."""
+"""Bulks: minibatches made many at a time, in background threads, ahead of training."""
 
 from __future__ import annotations
 
@@ -6,59 +6,81 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 _SLICE = 0.2  # seconds between looks at whether to stop
 
+Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
+
 
 class Bulks:
-    """Minibatches in order, produced a bulk at a time.
+    """Minibatches in order, made a bulk at a time, each stage in a thread of its own.
 
-    Dropped, exhausted or interrupted, it stops its thread.
+    Dropped, exhausted or interrupted, it stops its threads.
 
     Args:
-        plan: what to produce, in order; read by one thread.
-        produce: makes a bulk: a list of minibatches for a list from the plan. It is also
-            given a function that tells whether to stop.
+        plan: what to make, in order; read by one thread.
+        stages: each makes a bulk of what the one before made; the first, of a list from
+            the plan. They are also given a function that tells whether to stop.
         finish: applied to each minibatch in the thread that asks for it.
-        size: returns how many minibatches the next bulk has.
-        ahead: how many bulks may wait; 0 produces on demand, without a thread.
+        size: returns how many minibatches the next bulk has; 0 ends the plan.
+        ahead: how many bulks may wait behind a stage; 0 works on demand, without threads.
+        drain: whether a bulk that has been begun goes through all stages in any case:
+            where other ranks take part in them. Only `size` may end the plan early.
     """
 
     def __init__(
         self,
         plan: Iterator[Any],
-        produce: Callable[[list[Any], Callable[[], bool]], list[Any]],
+        stages: Sequence[Stage],
         finish: Callable[[Any], Any],
-        size: Callable[[], int],
+        size: Callable[[Callable[[], bool]], int],
         ahead: int,
+        drain: bool = False,
     ) -> None:
         self._finish = finish
         self._ready: deque[Any] = deque()
-        line = _Line(max(ahead, 1))
-        bulks = _cut(plan, lambda wanted: produce(wanted, line.stopped), size)
-        self._bulks = bulks if ahead == 0 else iter(line)
+        stop = threading.Event()
+        bulks: Iterator[list[Any]] = _cut(plan, lambda: size(stop.is_set))
+        before: _Line | None = None
+        self.threads: list[threading.Thread] = []
+        self._close: Any = None
         if ahead == 0:
+            for stage in stages:
+                bulks = map(partial(_staged, stage, stop), bulks)
+            self._bulks = bulks
             return
-        thread = threading.Thread(
-            target=_run,
-            args=(bulks, line),
-            name="pyg_distcomm bulks",
-            daemon=True,
-        )
-        # the thread knows the line, not this object: dropping this ends it
-        weakref.finalize(self, _stop, line, thread)
-        thread.start()
+        for k, stage in enumerate(stages):
+            line = _Line(ahead, stop, drain, last=k == len(stages) - 1)
+            thread = threading.Thread(
+                target=_run,
+                args=(bulks, partial(_staged, stage, stop), before, line),
+                name="pyg_distcomm bulks",
+                daemon=True,
+            )
+            self.threads.append(thread)
+            bulks, before = iter(line), line
+        self._bulks = bulks
+        # the threads know the lines, not this object: dropping this ends them
+        self._close = weakref.finalize(self, _stop, line, self.threads)
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stops the threads, after what other ranks take part in."""
+        if self._close is not None:
+            self._close()
 
     def __iter__(self) -> Bulks:
         """Returns itself."""
         return self
 
     def __next__(self) -> Any:
-        """Returns the next minibatch, or raises what producing it raised."""
-        if not self._ready:
+        """Returns the next minibatch, or raises what making it raised."""
+        while not self._ready:
             self._ready.extend(next(self._bulks))
         return self._finish(self._ready.popleft())
 
@@ -66,26 +88,31 @@ class Bulks:
 class _Line:
     """Bulks on their way from the thread that makes them to the one that asks."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(
+        self, room: int, stop: threading.Event, drain: bool, last: bool
+    ) -> None:
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(room)
-        self._stop = threading.Event()
+        self._stop, self._drain, self._last = stop, drain, last
+        self._left = threading.Event()
 
     def put(self, kind: str, value: Any) -> bool:
-        """Waits for room; returns whether to go on."""
-        while not self._stop.is_set():
+        """Waits for room, or for nobody to want it; returns whether to go on."""
+        while not self._unwanted():
             try:
                 self._queue.put((kind, value), timeout=_SLICE)
-                return not self._stop.is_set()
+                break
             except queue.Full:
                 continue
-        return False
+        return self._drain or not self._unwanted()
 
-    def stopped(self) -> bool:
-        """Tells whether nobody waits any more."""
-        return self._stop.is_set()
+    def _unwanted(self) -> bool:
+        # what is drained goes on to the next stage, whoever has stopped
+        through = self._drain and not self._last
+        return self._left.is_set() or (self._stop.is_set() and not through)
 
-    def stop(self) -> None:
-        """Makes whoever puts give up, also one who waits."""
+    def leave(self) -> None:
+        """Says that nobody takes any more, and makes room for one who waits."""
+        self._left.set()
         self._stop.set()
         while True:
             try:
@@ -97,35 +124,42 @@ class _Line:
         while True:
             kind, value = self._queue.get()
             if kind == "error":
-                self.stop()
                 raise value
             if kind == "end":
                 return
             yield value
 
 
-def _cut(
-    plan: Iterator[Any],
-    produce: Callable[[list[Any]], list[Any]],
-    size: Callable[[], int],
-) -> Iterator[list[Any]]:
+def _cut(plan: Iterator[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
     while wanted := list(islice(plan, size())):
-        yield produce(wanted)
+        yield wanted
 
 
-def _run(bulks: Iterator[list[Any]], line: _Line) -> None:
-    """Fills the line; what goes wrong is put in it too."""
+def _staged(stage: Stage, stop: threading.Event, bulk: list[Any]) -> list[Any]:
+    return stage(bulk, stop.is_set)
+
+
+def _run(
+    bulks: Iterator[list[Any]],
+    work: Callable[[list[Any]], list[Any]],
+    before: _Line | None,
+    line: _Line,
+) -> None:
+    """Fills a line, from the plan or the line before; what goes wrong is put in it too."""
     try:
         for bulk in bulks:
-            if not line.put("bulk", bulk):
+            if not line.put("bulk", work(bulk)):
                 return
         line.put("end", None)
     except BaseException as error:
         line.put("error", error)
+        if before is not None:
+            before.leave()
 
 
-def _stop(line: _Line, thread: threading.Thread) -> None:
-    line.stop()
-    # a collector may run this in a helper that the thread itself is waiting for
+def _stop(line: _Line, threads: list[threading.Thread]) -> None:
+    line.leave()
+    # a collector may run this in a helper that a thread itself is waiting for
     if threading.current_thread() is threading.main_thread():
-        thread.join(timeout=30)
+        for thread in threads:
+            thread.join(timeout=30)

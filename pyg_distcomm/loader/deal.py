@@ -27,12 +27,12 @@ class Numbered:
     """One minibatch to sample: what travels to whoever samples it.
 
     Args:
-        index: positions in the loader's list of inputs.
+        positions: of its inputs in the loader's list.
         key: of its draws.
         padding: whether it repeats another batch, to keep the ranks in step.
     """
 
-    index: NDArray[np.int64]
+    positions: NDArray[np.int64]
     key: int
     padding: bool = False
 
@@ -54,15 +54,6 @@ class Deal:
     split: bool
     batches: tuple[int, ...]
     even: str
-
-    @property
-    def total(self) -> int:
-        """The number of batches of an epoch, over all ranks; 0 if it is not known."""
-        if not self.batches:
-            return 0
-        if not self.split:
-            return self.batches[0]
-        return self.rounds(0) * self.size
 
     def rounds(self, start: int) -> int:
         """Returns how many batches each rank gets, from global batch `start` on."""
@@ -133,8 +124,8 @@ class Epochs:
             order = keyed_permutation(fold(seed, epoch, _ORDER, shuffler), self.count)
         positions = order.numpy()
         for place, number, padding in deal.mine(start):
-            index = positions[place * self.batch_size : (place + 1) * self.batch_size]
-            yield Numbered(index, fold(seed, epoch, _DRAWS, number), padding)
+            mine = positions[place * self.batch_size : (place + 1) * self.batch_size]
+            yield Numbered(mine, fold(seed, epoch, _DRAWS, number), padding)
 
     def _given(
         self, seed: int, epoch: int, deal: Deal, start: int

@@ -9,7 +9,10 @@ from torch_geometric.loader import NeighborLoader
 from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
+from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import Extras, unused_arguments
+from pyg_distcomm.loader.spread import Spread
+from pyg_distcomm.loader.spread_options import SpreadOptions
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -32,6 +35,12 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
     topology once, 8 bytes an edge and 8 a node, 8 bytes a node and thread, and the bulks
     in flight.
 
+    Of a share, from `pdc.partition`, the minibatches are the same, bit for bit, and all
+    ranks sample together, each its own: they build the loader together, and take the same
+    number of minibatches. Seeds are ids of the whole graph, or the share's own masks.
+    Bulks are sampled, and their rows fetched, by threads on process groups of their own.
+    Price: see `PartitionedNeighborSampler` and `DistFeatureStore`.
+
     Args:
         data, num_neighbors, input_nodes, input_time, replace, subgraph_type, disjoint,
         temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
@@ -46,6 +55,14 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         prefetch: bulks made ahead of the one in use; 0 samples when asked.
         split: whether to share batches out over the ranks. "auto" does, unless the lists
             differ by rank; False is for a loader of one rank's own.
+        topology: of a share: "partitioned" samples it where it lies, "replicated" gathers
+            the edges on every rank first, and only rows travel later. "auto" is
+            "partitioned".
+        replication: of a share: c, how many ranks hold each block of edges and rows
+            (default: that of the mesh if its grid is (P/c, c, 1), else 1).
+        sample_at: of a share: "owner" or "requester", where in-edges are drawn.
+        features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
+            codec or files on disk (default: one of the share's own rows).
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
             `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
             warning if they have no use here.
@@ -80,27 +97,39 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         even_batches: str = "pad",
         prefetch: int = 1,
         split: bool | str = "auto",
+        topology: str = "auto",
+        replication: int | None = None,
+        sample_at: str = "owner",
+        features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
         extras = Extras(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
-        neighbor_sampler = keyed_sampler(
-            neighbor_sampler,
-            data,
-            num_neighbors,
-            seed,
-            kwargs,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
-            is_sorted=is_sorted,
-            directed=directed,
-        )
+        options = {
+            "replace": replace,
+            "subgraph_type": subgraph_type,
+            "disjoint": disjoint,
+            "temporal_strategy": temporal_strategy,
+            "time_attr": time_attr,
+            "weight_attr": weight_attr,
+            "is_sorted": is_sorted,
+            "directed": directed,
+        }
+        whole = data
+        place = SpreadOptions(topology, replication, sample_at, features)
+        if place.wanted(data):
+            place.check(neighbor_sampler, extras, kwargs)
+            told = place.told(extras, kwargs, num_neighbors=num_neighbors, **options)
+            self.spread = Spread(data, replication, features, told)
+            neighbor_sampler = place.sampler(self.spread, num_neighbors, options, seed)
+            input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
+            whole = self.spread.hollow
+        else:
+            neighbor_sampler = keyed_sampler(
+                neighbor_sampler, data, num_neighbors, seed, kwargs, **options
+            )
         super().__init__(
-            data,
+            whole,
             num_neighbors,
             input_nodes=input_nodes,
             input_time=input_time,
@@ -111,7 +140,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             neighbor_sampler=neighbor_sampler,
             **kwargs,
         )
-        inputs = self.input_data
+        self.data, inputs = data, self.input_data
         self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
 
     def _sample(self, inputs: Any) -> Any:

@@ -28,11 +28,11 @@ RPC_ARGUMENTS = (
 class Extras:
     """The arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
 
-    bulk_size: int | str
-    seed: int | None
-    even_batches: str
-    prefetch: int
-    split: bool | str
+    bulk_size: int | str = "auto"
+    seed: int | None = None
+    even_batches: str = "pad"
+    prefetch: int = 1
+    split: bool | str = "auto"
 
     def __post_init__(self) -> None:
         if self.seed is not None:

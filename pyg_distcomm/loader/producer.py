@@ -10,12 +10,15 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch_geometric.profile import get_data_size
 
+from pyg_distcomm import wire
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.assembly import Assembly
+from pyg_distcomm.loader.bulk import Stage
 from pyg_distcomm.loader.deal import Numbered
 
 BUDGET = 1 << 29  # bytes of minibatches in flight, if memory allows that much
 MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
+MOST_SPREAD = 16  # where each bulk costs messages, more of them do
 
 
 class Producer:
@@ -23,34 +26,71 @@ class Producer:
 
     What a script has written itself (a transform of the sampler's output, a subclass) runs
     in the thread that asks for minibatches; so does all that is not on the CPU.
+
+    Minibatches are sampled and assembled in one go, each on one thread, unless they are
+    sampled together or their rows come from other ranks: then a bulk is sampled, and
+    fetched and assembled, in two stages.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader, self._assembly = loader, Assembly(loader, loader._buffers)
+        self._spread = loader.spread
         own, ours = loader._customised, self._assembly.threads
         self._late = own or not ours or loader.transform_sampler_output is not None
         self._sample = loader.collate_fn if own else loader._sampled
+        together = hasattr(loader.neighbor_sampler_in_use, "sample_bulk")
+        self._together = together and not own
+        self._alone = together and own  # each minibatch is collective: one at a time
         self._width = threads.width() if ours and not own else 1
         self._bytes = 0
+        two = self._together or self._spread is not None
+        self.stages: list[Stage] = [self._whole]
+        if two and self._late:
+            self.stages = [self._sampled]
+        elif two:
+            self.stages = [self._sampled, self._assembled]
+        if self._spread is not None:
+            self.stages = [self._told(stage) for stage in self.stages]
 
-    def size(self) -> int:
-        """Returns the size of the next bulk: as asked, or what the budget holds."""
+    def size(self, stopped: Callable[[], bool]) -> int:
+        """Returns the size of the next bulk: as asked, or what the budget holds.
+
+        With a graph that is spread, all ranks agree on it, or to end: 0.
+        """
         asked = self._loader._extras.bulk_size
-        if asked != "auto":
-            return int(asked)
+        fits = int(asked) if asked != "auto" else self._fitting()
+        if self._spread is None:
+            return fits
+        world = self._spread.sampling.world
+        told = wire.all_gather_counts([int(stopped()), fits], world)
+        gone = [rank for rank, (stop, _) in enumerate(told) if stop]
+        if gone and world.rank not in gone:
+            raise RuntimeError(
+                f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
+                f"and rank {world.rank} did not; all ranks sample a partitioned graph "
+                "together, so all have to take the same number of minibatches"
+            )
+        return 0 if gone else min(fits for _, fits in told)
+
+    def _fitting(self) -> int:
+        most = MOST * self._width
+        if self._together or self._spread is not None:
+            most = max(most, MOST_SPREAD)
         if not self._bytes:
             return self._width
         room = min(BUDGET, _free_memory() // 8)
         fits = room // (self._bytes * (self._loader._extras.prefetch + 2))
-        return max(self._width, min(MOST * self._width, fits))
+        return max(self._width, min(most, fits))
 
-    def __call__(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+    # Stages: a bulk for a bulk --------------------------------------------------------
+
+    def _whole(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
         """Samples and assembles a bulk, each minibatch on one thread.
 
         It leaves off between two minibatches once ``stopped()``: nobody wants them.
         """
         outs: list[Any] = [None] * len(plan)
-        whole = not self._late and not self._assembly.on_disk
+        whole = not self._late and not self._assembly.pooled
 
         def sample(k: int) -> None:
             if stopped():
@@ -58,21 +98,63 @@ class Producer:
             with threads.limited(1):
                 outs[k] = self._sample(plan[k])
                 if whole:
-                    outs[k] = self._assembled(outs[k], None)
+                    outs[k] = self._joined(outs[k], None)
+
+        self._spread_out(sample, len(plan))
+        if stopped():
+            return []
+        if whole:
+            self._weigh(outs)
+        if whole or self._late:
+            return outs
+        return self._assembled(outs, stopped)
+
+    def _sampled(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+        if self._together:
+            with threads.limited(self._width):
+                return list(self._loader._sampled_bulk(plan))
+        outs: list[Any] = [None] * len(plan)
+
+        def sample(k: int) -> None:
+            with threads.limited(1):
+                outs[k] = self._sample(plan[k])
+
+        if self._alone:
+            for k in range(len(plan)):
+                sample(k)
+        else:
+            self._spread_out(sample, len(plan))
+        return outs
+
+    def _assembled(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+        """Fetches the rows of a bulk, and assembles its minibatches over threads."""
+        with threads.limited(self._width):
+            pools = self._assembly.fetch(outs)
+        found: list[Any] = [None] * len(outs)
 
         def assemble(k: int) -> None:
             with threads.limited(1):
-                outs[k] = self._assembled(outs[k], pools)
+                found[k] = self._joined(outs[k], pools)
 
-        self._spread(sample, len(plan))
         if stopped():
             return []
-        if not whole and not self._late:
-            pools = self._assembly.fetch(outs)
-            self._spread(assemble, len(plan))
-        if not self._bytes and not self._late and outs:
-            self._bytes = max(get_data_size(outs[0][0]), 1)
-        return outs
+        self._spread_out(assemble, len(outs))
+        self._weigh(found)
+        return found
+
+    def _told(self, stage: Stage) -> Stage:
+        """Has the other ranks told what goes wrong in a stage."""
+        watch = self._spread.sampling.world.watch
+
+        def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+            try:
+                return stage(bulk, stopped)
+            except BaseException as error:
+                if watch is not None:
+                    watch.report(error)
+                raise
+
+        return work
 
     def finish(self, out: Any) -> Any:
         """Does what is left to the thread that asks: the script's own functions."""
@@ -87,10 +169,15 @@ class Producer:
             return pin_memory(data)
         return data
 
-    def _assembled(self, out: Any, pools: Any) -> tuple[Any, bool | None]:
+    def _joined(self, out: Any, pools: Any) -> tuple[Any, bool | None]:
         return self._assembly(out, pools), getattr(out, "padding", None)
 
-    def _spread(self, work: Any, count: int) -> None:
+    def _weigh(self, found: list[Any]) -> None:
+        """Notes how large a minibatch is, once one is known."""
+        if not self._bytes and found:
+            self._bytes = max(get_data_size(found[0][0]), 1)
+
+    def _spread_out(self, work: Any, count: int) -> None:
         with threads.limited(self._width):
             threads.run(work, [(k,) for k in range(count)])
 

@@ -1,0 +1,240 @@
+"""Loaders of a graph spread over ranks yield the batches of the whole graph."""
+
+from __future__ import annotations
+
+import batches
+import pytest
+import torch
+import worlds
+from test_partitioned_sampling import owners, timed
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistNeighborLoader
+
+GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
+
+
+def masked():
+    data = batches.graph()
+    data.train_mask = torch.arange(data.num_nodes) % 3 == 0
+    data.name = "a graph-level attribute"
+    return data
+
+
+def cut(data, size):
+    if hasattr(data, "node_types"):
+        return {
+            t: owners(data[t].num_nodes, size, k) for k, t in enumerate(data.node_types)
+        }
+    return owners(data.num_nodes, size)
+
+
+def epochs(loader, count=2):
+    return [list(loader) for _ in range(count)]
+
+
+def load(size, c, make, nodes, options):
+    mesh = worlds.mesh()
+    data = make()
+    share = pdc.partition(data, mesh, cut(data, size))
+    given = {
+        "num_neighbors": [3, 2],
+        "batch_size": 5,
+        "shuffle": True,
+        "seed": 11,
+        **options,
+    }
+    plain = {
+        k: v
+        for k, v in given.items()
+        if k not in ("topology", "sample_at", "replication", "bulk_size", "prefetch")
+    }
+    pick = {"mask": lambda d: d.train_mask, "all": lambda d: None}.get(
+        nodes, lambda d: nodes
+    )
+    whole = DistNeighborLoader(data, input_nodes=pick(data), **plain)
+    part = DistNeighborLoader(share, input_nodes=pick(share), replication=c, **given)
+    assert len(whole) == len(part)
+    for one, two in zip(epochs(whole), epochs(part), strict=True):
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            assert a.num_nodes == b.num_nodes
+            one_, two_ = ({**d.to_dict(), "num_nodes": 0} for d in (a, b))
+            assert set(one_) == set(two_)
+            for key, value in one_.items():
+                batches.same(value, two_[key])
+
+
+@pytest.mark.parametrize(("size", "c"), GRIDS)
+def test_batches_are_those_of_the_whole_graph(size, c):
+    for make, nodes, options in (
+        (masked, "mask", {}),
+        (masked, "all", {"sample_at": "requester", "bulk_size": 3}),
+        (masked, "mask", {"topology": "replicated", "batch_size": 64}),
+        (masked, torch.tensor([5, 5, 7, 59]), {"prefetch": 0}),
+        (masked, "mask", {"subgraph_type": "bidirectional", "even_batches": "drop"}),
+        (timed, "all", {"time_attr": "time", "batch_size": 16}),
+        (timed, "all", {"time_attr": "time", "topology": "replicated"}),
+        (batches.hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
+        (batches.hetero, "author", {"topology": "replicated"}),
+    ):
+        worlds.run(load, size, size, c, make, nodes, options)
+
+
+# The life of an epoch ------------------------------------------------------------------
+
+
+def built(size, c=1, data=None, **options):
+    mesh = worlds.mesh()
+    data = masked() if data is None else data
+    share = pdc.partition(data, mesh, cut(data, size))
+    given = {"num_neighbors": [3, 2], "batch_size": 4, "seed": 7, "shuffle": True}
+    return share, DistNeighborLoader(share, replication=c, **{**given, **options})
+
+
+def stop_early(size, bulk_size, prefetch):
+    _, loader = built(size, bulk_size=bulk_size, prefetch=prefetch)
+    whole = list(loader)
+    for count in (1, 2, 3):
+        loader.set_epoch(0)
+        for k, batch in enumerate(loader):
+            batches.same(batch.n_id, whole[k].n_id)
+            if k + 1 == count:
+                break
+    loader.set_epoch(0)
+    left = iter(loader)  # begun, and left where it is
+    next(left)
+    loader.set_epoch(0)
+    again = list(loader)
+    assert len(again) == len(whole)
+    for one, two in zip(again, whole, strict=True):
+        batches.same(one.x, two.x)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_an_epoch_can_be_left(prefetch):
+    worlds.run(stop_early, 2, 2, 1, prefetch)
+    worlds.run(stop_early, 3, 3, 2, prefetch)
+
+
+def resume(size):
+    _, loader = built(size)
+    whole = list(loader)
+    loader.set_epoch(0)
+    steps = iter(loader)
+    head = [next(steps), next(steps)]
+    state = loader.state_dict()
+    _, other = built(size)
+    other.load_state_dict(state)
+    tail = list(other)
+    assert len(head) + len(tail) == len(whole)
+    for one, two in zip([*head, *tail], whole, strict=True):
+        batches.same(one.n_id, two.n_id)
+
+
+def test_an_epoch_can_be_resumed():
+    worlds.run(resume, 2, 2)
+
+
+def two_at_once(size):
+    share, loader = built(size)
+    _, other = built(size, num_neighbors=[2], input_nodes=share.train_mask)
+    for batch, more in zip(loader, other, strict=False):
+        assert len(batch.n_id)
+        assert len(more.n_id)
+    later = DistNeighborLoader(share, num_neighbors=[2], batch_size=9)
+    assert later.spread.store._shelves is loader.spread.store._shelves
+
+
+def test_loaders_of_one_share_keep_one_store_and_may_run_at_a_time():
+    worlds.run(two_at_once, 2, 2)
+
+
+def uneven(size):
+    mesh = worlds.mesh(fresh=True)
+    data = masked()
+    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
+    loader = DistNeighborLoader(
+        share, num_neighbors=[3], batch_size=1, bulk_size=1, seed=7
+    )
+    if mesh.rank == 0:
+        for _ in loader:
+            break
+        return "stopped"
+    try:
+        for _ in loader:
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_stops_alone_ends_the_others():
+    zero, one = worlds.run(uneven, 2, 2)
+    assert zero == "stopped"
+    assert "rank(s) 0 stopped in the middle of an epoch" in one
+
+
+def failing(size, prefetch):
+    mesh = worlds.mesh(fresh=True)
+    data = masked()
+    data.weight = torch.ones(data.num_edges)
+    into = data.edge_index[1] == 3  # all edges into one node
+    data.weight[into] = 0
+    cutter = owners(data.num_nodes, size)
+    cutter[3] = 0
+    share = pdc.partition(data, mesh, cutter)
+    loader = DistNeighborLoader(
+        share,
+        num_neighbors=[2],
+        input_nodes=torch.arange(8),
+        batch_size=1,
+        weight_attr="weight",
+        prefetch=prefetch,
+        bulk_size=1,
+    )
+    with pytest.raises(ValueError, match="all edges into node 3 are zero"):
+        list(loader)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_on_one_rank_ends_all_of_them(prefetch):
+    worlds.run(failing, 2, 2, prefetch)
+
+
+def refused(size):
+    mesh = worlds.mesh()
+    data = masked()
+    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
+
+    def load(graph=share, **options):
+        return DistNeighborLoader(graph, **{"num_neighbors": [2], **options})
+
+    with pytest.raises(ValueError, match="topology must be one of"):
+        load(topology="shared")
+    with pytest.raises(ValueError, match="sample_at must be one of"):
+        load(sample_at="home")
+    with pytest.raises(ValueError, match="may be one of"):
+        load(replication=size + 1)
+    with pytest.raises(ValueError, match="num_workers=2"):
+        load(num_workers=2)
+    with pytest.raises(ValueError, match="split=False"):
+        load(split=False)
+    with pytest.raises(ValueError, match="is a mask of shape"):
+        load(input_nodes=share.train_mask.to_local()[:3])
+    with pytest.raises(ValueError, match="each rank holds whole"):
+        load(data, topology="partitioned")
+    with pytest.raises(ValueError, match="neither a node-level or edge-level"):
+        load(time_attr="when")
+    with pytest.raises(ValueError, match="no attribute with a row for each edge"):
+        load(weight_attr="heavy")
+    if size > 1:
+        with pytest.raises(ValueError, match=r"num_neighbors=\[3\]"):
+            load(num_neighbors=[2 + mesh.rank])
+        with pytest.raises(ValueError, match="rank 1 has seed=1, and rank 0 seed=0"):
+            load(seed=mesh.rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_use_is_refused_on_all_ranks(size):
+    worlds.run(refused, size, size)
