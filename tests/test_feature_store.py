@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 import torch
 import worlds
+from batches import hetero
 from problems import GRAPHS, owners
+from torch_geometric.data import TensorAttr
+from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
 from pyg_distcomm.channel import open_channel
-from pyg_distcomm.loader.feature_store import EDGES, DistFeatureStore
+from pyg_distcomm.exchange.codec import Plain, Quantise
+from pyg_distcomm.loader import DistFeatureStore
+from pyg_distcomm.loader.feature_store import EDGES
+from pyg_distcomm.loader.quiver import QuiverFeature
 
-SIZES = (1, 2, 3, 4)
-WORLDS = [(p, c) for p in SIZES for c in range(1, p + 1) if p % c == 0]
+WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
+OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
 _CHANNELS = {}
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda w: f"{w[0]}-{w[1]}")
+def world(request):
+    """A number of ranks and c; tests of one world run together."""
+    worlds.only(request.param[0])
+    return request.param
 
 
 def channel(c):
@@ -30,23 +46,36 @@ def random_ids(rank, count, total, seed=0):
     return torch.randint(0, total, (count,), generator=g)
 
 
-def _graph(graph, cutter, c):
-    road = channel(c)
-    data = GRAPHS[graph]()
-    share = pdc.partition(data, worlds.mesh(), owners(cutter, data, road.world.size))
-    return data, share, road
+def shared(graph, cutter, c):
+    road, data = channel(c), GRAPHS[graph]()
+    mesh = worlds.mesh()
+    return road, data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+
+
+def edge_owner(data, share):
+    return share.edge_index.nodes.partition.owner_of(data.edge_index[1])
+
+
+def everywhere(rows, road):
+    """What each rank asks of this one, from what each asks of whom."""
+    every = wire.all_gather_object(rows, road.row)
+    return {g: [one[g][road.row.rank] for one in every] for g in rows}
+
+
+# Rows ----------------------------------------------------------------------------------
 
 
 def _fetches(graph, cutter, c):
-    data, share, road = _graph(graph, cutter, c)
+    road, data, share = shared(graph, cutter, c)
     n, e, rank = data.num_nodes, data.edge_index.size(1), road.world.rank
     store = DistFeatureStore.from_data(share, road)
-    owner = share.edge_index.nodes.partition.owner_of(data.edge_index[1])
+    owner = edge_owner(data, share)
     wanted = [
         torch.cat([random_ids(rank, 25, n), torch.tensor([0, n - 1, 0])]),
         torch.empty(0, dtype=torch.int64) if rank % 2 else torch.arange(n),
         torch.full((7,), 3 % n),  # a hub that everybody wants
         torch.arange(n).flip(0).int(),
+        store._shelves[None].index.gid,  # nothing that travels
     ]
     for ids in wanted:
         edges = ids[ids < e].long()
@@ -59,19 +88,518 @@ def _fetches(graph, cutter, c):
         pool = store.fetch_unique(asked)[None]
         assert torch.equal(pool.ids, ids.long().unique())
         assert torch.equal(pool.rows["x"][pool.place], data.x[pool.ids])
+        assert torch.equal(pool.take(ids.long())["y"], data.y[ids.long()])
     only = {None: wanted[0]} if rank == 0 else {}
     found = store.fetch(only, attrs={None: ["y"]})
     assert list(found) == list(only)
     assert all(list(rows) == ["y"] for rows in found.values())
 
 
-@pytest.mark.parametrize(("size", "c"), WORLDS)
-def test_rows_are_those_of_the_whole_tensor(size, c):
+def test_rows_are_those_of_the_whole_tensor(world):
+    size, c = world
     cutters = ("random", "empty_rank", "lopsided", "block")
     graphs = ("directed", "tiny", "star", "edgeless")
     for cutter, graph in zip(cutters, graphs, strict=True):
         worlds.run(_fetches, size, graph, cutter, c)
 
 
-def test_unused():
-    assert wire
+def _types(c):
+    road = channel(c)
+    n, rank = 50, road.world.rank
+    whole = {
+        "bool": torch.rand(n) < 2,
+        "odd": torch.arange(n * 9, dtype=torch.uint8).view(n, 9),
+        "half": torch.arange(n * 3).view(n, 3).half(),
+        "brain": torch.arange(n * 5).view(n, 5).bfloat16(),
+        "deep": torch.arange(n * 6, dtype=torch.float64).view(n, 2, 3),
+        "hollow": torch.empty(n, 0),
+        "complex": torch.arange(n).to(torch.complex64),
+        "int": torch.arange(n, dtype=torch.int16),
+    }
+    store = DistFeatureStore(road)
+    owner = torch.arange(n) * 7 % road.world.size
+    gid = (owner == rank).nonzero().view(-1)
+    store.add_group("thing", gid, n)
+    for name, values in whole.items():
+        store.add("thing", name, values[gid])
+    store.learn_owners("thing")
+    ids = random_ids(rank, 33, n)
+    found = store.fetch({"thing": ids})["thing"]
+    assert set(found) == set(whole)
+    for name, values in whole.items():
+        assert found[name].dtype == values.dtype
+        assert torch.equal(found[name], values[ids]), name
+
+
+def test_rows_of_every_type_and_width(world):
+    size, c = world
+    worlds.run(_types, size, c)
+
+
+def _hetero(c):
+    road, data = channel(c), hetero()
+    share = pdc.partition(data, worlds.mesh(), "random")
+    store = DistFeatureStore.from_data(share, road, cache=5)
+    writes = ("author", "writes", "paper")
+    rank = road.world.rank
+    ids = {"paper": random_ids(rank, 30, 40), "author": random_ids(rank, 9, 25)}
+    edges = random_ids(rank, 20, 200)
+    target = data[writes].edge_index[1]
+    owner = share["paper"].x.rows.partition.owner_of(target)
+    found = store.fetch({**ids, writes: (edges, owner[edges])})
+    for name, one in ids.items():
+        assert torch.equal(found[name]["x"], data[name].x[one])
+    assert torch.equal(found[writes]["edge_attr"], data[writes].edge_attr[edges])
+    # without owners, once they have been looked for
+    assert torch.equal(store[writes, "edge_attr", edges], found[writes]["edge_attr"])
+    degree = torch.bincount(data[writes].edge_index[0], minlength=25)
+    chosen = store._shelves["author"].chosen
+    best = torch.sort(degree, descending=True, stable=True).indices[:5]
+    assert torch.equal(chosen, best.sort().values)
+
+
+def test_groups_of_a_heterogeneous_graph(world):
+    size, c = world
+    worlds.run(_hetero, size, c)
+
+
+# Bytes ---------------------------------------------------------------------------------
+
+
+def _priced(c, form, cache):
+    road, data, share = shared("directed", "random", c)
+    n, e, rank = data.num_nodes, data.edge_index.size(1), road.world.rank
+    store = DistFeatureStore.from_data(share, road, wire=form, cache=cache)
+    owner = edge_owner(data, share)
+    for count, attrs in ((40, None), (0, None), (90, {None: ["x", "y"]})):
+        ids, edges = random_ids(rank, count, n), random_ids(rank, 2 * count, e, 1)
+        wanted = {None: ids, EDGES: (edges, owner[edges])}
+        want = store.travelling(wanted, attrs)
+        price = store.price(want, everywhere(want, road), attrs)
+        ledger = worlds.mesh().ledger
+        ledger.reset()
+        store.fetch(wanted, attrs)
+        for op, size in OPS.items():
+            assert ledger.words(op, "row") == price[op].words, op
+            assert ledger.bytes(op, "row") == price[op].bytes(size), op
+            assert ledger.messages(op, "row") == price[op].messages, op
+        assert ledger.bytes() == sum(price[op].bytes(s) for op, s in OPS.items())
+        if count == 90:  # the row of x is 7 numbers, of y one of 8 bytes
+            width = {None: 7 * 8, "fp16": 7 * 2, "int8": 7 + 4}[form] + 8
+            assert price["fetch_rows"].words == width * sum(want[None])
+            assert sum(want[EDGES]) == 0
+
+
+def test_the_ledger_says_what_the_price_says(world):
+    size, c = world
+    for form, cache in ((None, 0), ("fp16", 0.2), ("int8", 7)):
+        worlds.run(_priced, size, c, form, cache)
+
+
+def _falls(c):
+    road = channel(c)
+    n, f = 480, 16
+    x = torch.arange(n * f, dtype=torch.float32).view(n, f)
+    store = DistFeatureStore.from_replicated(x, road)
+    world, ledger = road.world, worlds.mesh().ledger
+
+    def travelled(ids):
+        ledger.reset()
+        assert torch.equal(store[ids], x[ids])
+        return ledger.bytes("fetch_rows") / (4 * f)
+
+    every = torch.arange(n)
+    assert travelled(every) == n - n * c // world.size
+    ids = random_ids(world.rank, 300, n)
+    share = travelled(ids) / len(ids.unique())
+    assert abs(share - (1 - c / world.size)) < 0.12
+    # with a cache: the rows that are neither in the block nor in it
+    score = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    store.keep(None, score, 0.25)
+    hot = score.sort(descending=True).indices[: n // 4]
+    block = every[every // (n // world.size) // c == road.block]
+    known = torch.cat([hot, block])
+    assert travelled(every) == n - len(known.unique())
+    assert travelled(ids) == int((~torch.isin(ids.unique(), known)).sum())
+    store.keep(None, score, 0)
+    assert travelled(every) == n - n * c // world.size
+    store.keep(None, score, 1.0)
+    assert travelled(every) == 0
+
+
+def test_traffic_falls_with_replication_and_the_cache(world):
+    size, c = world
+    worlds.run(_falls, size, c)
+
+
+# The cache -----------------------------------------------------------------------------
+
+
+def _cached(c, ranking):
+    road, data, share = shared("star", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    options = {"num_neighbors": [3, 2], "seeds": share.train_mask, "batch_size": 4}
+    given = torch.arange(n).float() if ranking == "given" else ranking
+    store = DistFeatureStore.from_data(
+        share, road, cache=0.2, ranking=given, wire="int8", **options
+    )
+    shelf = store._shelves[None]
+    assert len(shelf.chosen) == round(0.2 * n)
+    if ranking != "given":
+        assert shelf.chosen[0] == 0  # the hub
+    assert not torch.isin(shelf.cached.gid, shelf.index.gid).any()
+    known = torch.cat([shelf.chosen, shelf.index.gid]).unique()
+    x = store.fetch({None: known})[None]["x"]
+    assert torch.equal(x, data.x[known])  # kept as they are, whatever the wire
+    late = torch.arange(n * 2.0).view(n, 2)
+    store.put_tensor(late, None, "late", None)  # what comes later is kept too
+    assert torch.equal(store.fetch({None: known})[None]["late"], late[known])
+    store.fetch({None: random_ids(rank, 20, n)})
+    return shelf.chosen.tolist()
+
+
+def test_the_cache_is_the_same_on_all_ranks(world):
+    size, c = world
+    for ranking in ("degree", "vip", "given"):
+        found = worlds.run(_cached, size, c, ranking)
+        assert all(one == found[0] for one in found)
+    assert found[0] == list(range(32, 40))
+
+
+def _bad_caches():
+    road, _, share = shared("directed", "random", 1)
+    store = DistFeatureStore.from_data(share, road)
+    for size in (-1, 1.5, True, "0.5"):
+        with pytest.raises(ValueError, match="number of rows"):
+            store.keep(None, torch.zeros(60), size)
+    with pytest.raises(ValueError, match="got NaN"):
+        store.keep(None, torch.full((60,), float("nan")), 3)
+    with pytest.raises(ValueError, match="'degree' or 'vip'"):
+        DistFeatureStore.from_data(share, road, cache=3, ranking="hubs")
+    with pytest.raises(ValueError, match="needs num_neighbors"):
+        DistFeatureStore.from_data(share, road, cache=3, ranking="vip")
+
+
+def test_caches_that_make_no_sense(world):
+    size, c = world
+    if c == 1:
+        worlds.run(_bad_caches, size)
+
+
+# Codecs --------------------------------------------------------------------------------
+
+
+def _coded(c, form):
+    road, data, share = shared("directed", "random", c)
+    store = DistFeatureStore.from_data(share, road, wire=form)
+    ids = torch.arange(data.num_nodes)
+    found = store.fetch({None: ids})[None]
+    for name in ("y", "train_mask"):
+        assert torch.equal(found[name], data[name])
+    here = store._shelves[None].index.gid
+    assert torch.equal(found["x"][here], data.x[here])
+    error = (found["x"] - data.x).abs()
+    low, high = data.x.amin(1, keepdim=True), data.x.amax(1, keepdim=True)
+    bound = {
+        "fp16": data.x.abs() * 2.0**-11,
+        "bf16": data.x.abs() * 2.0**-8,
+        "int8": (high - low + low.abs() / 128) / 510 * 1.01,
+    }[form]
+    assert bool((error <= bound).all())
+    if c < road.world.size:
+        assert float(error.sum()) > 0
+
+
+def test_rows_on_the_wire_are_coded(world):
+    size, c = world
+    for form in ("fp16", "bf16", "int8"):
+        worlds.run(_coded, size, c, form)
+
+
+def test_which_attributes_are_coded():
+    store = DistFeatureStore(channel(1), wire={"x": "int8", "w": Quantise()})
+    store.add_group(None, torch.arange(4), 4)
+    store.add(None, "x", torch.rand(4, 3))
+    store.add(None, "z", torch.rand(4, 3))  # nobody asked
+    store.add(None, "w", torch.rand(4))  # 5 bytes in place of 4
+    codecs = store._shelves[None].codecs
+    assert codecs == {"x": Quantise(), "z": Plain(), "w": Plain()}
+    with pytest.raises(ValueError, match="fp16, bf16, int8"):
+        DistFeatureStore(channel(1), wire="zip")
+
+
+# On disk -------------------------------------------------------------------------------
+
+
+def _mapped(c, folder):
+    road = channel(c)
+    n, f, rank = 90, 4, road.world.rank
+    x = np.arange(n * f, dtype=np.float32).reshape(n, f)
+    path = f"{folder}/mine_{c}_{rank}.npy"
+    begin, end = n * rank // road.world.size, n * (rank + 1) // road.world.size
+    np.save(path, x[begin:end])
+    mine = np.load(path, mmap_mode="r")
+    assert isinstance(mine, np.memmap)
+    store = DistFeatureStore.from_cpu_tensor(mine, road)
+    values = store._shelves[None].values["x"]
+    if c == 1:  # not a copy
+        assert values.data_ptr() == mine.__array_interface__["data"][0]
+    ids = random_ids(rank, 50, n)
+    assert torch.equal(store[ids], torch.from_numpy(x)[ids])
+
+    away = DistFeatureStore(road, folder=f"{folder}/store_{c}")
+    away.add_group(None, torch.arange(begin, end), n)
+    away.add(None, "x", mine)
+    away.add(None, "b/f", torch.from_numpy(x[begin:end]).bfloat16())
+    away.learn_owners(None)
+    found = away.fetch({None: ids})[None]
+    assert torch.equal(found["x"], torch.from_numpy(x)[ids])
+    assert torch.equal(found["b/f"], torch.from_numpy(x)[ids].bfloat16())
+    files = sorted(os.listdir(f"{folder}/store_{c}/rank_{rank:05d}"))
+    assert files == ["nodes__b%2Ff.npy", "nodes__x.npy"]
+
+
+def test_rows_may_stay_on_disk(world, tmp_path):
+    size, c = world
+    worlds.run(_mapped, size, c, str(tmp_path))
+
+
+# PyG's contract ------------------------------------------------------------------------
+
+
+def _contract(c):
+    road, data, share = shared("directed", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    store = DistFeatureStore.from_data(share, road)
+    ids = random_ids(rank, 20, n)
+    for index in (ids, ids.numpy(), ids.int()):
+        assert torch.equal(store[None, "x", index], data.x[ids])
+    assert torch.equal(store.get_tensor(None, "x", index=ids.tolist()), data.x[ids])
+    named = {"group_name": None, "attr_name": "y", "index": slice(3, 40, 2)}
+    assert torch.equal(store.get_tensor(**named), data.y[3:40:2])
+    assert torch.equal(store[None, "y", data.train_mask], data.y[data.train_mask])
+    assert torch.equal(store[None, "x", 5], data.x[5])
+    assert torch.equal(store[None, "x", None], data.x)
+    assert torch.equal(store[EDGES, "edge_attr", None], data.edge_attr)
+    assert torch.equal(store[EDGES, "edge_attr", ids], data.edge_attr[ids])
+    as_array = store.get_tensor(None, "x", ids.numpy(), convert_type=True)
+    assert isinstance(as_array, np.ndarray)
+    # one exchange for what is read together
+    attrs = [TensorAttr(None, "x", ids), TensorAttr(None, "y", ids)]
+    attrs += [TensorAttr(EDGES, "edge_weight", ids), TensorAttr(None, "y", ids.flip(0))]
+    ledger = worlds.mesh().ledger
+    ledger.reset()
+    x, y, w, back = store.multi_get_tensor(attrs)
+    assert torch.equal(x, data.x[ids])
+    assert torch.equal(y, data.y[ids])
+    assert torch.equal(w, data.edge_weight[ids])
+    assert torch.equal(back, data.y[ids.flip(0)])
+    assert ledger.total("calls", "fetch_rows") == (2 if road.row.size > 1 else 0)
+    # views, sizes, names
+    assert isinstance(store[None, "x"], AttrView)
+    assert torch.equal(store[None, "x"][ids], data.x[ids])
+    assert torch.equal(store.view(group_name=None).x[ids], data.x[ids])
+    assert store.get_tensor_size(None, "x") == (n, 7)
+    assert store.get_tensor_size(None, "x", ids) == (20, 7)
+    names = [(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()]
+    assert sorted(names, key=str) == sorted(
+        [
+            *((None, name) for name in ("x", "y", "train_mask")),
+            *((EDGES, name) for name in ("edge_weight", "edge_attr")),
+        ],
+        key=str,
+    )
+    assert not store.get_all_tensor_attrs()[0].is_set("index")
+    assert "'x'" in repr(store)
+    assert f"{road.row.size} blocks x {c}" in repr(store)
+
+
+def test_what_pyg_asks_of_a_feature_store(world):
+    size, c = world
+    worlds.run(_contract, size, c)
+
+
+def _puts(c):
+    road, data, share = shared("directed", "empty_rank", c)
+    n, rank = data.num_nodes, road.world.rank
+    store = DistFeatureStore(road)
+    assert store.put_tensor(share.x, None, "x", None)  # a DistTensor
+    assert store.put_tensor(data.y, None, "y", None)  # rows of all ranks
+    own = share.x.rows.gid
+    store[None, "z", None] = data.train_mask[own].numpy()  # this rank's own
+    assert store.put_tensor(torch.arange(31), "other", "id", None)  # in equal blocks
+    ids = random_ids(rank, 20, n)
+    for name, whole in (("x", data.x), ("y", data.y), ("z", data.train_mask)):
+        assert torch.equal(store[None, name, ids], whole[ids])
+    assert store["other", "id", ids % 31].tolist() == (ids % 31).tolist()
+    store.update_tensor(data.y + 1, None, "y", None)
+    assert torch.equal(store[None, "y", ids], data.y[ids] + 1)
+    assert store.remove_tensor(None, "y", None)
+    del store[None, "z"]
+    for missing in ((None, "y"), ("who", "x")):
+        with pytest.raises(KeyError, match=r"there are"):
+            store.get_tensor(*missing, ids)
+        with pytest.raises(KeyError, match=r"there are"):
+            store.get_tensor_size(*missing)
+    with pytest.raises(ValueError, match="whole attributes"):
+        store.put_tensor(data.y, None, "y", ids)
+    with pytest.raises(ValueError, match="one attribute, but it has"):
+        _ = store[ids]
+
+
+def test_putting_and_removing(world):
+    size, c = world
+    worlds.run(_puts, size, c)
+
+
+# Mistakes ------------------------------------------------------------------------------
+
+
+def _mistakes(c):
+    road, data, share = shared("directed", "random", c)
+    n, rank, alone = data.num_nodes, road.world.rank, road.row.size == 1
+    store = DistFeatureStore.from_data(share, road)
+    fine, last = torch.arange(5), road.world.size - 1
+    for bad, text in (
+        (torch.tensor([3, n]), f"0 .. {n - 1}, got {n}"),
+        (torch.tensor([-1]), "got -1"),
+        (torch.tensor([1.0]), "vector of integers"),
+        (torch.tensor([[1]]), "vector of integers"),
+        ((fine, torch.full((5,), 9)), "owners of group None must be in"),
+        ((fine, fine[:2]), "each of 5 ids"),
+    ):
+        wrong = rank // c == last // c  # the ranks of one block
+        if wrong or not alone:
+            with pytest.raises(ValueError, match=text):
+                store.fetch({None: bad if wrong else fine})
+        found = store.fetch({None: fine})  # and life goes on
+        assert torch.equal(found[None]["x"], data.x[:5])
+    if rank == last or not alone:
+        with pytest.raises(ValueError, match="no group 'who'"):
+            store.fetch({"who": fine} if rank // c == last // c else {})
+    if not alone:
+        with pytest.raises(ValueError, match="same `attrs`"):
+            store.fetch({None: fine}, attrs={None: ["x" if road.block else "y"]})
+    with pytest.raises(ValueError, match="owns which id"):
+        store.fetch({EDGES: fine})
+    with pytest.raises(KeyError, match="no attribute 'u'"):
+        store.fetch({None: fine}, attrs={None: ["u"]})
+
+
+def test_mistakes_are_told_to_all_ranks(world):
+    size, c = world
+    worlds.run(_mistakes, size, c)
+
+
+def _wrong_rows(c):
+    road, n = channel(c), 12
+    rank, size = road.world.rank, road.world.size
+    mine = torch.arange(n)[rank::size]
+    for gid, text in (
+        (mine.flip(0) if rank == 0 else mine, "must ascend"),
+        (mine[1:] if rank == 0 else mine, "not all 12"),
+        (mine + n if rank == 0 else mine, r"must lie in \[0, 12\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DistFeatureStore(road).add_group("g", gid, n)
+    store = DistFeatureStore(road)
+    store.add_group("g", mine, n)
+    odd = rank == size - 1
+    for values, text in (
+        (torch.zeros(len(mine) + odd), f"{len(mine) + 1} rows, but"),
+        ("xy" if odd else torch.zeros(len(mine)), "got str"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            store.add("g", "x", values)
+    if size > 1:
+        with pytest.raises(ValueError, match="attributes that differ"):
+            store.add("g", "x", torch.zeros(len(mine), 3 + odd))
+
+
+def test_rows_that_do_not_fit(world):
+    size, c = world
+    worlds.run(_wrong_rows, size, c)
+
+
+def _misled():
+    mesh = pdc.init(timeout=30)  # its own: what happens here, it does not survive
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, "random")
+    store = DistFeatureStore.from_data(share, mesh)
+    owner = edge_owner(data, share)
+    wrong = (owner + 1) % 3 if mesh.rank == 1 else owner
+    edges = (owner == 2).nonzero().view(-1)  # of rank 2, said to be rank 0's
+    with pytest.raises(ValueError, match="the owner given with it is wrong"):
+        store.fetch({EDGES: (edges, wrong[edges])})
+    return True
+
+
+def test_an_owner_that_has_not_what_is_asked_of_it(world):
+    if world == (3, 1):
+        assert worlds.run(_misled, 3, deadline=60) == [True] * 3
+        worlds.only(0)
+
+
+# quiver-feature ------------------------------------------------------------------------
+
+
+class StandIn:
+    """What quiver-feature's DistTensor lets its users see, faults included."""
+
+    dtype = torch.float32
+
+    def __init__(self, tensor, most):
+        self._tensor, self._most, self.asked = tensor, most, 0
+
+    @property
+    def shape(self):
+        return [len(self._tensor), self._tensor.size(1)]
+
+    def __getitem__(self, nodes):
+        assert len(nodes) <= self._most, "Collected Data Exceeds Buffer Size"
+        self.asked += len(nodes)
+        found = self._tensor[nodes]
+        nodes -= 3
+        return found
+
+
+def _quiver(c):
+    road, data, share = shared("directed", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    # our store stands where theirs stood
+    x = data.x.float()
+    ours = DistFeatureStore.from_replicated(x, road)
+    ids = random_ids(rank, 30, n)
+    assert torch.equal(ours[ids], x[ids])
+    assert list(ours.shape) == [n, 7]
+    assert (ours.size(0), ours.size(1), ours.dtype) == (n, 7, torch.float32)
+    parts = DistFeatureStore.from_cpu_tensor(x[: 10 + rank], road)
+    sizes = [10 + r for r in range(road.world.size)]
+    whole = torch.cat([x[:k] for k in sizes])
+    assert list(parts.shape) == list(whole.shape)
+    assert torch.equal(parts[:], whole)
+    # theirs is an attribute beside ours
+    theirs = StandIn(torch.rand(n, 4), most=8)
+    store = DistFeatureStore.from_data(share, road, cache=4)
+    store.put_tensor(QuiverFeature(theirs, most=8), None, "q", None)
+    assert store.get_tensor_size(None, "q") == (n, 4)
+    for wanted in (ids, store._shelves[None].index.gid, ids[:0]):
+        before = theirs.asked
+        found = store.fetch({None: wanted})[None]
+        assert torch.equal(found["q"], theirs._tensor[wanted])
+        assert torch.equal(found["x"], data.x[wanted])
+        assert theirs.asked - before == len(wanted.unique())
+    only = store.fetch({None: ids}, attrs={None: ["q"]})[None]
+    assert torch.equal(only["q"], theirs._tensor[ids])
+    assert "q" not in store.fetch({None: ids}, attrs={None: ["x"]})[None]
+    alone = DistFeatureStore(road)
+    alone.put_tensor(QuiverFeature(theirs, most=8), "n", "q", None)
+    assert torch.equal(alone[ids], theirs._tensor[ids])
+    assert alone.shape == (n, 4)
+    with pytest.raises(TypeError, match="does not look like"):
+        QuiverFeature([1, 2])
+
+
+def test_quiver_features(world):
+    size, c = world
+    worlds.run(_quiver, size, c)

@@ -1,49 +1,42 @@
-"""DistFeatureStore: rows of features spread over ranks, fetched by id."""
+"""DistFeatureStore: rows of features spread over ranks, behind PyG's FeatureStore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import FeatureStore, TensorAttr
+from torch_geometric.data import TensorAttr
 
 from pyg_distcomm import wire as network
 from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.exchange.codec import Codec, codec_of
-from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
-from pyg_distcomm.loader.message import Column
-from pyg_distcomm.loader.shelf import (
-    EDGES,
-    NODES,
-    Group,
-    Shelf,
-    add_rows,
-    learn_owners,
-    make_shelf,
-)
+from pyg_distcomm.indexing import ids_of
+from pyg_distcomm.loader.hot import Fanouts, inclusion_probabilities, out_degrees
+from pyg_distcomm.loader.quiver import QuiverFeature
+from pyg_distcomm.loader.sharded import RowsAttr, ShardedStore, Wire
+from pyg_distcomm.loader.shelf import EDGES as EDGES
+from pyg_distcomm.loader.shelf import NODES as NODES
+from pyg_distcomm.loader.shelf import Group, own_rows
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.rows import Rows
+from pyg_distcomm.price import balanced_split
 from pyg_distcomm.tensor import DistTensor
 
-Wire: TypeAlias = str | Codec | None
-Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
 
-
-class DistFeatureStore(FeatureStore):
+class DistFeatureStore(ShardedStore):
     """Rows of named attributes of named groups, sharded over the blocks of a channel.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
     type, or an edge type. With P ranks and replication c, block i holds what ranks
     i c .. i c + c - 1 own; a rank fetches from the P/c ranks of its column.
 
-    `fetch` is collective over a column, as are `store[group, name, ids]` and
-    `get_tensor`: ids differ by rank, the rest does not, and one thread at a time calls.
-    What adds to the store is collective over all ranks.
+    `fetch` is collective over a column, as is all that reads rows in PyG's way:
+    `store[group, name, ids]`, `get_tensor`; `store[ids]` where there is one attribute.
+    Ids differ by rank, the rest does not, and one thread at a time calls. An index of
+    None means all rows, in order. What adds or removes is collective over all ranks.
 
     Price: a distinct row that is neither in the block nor in the cache travels once,
     with its id: 1 - c/P of the rows of random ids.
@@ -58,21 +51,7 @@ class DistFeatureStore(FeatureStore):
             in memory without it.
     """
 
-    def __init__(
-        self,
-        channel: Channel | Mesh,
-        *,
-        wire: Wire | Mapping[str, Wire] = None,
-        folder: str | Path | None = None,
-    ) -> None:
-        super().__init__()
-        by_name = wire if isinstance(wire, Mapping) else {}
-        self._codecs = {name: codec_of(one) for name, one in by_name.items()}
-        self._codec = codec_of(None if isinstance(wire, Mapping) else wire)
-        self.channel = open_channel(channel) if isinstance(channel, Mesh) else channel
-        rank = self.channel.world.rank
-        self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"
-        self._shelves: dict[Group, Shelf] = {}
+    # Ways to fill one -----------------------------------------------------------------
 
     @classmethod
     def from_data(
@@ -82,12 +61,24 @@ class DistFeatureStore(FeatureStore):
         *,
         wire: Wire | Mapping[str, Wire] = None,
         folder: str | Path | None = None,
+        cache: float = 0,
+        ranking: str | Tensor | Mapping[Group, Tensor] = "degree",
+        num_neighbors: Fanouts = (),
+        seeds: DistTensor | Mapping[Group, DistTensor] | None = None,
+        batch_size: int = 1,
     ) -> DistFeatureStore:
         """Takes every attribute with a row per node or per edge of a partitioned graph.
 
         Args:
             data: a Data or HeteroData of `pdc.partition`.
             channel, wire, folder: as above.
+            cache: how many nodes of each type every rank keeps: a count (int) or a
+                fraction (float).
+            ranking: which: "degree", by edges that leave a node; "vip", by the
+                probability that a minibatch holds it (`inclusion_probabilities`); or a
+                score for each node, in a dictionary where there are node types.
+            num_neighbors, seeds, batch_size: of the minibatches, for "vip"; seeds are a
+                mask such as `data.train_mask`, or masks by node type.
 
         Raises:
             ValueError: on all ranks, if their attributes differ.
@@ -103,8 +94,14 @@ class DistFeatureStore(FeatureStore):
             raise ValueError(f"the ranks hold different attributes: {names}")
         for (group, name), value in found.items():
             if group not in store._shelves:
-                store._add_group_of(group, value.rows)
+                rows = value.rows
+                store.add_group(group, rows.gid, rows.total, rows.partition)
             store.add(group, name, value.to_local())
+        if cache:
+            scores = _scores(data, ranking, num_neighbors, seeds, batch_size)
+            for group, score in scores.items():
+                if group in store._shelves:
+                    store.keep(group, score, cache)
         return store
 
     @classmethod
@@ -119,17 +116,13 @@ class DistFeatureStore(FeatureStore):
     ) -> DistFeatureStore:
         """Joins the parts `[n_q, ...]` that the ranks hold, in rank order; collective.
 
-        So does `from_cpu_tensor` of quiver-feature: `store[ids]` and `store.shape` are
-        those of its DistTensor.
+        That is what quiver-feature's DistTensor does; its `tensor[ids]` and `shape` are
+        there too.
         """
         store = cls(channel, wire=wire, folder=folder)
         world = store.channel.world
         sizes = [row[0] for row in network.all_gather_counts([len(tensor)], world)]
-        start = sum(sizes[: world.rank])
-        gid = torch.arange(start, start + len(tensor))
-        owner = torch.arange(world.size).repeat_interleave(torch.tensor(sizes))
-        owners = Partition.from_owner(owner, world.size)
-        store.add_group(NODES, gid, sum(sizes), owners)
+        store._add_ranges(NODES, sizes)
         store.add(NODES, name, tensor)
         return store
 
@@ -145,137 +138,160 @@ class DistFeatureStore(FeatureStore):
     ) -> DistFeatureStore:
         """Keeps this rank's block of a tensor `[n, ...]` that all ranks hold."""
         opened = open_channel(channel) if isinstance(channel, Mesh) else channel
-        cut = tensor[_block_of(len(tensor), opened)]
-        return cls.from_cpu_tensor(cut, opened, name=name, wire=wire, folder=folder)
+        rank, sizes = opened.world.rank, balanced_split(len(tensor), opened.world.size)
+        part = tensor[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+        return cls.from_cpu_tensor(part, opened, name=name, wire=wire, folder=folder)
 
-    def _add_group_of(self, group: Group, rows: Rows) -> None:
-        self.add_group(group, rows.gid, rows.total, rows.partition)
+    # A tensor of rows, where there is one attribute -----------------------------------
 
-    def add_group(
-        self, group: Group, gid: Tensor, total: int, owners: Partition | None = None
-    ) -> None:
-        """Says which rows of a group each rank owns; collective over all ranks.
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (Tensor, np.ndarray, slice, list)):
+            return self.get_tensor(*self._single(), key)
+        return super().__getitem__(key)
 
-        Args:
-            group: its name.
-            gid: ids of the rows of this rank, ascending.
-            total: ids lie in [0, total), each on one rank.
-            owners: who owns which id, if that is known.
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of all rows of the only attribute."""
+        return torch.Size(self._size(*self._single()))
 
-        Raises:
-            ValueError: on all ranks, if ids are missing, repeated or out of order.
-        """
-        self._shelves[group] = make_shelf(group, gid, total, owners, self.channel)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the only attribute."""
+        group, name = self._single()
+        shelf = self._known(group, name)
+        source = shelf.values if name in shelf.values else shelf.foreign
+        dtype: torch.dtype = source[name].dtype
+        return dtype
 
-    def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
-        """Adds one attribute from this rank's own rows; collective over all ranks.
+    def size(self, dim: int) -> int:
+        """Returns one size of the shape."""
+        return self.shape[dim]
 
-        Args:
-            group: of `add_group`.
-            name: of the attribute.
-            values: `[len(gid), ...]`, which may be mapped from a file: with replication
-                1 and no `folder` it stays where it is.
-
-        Raises:
-            ValueError: on all ranks, if sizes or types do not fit.
-        """
-        codec = self._codecs.get(name, self._codec)
-        add_rows(self._shelf(group), name, values, self.channel, codec, self._folder)
-
-    def learn_owners(self, group: Group) -> Partition:
-        """Finds who holds which id of a group, so that ids alone can be asked for.
-
-        Collective over a column the first time; nothing if it is known already.
-        """
-        return learn_owners(self._shelf(group), self.channel)
-
-    # Fetching -------------------------------------------------------------------------
-
-    def fetch(
-        self, wanted: Wanted, attrs: Attrs = None
-    ) -> dict[Group, dict[str, Tensor]]:
-        """Returns rows by id, in the order of the ids; collective over a column.
-
-        Args:
-            wanted: ids `[k]` by group, repeats allowed; with the ranks that own them,
-                `(ids, owners)`, where the store does not know (edges). A rank may leave
-                out groups that others ask for.
-            attrs: which attributes to bring of which group, the same on all ranks; all
-                of them by default.
-
-        Returns: rows `[k, ...]` on the CPU, by group and name.
-
-        Raises:
-            ValueError: on all ranks of the column, if one asks for a bad id.
-        """
-        pools = self.fetch_unique(wanted, attrs)
-        return {
-            group: pools[group].take(ids_of(asked).long())
-            for group, asked in wanted.items()
-        }
-
-    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, without laying them out."""
-        if not self._shelves:
-            return {}
-        return self._fetcher(attrs)(wanted)
-
-    def _fetcher(self, attrs: Attrs) -> Fetch:
-        """Lists what travels, widest numbers first so that most rows lie aligned."""
-        columns = []
-        for number, (group, shelf) in enumerate(self._shelves.items()):
-            for name in shelf.values if attrs is None else attrs.get(group, ()):
-                self._known(group, name)
-                if name in shelf.values:
-                    values, codec = shelf.values[name], shelf.codecs[name]
-                    columns.append(Column(number, name, values, codec))
-        columns.sort(key=lambda column: -column.values.element_size())
-        return Fetch(self.channel, list(self._shelves.values()), columns)
-
-    def _shelf(self, group: Group) -> Shelf:
-        if group not in self._shelves:
-            raise KeyError(
-                f"no group {group!r} in the store; there are {list(self._shelves)}"
+    def _single(self) -> tuple[Group, str]:
+        there = [(a.group_name, a.attr_name) for a in self.get_all_tensor_attrs()]
+        if len(there) != 1:
+            raise ValueError(
+                f"a store is one tensor where it has one attribute, but it has {there}; "
+                "use store[group, name, ids]"
             )
-        return self._shelves[group]
-
-    def _known(self, group: Group, name: str) -> Shelf:
-        shelf = self._shelf(group)
-        if name not in shelf.names:
-            raise KeyError(
-                f"no attribute {name!r} of group {group!r}; there are {shelf.names}"
-            )
-        return shelf
+        return there[0]
 
     # What PyG asks of a feature store -------------------------------------------------
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        raise NotImplementedError
+        group, name = attr.group_name, attr.attr_name
+        if attr.index is not None:
+            raise ValueError(
+                "the store takes whole attributes; put them with index=None"
+            )
+        if group not in self._shelves:
+            self._add_group_like(group, tensor)
+        shelf = self._shelf(group)
+        if isinstance(tensor, QuiverFeature):
+            shelf.foreign[name] = tensor
+            shelf.values.pop(name, None)
+            return True
+        if isinstance(tensor, DistTensor):
+            tensor = tensor.to_local()
+        self.add(group, name, own_rows(shelf, tensor))
+        return True
+
+    def _add_group_like(self, group: Group, tensor: Any) -> None:
+        """Adds the group of the first attribute: its own rows, or equal blocks."""
+        if isinstance(tensor, DistTensor):
+            rows = tensor.rows
+            self.add_group(group, rows.gid, rows.total, rows.partition)
+            return
+        size = self.channel.world.size
+        self._add_ranges(group, balanced_split(tensor.shape[0], size))
+
+    def _add_ranges(self, group: Group, sizes: Sequence[int]) -> None:
+        """Adds a group whose rows lie one rank after the other."""
+        rank, size = self.channel.world.rank, len(sizes)
+        start = sum(sizes[:rank])
+        gid = torch.arange(start, start + sizes[rank])
+        owner = torch.arange(size).repeat_interleave(torch.tensor(sizes))
+        self.add_group(group, gid, sum(sizes), Partition.from_owner(owner, size))
 
     def _get_tensor(self, attr: TensorAttr) -> Any:
-        raise NotImplementedError
+        return self._multi_get_tensor([attr])[0]
+
+    def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
+        """Reads attributes in one fetch, unless one group is asked for different ids."""
+        found: list[Any] = [None] * len(attrs)
+        left = list(range(len(attrs)))
+        while left:
+            index: dict[Group, Any] = {}
+            for k in left:
+                index.setdefault(attrs[k].group_name, attrs[k].index)
+            now = [k for k in left if attrs[k].index is index[attrs[k].group_name]]
+            names = {
+                group: [attrs[k].attr_name for k in now if attrs[k].group_name == group]
+                for group in index
+            }
+            rows = self._read(index, names)
+            for k in now:
+                found[k] = rows[attrs[k].group_name][attrs[k].attr_name]
+            left = [k for k in left if k not in now]
+        return found
+
+    def _read(
+        self, index: dict[Group, Any], names: dict[Group, list[str]]
+    ) -> dict[Group, dict[str, Tensor]]:
+        wanted = {}
+        for group, asked in index.items():
+            for name in names[group]:
+                shelf = self._known(group, name)
+            self.learn_owners(group)
+            wanted[group] = _ids(asked, shelf.total)
+        rows = self.fetch(wanted, names)
+        for group, asked in index.items():
+            if isinstance(asked, int):  # one row, without its dimension
+                rows[group] = {name: value[0] for name, value in rows[group].items()}
+        return rows
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        raise NotImplementedError
+        shelf = self._known(attr.group_name, attr.attr_name)
+        for place in (shelf.values, shelf.codecs, shelf.hot, shelf.foreign):
+            place.pop(attr.attr_name, None)
+        return True
 
-    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
-        raise NotImplementedError
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
+        total, *rest = self._size(attr.group_name, attr.attr_name)
+        if isinstance(attr.index, int):
+            return tuple(rest)
+        return (len(_ids(attr.index, total)), *rest)
+
+    def _size(self, group: Group, name: Any) -> tuple[int, ...]:
+        shelf = self._known(group, name)
+        source = shelf.values if name in shelf.values else shelf.foreign
+        return (shelf.total, *source[name].shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns what is in the store."""
         return [
-            TensorAttr(group, name)
+            RowsAttr(group, name)
             for group, shelf in self._shelves.items()
             for name in shelf.names
         ]
 
+    def __repr__(self) -> str:
+        there = {group: shelf.names for group, shelf in self._shelves.items()}
+        blocks, c = self.channel.row.size, self.channel.replication
+        return f"DistFeatureStore({there}, {blocks} blocks x {c})"
 
-def _block_of(total: int, channel: Channel) -> slice:
-    rank, size = channel.world.rank, channel.world.size
-    return slice(rank * total // size, (rank + 1) * total // size)
+
+def _ids(index: Any, total: int) -> Tensor:
+    """Returns the ids that an index of PyG's stands for; None is all of them."""
+    if index is None:
+        return torch.arange(total)
+    if isinstance(index, int):
+        return torch.tensor([index])
+    ids = ids_of(index, total)
+    return ids.nonzero().view(-1) if ids.dtype == torch.bool else ids
 
 
-def _row_cut(part: Any) -> Iterable[tuple[Group, str, DistTensor]]:
+def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
     """Yields the attributes of one store of a Data that have a row per node or edge."""
     key = getattr(part, "_key", None)
     edges = getattr(part.get("edge_index"), "edges", None)
@@ -288,3 +304,29 @@ def _row_cut(part: Any) -> Iterable[tuple[Group, str, DistTensor]]:
             yield (NODES if key is None else key), name, value
         elif edges is not None and value.rows.same_as(edges):
             yield EDGES, name, value
+
+
+def _scores(
+    data: Any,
+    ranking: str | Tensor | Mapping[Group, Tensor],
+    num_neighbors: Fanouts,
+    seeds: DistTensor | Mapping[Group, DistTensor] | None,
+    batch_size: int,
+) -> Mapping[Group, Tensor]:
+    if isinstance(ranking, Mapping):
+        return ranking
+    if not isinstance(ranking, str):
+        return {NODES: ranking}
+    if ranking == "degree":
+        return out_degrees(data)
+    if ranking != "vip":
+        raise ValueError(
+            f"ranking={ranking!r} is not known; choose 'degree' or 'vip', or give scores"
+        )
+    if seeds is None or not num_neighbors:
+        raise ValueError(
+            "ranking='vip' needs num_neighbors, seeds (a mask such as data.train_mask) "
+            "and batch_size"
+        )
+    masks = seeds if isinstance(seeds, Mapping) else {NODES: seeds}
+    return inclusion_probabilities(data, num_neighbors, masks, batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -74,7 +74,7 @@ class Ask:
     @property
     def away(self) -> Tensor:
         """The ids that travel, block by block."""
-        return self.ids[self.order[len(self.here) + len(self.kept) :]]
+        return self.ids[self.order[len(self.order) - sum(self.counts) :]]
 
     @property
     def place(self) -> Tensor:
@@ -129,26 +129,26 @@ class Fetch:
         problem = None
         if unknown:
             problem = f"no group {unknown[0]!r} in the store; there are {groups}"
-        none = torch.empty(0, dtype=torch.int64)
         asks = []
         for number, shelf in enumerate(self.shelves):
-            ask = self._sorted(shelf, none, none)
-            travels = any(column.group == number for column in self.columns)
+            ask = self._nothing
             try:
                 if problem is None and shelf.group in wanted:
-                    ids, block = self._located(shelf, wanted[shelf.group])
-                    ask = self._sorted(shelf, ids, block if travels else None)
+                    ask = self._planned(number, shelf, wanted[shelf.group])
             except ValueError as error:
                 problem = str(error)
             asks.append(ask)
         return asks, problem
 
-    def _located(
-        self, shelf: Shelf, asked: Tensor | tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the distinct ids, and the block of each."""
-        group = shelf.group
-        ids = ids_of(asked)
+    @property
+    def _nothing(self) -> Ask:
+        none = torch.empty(0, dtype=torch.int64)
+        return Ask(none, none, (0,) * self.channel.row.size, none, none)
+
+    def _planned(
+        self, number: int, shelf: Shelf, asked: Tensor | tuple[Tensor, Tensor]
+    ) -> Ask:
+        group, ids = shelf.group, ids_of(asked)
         if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(
                 f"ids of group {group!r} must be a vector of integers, got "
@@ -156,6 +156,9 @@ class Fetch:
             )
         _check_range(ids, shelf.total, f"ids of group {group!r}")
         unique = distinct(ids.long(), shelf.total)
+        if not any(column.group == number for column in self.columns):
+            order = torch.arange(len(unique))  # nothing of them is ours to bring
+            return replace(self._nothing, ids=unique, order=order)
         if isinstance(asked, tuple):
             owner = _owners_of(unique, ids, asked[1])
             _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
@@ -166,13 +169,10 @@ class Fetch:
                 f"who owns which id of group {group!r} is not known; give (ids, owners), "
                 "or call learn_owners(group) before"
             )
-        return unique, owner // self.channel.replication
+        return self._sorted(shelf, unique, owner // self.channel.replication)
 
-    def _sorted(self, shelf: Shelf, ids: Tensor, block: Tensor | None) -> Ask:
-        """Sorts distinct ids `[u]` by where their rows are (None: nobody's concern)."""
-        blocks = self.channel.row.size
-        if block is None:
-            return Ask(ids, torch.arange(len(ids)), (0,) * blocks, ids[:0], ids[:0])
+    def _sorted(self, shelf: Shelf, ids: Tensor, block: Tensor) -> Ask:
+        """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
         own = block == self.channel.block
         home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
         here, found = shelf.index.places(ids[home])
@@ -185,7 +185,7 @@ class Fetch:
         kept, found = shelf.cached.places(ids[rest])
         hot, cold = rest[found], rest[~found]
         cold = cold[torch.argsort(block[cold], stable=True)]
-        counts = torch.bincount(block[cold], minlength=blocks).tolist()
+        counts = torch.bincount(block[cold], minlength=self.channel.row.size).tolist()
         return Ask(ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found])
 
     # Exchanges ------------------------------------------------------------------------

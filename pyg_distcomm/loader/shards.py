@@ -37,6 +37,10 @@ class Index:
     def __len__(self) -> int:
         return len(self.gid)
 
+    def none(self) -> Index:
+        """Returns the index of no ids."""
+        return Index(self.gid[:0], self.total)
+
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns where ids stand, `[k]`, and whether they do; elsewhere the place is 0."""
         if not len(self.gid):
@@ -59,12 +63,16 @@ def width_of(values: Tensor) -> int:
 def words_of(values: Tensor) -> Tensor:
     """Returns contiguous rows as whole words, `[m, w]`: what kernels copy fastest."""
     size, begin = values.element_size(), values.storage_offset()
-    word = next(
-        w for w in (8, 4, 1) if width_of(values) * size % w == begin * size % w == 0
-    )
+    width = width_of(values) * size
+    word = next(w for w in (8, 4, 1) if width % w == begin * size % w == 0)
     kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
-    flat = values.reshape(len(values), width_of(values))
-    return flat.view(torch.uint8).view(kind)
+    return _as_words(values, kind)
+
+
+def _as_words(values: Tensor, kind: torch.dtype) -> Tensor:
+    # flat first: the stride of a single row may be anything
+    width = width_of(values) * values.element_size() // kind.itemsize
+    return values.view(-1).view(torch.uint8).view(kind).view(len(values), width)
 
 
 def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tensor:
@@ -72,14 +80,9 @@ def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tenso
     if out is None:
         out = values.new_empty((len(place), *values.shape[1:]))
     if out.numel():
-        kernels.gather_rows(words_of(values), place, words_like(out, values))
+        words = words_of(values)
+        kernels.gather_rows(words, place, _as_words(out, words.dtype))
     return out
-
-
-def words_like(out: Tensor, values: Tensor) -> Tensor:
-    """Returns `out` cut into words as those of `values` are."""
-    flat = out.reshape(len(out), width_of(out)).view(torch.uint8)
-    return flat.view(words_of(values).dtype)
 
 
 def gather_block(
@@ -95,7 +98,7 @@ def gather_block(
         return values if order is None else take_rows(values, order)
     flat = values.contiguous().view(len(values), width_of(values)).view(torch.uint8)
     every = wire.all_gather_rows(flat, counts, channel.col, "build")
-    every = every.view(values.dtype).view(-1, *values.shape[1:])
+    every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
     return every if order is None else take_rows(every, order)
 
 

@@ -27,8 +27,8 @@ NODES = None  # the nodes of a graph of one type: PyG's own name for them
 EDGES = (None, None)  # its edges: likewise
 
 
-def _nothing() -> Index:
-    return Index(torch.empty(0, dtype=torch.int64), 0)
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -42,9 +42,10 @@ class Shelf:
         owners: which rank owns which id; None where nobody has said.
         values: name -> rows `[m, ...]`, in the order of the index.
         codecs: name -> how its rows are written on the wire.
-        foreign: name -> what is asked for rows of somebody else's store.
-        cached: which rows of other blocks are held besides.
-        hot: name -> those rows.
+        foreign: name -> somebody else's store of rows, read as `rows[ids]`.
+        chosen: ids of the rows that every rank keeps, ascending.
+        cached: those of them that are not in this block.
+        hot: name -> the rows of those.
     """
 
     group: Group
@@ -54,7 +55,8 @@ class Shelf:
     values: dict[str, Tensor] = field(default_factory=dict)
     codecs: dict[str, Codec] = field(default_factory=dict)
     foreign: dict[str, Any] = field(default_factory=dict)
-    cached: Index = field(default_factory=_nothing)
+    chosen: Tensor = field(default_factory=_no_ids)
+    cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
     hot: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -132,6 +134,13 @@ def add_rows(
     plain = Plain().row_bytes(width_of(rows), rows.dtype)
     smaller = codec.row_bytes(width_of(rows), rows.dtype) < plain
     shelf.codecs[name] = codec if rows.is_floating_point() and smaller else Plain()
+
+
+def own_rows(shelf: Shelf, values: Any) -> Any:
+    """Returns this rank's own rows of values that have one for every id there is."""
+    if len(values) == shelf.total != len(shelf.own):
+        return values[shelf.own]
+    return values
 
 
 def _checked(shelf: Shelf, name: str, values: Any) -> tuple[Tensor, str | None]:

@@ -1,0 +1,246 @@
+"""ShardedStore: what a feature store over ranks holds, fetches and pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import FeatureStore, TensorAttr
+
+from pyg_distcomm.channel import Channel, open_channel
+from pyg_distcomm.exchange.codec import Codec, Plain, codec_of
+from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
+from pyg_distcomm.loader.hot import hottest, rows_kept
+from pyg_distcomm.loader.message import Column, message_bytes
+from pyg_distcomm.loader.shards import Index
+from pyg_distcomm.loader.shelf import (
+    Group,
+    Shelf,
+    add_rows,
+    learn_owners,
+    make_shelf,
+    own_rows,
+)
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.price import Price, exchange_price
+from pyg_distcomm.tensor import DistTensor
+
+Wire: TypeAlias = str | Codec | None
+Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
+Rates: TypeAlias = Mapping[Group, Sequence[int]]
+
+
+_UNSET = TensorAttr().index
+
+
+class RowsAttr(TensorAttr):
+    """PyG's TensorAttr, whose own cannot tell whether an index is set to an array."""
+
+    def is_set(self, key: str) -> bool:
+        """Says whether a field is set."""
+        return getattr(self, key) is not _UNSET
+
+
+class ShardedStore(FeatureStore):
+    """Rows of groups over the blocks of a channel (abstract; see `DistFeatureStore`)."""
+
+    def __init__(
+        self,
+        channel: Channel | Mesh,
+        *,
+        wire: Wire | Mapping[str, Wire] = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        super().__init__(RowsAttr)
+        by_name = wire if isinstance(wire, Mapping) else {}
+        self._codecs = {name: codec_of(one) for name, one in by_name.items()}
+        self._codec = codec_of(None if isinstance(wire, Mapping) else wire)
+        self.channel = open_channel(channel) if isinstance(channel, Mesh) else channel
+        rank = self.channel.world.rank
+        self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"
+        self._shelves: dict[Group, Shelf] = {}
+
+    # What is in it --------------------------------------------------------------------
+
+    def add_group(
+        self, group: Group, gid: Tensor, total: int, owners: Partition | None = None
+    ) -> None:
+        """Says which rows of a group each rank owns; collective over all ranks.
+
+        Args:
+            group: its name.
+            gid: ids of the rows of this rank, ascending.
+            total: ids lie in [0, total), each on one rank.
+            owners: who owns which id, if that is known.
+
+        Raises:
+            ValueError: on all ranks, if ids are missing, repeated or out of order.
+        """
+        self._shelves[group] = make_shelf(group, gid, total, owners, self.channel)
+
+    def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
+        """Adds one attribute from this rank's own rows; collective over all ranks.
+
+        Args:
+            group: of `add_group`.
+            name: of the attribute.
+            values: `[len(gid), ...]`, which may be mapped from a file: with replication
+                1 and no `folder` it stays where it is.
+
+        Raises:
+            ValueError: on all ranks, if sizes or types do not fit.
+        """
+        shelf, codec = self._shelf(group), self._codecs.get(name, self._codec)
+        add_rows(shelf, name, values, self.channel, codec, self._folder)
+        shelf.foreign.pop(name, None)
+        if len(shelf.chosen):
+            self._fill(shelf, [name])
+
+    def learn_owners(self, group: Group) -> Partition:
+        """Finds who holds which id of a group, so that ids alone can be asked for.
+
+        Collective over a column the first time; nothing if it is known already.
+        """
+        return learn_owners(self._shelf(group), self.channel)
+
+    def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
+        """Holds the rows of highest score on every rank; collective over all ranks.
+
+        They travel now, exactly, and not again; what was kept before is let go. The
+        choice is the same on all ranks, for all partitions.
+
+        Args:
+            group: whose rows.
+            score: of each row that this rank owns, or of each there is.
+            size: how many rows: a count (int), or a fraction of all (float).
+        """
+        shelf, world = self._shelf(group), self.channel.world
+        count = rows_kept(size, shelf.total)
+        local = score.to_local() if isinstance(score, DistTensor) else score
+        local = own_rows(shelf, torch.as_tensor(local).cpu())
+        shelf.chosen = hottest(local, shelf.own, count, world)
+        self._fill(shelf, list(shelf.values))
+
+    def _fill(self, shelf: Shelf, names: Sequence[str]) -> None:
+        _, here = shelf.index.places(shelf.chosen)
+        away = shelf.chosen[~here]
+        shelf.cached = shelf.cached.none()
+        self.learn_owners(shelf.group)
+        if len(shelf.chosen):
+            fetcher = self._fetcher({shelf.group: names}, exact=True)
+            shelf.hot |= fetcher({shelf.group: away})[shelf.group].take(away)
+        shelf.cached = Index(away, shelf.total)
+
+    def _shelf(self, group: Group) -> Shelf:
+        if group not in self._shelves:
+            raise KeyError(
+                f"no group {group!r} in the store; there are {list(self._shelves)}"
+            )
+        return self._shelves[group]
+
+    def _known(self, group: Group, name: Any) -> Shelf:
+        shelf = self._shelf(group)
+        if name not in shelf.names:
+            raise KeyError(
+                f"no attribute {name!r} of group {group!r}; there are {shelf.names}"
+            )
+        return shelf
+
+    # Fetching -------------------------------------------------------------------------
+
+    def fetch(
+        self, wanted: Wanted, attrs: Attrs = None
+    ) -> dict[Group, dict[str, Tensor]]:
+        """Returns rows by id, in the order of the ids; collective over a column.
+
+        Args:
+            wanted: ids `[k]` by group, repeats allowed; with the ranks that own them,
+                `(ids, owners)`, where the store does not know (edges). A rank may leave
+                out groups that others ask for.
+            attrs: which attributes to bring of which group, the same on all ranks; all
+                of them by default.
+
+        Returns: rows `[k, ...]` on the CPU, by group and name.
+
+        Raises:
+            ValueError: on all ranks of the column, if one asks for a bad id.
+        """
+        pools = self.fetch_unique(wanted, attrs)
+        return {
+            group: pools[group].take(ids_of(asked).long())
+            for group, asked in wanted.items()
+        }
+
+    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, without laying them out."""
+        if not self._shelves:
+            return {}
+        pools = self._fetcher(attrs)(wanted)
+        for group, pool in pools.items():
+            for name, source in self._shelves[group].foreign.items():
+                if attrs is None or name in attrs.get(group, ()):
+                    in_order = torch.empty_like(pool.ids)
+                    in_order[pool.place] = pool.ids
+                    pool.rows[name] = source[in_order]
+        return pools
+
+    def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
+        """Lists what travels, widest numbers first so that most rows lie aligned."""
+        columns = []
+        for number, (group, shelf) in enumerate(self._shelves.items()):
+            for name in shelf.values if attrs is None else attrs.get(group, ()):
+                self._known(group, name)
+                if name in shelf.values:
+                    codec = Plain() if exact else shelf.codecs[name]
+                    columns.append(Column(number, name, shelf.values[name], codec))
+        columns.sort(key=lambda column: -column.values.element_size())
+        return Fetch(self.channel, list(self._shelves.values()), columns)
+
+    # What it costs --------------------------------------------------------------------
+
+    def travelling(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, list[int]]:
+        """Returns how many distinct rows of each group a fetch would bring from each block.
+
+        Nothing is sent. Raises ValueError for a bad id.
+        """
+        asks, problem = self._fetcher(attrs).plan(wanted)
+        if problem is not None:
+            raise ValueError(problem)
+        return {
+            group: list(ask.counts)
+            for group, ask in zip(self._shelves, asks, strict=True)
+        }
+
+    def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
+        """Returns the price of one fetch, by operation of the ledger.
+
+            plan        8 bytes a word:  groups + 1 words from each other rank
+            fetch_ids   4 (8 above 2^31 ids):  a word for each row asked of this rank
+            fetch_rows  1:  the bytes of each row that this rank wants
+
+        Args:
+            want: rows of each group from each rank of the column: `travelling` here.
+            asked: rows of each group that each rank wants of this one.
+            attrs: as for `fetch`.
+        """
+        fetcher, axis = self._fetcher(attrs), self.channel.row
+        none = [0] * axis.size
+        wants, asks = (
+            [[*rates.get(group, none)] for group in self._shelves]
+            for rates in (want, asked)
+        )
+        ones = [1] * axis.size
+        ids_out, ids_in = (
+            [sum(one) for one in zip(*rates, strict=True)] for rates in (wants, asks)
+        )
+        sent, brought = (message_bytes(fetcher.columns, r) for r in (asks, wants))
+        return {
+            "plan": exchange_price(ones, ones, axis.rank, len(self._shelves) + 1),
+            "fetch_ids": exchange_price(ids_out, ids_in, axis.rank, 1),
+            "fetch_rows": exchange_price(sent, brought, axis.rank, 1),
+        }
