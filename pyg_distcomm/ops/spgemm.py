@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -56,13 +57,15 @@ def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
 
 
 def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
-    mkl = torch.backends.mkl.is_available() or q.pattern.col.is_cuda
-    one, two = _torch_csr(q, dtype), _torch_csr(a, dtype)
-    if mkl:
-        c = torch.sparse.mm(one, two)
-    else:
-        c = torch.sparse.mm(one.to_sparse_coo(), two.to_sparse_coo()).coalesce()
-        c = c.to_sparse_csr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR tensors a beta
+        one, two = _torch_csr(q, dtype), _torch_csr(a, dtype)
+        if torch.backends.mkl.is_available() or one.is_cuda:
+            c = torch.sparse.mm(one, two)
+        else:
+            c = torch.sparse.mm(
+                one.to_sparse_coo(), two.to_sparse_coo()
+            ).to_sparse_csr()
     return _sorted(_rows(c.crow_indices()), c.col_indices(), c.values(), c.shape)
 
 
@@ -125,9 +128,14 @@ def _common(*values: Tensor | None) -> torch.dtype:
 
 def _torch_csr(a: CSR, dtype: torch.dtype) -> Tensor:
     p = a.pattern
-    return torch.sparse_csr_tensor(
-        p.rowptr.long(), p.col.long(), _filled(a, dtype), p.shape
-    )
+    row, col = _rows(p.rowptr), p.col.long()
+    if bool(((col.diff() <= 0) & (row.diff() == 0)).any()):
+        # a Pattern may hold equal entries, from which MKL's product crashes
+        index, value = torch.stack([row, col]), _filled(a, dtype)
+        coo = torch.sparse_coo_tensor(index, value, p.shape, check_invariants=False)
+        return coo.coalesce().to_sparse_csr()
+    parts = (p.rowptr.long(), col, _filled(a, dtype))
+    return torch.sparse_csr_tensor(*parts, p.shape, check_invariants=False)
 
 
 def _coo(a: CSR, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

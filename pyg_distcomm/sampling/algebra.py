@@ -144,19 +144,20 @@ def sample(
         )
     if shared and method == "its":
         return SharedRow(p).sample(s, keys, replace)
-    value = fixed_point(p)
+    k, rowptr, value = len(keys), p.rowptr, fixed_point(p)
+    batch_ptr = p.batch_ptr
     if shared:
-        k = len(keys)
-        value, col = value.repeat(k), p.col.repeat(k)
-        ptr = p.nnz * torch.arange(k + 1)
-        p = BulkMatrix(ptr, col, value, p.num_cols, torch.arange(k + 1))
-    count = _choices(p.rowptr, value)
+        rowptr, value = p.nnz * torch.arange(k + 1), value.repeat(k)
+        batch_ptr = torch.arange(k + 1)
+    count = _choices(rowptr, value)
     ptr, complete = _draws(count, s, replace)
     if method == "its":
-        drawn, left = kernels.draw(p.rowptr, value, count, keys, ptr, replace)
+        drawn, left = kernels.draw(rowptr, value, count, keys, ptr, replace)
     else:
-        drawn, left = kernels.draw_by_clocks(p.rowptr, value, keys, ptr)
-    return _sampled(p, p.batch_ptr, drawn, left, ptr, complete, replace)
+        drawn, left = kernels.draw_by_clocks(rowptr, value, keys, ptr)
+    if shared:
+        drawn %= max(p.nnz, 1)
+    return _sampled(p, batch_ptr, drawn, left, ptr, complete, replace)
 
 
 class SharedRow:

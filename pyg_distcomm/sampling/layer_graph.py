@@ -57,12 +57,20 @@ class LayerEdges:
     weight: Tensor
 
     @staticmethod
-    def join(parts: Sequence[LayerEdges]) -> LayerEdges:
-        """Joins the edges that different blocks hold: each row in one block at most."""
-        row = torch.cat([part.row for part in parts])
-        order = torch.argsort(row, stable=True)
+    def join(
+        parts: Sequence[LayerEdges], rows: Sequence[Tensor] | None = None
+    ) -> LayerEdges:
+        """Joins the edges that different blocks hold: each row in one block at most.
+
+        Where block i was asked for some of the rows only, `rows[i]` are their places among
+        all; all blocks were asked for all columns.
+        """
+        own = [part.row for part in parts]
+        if rows is not None:
+            own = [place[row] for place, row in zip(rows, own, strict=True)]
+        row, order = torch.sort(torch.cat(own), stable=True)
         return LayerEdges(
-            row[order],
+            row,
             torch.cat([part.col for part in parts])[order],
             torch.cat([part.edge for part in parts])[order],
             torch.cat([part.weight for part in parts])[order],

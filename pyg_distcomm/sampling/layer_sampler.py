@@ -146,7 +146,7 @@ class KeyedLayerSampler(BaseSampler):
     ) -> list[LayerSamplerOutput]:
         """Samples k minibatches in one pass of the algebra for each layer."""
         keys = [self._key(each) for each in inputs]
-        batch = BulkNodes.of([each.node for each in inputs])
+        batch = BulkNodes.of([_seeds(each.node) for each in inputs])
         check_nodes(batch, self.graph.num_nodes, "seeds")
         layers: list[_Layer] = []
         rows = batch
@@ -253,6 +253,14 @@ def _output(
     )
 
 
+def _seeds(ids: Tensor) -> Tensor:
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
+        )
+    return ids
+
+
 def _graph(
     data: Data | LayerGraph,
     rule: Rule | Callable[[BulkMatrix], BulkMatrix] | None,
@@ -265,6 +273,8 @@ def _graph(
         rule = UserRule(rule)
     if hasattr(data, "sums") and hasattr(data, "extract"):
         graph: LayerGraph = data
+        if weight_attr is not None or most_rows != MOST_ROWS:
+            raise ValueError("weight_attr, most_rows are of the graph: give them to it")
         if rule is not None and rule != graph.rule:
             raise ValueError(f"the graph was made for {graph.rule}, not for {rule}")
         return graph

@@ -168,15 +168,13 @@ class UserRule(Rule):
         """Calls the function, and checks what it returns."""
         given = p.with_value(p.values.double() / scale)
         found = self.function(given)
-        same = isinstance(found, BulkMatrix) and (
-            torch.equal(found.rowptr, p.rowptr) and torch.equal(found.col, p.col)
+        got = type(found).__name__
+        if isinstance(found, BulkMatrix):
+            same = torch.equal(found.rowptr, p.rowptr) and torch.equal(found.col, p.col)
+            if same and found.values.shape == p.col.shape:
+                return found
+            got = f"{len(found.values)} values" if same else "others"
+        raise ValueError(
+            f"a rule must return the {p.nnz} entries of P with other values, as "
+            f"P.with_value(...) does; got {got}"
         )
-        if not same or found.values.shape != p.col.shape:
-            got = (
-                f"{found.nnz} entries" if isinstance(found, BulkMatrix) else type(found)
-            )
-            raise ValueError(
-                f"a rule must return the {p.nnz} entries of P with other values, as "
-                f"P.with_value(...) does; got {got}"
-            )
-        return found

@@ -1,0 +1,536 @@
+"""The operators of matrix-based sampling: products, draws, extraction."""
+
+from __future__ import annotations
+
+import sys
+from itertools import combinations, permutations
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+
+from pyg_distcomm.kernels import matrix, matrix_reference
+from pyg_distcomm.ops import CSR, Pattern
+from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.random import fold
+from pyg_distcomm.sampling import BulkMatrix, BulkNodes
+from pyg_distcomm.sampling.algebra import (
+    SharedRow,
+    add,
+    extract,
+    fixed_point,
+    norm,
+    product,
+    sample,
+)
+
+LONG, REAL = torch.int64, torch.float64
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def keys(count, seed=0):
+    return torch.tensor([fold(seed, i) for i in range(count)], dtype=LONG)
+
+
+def entries(m, n, nnz, dtype=None, seed=0, most=9):
+    """A random CSR: empty rows, equal columns, zeros."""
+    g = generator(seed)
+    row = torch.randint(max(m, 1), (nnz,), generator=g).sort().values
+    rowptr = torch.zeros(m + 1, dtype=LONG)
+    rowptr[1:] = torch.bincount(row, minlength=m).cumsum(0)
+    value = None
+    if dtype == LONG:
+        value = torch.randint(most, (nnz,), generator=g)
+    if dtype == REAL:
+        value = torch.rand(nnz, generator=g, dtype=REAL).round(decimals=1)
+    return rowptr, torch.randint(max(n, 1), (nnz,), generator=g), value
+
+
+def stacked(m, n, nnz, dtype=None, seed=0, most=9, batches=1):
+    rowptr, col, value = entries(m, n, nnz, dtype, seed, most)
+    row = torch.repeat_interleave(rowptr.diff())
+    p = BulkMatrix.from_edges(row, col, value, (m, n))
+    return BulkMatrix(
+        p.rowptr, p.col, p.value, n, torch.arange(batches + 1) * m // batches
+    )
+
+
+def row_of(weights):
+    weights = torch.as_tensor(weights)
+    ends = torch.tensor([0, len(weights)])
+    return BulkMatrix(ends, torch.arange(len(weights)), weights, len(weights), ends[:2])
+
+
+def copies(weights, count):
+    """The same row many times."""
+    weights = torch.as_tensor(weights)
+    n = len(weights)
+    return BulkMatrix(
+        n * torch.arange(count + 1),
+        torch.arange(n).repeat(count),
+        weights.repeat(count),
+        n,
+        torch.arange(count + 1),
+    )
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------ kernels
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("right", [None, LONG, REAL])
+@pytest.mark.parametrize("left", [None, LONG, REAL])
+def test_product_equals_reference(left, right, diagonal):
+    q, a = entries(7, 20, 40, left), entries(20, 30, 100, right, seed=1)
+    extra = (torch.arange(20) % 7, torch.arange(20) % 3) if diagonal else None
+    same(matrix.spgemm(q, a, extra), matrix_reference.spgemm(q, a, extra))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_extraction_equals_reference(pairs, own):
+    rowptr, col, _ = entries(20, 30, 100)
+    if pairs:  # as the samplers keep edges: source and id side by side, in int32
+        col = torch.stack([col, torch.arange(100)], 1).int().view(-1)[::2]
+    g = generator(2)
+    rows = torch.randint(-1, 20, (15,), generator=g), torch.tensor([0, 4, 4, 15])
+    parts = [torch.randperm(30, generator=g)[:size] for size in (9, 20, 3)]
+    cols = torch.cat(parts), torch.tensor([0, 9, 29, 32])
+    loops = torch.arange(20) + 5 if own else None
+    args = ((rowptr, col), rows, cols, loops)
+    same(matrix.extract(*args), matrix_reference.extract(*args))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("most", [2, 9, 1 << 50])
+@pytest.mark.parametrize("s", [1, 4, 100])
+def test_draws_equal_reference(s, most, replace):
+    rowptr, _, value = entries(30, 50, 300, LONG, most=most)
+    count = matrix_reference.count_positive(rowptr, value)
+    same([matrix.count_positive(rowptr, value)], [count])
+    each = torch.where(count > 0, s, 0) if replace else count.clamp(max=s)
+    ptr = torch.cat([torch.zeros(1, dtype=LONG), each.cumsum(0)])
+    args = (rowptr, value, count, keys(30), ptr, replace)
+    same(matrix.draw(*args), matrix_reference.draw(*args))
+    if not replace:
+        clocks = (rowptr, value, keys(30), ptr)
+        same(matrix.draw_by_clocks(*clocks), matrix_reference.draw_by_clocks(*clocks))
+    ptr = torch.arange(31) * (s if replace else min(s, int((value > 0).sum())))
+    ours, theirs = matrix.urn(value), matrix_reference.urn(value)
+    for seed in (0, 1):  # the second finds the tree as it was
+        args = (keys(30, seed), ptr, replace)
+        same(ours(*args), theirs(*args))
+
+
+def test_bad_values_are_found_by_both():
+    rowptr = torch.tensor([0, 2, 3, 5, 8, 8])
+    value = torch.tensor([1, -1, 2, 1 << 61, 1 << 61, 1 << 62, 1, -3])
+    wanted = torch.tensor([-1, 1, -2, -1, 0])
+    same([matrix.count_positive(rowptr, value)], [wanted])
+    same([matrix_reference.count_positive(rowptr, value)], [wanted])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("power", "scale"), [(2, 2.0**41), (1, 2.0**20), (0, 1.0)])
+def test_layer_weights_equal_reference(power, scale, weighted, own):
+    for n in (30, 1000):  # with parallel edges, and hardly any
+        rowptr, col, value = entries(20, n, 100, REAL if weighted else None)
+        loops = torch.arange(20) if own else None
+        args = ((rowptr, col, value), loops, power, scale)
+        same(matrix.layer_weights(*args), matrix_reference.layer_weights(*args))
+
+
+def test_threads_do_not_change_a_bit():
+    q, a = entries(70, 200, 400, REAL), entries(200, 300, 3000, REAL, seed=1)
+    p = stacked(70, 50, 900, LONG)
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            drawn = sample(p, 4, keys(70))
+            found.append([*matrix.spgemm(q, a), drawn.drawn, drawn.left, norm(p).value])
+        finally:
+            torch.set_num_threads(1)
+    same(*found)
+
+
+# ------------------------------------------------------------------ products
+
+
+def csr(m, n, nnz, dtype=None, seed=0):
+    rowptr, col, value = entries(m, n, nnz, dtype, seed)
+    pattern, edge = Pattern.build(torch.repeat_interleave(rowptr.diff()), col, (m, n))
+    return CSR(pattern, None if value is None else value[edge.long()] + 1)
+
+
+def written_out(a, dtype):
+    p = a.pattern
+    value = torch.ones(p.nnz) if a.value is None else a.value
+    out = torch.zeros(p.shape, dtype=dtype)
+    row = torch.repeat_interleave(p.rowptr.diff().long())
+    return out.index_put_((row, p.col.long()), value.to(dtype), accumulate=True)
+
+
+def backend(name):
+    if name == "torch_sparse":
+        pytest.importorskip("torch_sparse")
+    return name
+
+
+@pytest.mark.parametrize("right", [None, LONG, torch.float32, REAL])
+@pytest.mark.parametrize("left", [None, LONG, torch.float32, REAL])
+@pytest.mark.parametrize("name", ["own", "torch", "torch_sparse"])
+def test_backends_agree(name, left, right):
+    def typed(block, dtype):
+        value = block.value
+        return CSR(block.pattern, value if dtype is None else value.to(dtype))
+
+    real = {torch.float32: REAL}
+    q = typed(csr(9, 20, 50, real.get(left, left)), left)
+    a = typed(csr(20, 30, 90, real.get(right, right), seed=1), right)
+    c = spgemm(q, a, backend(name))
+    floats = [t for t in (left, right) if t in (torch.float32, REAL)]
+    dtype = max(floats, key=lambda t: t.itemsize) if floats else LONG
+    assert c.value.dtype == dtype
+    assert c.pattern.shape == (9, 30)
+    wanted = written_out(q, REAL) @ written_out(a, REAL)
+    torch.testing.assert_close(written_out(c, dtype), wanted.to(dtype))
+    own = spgemm(q, a)
+    assert torch.equal(c.pattern.rowptr, own.pattern.rowptr)
+    assert torch.equal(c.pattern.col, own.pattern.col)
+
+
+@pytest.mark.parametrize("name", ["own", "torch", "torch_sparse"])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 3)])
+def test_empty_products(shape, name):
+    l, m, n = shape
+    c = spgemm(csr(l, m, 0), csr(m, n, 0), backend(name))
+    assert c.pattern.shape == (l, n)
+    assert c.pattern.nnz == 0
+    assert c.value.dtype == LONG
+
+
+def single(*values):
+    one = Pattern(torch.tensor([0, 1]), torch.tensor([0]), 1)
+    return [CSR(one, torch.tensor([v])) for v in values]
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_sparse"])
+def test_libraries_refuse_integers_they_cannot_hold(name):
+    name, most = backend(name), (1 << 53) - 1
+    assert int(spgemm(*single(most, 1), name).value) == most
+    assert int(spgemm(*single(-most, 1), name).value) == -most
+    for values in ((1 << 53, 1), (-(1 << 27), 1 << 27), (1 << 60, 4)):
+        with pytest.raises(ValueError, match="exact below 2\\^53; use backend='own'"):
+            spgemm(*single(*values), name)
+    assert int(spgemm(*single((1 << 60) + 1, 3)).value) == 3 * ((1 << 60) + 1)
+    # cancelling, but through sums that float64 cannot hold
+    wide = CSR(Pattern(torch.tensor([0, 3]), torch.arange(3), 3))
+    ends = torch.arange(4)
+    tall = CSR(
+        Pattern(ends, torch.zeros(3, dtype=LONG), 1),
+        torch.tensor([(1 << 53) - 1, 2, -(1 << 53) + 1]),
+    )
+    with pytest.raises(ValueError, match="exact below"):
+        spgemm(wide, tall, name)
+    assert int(spgemm(wide, tall).value) == 2
+
+
+def test_product_errors(monkeypatch):
+    with pytest.raises(ValueError, match=r"one of \['own', 'torch', 'torch_sparse'\]"):
+        spgemm(*single(1, 1), "mkl")
+    with pytest.raises(ValueError, match="Q has 5 columns, but A has 4 rows"):
+        spgemm(csr(2, 5, 3), csr(4, 5, 3))
+    monkeypatch.setitem(sys.modules, "torch_sparse", None)
+    with pytest.raises(ImportError, match="package torch-sparse, which is not"):
+        spgemm(*single(1, 1), "torch_sparse")
+
+
+def test_product_of_stacked_rows_keeps_minibatches():
+    q, a = stacked(6, 20, 30, batches=3), stacked(20, 9, 60, LONG)
+    p = product(q, a)
+    assert torch.equal(p.dense(), q.dense() @ a.dense())
+    assert torch.equal(p.batch_ptr, torch.tensor([0, 2, 4, 6]))
+    assert bool((p.col.diff()[p.row.diff() == 0] > 0).all())
+
+
+def test_add_merges_columns_exactly():
+    parts = [stacked(6, 20, 30, LONG, seed, 1 << 59) for seed in range(5)]
+    total = add(parts)
+    assert torch.equal(total.dense(), sum(p.dense() for p in parts))
+    assert torch.equal(total.dense(), add(parts[::-1]).dense())
+    assert torch.equal(add(parts[:1]).dense(), parts[0].dense())
+    assert bool((total.col.diff()[total.row.diff() == 0] > 0).all())
+    with pytest.raises(ValueError, match=r"one shape are wanted, got \[\(5, 20\)"):
+        add([parts[0], stacked(5, 20, 3, LONG)])
+
+
+def test_norm():
+    p = stacked(8, 9, 20, REAL, seed=5)
+    dense, total = p.dense(), p.dense().sum(1, keepdim=True)
+    assert bool((total == 0).any())
+    wanted = torch.where(total > 0, dense / total, 0)
+    torch.testing.assert_close(norm(p).dense(), wanted)
+    ones = p.with_value(None)
+    assert norm(ones).value.dtype == REAL
+
+
+# ------------------------------------------------------------------ extraction
+
+
+def test_extraction_is_a_restriction_of_each_minibatch():
+    g = generator(3)
+    a = stacked(40, 50, 600, LONG)
+    rows = BulkNodes.of([torch.randint(40, (size,), generator=g) for size in (5, 0, 9)])
+    cols = BulkNodes.of(
+        [torch.randperm(50, generator=g)[:size].sort().values for size in (20, 7, 0)]
+    )
+    found = extract(a, rows, cols)
+    wanted = torch.block_diag(
+        *(a.dense()[r][:, c] for r, c in zip(rows.split(), cols.split(), strict=True))
+    )
+    assert torch.equal(found.dense(), wanted)
+    assert torch.equal(found.batch_ptr, rows.ptr)
+    assert bool((found.col.diff()[found.row.diff() == 0] > 0).all())
+
+
+def test_extraction_errors():
+    a, one = stacked(4, 5, 9), BulkNodes.of([torch.tensor([3])])
+    with pytest.raises(ValueError, match=r"rows span 4 \.\. 4, but there are 4 \(0"):
+        extract(a, BulkNodes.of([torch.tensor([4])]), one)
+    with pytest.raises(ValueError, match=r"columns span -1 \.\. 0"):
+        extract(a, one, BulkNodes.of([torch.tensor([-1, 0])]))
+    with pytest.raises(ValueError, match="rows of 1 minibatches, but columns of 2"):
+        extract(a, one, BulkNodes.of([torch.tensor([0])] * 2))
+
+
+# ------------------------------------------------------------------ draws
+
+
+def successive(weight, s):
+    """The chance of each subset, entries drawn one after the other by weight."""
+    weight, chance = [float(w) for w in weight], []
+    for subset in combinations(range(len(weight)), s):
+        total = 0.0
+        for order in permutations(subset):
+            left, p = sum(weight), 1.0
+            for e in order:
+                p, left = p * weight[e] / left, left - weight[e]
+            total += p
+        chance.append(total)
+    return torch.tensor(chance)
+
+
+def subsets(drawn, n, s):
+    code = {c: i for i, c in enumerate(combinations(range(n), s))}
+    rows = drawn.matrix.col.view(-1, s).tolist()
+    found = torch.tensor([code[tuple(row)] for row in rows])
+    return torch.bincount(found, minlength=len(code))
+
+
+def likely(observed, expected):
+    observed, expected = observed.double().flatten(), expected.double().flatten()
+    possible = expected > 0
+    assert not observed[~possible].any()
+    expected = expected[possible] / expected.sum() * observed.sum()
+    assert float(expected.min()) > 5
+    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
+
+
+DRAWS = 20_000
+WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
+
+
+@pytest.mark.parametrize("method", ["its", "exponential"])
+@pytest.mark.parametrize("s", [1, 2, 3, 4])
+def test_all_subsets(s, method):
+    drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s), method)
+    likely(subsets(drawn, 6, s), successive(WEIGHT, s))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_orders_of_draw(shared):
+    p = row_of(WEIGHT) if shared else copies(WEIGHT, DRAWS)
+    drawn = sample(p, 2, keys(DRAWS, 7))
+    first, second = (drawn.drawn % 6).view(-1, 2).T
+    w = WEIGHT.double()
+    chance = w[:, None] * w / (w.sum() - w)[:, None]
+    chance.fill_diagonal_(0)
+    likely(torch.bincount(first * 6 + second, minlength=36), chance)
+
+
+def test_inverse_transform_and_clocks_agree():
+    weight = torch.tensor([5, 1, 1, 3, 0, 9, 2])
+    counts = [
+        subsets(sample(copies(weight, DRAWS), 3, keys(DRAWS, 9), method), 7, 3)
+        for method in ("its", "exponential")
+    ]
+    table = torch.stack(counts)
+    table = table[:, table.sum(0) > 0]
+    assert chi2_contingency(table.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_draws_with_replacement_are_independent(shared):
+    p = row_of(WEIGHT) if shared else copies(WEIGHT, DRAWS)
+    drawn = sample(p, 2, keys(DRAWS, 3), replace=True)
+    first, second = (drawn.drawn % 6).view(-1, 2).T
+    likely(
+        torch.bincount(first * 6 + second, minlength=36), torch.outer(WEIGHT, WEIGHT)
+    )
+    assert int(drawn.matrix.value.sum()) == 2 * DRAWS
+    assert not bool(drawn.complete.any())
+    again = torch.bincount(drawn.matrix.col, drawn.matrix.value.double(), 6)
+    assert torch.equal(again, torch.bincount(drawn.drawn % 6, minlength=6).double())
+
+
+def test_floats_are_rounded_once():
+    weight = torch.tensor([0.3, 0.0, 1e-30, 0.1])
+    fixed = fixed_point(row_of(weight))
+    assert fixed.tolist() == [
+        1 << 40,
+        0,
+        1,
+        round(float(weight[3]) / float(weight[0]) * 2**40),
+    ]
+    wide = row_of(torch.ones(1 << 21))
+    assert int(fixed_point(wide).double().sum()) < 1 << 62
+    assert int(fixed_point(wide)[0]) == 1 << 39
+    drawn = sample(copies(WEIGHT / 7, DRAWS), 2, keys(DRAWS))
+    likely(subsets(drawn, 6, 2), successive(WEIGHT, 2))
+
+
+def test_rows_that_give_all_they_have():
+    p = copies(torch.tensor([0, 3, 0, 5, 2]), 3)
+    for s, complete in ((2, False), (3, True), (9, True)):
+        for method in ("its", "exponential"):
+            drawn = sample(p, s, keys(3), method)
+            assert drawn.complete.tolist() == [complete] * 3
+            assert drawn.matrix.rowptr.tolist() == [
+                0,
+                *torch.arange(1, 4).mul(min(s, 3)).tolist(),
+            ]
+            if complete:
+                assert drawn.matrix.col.tolist() == [1, 3, 4] * 3
+    none = sample(copies(torch.zeros(4, dtype=LONG), 2), 3, keys(2))
+    assert none.matrix.nnz == 0
+    assert sample(p, 0, keys(3)).matrix.nnz == 0
+    assert (
+        sample(
+            copies(torch.zeros(4, dtype=LONG), 2), 3, keys(2), replace=True
+        ).matrix.nnz
+        == 0
+    )
+
+
+def test_what_is_left_before_each_draw():
+    p = stacked(50, 30, 600, LONG)
+    for method, replace in (("its", False), ("exponential", False), ("its", True)):
+        drawn = sample(p, 4, keys(50), method, replace)
+        total = torch.zeros(50, dtype=LONG).index_add_(0, p.row, p.value)
+        for i in range(50):
+            span = slice(int(drawn.ptr[i]), int(drawn.ptr[i + 1]))
+            weight = p.value[drawn.drawn[span]]
+            gone = weight.cumsum(0) - weight
+            wanted = total[i] - (0 if replace else gone)
+            assert torch.equal(drawn.left[span], wanted.expand(len(weight)))
+            assert bool((p.row[drawn.drawn[span]] == i).all())
+
+
+def test_a_row_depends_on_its_key_alone():
+    p = stacked(21, 40, 500, LONG, most=1 << 40)
+    rows = [
+        BulkMatrix(
+            p.rowptr[i : i + 2] - p.rowptr[i],
+            p.col[p.rowptr[i] : p.rowptr[i + 1]],
+            p.value[p.rowptr[i] : p.rowptr[i + 1]],
+            40,
+            torch.tensor([0, 1]),
+        )
+        for i in range(21)
+    ]
+    for method, replace in (("its", False), ("exponential", False), ("its", True)):
+        drawn = sample(p, 5, keys(21), method, replace)
+        alone = [
+            sample(r, 5, keys(21)[i : i + 1], method, replace)
+            for i, r in enumerate(rows)
+        ]
+        assert torch.equal(drawn.matrix.col, torch.cat([a.matrix.col for a in alone]))
+        assert torch.equal(drawn.left, torch.cat([a.left for a in alone]))
+        order = torch.cat([a.drawn + p.rowptr[i] for i, a in enumerate(alone)])
+        assert torch.equal(drawn.drawn, order)
+
+
+@pytest.mark.parametrize("method", ["its", "exponential"])
+def test_a_shared_row_is_the_row_repeated(method):
+    weight = torch.randint(1 << 40, (300,), generator=generator(4))
+    for s in (7, 300):
+        one = sample(row_of(weight), s, keys(9), method)
+        many = sample(copies(weight, 9), s, keys(9), method)
+        assert torch.equal(one.matrix.col, many.matrix.col)
+        assert torch.equal(one.matrix.rowptr, many.matrix.rowptr)
+        assert torch.equal(one.drawn, many.drawn % 300)
+        assert torch.equal(one.place, many.place % 300)
+        assert torch.equal(one.left, many.left)
+        assert torch.equal(one.complete, many.complete)
+    row = SharedRow(row_of(weight))
+    assert torch.equal(row.sample(7, keys(9)).drawn, row.sample(7, keys(9)).drawn)
+
+
+def test_a_million_rows_keep_to_themselves():
+    # rows of one entry beside rows of three: what a running sum over all would mix up
+    m = 1_000_000
+    size = torch.where(torch.arange(m) % 2 == 0, 1, 3)
+    rowptr = torch.cat([torch.zeros(1, dtype=LONG), size.cumsum(0)])
+    value = torch.tensor([1 << 61, 1, 1, 1]).repeat(m // 2)
+    col = torch.tensor([0, 0, 1, 2]).repeat(m // 2)
+    p = BulkMatrix(rowptr, col, value, 3, torch.tensor([0, m]))
+    drawn = sample(p, 1, torch.arange(m) * 0x5DEECE66D)
+    assert torch.equal(drawn.matrix.rowptr, torch.arange(m + 1))
+    assert torch.equal(p.row[drawn.place], torch.arange(m))
+    assert not bool(drawn.matrix.col[::2].any())
+    likely(torch.bincount(drawn.matrix.col[1::2], minlength=3), torch.ones(3))
+
+
+def test_first_and_last_entries_are_reached_and_zeros_never():
+    weight = torch.tensor([0, 1, 0, 0, (1 << 62) - 3, 0, 1, 0])
+    p = copies(torch.tensor([0, 1, 0, 1, 0]), 4000)
+    likely(
+        torch.bincount(sample(p, 1, keys(4000)).matrix.col, minlength=5), p.value[:5]
+    )
+    drawn = sample(copies(weight, 200), 2, keys(200))
+    big = drawn.matrix.col.view(-1, 2)
+    assert bool((drawn.drawn.view(-1, 2)[:, 0] % 8 == 4).all())
+    assert set(big.flatten().tolist()) == {1, 4, 6}
+
+
+def test_draw_errors():
+    p = row_of(torch.tensor([1, 2]))
+    with pytest.raises(
+        ValueError, match="method must be 'its' or 'exponential', got 'x'"
+    ):
+        sample(p, 1, keys(1), "x")
+    with pytest.raises(ValueError, match="clocks draw without replacement"):
+        sample(p, 1, keys(1), "exponential", True)
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        sample(p, -1, keys(1))
+    with pytest.raises(ValueError, match=r"each of the 3 rows is wanted, got \[2\]"):
+        sample(copies(torch.tensor([1]), 3), 1, keys(2))
+    for value, why in ((-1, "is negative"), (1 << 62, "makes the sum reach 2\\^62")):
+        with pytest.raises(ValueError, match=f"in row 0 of P {why}"):
+            sample(row_of(torch.tensor([1, value])), 1, keys(1))
+    for value in (-0.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"P holds {value} in column 1"):
+            sample(row_of(torch.tensor([1.0, value])), 1, keys(1))

@@ -1,0 +1,692 @@
+"""Layer-wise sampling: structure, distributions, weights, blocks."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import combinations
+
+import problems
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import GCNConv
+from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.utils import trim_to_layer
+
+from pyg_distcomm.random import fold
+from pyg_distcomm.sampling import (
+    BulkMatrix,
+    BulkNodes,
+    FastGCN,
+    GraphSAGE,
+    KeyedLayerSampler,
+    KeyedNeighborSampler,
+    Ladies,
+    LayerEdges,
+    LocalLayerGraph,
+    UserRule,
+    algebra,
+)
+
+LONG, REAL = torch.int64, torch.float64
+RULES = {
+    "code": Ladies(),
+    "cagnet": Ladies("cagnet"),
+    "paper": Ladies("paper"),
+    "fastgcn": FastGCN(),
+    "user": UserRule(lambda p: p.with_value(p.value.sqrt())),
+    "counted": UserRule(lambda p: p, counted=True, loops=True),
+}
+GRAPHS = {
+    "directed": problems.directed,
+    "loops_and_copies": problems.loops_and_copies,
+    "isolated": problems.isolated,
+    "star": problems.star,
+    "edgeless": problems.edgeless,
+}
+WEIGHTS = (None, "edge_weight")
+
+
+def given(nodes, key=0):
+    inputs = NodeSamplerInput(None, torch.as_tensor(nodes))
+    inputs.key = key
+    return inputs
+
+
+def matrix(data, loops=False, weight=None, dtype=REAL):
+    """A[v, u] written out."""
+    n = data.num_nodes
+    a = torch.zeros(n, n, dtype=dtype)
+    one = torch.ones(data.num_edges) if weight is None else data[weight]
+    source, target = data.edge_index
+    a.index_put_((target, source), one.to(dtype), accumulate=True)
+    return a + torch.eye(n, dtype=dtype) if loops else a
+
+
+def ahat(data, loops=False, weight=None):
+    a = matrix(data, loops, weight)
+    return a / a.sum(1, keepdim=True).clamp(min=1e-300)
+
+
+def chances(rule, data, rows, weight=None):
+    """The probabilities of a rule by their formulas, from dense matrices."""
+    norm = ahat(data, True, weight)[rows]
+    count = (matrix(data, False, weight)[rows] > 0).to(REAL).sum(0)
+    p = {
+        "code": norm.square().sum(0),
+        "cagnet": count,
+        "paper": count.square(),
+        "fastgcn": ahat(data, True, weight).square().sum(0),
+        "user": matrix(data, False, weight)[rows].sum(0).sqrt(),
+        "counted": (matrix(data, True, weight)[rows] > 0).to(REAL).sum(0),
+    }[rule]
+    return p / p.sum().clamp(min=1e-300)
+
+
+def layers(out):
+    """Cuts an output into (rows, columns, source place, target place, edge, weight)."""
+    nodes = out.node.split(out.num_sampled_nodes)
+    begin = [0, *torch.tensor(out.num_sampled_nodes).cumsum(0).tolist()]
+    cuts = [t.split(out.num_sampled_edges) for t in (out.row, out.col, out.edge)]
+    weights = out.edge_weight.split(out.num_sampled_edges)
+    for i in range(len(nodes) - 1):
+        source, target = cuts[0][i] - begin[i + 1], cuts[1][i] - begin[i]
+        yield nodes[i], nodes[i + 1], source, target, cuts[2][i], weights[i]
+
+
+def same(one, two):
+    for name in ("node", "row", "col", "edge", "edge_weight"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert one.num_sampled_nodes == two.num_sampled_nodes
+    assert one.num_sampled_edges == two.num_sampled_edges
+
+
+# ---------------------------------------------------------------- structure
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_layer_is_the_graph_between_its_rows_and_columns(rule, graph, weight):
+    data = GRAPHS[graph]()
+    if weight and not bool((data.edge_weight > 0).any()):
+        return
+    sampler = KeyedLayerSampler(
+        data, [6, 4, 50], RULES[rule], weights=None, weight_attr=weight
+    )
+    loops, n = RULES[rule].loops, data.num_nodes
+    whole = ahat(data, loops, weight)
+    seeds = torch.tensor([2, 0, n - 1, 2])
+    out = sampler.sample_from_nodes(given(seeds, 5))
+    assert torch.equal(out.node[:4], seeds)
+    assert out.num_sampled_nodes[0] == 4
+    assert sum(out.num_sampled_nodes) == len(out.node)
+    for rows, cols, source, target, edge, share in layers(out):
+        assert bool((cols.diff() > 0).all())
+        keeps = torch.isin(seeds, cols).all()
+        assert keeps or not RULES[rule].keeps_batch
+        dense = torch.zeros(len(rows), len(cols), dtype=REAL)
+        dense.index_put_((target, source), share.to(REAL), accumulate=True)
+        torch.testing.assert_close(dense, whole[rows][:, cols], rtol=1e-6, atol=1e-7)
+        real = edge >= 0
+        ends = data.edge_index[:, edge[real]]
+        assert torch.equal(ends[0], cols[source[real]])
+        assert torch.equal(ends[1], rows[target[real]])
+        assert torch.equal(cols[source[~real]], rows[target[~real]])
+        # every edge of the graph between them is there, once for each copy of its row
+        inside = [
+            ((data.edge_index[1] == v) & torch.isin(data.edge_index[0], cols)).sum()
+            for v in rows
+        ]
+        assert int(real.sum()) == sum(int(count) for count in inside)
+        last = torch.where(real, edge, 1 << 40)
+        assert torch.equal(
+            torch.argsort(target * (1 << 41) + last), torch.arange(len(edge))
+        )
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_minibatch_does_not_depend_on_its_bulk(rule, replace):
+    data = problems.directed(n=200, e=1500)
+    weights = "importance" if replace else "debiased"
+    sampler = KeyedLayerSampler(
+        data, [20, 15], RULES[rule], weights=weights, replace=replace
+    )
+    inputs = [given(torch.arange(i, 200, 20 + i), 100 + i) for i in range(7)]
+    inputs.append(given(torch.empty(0, dtype=LONG), 3))
+    bulk = sampler.sample_bulk(inputs)
+    torch.set_num_threads(3)
+    try:
+        threaded = sampler.sample_bulk(inputs[::-1])[::-1]
+    finally:
+        torch.set_num_threads(1)
+    twin = (
+        pickle.loads(pickle.dumps(sampler))
+        if rule != "user" and rule != "counted"
+        else sampler
+    )
+    for one, two, each in zip(bulk, threaded, inputs, strict=True):
+        same(one, two)
+        same(one, sampler.sample_from_nodes(each))
+        same(one, twin.sample_from_nodes(each))
+    assert sampler.sample_bulk([]) == []
+    assert bulk[-1].num_sampled_edges[0] == 0  # no seeds
+    assert RULES[rule].shared or not len(bulk[-1].node)
+
+
+def test_keys_decide_the_draws():
+    data = problems.directed(n=200, e=1500)
+    sampler = KeyedLayerSampler(data, [20, 15], seed=4)
+    one, other = (sampler.sample_from_nodes(given([0, 1], key)) for key in (1, 2))
+    assert not torch.equal(one.node, other.node)
+    free = NodeSamplerInput(torch.tensor([7]), torch.tensor([0]), torch.tensor([3]))
+    drawn = sampler.sample_from_nodes(free)
+    assert not torch.equal(drawn.node, sampler.sample_from_nodes(free).node)
+    again = KeyedLayerSampler(data, [20, 15], seed=4).sample_from_nodes(free)
+    same(drawn, again)
+    assert [t.tolist() for t in drawn.metadata] == [[7], [3]]
+    assert sampler.edge_permutation is None
+
+
+def test_the_batch_is_kept_where_asked():
+    data = problems.directed()
+    for rule, keep in ((Ladies(), False), (FastGCN(), True)):
+        sampler = KeyedLayerSampler(data, [3, 3], rule, keep_batch=keep)
+        for _, cols, *_ in layers(sampler.sample_from_nodes(given([1, 2, 3]))):
+            assert keep == bool(torch.isin(torch.tensor([1, 2, 3]), cols).all())
+            assert keep or len(cols) == 3
+
+
+def test_graphs_with_int32_edges_and_stores_of_csc():
+    data = problems.directed()
+    wanted = KeyedLayerSampler(data, [5, 5]).sample_from_nodes(given([1, 2]))
+    narrow = Data(edge_index=data.edge_index.int(), num_nodes=data.num_nodes)
+    same(wanted, KeyedLayerSampler(narrow, [5, 5]).sample_from_nodes(given([1, 2])))
+
+
+# ---------------------------------------------------------- probabilities
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("graph", ["directed", "loops_and_copies", "isolated"])
+@pytest.mark.parametrize("rule", RULES)
+def test_probabilities_are_those_of_the_formula(rule, graph, weight):
+    data = GRAPHS[graph]()
+    local = LocalLayerGraph.from_data(data, RULES[rule], weight)
+    g = torch.Generator().manual_seed(0)
+    rows = BulkNodes.of(
+        [torch.randint(data.num_nodes, (size,), generator=g) for size in (9, 1, 20)]
+    )
+    if RULES[rule].shared:
+        row = local.column_sums().double()
+        torch.testing.assert_close(row / row.sum(), chances(rule, data, None, weight))
+        return
+    p = RULES[rule].judge(local.sums(rows), local.scale)
+    value = algebra.fixed_point(p)
+    assert value.dtype == LONG
+    found = algebra.norm(p.with_value(value)).dense()
+    for each, row in zip(rows.split(), found, strict=True):
+        torch.testing.assert_close(row, chances(rule, data, each, weight))
+    # the same as a product of matrices
+    a = matrix_of(local)
+    textbook = algebra.product(RULES[rule].query(rows, data.num_nodes), a)
+    assert torch.equal(textbook.dense(), local.sums(rows).dense())
+
+
+def matrix_of(graph):
+    """The integer matrix of a graph, from sums of single rows."""
+    each = BulkNodes.of([torch.tensor([v]) for v in range(graph.num_nodes)])
+    return graph.sums(each)
+
+
+def test_no_weight_vanishes_and_no_sum_overflows():
+    # a hub whose square of 1 / degree is below what the scale resolves, beside a leaf
+    n = 3000
+    leaves = torch.arange(1, n)
+    data = Data(edge_index=torch.stack([leaves, torch.zeros_like(leaves)]), num_nodes=n)
+    graph = LocalLayerGraph.from_data(data, Ladies(), most_rows=1 << 50)
+    assert int(graph.sums(BulkNodes.of([torch.tensor([0])])).value.min()) == 1
+    every = BulkNodes.of([torch.arange(n).repeat(50)])
+    for most in (1 << 10, 1 << 20, 1 << 30):
+        graph = LocalLayerGraph.from_data(data, Ladies(), most_rows=most)
+        assert graph.scale * most <= 1 << 60
+    assert int(graph.sums(every).value.double().sum()) < 1 << 62
+
+
+def likely(observed, expected):
+    observed, expected = observed.double().flatten(), expected.double().flatten()
+    possible = expected > 1e-12
+    assert not observed[~possible].any()
+    expected = expected[possible] / expected[possible].sum() * observed.sum()
+    assert float(expected.min()) > 5
+    assert chisquare(observed[possible].numpy(), expected.numpy()).pvalue > 1e-4
+
+
+def small(weighted=False):
+    """Seven nodes, of which rows {0, 1} have five candidates and a parallel edge."""
+    edges = [(2, 0), (3, 0), (3, 1), (4, 1), (4, 1), (5, 1), (0, 2), (5, 3), (6, 4)]
+    edges += [(2, 5), (1, 6), (3, 6), (0, 6)]
+    weight = torch.arange(len(edges)) % 3 + 1.0
+    return Data(
+        edge_index=torch.tensor(edges).T.contiguous(), edge_weight=weight, num_nodes=7
+    )
+
+
+def bulk_of(sampler, seeds, count, seed=0):
+    return sampler.sample_bulk([given(seeds, fold(seed, i)) for i in range(count)])
+
+
+@pytest.mark.parametrize("rule", ["code", "cagnet", "paper", "fastgcn", "user"])
+def test_one_draw_at_each_layer_follows_the_formula(rule):
+    data = small()
+    sampler = KeyedLayerSampler(data, [1, 1], RULES[rule], keep_batch=False)
+    seen: dict[int, list[int]] = {}
+    first = []
+    for out in bulk_of(sampler, [0, 1], 6000):
+        one, two = out.node[2:3], out.node[3:]
+        first.append(int(one))
+        seen.setdefault(int(one), []).append(int(two) if len(two) else -1)
+    likely(
+        torch.bincount(torch.tensor(first), minlength=7), chances(rule, data, [0, 1])
+    )
+    for u, found in seen.items():  # the rows of the second layer are what was drawn
+        p = chances(rule, data, [u])
+        assert (min(found) < 0) == (float(p.sum()) == 0)
+        if min(found) >= 0 and int((p > 0).sum()) > 1:
+            likely(torch.bincount(torch.tensor(found), minlength=7), p)
+
+
+def successive(p, s):
+    found = []
+    for subset in combinations(range(len(p)), s):
+
+        def walk(left, rest):
+            if not rest:
+                return 1.0
+            return sum(
+                float(p[e]) / left * walk(left - float(p[e]), rest - {e}) for e in rest
+            )
+
+        found.append(
+            walk(1.0, frozenset(subset)) if float(p[list(subset)].min()) > 0 else 0.0
+        )
+    return torch.tensor(found)
+
+
+def sets_drawn(outs, n, s):
+    code = {c: i for i, c in enumerate(combinations(range(n), s))}
+    found = [code[tuple(out.node[2:].tolist())] for out in outs]
+    return torch.bincount(torch.tensor(found), minlength=len(code))
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("rule", ["code", "cagnet", "paper", "fastgcn", "user"])
+def test_all_subsets_of_a_layer(rule, weight):
+    data = small()
+    p = chances(rule, data, [0, 1], weight)
+    counts = []
+    for method in ("its", "exponential"):
+        sampler = KeyedLayerSampler(
+            data, [2], RULES[rule], keep_batch=False, method=method, weight_attr=weight
+        )
+        counts.append(sets_drawn(bulk_of(sampler, [0, 1], 5000), 7, 2))
+        likely(counts[-1], successive(p, 2))
+    table = torch.stack(counts)
+    table = table[:, table.sum(0) > 0]
+    assert chi2_contingency(table.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_graphsage_as_a_product_draws_like_the_fast_path(weight):
+    # node-wise: one row of Q for each node, and Q' is the sampled matrix itself
+    data, count = small(), 5000
+    rule = GraphSAGE()
+    graph = LocalLayerGraph.from_data(data, rule, weight)
+    rows = BulkNodes.of([torch.tensor([1, 6])] * count)
+    p = algebra.product(rule.query(rows, 7), matrix_of(graph))
+    drawn = algebra.sample(p, 2, torch.tensor([fold(1, i) for i in range(2 * count)]))
+    assert torch.equal(p.batch_ptr, 2 * torch.arange(count + 1))
+    # parallel edges are one entry here, and two there
+    options = {"disjoint": True, "seed": 3, "weight_attr": weight}
+    fast = KeyedNeighborSampler(data, [2], **options)
+    for row, node in enumerate((1, 6)):
+        pairs = drawn.matrix.col.view(-1, 2, 2)[:, row]
+        own = chances("user", data, [node], weight).square()
+        own = own / own.sum()  # the rule "user" has roots of what GraphSAGE takes
+        ours = torch.bincount(pairs[:, 0] * 7 + pairs[:, 1], minlength=49)
+        table = torch.zeros(49, dtype=REAL)
+        for chance, (a, b) in zip(
+            successive(own, 2), combinations(range(7), 2), strict=True
+        ):
+            table[a * 7 + b] = chance
+        likely(ours, table)
+        if node == 6:  # no parallel edges into it
+            seeds = torch.full((count,), node)
+            out = fast.sample_from_nodes(NodeSamplerInput(None, seeds))
+            picks = out.node[out.row].view(-1, 2).sort(1).values
+            theirs = torch.bincount(picks[:, 0] * 7 + picks[:, 1], minlength=49)
+            both = torch.stack([ours, theirs])[:, ours > 0]
+            assert chi2_contingency(both.numpy()).pvalue > 1e-4
+
+
+# -------------------------------------------------------------- estimators
+
+
+def estimates(data, rule, s, count, seeds=(0, 1), **options):
+    """What the layer of many minibatches computes for fixed features, [count, rows]."""
+    sampler = KeyedLayerSampler(data, [s], rule, weight_attr="edge_weight", **options)
+    x = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0, -1.0, 2.0], dtype=REAL)
+    found = []
+    for out in bulk_of(sampler, list(seeds), count, 5):
+        z = torch.zeros(len(seeds), dtype=REAL)
+        z.index_add_(0, out.col, out.edge_weight.double() * x[out.node[out.row]])
+        found.append(z)
+    loops = sampler.rule.loops
+    return torch.stack(found), ahat(data, loops, "edge_weight")[list(seeds)] @ x
+
+
+def z_scores(found, wanted):
+    spread = found.std(0) / len(found) ** 0.5
+    return (found.mean(0) - wanted) / spread.clamp(min=1e-12)
+
+
+UNBIASED = [
+    ("importance", True, rule, keep)
+    for rule in ("code", "cagnet", "fastgcn", "user")
+    for keep in (False, True)
+]
+UNBIASED += [("debiased", False, *case[2:]) for case in UNBIASED]
+
+
+@pytest.mark.parametrize(("weights", "replace", "rule", "keep"), UNBIASED)
+def test_unbiased_estimates(weights, replace, rule, keep):
+    options = {"weights": weights, "replace": replace, "keep_batch": keep}
+    for s in (2, 3):
+        found, wanted = estimates(small(), RULES[rule], s, 4000, **options)
+        assert float(z_scores(found, wanted).abs().max()) < 4.5
+
+
+def test_how_biased_the_other_weights_are(record_property):
+    # the test would see a bias of the unbiased ones: it sees those of the others
+    for weights in ("normalized", "importance"):
+        options = {"weights": weights, "keep_batch": False}
+        found, wanted = estimates(small(), RULES["code"], 3, 4000, **options)
+        record_property(f"bias of {weights}", (found.mean(0) - wanted).tolist())
+        assert float(z_scores(found, wanted).abs().max()) > 6
+
+
+def test_debiased_weights_by_hand():
+    data = small()
+    sampler = KeyedLayerSampler(data, [3], weights="debiased", keep_batch=False)
+    rows = BulkNodes.of([torch.tensor([0, 1])])
+    p = sampler.graph.sums(rows)
+    drawn = algebra.sample(p, 3, torch.tensor([fold(11, 0)]))
+    chance = p.value.double() / float(p.value.sum())
+    gone, beta = 0.0, {}
+    for k, e in enumerate(drawn.drawn.tolist()):
+        beta[int(p.col[e])] = ((1 - gone) / float(chance[e]) + 3 - (k + 1)) / 3
+        gone += float(chance[e])
+    out = sampler.sample_from_nodes(given([0, 1], 11))
+    plain = KeyedLayerSampler(data, [3], weights=None, keep_batch=False)
+    share = plain.sample_from_nodes(given([0, 1], 11)).edge_weight
+    wanted = share * torch.tensor([beta[int(u)] for u in out.node[out.row]])
+    torch.testing.assert_close(out.edge_weight, wanted)
+
+
+def test_normalized_weights_are_those_of_the_authors_code():
+    data = problems.directed(n=200, e=1500)
+    sampler = KeyedLayerSampler(data, [12, 15])  # fewer than there are candidates
+    out = sampler.sample_from_nodes(given([3, 1, 150], 2))
+    whole = ahat(data, True)
+    for rows, cols, source, target, _, weight in layers(out):
+        part = whole[rows]
+        p = part.square().sum(0)
+        part = part[:, cols] / (p / p.sum())[cols].clamp(min=1e-300)
+        part = part / part.sum(1, keepdim=True).clamp(min=1e-300)
+        dense = torch.zeros_like(part)
+        dense.index_put_((target, source), weight.to(REAL), accumulate=True)
+        torch.testing.assert_close(dense, part, rtol=1e-5, atol=1e-6)
+
+
+def test_a_kept_node_without_probability_counts_as_certain():
+    rule = UserRule(lambda p: p.with_value(torch.where(p.col == 0, 0.0, p.value)))
+    sampler = KeyedLayerSampler(small(), [2], rule, weights="normalized")
+    out = sampler.sample_from_nodes(given([2, 6], 3))  # 0 points to both
+    assert bool(out.edge_weight.isfinite().all())
+    importance = KeyedLayerSampler(
+        small(), [1], rule, weights="importance", replace=True
+    )
+    for one in bulk_of(importance, [0, 2], 20):
+        assert float(one.edge_weight[one.node[one.row] == 0]) == 1.0
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("option", [None, "normalized", "importance", "debiased"])
+@pytest.mark.parametrize("rule", RULES)
+def test_all_candidates_give_the_rows_of_the_graph(rule, option, weight):
+    data = problems.loops_and_copies()
+    sampler = KeyedLayerSampler(
+        data, [-1, data.num_nodes], RULES[rule], weights=option, weight_attr=weight
+    )
+    whole = ahat(data, RULES[rule].loops, weight)
+    out = sampler.sample_from_nodes(given([5, 3, 0], 1))
+    for rows, cols, source, target, _, share in layers(out):
+        dense = torch.zeros(len(rows), data.num_nodes, dtype=REAL)
+        dense.index_put_((target, cols[source]), share.to(REAL), accumulate=True)
+        torch.testing.assert_close(dense, whole[rows], rtol=1e-6, atol=1e-7)
+    plain = KeyedLayerSampler(
+        data, [-1, -1], RULES[rule], weights=None, weight_attr=weight
+    )
+    same(out, plain.sample_from_nodes(given([5, 3, 0], 1)))  # to the last bit
+
+
+class Net(torch.nn.Module):
+    def __init__(self, trim):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"normalize": False, "add_self_loops": False, "bias": False}
+        self.convs = torch.nn.ModuleList(
+            [GCNConv(7, 5, **options), GCNConv(5, 4, **options)]
+        )
+        self.trim = trim
+
+    def forward(self, x, edge_index, weight, nodes=None, edges=None):
+        for i, conv in enumerate(self.convs):
+            if self.trim and nodes is not None:
+                x, edge_index, weight = trim_to_layer(
+                    i, nodes, edges, x, edge_index, weight
+                )
+            x = conv(x, edge_index, weight)
+            x = x.relu() if i == 0 else x
+        return x
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("rule", ["code", "fastgcn", "cagnet"])
+def test_minibatches_of_all_candidates_add_up_to_the_full_gradient(rule, trim):
+    data = problems.undirected()
+    loops = torch.arange(data.num_nodes).repeat(2, 1)
+    every = data.edge_index
+    if RULES[rule].loops:
+        every = torch.cat([every, loops], 1)
+    weight = (
+        1.0 / torch.bincount(every[1], minlength=data.num_nodes).clamp(min=1)[every[1]]
+    )
+    full, net = Net(False), Net(trim)
+    x, y = data.x.float(), data.y
+    loss = torch.nn.functional.cross_entropy
+    loss(full(x, every, weight), y, reduction="sum").backward()
+    sampler = KeyedLayerSampler(data, [-1, -1], RULES[rule])
+    inputs = [given(part, i) for i, part in enumerate(torch.arange(50).split(17))]
+    for out in sampler.sample_bulk(inputs):
+        hops = out.num_sampled_nodes, out.num_sampled_edges
+        edges = torch.stack([out.row, out.col])
+        z = net(x[out.node], edges, out.edge_weight, *hops)[: hops[0][0]]
+        loss(z, y[out.node[: hops[0][0]]], reduction="sum").backward()
+    for one, two in zip(full.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------ blocks
+
+
+def blocks(data, rule, weight, parts=3, seed=1):
+    """A graph cut into random blocks of rows, as ranks would hold them."""
+    g = torch.Generator().manual_seed(seed)
+    owner = torch.randint(parts, (data.num_nodes,), generator=g)
+    owner[owner == parts - 1] = 0  # one holds nothing
+    peak = LocalLayerGraph.from_data(data, rule, weight).peak
+    for part in range(parts):
+        gid = (owner == part).nonzero().view(-1)
+        mine = (owner[data.edge_index[1]] == part).nonzero().view(-1)
+        target = data.edge_index[1, mine]
+        edge = mine[torch.argsort(target, stable=True)]
+        place = torch.searchsorted(gid, data.edge_index[1, edge])
+        rowptr = torch.zeros(len(gid) + 1, dtype=LONG)
+        rowptr[1:] = torch.bincount(place, minlength=len(gid)).cumsum(0)
+        one = None if weight is None else data[weight][edge]
+        args = (rowptr, data.edge_index[0, edge], edge, one, gid, data.num_nodes)
+        block = LocalLayerGraph.from_rows(*args, rule, peak=peak)
+        assert block.peak <= peak
+        yield block
+
+
+class Spread:
+    """A `LayerGraph` of blocks: what a graph over ranks does, without ranks."""
+
+    def __init__(self, data, rule, weight):
+        self.parts = list(blocks(data, rule, weight))
+        self.num_nodes, self.rule = data.num_nodes, rule
+        self.scale, self.most_rows = self.parts[0].scale, self.parts[0].most_rows
+        assert {part.scale for part in self.parts} == {self.scale}
+
+    def sums(self, rows):
+        return algebra.add([part.sums(rows) for part in self.parts])
+
+    def column_sums(self):
+        return sum(part.column_sums() for part in self.parts)
+
+    def extract(self, rows, cols):
+        return LayerEdges.join([part.extract(rows, cols) for part in self.parts])
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("graph", ["directed", "loops_and_copies", "star"])
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_of_rows_add_up_bit_for_bit(rule, graph, weight):
+    data = GRAPHS[graph]()
+    whole = LocalLayerGraph.from_data(data, RULES[rule], weight)
+    spread = Spread(data, RULES[rule], weight)
+    g = torch.Generator().manual_seed(3)
+    rows = BulkNodes.of(
+        [torch.randint(data.num_nodes, (size,), generator=g) for size in (9, 0, 20)]
+    )
+    assert spread.scale == whole.scale
+    p, parts = whole.sums(rows), spread.sums(rows)
+    for name in ("rowptr", "col", "value", "batch_ptr"):
+        assert torch.equal(getattr(p, name), getattr(parts, name))
+    assert torch.equal(whole.column_sums(), spread.column_sums())
+    cols = BulkNodes.of([torch.arange(0, data.num_nodes, step) for step in (2, 3, 1)])
+    ours, theirs = whole.extract(rows, cols), spread.extract(rows, cols)
+    for name in ("row", "col", "edge", "weight"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    inputs = [given(torch.arange(i, data.num_nodes, 5), i) for i in range(4)]
+    options = {"weight_attr": weight, "weights": "debiased"}
+    sampler = KeyedLayerSampler(data, [6, 5], RULES[rule], **options)
+    other = KeyedLayerSampler(spread, [6, 5], weights="debiased")
+    for one, two in zip(
+        sampler.sample_bulk(inputs), other.sample_bulk(inputs), strict=True
+    ):
+        same(one, two)
+
+
+def test_edges_of_some_rows_are_put_in_their_places():
+    data = problems.directed()
+    whole = LocalLayerGraph.from_data(data, Ladies())
+    rows = BulkNodes.of([torch.tensor([4, 9, 4]), torch.tensor([7, 1])])
+    cols = BulkNodes.of([torch.arange(60), torch.arange(30)])
+    some = torch.tensor([1, 4]), torch.tensor([0, 2, 3])
+    parts = []
+    for place in some:  # as two owners would be asked
+        sizes = torch.bincount(rows.batch[place], minlength=2)
+        asked = BulkNodes(rows.id[place], torch.tensor([0, *sizes.cumsum(0).tolist()]))
+        parts.append(whole.extract(asked, cols))
+    joined, wanted = LayerEdges.join(parts, some), whole.extract(rows, cols)
+    for name in ("row", "col", "edge", "weight"):
+        assert torch.equal(getattr(joined, name), getattr(wanted, name))
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_errors():
+    data = small()
+    with pytest.raises(ValueError, match="'code', 'cagnet' or 'paper', got 'x'"):
+        Ladies("x")
+    with pytest.raises(ValueError, match=r"-1 for all nodes, got \[3, -2\]"):
+        KeyedLayerSampler(data, [3, -2])
+    for numbers in ([], [1.5]):
+        with pytest.raises(ValueError, match="must hold a whole number"):
+            KeyedLayerSampler(data, numbers)
+    with pytest.raises(ValueError, match=r"weights must be one of .* got 'x'"):
+        KeyedLayerSampler(data, [1], weights="x")
+    with pytest.raises(ValueError, match="'debiased' is for draws without"):
+        KeyedLayerSampler(data, [1], weights="debiased", replace=True)
+    with pytest.raises(ValueError, match="method must be"):
+        KeyedLayerSampler(data, [1], method="x")
+    with pytest.raises(ValueError, match="use KeyedNeighborSampler"):
+        KeyedLayerSampler(data, [1], GraphSAGE())
+    with pytest.raises(TypeError, match="a Rule or a function, got 3"):
+        KeyedLayerSampler(data, [1], 3)
+    with pytest.raises(TypeError, match="takes a Data, got HeteroData"):
+        KeyedLayerSampler(HeteroData(), [1])
+    graph = LocalLayerGraph.from_data(data, Ladies())
+    with pytest.raises(ValueError, match=r"was made for Ladies.*, not for FastGCN"):
+        KeyedLayerSampler(graph, [1], FastGCN())
+    with pytest.raises(ValueError, match="weight_attr, most_rows are of the graph"):
+        KeyedLayerSampler(graph, [1], weight_attr="edge_weight")
+    sampler = KeyedLayerSampler(data, [1, 1], most_rows=4)
+    with pytest.raises(ValueError, match=r"seeds span 0 \.\. 7, but there are 7"):
+        sampler.sample_from_nodes(given([0, 7]))
+    with pytest.raises(ValueError, match="seeds must be a vector of node ids"):
+        sampler.sample_from_nodes(given([0.5, 1.0]))
+    with pytest.raises(ValueError, match=r"5 rows in a layer, .* room for 4; raise"):
+        sampler.sample_from_nodes(given([0, 1, 2, 3, 4]))
+    with pytest.raises(NotImplementedError, match="DistLinkNeighborLoader"):
+        sampler.sample_from_edges(None)
+    huge = Data(edge_index=torch.tensor([[1, 2], [0, 0]]), num_nodes=3)
+    huge.weight = torch.full((2,), 1e308, dtype=REAL)
+    with pytest.raises(ValueError, match="add up to infinity"):
+        KeyedLayerSampler(huge, [1], weight_attr="weight")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda p: p.value, "got Tensor"),
+        (lambda p: p.with_value(p.value[1:]), "got 3 values"),
+        (
+            lambda p: BulkMatrix(p.rowptr, p.col + 1, p.value, 8, p.batch_ptr),
+            "got others",
+        ),
+        (lambda p: p.with_value(-p.value), "holds -1.0 in column 2"),
+        (lambda p: p.with_value(p.value / 0), "holds inf in column 2"),
+        (lambda p: p.with_value(p.value * float("nan")), "holds nan in column 2"),
+    ],
+)
+def test_rules_of_ones_own_are_checked(function, why):
+    sampler = KeyedLayerSampler(small(), [1], function)
+    with pytest.raises(ValueError, match=why):
+        sampler.sample_from_nodes(given([0, 1]))
+
+
+def test_a_rule_may_leave_nothing():
+    sampler = KeyedLayerSampler(small(), [3, 3], lambda p: p.with_value(p.value * 0))
+    out = sampler.sample_from_nodes(given([0, 1]))
+    assert out.num_sampled_nodes == [2, 2, 2]  # the batch alone
+    bare = KeyedLayerSampler(
+        small(), [3, 3], lambda p: p.with_value(p.value * 0), keep_batch=False
+    )
+    assert bare.sample_from_nodes(given([0, 1])).num_sampled_nodes == [2, 0, 0]
