@@ -113,6 +113,24 @@ class Errand:
             for part, row in zip(parts, theirs, strict=True)
         ]
 
+    @property
+    def sent(self) -> Tensor:
+        """How many nodes of each segment were asked of each rank [ranks, segments]."""
+        return self._counts
+
+    @property
+    def asked(self) -> list[Tensor]:
+        """The places, in the order of asking, of the nodes asked of each rank."""
+        return list(self._order.split(self._counts.sum(1).tolist()))
+
+    def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
+        """Sends a message of words to each rank of the axis; returns those for this one."""
+        sizes = [len(m) for m in messages]
+        coming = wire.exchange_counts(sizes, self._axis)
+        every = torch.cat(list(messages))
+        got = wire.all_to_all(every, sizes, coming, self._axis, op).wait()
+        return list(got.split(coming))
+
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
     ) -> Answers:
@@ -122,13 +140,9 @@ class Errand:
             messages: for each rank of the axis.
             columns: types of what comes with each in-edge beside its pair.
         """
-        axis = self._axis
-        sizes = [len(m) for m in messages]
-        coming = wire.exchange_counts(sizes, axis)
-        got = wire.all_to_all(torch.cat(list(messages)), sizes, coming, axis, "samples")
         counts, parts = [], []
         rows = self._counts.sum(1).tolist()
-        for part, asked in zip(got.wait().split(coming), rows, strict=True):
+        for part, asked in zip(self.exchange(messages), rows, strict=True):
             counts.append(part[:asked].long())
             total = int(counts[-1].sum())
             words = [2 * total, *(total * _words(c, self._word) for c in columns)]

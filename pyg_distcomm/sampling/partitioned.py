@@ -33,7 +33,8 @@ from pyg_distcomm.kernels.minibatch import (
     relation_key,
 )
 from pyg_distcomm.sampling.blocks import Block, read_block
-from pyg_distcomm.sampling.errand import Answers, Errand, Wish, answer, columns_of
+from pyg_distcomm.sampling.errand import Wish
+from pyg_distcomm.sampling.far_rows import FarRows
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
 from pyg_distcomm.sampling.topology import Topology
 
@@ -74,11 +75,8 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
-        wide = any(r.row.dtype == torch.int64 for r in self._relations)
-        self._word = torch.int64 if wide else torch.int32
-        graph = self.block.topology.graph
-        sampler: Any = kernels.neighbor_sampler(graph)
-        self._sampler, self._draw_rows = sampler, sampler.draw_rows
+        self._rows = FarRows(self.block, channel)
+        self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
     def _read(self, data: Any, **options: Any) -> Topology:
         if options.pop("backward"):
@@ -168,7 +166,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self, hop: int, drawings: list[Any], asks: Any, where: list[int], keys: Any
     ) -> None:
         wishes = [_wish(r, ask) for r in where for ask in asks[r]]
-        errand = Errand(self.channel.row, wishes, self._peers(wishes), self._word)
+        errand = self._rows.ask(wishes)
         k, fan_outs = len(drawings), self._fan_outs()
         messages = []
         for peer, theirs in enumerate(errand.received):
@@ -183,7 +181,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 )
                 for s, wish in enumerate(theirs)
             ]
-            messages.append(self._answered(segments))
+            messages.append(self._rows.answer(segments))
         answers = errand.reply(messages)
 
         def take(i: int) -> None:
@@ -197,7 +195,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     def _at_requester(
         self, r: int, hop: int, drawings: list[Any], asks: list[Ask | None]
     ) -> None:
-        relation, places = self._rows(r, [a.node if a else None for a in asks])
+        relation, places = self._rows.fetch(r, [a.node if a else None for a in asks])
 
         def draw(i: int) -> None:
             ask, place = asks[i], places[i]
@@ -207,82 +205,13 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         try:
             threads.run(draw, [(i,) for i in range(len(drawings))])
         except UnweightedNode as error:
-            raise self._unweighted(error, r) from None
+            raise self._rows.unweighted(error, r) from None
 
     def _induce(self, r: int, drawings: list[Any]) -> None:
         asks = [drawing.ask_all(r) for drawing in drawings]
-        relation, places = self._rows(r, [ask.node for ask in asks])
+        relation, places = self._rows.fetch(r, [ask.node for ask in asks])
         for drawing, ask, place in zip(drawings, asks, places, strict=True):
             drawing.induce(r, relation, replace(ask, place=place))
-
-    def _rows(
-        self, r: int, nodes: Sequence[Tensor | None]
-    ) -> tuple[Relation, list[Tensor]]:
-        """Fetches whole rows of a relation, each distinct one once.
-
-        With c copies of a block, the ranks of a process row pool what they want, and each
-        asks the owners of one c-th of the blocks: the 1.5D algorithm of [Tripathy24].
-
-        Returns:
-            the rows as a relation, and for each list of nodes, their places in it.
-        """
-        none = torch.empty(0).long()
-        every = torch.cat([none, *(n for n in nodes if n is not None)])
-        wanted, where = torch.unique(every, return_inverse=True)
-        col = self.channel.col
-        if col.size == 1:
-            answers = self._fetched(r, wanted)
-        else:
-            wish = [Wish(r, wanted)]
-            kind = self._relations[r].target
-            twin = self.block.block_of(kind, wanted) % col.size
-            errand = Errand(col, wish, [twin], self._word)
-            asked = [theirs[0].node for theirs in errand.received]
-            pool, places = torch.unique(torch.cat(asked), return_inverse=True)
-            pooled = self._fetched(r, pool)
-            shelf = self._shelf(r, pooled)
-            sizes = [len(a) for a in asked]
-            messages = [
-                answer(
-                    [shelf],
-                    [(0, Ask(node, pooled.slot[place], 0, -1))],
-                    self._draw_rows,
-                    self._word,
-                    whole=True,
-                )
-                for node, place in zip(asked, places.split(sizes), strict=True)
-            ]
-            answers = errand.reply(messages, self._columns(r))
-        sizes = [0 if n is None else len(n) for n in nodes]
-        return self._shelf(r, answers), list(answers.slot[where].split(sizes))
-
-    def _fetched(self, r: int, wanted: Tensor) -> Answers:
-        wish = [Wish(r, wanted)]
-        errand = Errand(self.channel.row, wish, self._peers(wish), self._word)
-        messages = [
-            self._answered([(r, self._ask(theirs[0], 0, -1))], whole=True)
-            for theirs in errand.received
-        ]
-        return errand.reply(messages, self._columns(r))
-
-    def _shelf(self, r: int, answers: Answers) -> Relation:
-        """Returns rows that have arrived as a relation of their own."""
-        columns = list(answers.columns)
-        own = self._relations[r]
-        weight = None if own.weight is None else columns.pop(0)
-        time = None if own.time is None else columns.pop(0)
-        return replace(
-            own, colptr=answers.offset, row=answers.pair, weight=weight, time=time
-        )
-
-    def _columns(self, r: int) -> list[torch.dtype]:
-        return [column.dtype for column in columns_of(self._relations[r])]
-
-    def _peers(self, wishes: Sequence[Wish]) -> list[Tensor]:
-        return [
-            self.block.block_of(self._relations[w.relation].target, w.node)
-            for w in wishes
-        ]
 
     def _ask(self, wish: Wish, key: int, fan_out: int) -> Ask:
         """Returns what another rank wishes as an ask of this rank's rows."""
@@ -297,17 +226,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             name=wish.name,
             limit=wish.limit,
         )
-
-    def _answered(self, segments: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
-        try:
-            return answer(self._relations, segments, self._draw_rows, self._word, whole)
-        except UnweightedNode as error:
-            raise self._unweighted(error, error.relation) from None
-
-    def _unweighted(self, error: UnweightedNode, r: int) -> ValueError:
-        edge_type = self._topology.edge_types[r]
-        where = "" if edge_type is None else f"edge type {edge_type}: "
-        return ValueError(f"{where}{error}")
 
 
 def _wish(relation: int, ask: Ask | None) -> Wish:

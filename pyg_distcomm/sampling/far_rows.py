@@ -1,0 +1,147 @@
+"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.channel import Channel
+from pyg_distcomm.kernels.minibatch import Ask, Relation, UnweightedNode
+from pyg_distcomm.sampling.blocks import Block
+from pyg_distcomm.sampling.errand import Answers, Errand, Wish, answer, columns_of
+
+
+class FarRows:
+    """The rows of all blocks, as one rank can reach them.
+
+    Args:
+        block: what this rank holds.
+        channel: the ranks; used by one thread at a time.
+    """
+
+    def __init__(self, block: Block, channel: Channel) -> None:
+        self.block, self.channel = block, channel
+        self.relations = block.topology.graph.relations
+        wide = any(r.row.dtype == torch.int64 for r in self.relations)
+        self.word = torch.int64 if wide else torch.int32
+        sampler: Any = kernels.neighbor_sampler(block.topology.graph)
+        self._draw = sampler.draw_rows
+
+    def ask(self, wishes: Sequence[Wish]) -> Errand:
+        """Sends ids to the ranks of the process column that have their rows."""
+        peers = [
+            self.block.block_of(self.relations[w.relation].target, w.node)
+            for w in wishes
+        ]
+        return Errand(self.channel.row, wishes, peers, self.word)
+
+    def place_of(self, wish: Wish) -> Tensor:
+        """Returns where nodes that were asked of this rank have their rows."""
+        return self.block.place_of(self.relations[wish.relation].target, wish.node)
+
+    def answer(self, segments: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
+        """Draws what one rank asks of this one; see `errand.answer`."""
+        try:
+            return answer(self.relations, segments, self._draw, self.word, whole)
+        except UnweightedNode as error:
+            raise self.unweighted(error, error.relation) from None
+
+    def unweighted(self, error: UnweightedNode, r: int) -> ValueError:
+        """Returns the error with the name of its edge type."""
+        edge_type = self.block.topology.edge_types[r]
+        where = "" if edge_type is None else f"edge type {edge_type}: "
+        return ValueError(f"{where}{error}")
+
+    def fetch(
+        self, r: int, nodes: Sequence[Tensor | None]
+    ) -> tuple[Relation, list[Tensor]]:
+        """Fetches whole rows of a relation, each distinct one once; collective.
+
+        With c copies of a block, the ranks of a process row pool what they want, and each
+        asks the owners of one c-th of the blocks: the stages of [Tripathy24] Sec. 5.2.1.
+
+        Returns:
+            the rows as a relation, and for each list of nodes, their places in it.
+        """
+        none = torch.empty(0).long()
+        every = torch.cat([none, *(n for n in nodes if n is not None)])
+        wanted, where = torch.unique(every, return_inverse=True)
+        errand = self.ask_twins([Wish(r, wanted)])
+        asked = [theirs[0].node for theirs in errand.received]
+        pool, places = torch.unique(torch.cat(asked), return_inverse=True)
+        answers = self._column(r, pool)
+        if self.channel.col.size > 1:
+            shelf = self._shelf(r, answers)
+            messages = [
+                answer(
+                    [shelf],
+                    [(0, Ask(node, answers.slot[place], 0, -1))],
+                    self._draw,
+                    self.word,
+                    whole=True,
+                )
+                for node, place in zip(
+                    asked, places.split([len(a) for a in asked]), strict=True
+                )
+            ]
+            answers = errand.reply(messages, self._columns(r))
+        sizes = [0 if n is None else len(n) for n in nodes]
+        return self._shelf(r, answers), list(answers.slot[where].split(sizes))
+
+    def ask_twins(self, wishes: Sequence[Wish]) -> Errand:
+        """Tells each rank of the process row which rows it is to bring for all of them.
+
+        Twin j brings those of blocks j, j + c, j + 2 c, ...
+        """
+        col = self.channel.col
+        peers = [
+            self.block.block_of(self.relations[w.relation].target, w.node) % col.size
+            for w in wishes
+        ]
+        return Errand(col, wishes, peers, self.word)
+
+    def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
+        """Fetches the rows of distinct ids from this column, in the order of the ids."""
+        answers = self._column(r, nodes)
+        shelf = self._shelf(r, answers)
+        start, entry, _ = self._draw(
+            shelf, None, Ask(nodes, answers.slot, 0, -1), _as_array
+        )
+        picked = torch.from_numpy(entry)
+        weight = None if shelf.weight is None else shelf.weight[picked]
+        pair = shelf.row.view(-1, 2)[picked].view(-1)
+        return replace(
+            shelf, colptr=torch.from_numpy(start), row=pair, weight=weight, time=None
+        )
+
+    def _column(self, r: int, wanted: Tensor) -> Answers:
+        errand = self.ask([Wish(r, wanted)])
+        messages = [
+            self.answer(
+                [(r, Ask(wish.node, self.place_of(wish), 0, -1))],
+                whole=True,
+            )
+            for (wish,) in errand.received
+        ]
+        return errand.reply(messages, self._columns(r))
+
+    def _shelf(self, r: int, answers: Answers) -> Relation:
+        """Returns rows that have arrived as a relation of their own."""
+        columns, own = list(answers.columns), self.relations[r]
+        weight = None if own.weight is None else columns.pop(0)
+        time = None if own.time is None else columns.pop(0)
+        return replace(
+            own, colptr=answers.offset, row=answers.pair, weight=weight, time=time
+        )
+
+    def _columns(self, r: int) -> list[torch.dtype]:
+        return [column.dtype for column in columns_of(self.relations[r])]
+
+
+def _as_array(total: int) -> Any:
+    return torch.empty(total, dtype=torch.int64).numpy(), 0

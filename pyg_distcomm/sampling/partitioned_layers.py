@@ -1,0 +1,217 @@
+"""PartitionedLayerGraph: layer-wise sampling of a graph that no rank holds whole.
+
+[Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
+whoever multiplies them; sums of weights come back, one partial row for each minibatch, and
+are added up. At the owner, every block multiplies what it holds. At the requester, as in
+[Tripathy24] Sec. 5.2, the c ranks of a process row share out the blocks: each brings the
+rows of A of its blocks for all of them, once each, multiplies, and the partial rows are
+added up over the process row. Weights are integers, so that all orders of adding give the
+same bits, and draws are made from equal rows by equal keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.channel import Channel
+from pyg_distcomm.kernels.minibatch import Relation
+from pyg_distcomm.price import Price
+from pyg_distcomm.sampling.algebra import add, check_nodes
+from pyg_distcomm.sampling.blocks import Block
+from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.errand import Errand, Wish
+from pyg_distcomm.sampling.far_rows import FarRows
+from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
+from pyg_distcomm.sampling.rules import Rule
+
+
+def sums_price(
+    asked_by_others: int, batches: int, columns: int, word: int = 4
+) -> Price:
+    """Prices what the partial sums of one layer bring this rank, in words of 4 or 8 bytes.
+
+        received = asked_by_others + batches + (1 + 8 / word) columns
+
+    Args:
+        asked_by_others: nodes that other ranks ask this one for.
+        batches: minibatches of this rank, times the other ranks that it asks.
+        columns: entries of the partial rows that come from others.
+        word: bytes of a word.
+    """
+    return Price(words=asked_by_others + batches + (1 + 8 // word) * columns)
+
+
+@dataclass(eq=False)
+class _Round:
+    """The rows of one layer, where they went, and who multiplies those that came here."""
+
+    rows: BulkNodes
+    errand: Errand
+    server: LocalLayerGraph
+
+    @property
+    def received(self) -> list[BulkNodes]:
+        """What each rank asked of this one."""
+        return [BulkNodes.of([w.node for w in part]) for part in self.errand.received]
+
+
+class PartitionedLayerGraph:
+    """The `LayerGraph` of a block and of those that other ranks hold; collective.
+
+    All ranks of the channel sample bulks of equally many minibatches together.
+
+    Args:
+        block: what this rank holds.
+        channel: the ranks; used by one thread at a time.
+        rule: which weights to make.
+        sample_at: "owner" or "requester"; see [Note: a distributed P = Q A].
+        most_rows: how many rows a minibatch may have in a layer.
+
+    Price: of the sums, see `sums_price`; edges come as their columns and ids, and a weight
+    each, or one for a row where edges have no weights.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        channel: Channel,
+        rule: Rule,
+        *,
+        sample_at: str = "owner",
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        self.block, self.channel, self.rule = block, channel, rule
+        self.sample_at, self.most_rows = sample_at, most_rows
+        self.num_nodes = block.topology.graph.sizes[0]
+        self._far = FarRows(block, channel)
+        relation = block.topology.graph.relations[0]
+        peak = LocalLayerGraph(relation, self.num_nodes, rule, block.node_gid[0]).peak
+        most = torch.tensor([peak], dtype=torch.float64)
+        self._peak = float(wire.all_reduce(most, channel.world, "max"))
+        self._own = self._local(relation, block.node_gid[0])
+        self.scale = self._own.scale
+        self._weighted = relation.weight is not None
+        self._round: _Round | None = None
+
+    def sums(self, rows: BulkNodes) -> BulkMatrix:
+        """Returns the weights of the rows of each minibatch, [k, n] int64."""
+        turn = self._turn(rows)
+        parts = [turn.server.sums(asked) for asked in turn.received]
+        messages = [self._words(p.rowptr.diff(), p.col, p.values) for p in parts]
+        found = turn.errand.exchange(messages, "sums")
+        return add([self._read_sums(part, len(rows)) for part in found])
+
+    def column_sums(self) -> Tensor:
+        """Returns the weights of all rows, [n] int64. Price: an all_reduce of n words."""
+        return wire.all_reduce(self._own.column_sums(), self.channel.row)
+
+    def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
+        """Returns the edges from the columns to the rows of each minibatch."""
+        turn = self._turn(rows)
+        self._round = None
+        wanted = turn.errand.sent > 0  # [peers, k]
+        sizes = cols.ptr.diff() * wanted
+        axis = self._axis
+        ones = [1] * axis.size
+        coming = wire.all_to_all(sizes, ones, ones, axis, "plan").wait()
+        places = [_ranges(cols.ptr, row) for row in wanted]
+        got = wire.all_to_all(
+            cols.id[torch.cat(places)].to(self._far.word),
+            sizes.sum(1).tolist(),
+            coming.sum(1).tolist(),
+            axis,
+            "columns",
+        ).wait()
+        theirs = got.long().split(coming.sum(1).tolist())
+        messages = [
+            self._edges(turn.server, asked, BulkNodes(ids, offsets(counts)))
+            for asked, ids, counts in zip(turn.received, theirs, coming, strict=True)
+        ]
+        found = turn.errand.exchange(messages, "edges")
+        asked_rows = turn.errand.asked
+        parts = [
+            self._read_edges(message, len(mine), place)
+            for message, mine, place in zip(found, asked_rows, places, strict=True)
+        ]
+        return LayerEdges.join(parts, asked_rows)
+
+    @property
+    def _axis(self) -> Any:
+        """Over which rows of Q go to whoever multiplies them."""
+        return self.channel.row if self.sample_at == "owner" else self.channel.col
+
+    def _local(self, rows: Relation, gid: Tensor) -> LocalLayerGraph:
+        return LocalLayerGraph(
+            rows, self.num_nodes, self.rule, gid, self.most_rows, self._peak
+        )
+
+    def _turn(self, rows: BulkNodes) -> _Round:
+        """Sends the rows of a layer, once for its sums and its edges."""
+        if self._round is not None and self._round.rows is rows:
+            return self._round
+        check_nodes(rows, self.num_nodes, "rows")
+        wishes = [Wish(0, node) for node in rows.split()]
+        if self.sample_at == "owner":
+            turn = _Round(rows, self._far.ask(wishes), self._own)
+        else:
+            errand = self._far.ask_twins(wishes)
+            none = [torch.empty(0).long()]
+            asked = [w.node for part in errand.received for w in part]
+            wanted = torch.unique(torch.cat(none + asked))
+            server = self._local(self._far.sorted_rows(0, wanted), wanted)
+            turn = _Round(rows, errand, server)
+        self._round = turn
+        return turn
+
+    # Messages -------------------------------------------------------------------------
+
+    def _words(self, *parts: Tensor) -> Tensor:
+        """Joins counts and ids, as words, and numbers of eight bytes, as they are."""
+        word = self._far.word
+        head, last = parts[:-1], parts[-1]
+        return torch.cat([*(p.to(word) for p in head), last.contiguous().view(word)])
+
+    def _read_sums(self, message: Tensor, k: int) -> BulkMatrix:
+        counts = message[:k].long()
+        total, step = int(counts.sum()), 8 // message.element_size()
+        col, value = message[k:].split([total, step * total])
+        return BulkMatrix(
+            offsets(counts),
+            col.long(),
+            value.clone().view(torch.int64),
+            self.num_nodes,
+            torch.arange(k + 1),
+        )
+
+    def _edges(
+        self, server: LocalLayerGraph, rows: BulkNodes, cols: BulkNodes
+    ) -> Tensor:
+        """Writes: edges of each row; column and id of each edge; weights."""
+        edges = server.extract(rows, cols)
+        counts = torch.bincount(edges.row, minlength=len(rows.id))
+        weight = edges.weight
+        if not self._weighted:  # all edges of a row have one
+            weight = torch.zeros(len(rows.id), dtype=torch.float64)
+            weight[edges.row] = edges.weight
+        return self._words(counts, edges.col, edges.edge, weight)
+
+    def _read_edges(self, message: Tensor, rows: int, place: Tensor) -> LayerEdges:
+        counts = message[:rows].long()
+        row, total = torch.repeat_interleave(counts), int(counts.sum())
+        step = 8 // message.element_size()
+        sizes = [total, total, step * (total if self._weighted else rows)]
+        col, edge, raw = message[rows:].split(sizes)
+        weight = raw.clone().view(torch.float64)
+        if not self._weighted:
+            weight = weight[row]
+        return LayerEdges(row, place[col.long()], edge.long(), weight)
+
+
+def _ranges(ptr: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the places of the ranges of `ptr` that are chosen, in order."""
+    return chosen.repeat_interleave(ptr.diff()).nonzero().view(-1)
