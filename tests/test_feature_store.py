@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from pyg_distcomm.channel import open_channel
 from pyg_distcomm.exchange.codec import Plain, Quantise
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
+from pyg_distcomm.loader.fetch import Fetch
 from pyg_distcomm.loader.quiver import QuiverFeature
+from pyg_distcomm.loader.shards import Index
+from pyg_distcomm.loader.shelf import Shelf
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
@@ -364,6 +368,24 @@ def test_rows_may_stay_on_disk(world, tmp_path):
     worlds.run(_mapped, size, c, str(tmp_path))
 
 
+def _beside(c):
+    road, data, share = shared("directed", "random", c)
+    n, rank = data.num_nodes, road.world.rank
+    store = DistFeatureStore.from_data(share, road)
+    asked = [random_ids(rank, 30, n, seed) for seed in range(20)]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.map(lambda ids: store.fetch({None: ids})[None]["x"], asked)
+        sums = [float(share.x.sum()) for _ in range(20)]
+    assert all(v == sums[0] for v in sums)
+    for ids, x in zip(asked, found, strict=True):
+        assert torch.equal(x, data.x[ids])
+
+
+def test_fetching_in_a_thread_beside_training(world):
+    size, c = world
+    worlds.run(_beside, size, c)
+
+
 # PyG's contract ------------------------------------------------------------------------
 
 
@@ -537,7 +559,18 @@ def _misled():
 def test_an_owner_that_has_not_what_is_asked_of_it(world):
     if world == (3, 1):
         assert worlds.run(_misled, 3, deadline=60) == [True] * 3
-        worlds.only(0)
+
+
+def test_ids_travel_in_as_few_bytes_as_they_need():
+    none = torch.empty(0, dtype=torch.int64)
+    for total, kind in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
+        shelf = Shelf("g", Index(none, total), none, None)
+        assert Fetch(channel(1), [shelf], []).id_type == kind
+
+
+def test_a_graph_that_is_not_partitioned_is_refused():
+    with pytest.raises(TypeError, match="from_replicated"):
+        DistFeatureStore.from_data(GRAPHS["star"](), channel(1))
 
 
 # quiver-feature ------------------------------------------------------------------------

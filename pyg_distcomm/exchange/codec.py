@@ -99,8 +99,7 @@ class Cast(Codec):
         self, message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
         """Returns the rounded numbers as `dtype`."""
-        narrow = torch.empty(len(message), width, dtype=self.dtype)
-        _bytes_of(narrow).copy_(message)
+        narrow = Plain().decode(message, width, self.dtype)
         return _place(message, width, dtype, out).copy_(narrow)
 
 
@@ -138,7 +137,8 @@ class Quantise(Codec):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the minimum and step of each row, then its codes."""
-        message = torch.empty(len(x), x.size(1) + _META, dtype=torch.uint8)
+        shape = len(x), self.row_bytes(x.size(1), x.dtype)
+        message = torch.empty(shape, dtype=torch.uint8, device=x.device)
         if x.numel() == 0:
             return message.zero_()
         x = x if x.dtype == torch.float64 else x.float()
@@ -218,5 +218,5 @@ def _place(
     message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
     if out is None:
-        return torch.empty(len(message), width, dtype=dtype)
+        return torch.empty(len(message), width, dtype=dtype, device=message.device)
     return out

@@ -13,6 +13,7 @@ from torch_geometric.data import TensorAttr
 
 from pyg_distcomm import wire as network
 from pyg_distcomm.channel import Channel, open_channel
+from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.indexing import ids_of
 from pyg_distcomm.loader.hot import Fanouts, inclusion_probabilities, out_degrees
 from pyg_distcomm.loader.quiver import QuiverFeature
@@ -43,7 +44,8 @@ class DistFeatureStore(ShardedStore):
     Differs from [Tripathy24] in fetching each row of a bulk once.
 
     Args:
-        channel: a Channel, for a loader in a thread of its own; or a Mesh, to open one.
+        channel: a Channel, for a loader in a thread of its own; or a Mesh, to open one
+            (`store.channel.close()` lets it go).
         wire: how floating-point rows travel: "fp16", "bf16", "int8", a Codec, a
             dictionary of these by attribute name, or None: as they are. A codec that
             would not make rows smaller is left out.
@@ -82,7 +84,13 @@ class DistFeatureStore(ShardedStore):
 
         Raises:
             ValueError: on all ranks, if their attributes differ.
+            TypeError: if the data is not a share of `pdc.partition`.
         """
+        if not any(_is_share(part) for part in data.stores):
+            raise TypeError(
+                "from_data takes the share that pdc.partition returned; for a tensor that "
+                "all ranks hold there is from_replicated"
+            )
         store = cls(channel, wire=wire, folder=folder)
         found = {
             (group, name): value
@@ -291,10 +299,14 @@ def _ids(index: Any, total: int) -> Tensor:
     return ids.nonzero().view(-1) if ids.dtype == torch.bool else ids
 
 
+def _is_share(part: Any) -> bool:
+    return isinstance(part.get("edge_index"), DistEdgeIndex)
+
+
 def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
     """Yields the attributes of one store of a Data that have a row per node or edge."""
     key = getattr(part, "_key", None)
-    edges = getattr(part.get("edge_index"), "edges", None)
+    edges = part.edge_index.edges if _is_share(part) else None
     for name, value in part.items():
         if not isinstance(value, DistTensor) or not value.rows.whole:
             continue

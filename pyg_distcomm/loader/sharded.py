@@ -124,6 +124,7 @@ class ShardedStore(FeatureStore):
         local = score.to_local() if isinstance(score, DistTensor) else score
         local = own_rows(shelf, torch.as_tensor(local).cpu())
         shelf.chosen = hottest(local, shelf.own, count, world)
+        shelf.hot.clear()
         self._fill(shelf, list(shelf.values))
 
     def _fill(self, shelf: Shelf, names: Sequence[str]) -> None:
