@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import batches
 import pytest
-import torch
 import worlds
 from test_partitioned_sampling import GRIDS, channel, inputs, owners, timed
 

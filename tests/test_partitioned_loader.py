@@ -9,7 +9,8 @@ import worlds
 from test_partitioned_sampling import owners, timed
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.sampling import Ladies
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
 
@@ -79,6 +80,52 @@ def test_batches_are_those_of_the_whole_graph(size, c):
         (batches.hetero, "author", {"topology": "replicated"}),
     ):
         worlds.run(load, size, size, c, make, nodes, options)
+
+
+def halved(p):
+    return p.with_value(p.values.sqrt())
+
+
+def load_layers(size, c, make, rule, options):
+    mesh = worlds.mesh()
+    data = make()
+    share = pdc.partition(data, mesh, cut(data, size))
+    given = {"batch_size": 5, "shuffle": True, "seed": 11, **options}
+    plain = {
+        k: v
+        for k, v in given.items()
+        if k not in ("topology", "sample_at", "bulk_size")
+    }
+    whole = DistLayerLoader(data, [6, 9], rule, input_nodes=data.train_mask, **plain)
+    part = DistLayerLoader(
+        share, [6, 9], rule, share.train_mask, replication=c, **given
+    )
+    for one, two in zip(epochs(whole), epochs(part), strict=True):
+        for a, b in zip(one, two, strict=True):
+            one_, two_ = ({**d.to_dict(), "num_nodes": 0} for d in (a, b))
+            assert set(one_) == set(two_)
+            for key, value in one_.items():
+                batches.same(value, two_[key])
+            loops = a.e_id < 0
+            assert torch.equal(a.edge_attr[~loops], data.edge_attr[a.e_id[~loops]])
+            assert not a.edge_attr[loops].any()
+            assert torch.equal(a.x, data.x[a.n_id])
+            ends = a.n_id[a.edge_index]
+            assert torch.equal(ends[:, ~loops], data.edge_index[:, a.e_id[~loops]])
+            assert torch.equal(ends[0, loops], ends[1, loops])
+            assert len(a.edge_weight) == a.num_edges
+
+
+@pytest.mark.parametrize(("size", "c"), GRIDS)
+def test_layers_are_those_of_the_whole_graph(size, c):
+    for rule, options in (
+        ("ladies", {}),
+        ("ladies", {"sample_at": "requester", "weights": "debiased"}),
+        ("fastgcn", {"bulk_size": 2}),
+        (halved, {"topology": "replicated"}),
+        (Ladies("paper"), {"prefetch": 0, "replace": True, "weights": "importance"}),
+    ):
+        worlds.run(load_layers, size, size, c, masked, rule, options)
 
 
 # The life of an epoch ------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
 )
+from pyg_distcomm.loader.layer_loader import (
+    DistLayerLoader as DistLayerLoader,
+)
 from pyg_distcomm.loader.link_neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )

@@ -85,7 +85,7 @@ class Assembly:
         for k, rows in enumerate(self._rows):
             if isinstance(rows.values, np.ndarray):
                 found = [_ids(rows, out) for out in outs]
-                ids = [i for i in found if i is not None]
+                ids = [i[i >= 0] for i in found if i is not None]
                 wanted = torch.cat([torch.empty(0).long(), *ids]).unique()
                 read = torch.from_numpy(np.take(rows.values, wanted.numpy(), axis=0))
                 pools[k] = partial(torch.searchsorted, wanted), read
@@ -101,11 +101,18 @@ class Assembly:
             ids, values = _ids(rows, out), rows.values
             if ids is None:
                 continue  # edges without ids: PyG has left the attribute out
+            real, every = ids >= 0, ids  # loops that a rule has added have no rows
+            ids = ids if bool(real.all()) else ids[real]
             if not isinstance(values, Tensor):
                 pools = self.fetch([out]) if pools is None else pools
                 find, values = pools[k]
                 ids = find(ids)
-            store[rows.name] = _gather(values, ids, self._buffers)
+            found = _gather(values, ids, self._buffers)
+            if len(found) < len(every):
+                found = found.new_zeros(len(every), *found.shape[1:]).index_put_(
+                    (real,), found
+                )
+            store[rows.name] = found
         return batch
 
     def _hollow(self, data: Any) -> Any:

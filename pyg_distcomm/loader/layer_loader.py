@@ -1,0 +1,191 @@
+"""DistLayerLoader: minibatches sampled layer by layer, on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.loader import NodeLoader
+
+from pyg_distcomm.loader.base import BulkLoading
+from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.options import Extras
+from pyg_distcomm.loader.spread import Spread
+from pyg_distcomm.loader.spread_options import SpreadOptions, gathered
+from pyg_distcomm.random import fresh_seed
+from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
+from pyg_distcomm.sampling.blocks import read_block
+from pyg_distcomm.sampling.bulk_matrix import BulkMatrix
+from pyg_distcomm.sampling.partitioned_layers import PartitionedLayerGraph
+from pyg_distcomm.sampling.rules import Rule, UserRule
+
+RULES = {"ladies": Ladies, "fastgcn": FastGCN}
+
+
+class DistLayerLoader(BulkLoading, NodeLoader):
+    r"""Loads minibatches with a fixed number of nodes drawn for each layer.
+
+    Yields ordinary PyG batches, with the rule's `edge_weight` on their edges. The nodes of
+    each layer stand apart (`n_id` may repeat), so that an unchanged model of as many layers
+    computes the layered estimate; `trim_to_layer` works. Give the weights to a layer that
+    takes them, as `GCNConv(..., normalize=False, add_self_loops=False)`. Loops that a rule
+    adds (A + I) have `e_id` -1, and zeros for other edge attributes.
+
+    Bulks, keys, ranks, resuming and shares of `pdc.partition` are as in
+    `DistNeighborLoader`; a batch is the same bit for bit on any number of ranks, blocks and
+    copies, and at the owner or the requester.
+
+    Price: no communication, but for shares; see `PartitionedLayerGraph`. A bulk is one pass
+    of sparse algebra for each layer.
+
+    Args:
+        data: a Data, or a share of one.
+        num_nodes_per_layer: nodes to draw for each layer, the seeds' first; -1 for all.
+        rule: "ladies" ([Zou19], as its authors' code has it), "fastgcn" ([Chen18]), a
+            `Rule`, as `Ladies("paper")`, or a function P -> P (see `UserRule`).
+        input_nodes, input_time, transform, transform_sampler_output: as in PyG's
+            `NodeLoader`.
+        weights: None, "normalized", "importance" or "debiased"; see `KeyedLayerSampler`.
+        replace: whether a node may be drawn again in a layer.
+        keep_batch: whether seeds are columns of every layer (default: as the rule says).
+        weight_attr: the name of the edges' weights in data (default: all are 1).
+        method: "its" or "exponential"; see `sampling.sample`.
+        bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
+        features, **kwargs: as in `DistNeighborLoader`.
+
+    Raises:
+        ValueError, TypeError: on all ranks, for what cannot be.
+
+    [Tripathy24] Sec. 4.2 (LADIES as algebra).
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_nodes_per_layer: Sequence[int],
+        rule: str | Rule | Callable[[BulkMatrix], BulkMatrix] = "ladies",
+        input_nodes: Any = None,
+        input_time: Any = None,
+        transform: Callable | None = None,
+        transform_sampler_output: Callable | None = None,
+        *,
+        weights: str | None = "normalized",
+        replace: bool = False,
+        keep_batch: bool | None = None,
+        weight_attr: str | None = None,
+        method: str = "its",
+        bulk_size: int | str = "auto",
+        seed: int | None = None,
+        even_batches: str = "pad",
+        prefetch: int = 1,
+        split: bool | str = "auto",
+        topology: str = "auto",
+        replication: int | None = None,
+        sample_at: str = "owner",
+        features: DistFeatureStore | None = None,
+        **kwargs: Any,
+    ) -> None:
+        extras = Extras(bulk_size, seed, even_batches, prefetch, split)
+        place = SpreadOptions(topology, replication, sample_at, features)
+        chosen, graph, whole = _rule(rule), data, data
+        options = {
+            "weights": weights,
+            "replace": replace,
+            "keep_batch": keep_batch,
+            "method": method,
+        }
+        if place.wanted(data):
+            place.check(None, extras, kwargs)
+            told = place.told(
+                extras,
+                kwargs,
+                num_nodes_per_layer=list(num_nodes_per_layer),
+                weight_attr=weight_attr,
+                rule=_name(chosen),
+                **options,
+            )
+            self.spread = Spread(data, replication, features, told)
+            graph = _spread_graph(self.spread, place, chosen, weight_attr)
+            whole = self.spread.hollow
+        local = not isinstance(graph, PartitionedLayerGraph)
+        sampler = KeyedLayerSampler(
+            graph,
+            num_nodes_per_layer,
+            chosen,
+            weight_attr=weight_attr if local else None,
+            seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
+            **options,  # type: ignore[arg-type]
+        )
+        if self.spread is not None:
+            input_nodes = self.spread.seeds(input_nodes, input_time, sampler)
+        super().__init__(
+            whole,
+            sampler,
+            input_nodes=input_nodes,
+            input_time=input_time,
+            transform=transform,
+            transform_sampler_output=transform_sampler_output,
+            **kwargs,
+        )
+        self.data, inputs = data, self.input_data
+        self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
+
+    def _sample(self, inputs: Any) -> Any:
+        return self.node_sampler.sample_from_nodes(inputs)
+
+    def pyg_filter_fn(self, out: Any) -> Any:
+        """PyG's `filter_fn`, for edges of which some are loops without an id."""
+        real = copy.copy(out)
+        real.edge = out.edge.clamp(min=0) if self.data.num_edges else None
+        batch = super().pyg_filter_fn(real)
+        loops = out.edge < 0
+        for name, value in batch.items() if bool(loops.any()) else ():
+            own = isinstance(value, Tensor) and value.dim() > 0
+            if own and batch.is_edge_attr(name) and len(value) == len(loops):
+                batch[name] = value.masked_fill(
+                    loops.view(-1, *[1] * (value.dim() - 1)), 0
+                )
+        batch.e_id, batch.edge_weight = out.edge, out.edge_weight
+        return batch
+
+
+def _rule(rule: Any) -> Rule:
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(
+                f"rule={rule!r} is not known; give one of {', '.join(RULES)}, a Rule, or "
+                "a function P -> P"
+            )
+        return RULES[rule]()
+    if isinstance(rule, Rule):
+        return rule
+    if not callable(rule):
+        raise TypeError(f"rule must be a name, a Rule or a function, got {rule!r}")
+    return UserRule(rule)
+
+
+def _name(rule: Rule) -> str:
+    """Names a rule in a way that is the same on all ranks."""
+    if isinstance(rule, UserRule):
+        function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
+        return f"UserRule({function}, {rule.counted}, {rule.loops})"
+    return repr(rule)
+
+
+def _spread_graph(
+    spread: Spread, place: SpreadOptions, rule: Rule, weight_attr: str | None
+) -> Any:
+    """Returns what the sampler reads of a share; collective."""
+    if place.topology == "replicated":
+        return gathered(spread.data, [] if weight_attr is None else [weight_attr])
+    block = read_block(spread.data, spread.sampling, weight_attr=weight_attr)
+    if len(block.topology.graph.relations) != 1 or block.topology.node_types != [None]:
+        raise TypeError(
+            "layer-wise sampling takes a graph of one node type; for a HeteroData, see "
+            "DistNeighborLoader"
+        )
+    return PartitionedLayerGraph(
+        block, spread.sampling, rule, sample_at=place.sample_at
+    )
