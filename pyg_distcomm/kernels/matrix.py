@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import draw_loops, threads
 from . import matrix_loops as loops
-from . import matrix_weight_loops, threads
 from .compile import ready
 from .matrix_reference import Csr, value_type
 
@@ -56,7 +56,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(draw_loops.count_positive, args, 2), len(count), 1 << 12)
     return count
 
 
@@ -72,7 +72,7 @@ def draw(
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
+    threads.run_split(ready(draw_loops.draw, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -97,13 +97,13 @@ class Urn:
         entry, left = _drawn(ptr)
         row = (tree, self._value, self._count, self._total)
         args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
-        ready(loops.draw_shared, args)()
+        ready(draw_loops.draw_shared, args)()
         self._trees.append(tree)
         return entry, left
 
     def _tree(self) -> Array:
         tree = np.zeros(len(self._value) + 1, np.int64)
-        ready(loops.grow, (self._value, 0, len(self._value), tree))()
+        ready(draw_loops.grow, (self._value, 0, len(self._value), tree))()
         return tree
 
 
@@ -117,7 +117,7 @@ def draw_by_clocks(
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
     args = (*row, entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.draw_by_clocks, args, 2), len(keys), 1)
+    threads.run_split(ready(draw_loops.draw_by_clocks, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -125,7 +125,9 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
+    threads.run_split(
+        ready(draw_loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12
+    )
     return out
 
 
@@ -144,9 +146,7 @@ def layer_weights(
 
     def run(value: Tensor) -> int:
         others: list[int] = []
-        work = ready(
-            matrix_weight_loops.layer_weights, (*graph, *out, value.numpy()), 2
-        )
+        work = ready(loops.layer_weights, (*graph, *out, value.numpy()), 2)
         threads.run_split(lambda b, e: others.append(work(b, e)), m, 1 << 12)
         return sum(others)
 

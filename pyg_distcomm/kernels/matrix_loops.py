@@ -1,29 +1,23 @@
-"""The inner loops of products, draws and extraction of sparse rows, for Numba.
+"""The inner loops of products and extraction of sparse rows, for Numba.
 
 Column e of a matrix is `col[e * stride]`. Arrays of length zero stand for what is not
 given (ones, no diagonal), so that one compiled loop serves both.
-
-[Note: drawing from a Fenwick tree] Node i (from 1) of the tree of a row holds the sum of
-its last `i & -i` weights up to i ([Fenwick94]). Going down from the root by halves finds
-the first entry whose running sum exceeds a goal, and going up takes its weight away, each
-in as many steps as the length of the row has bits. All sums are integers, so the sum that
-is left is exact, and an entry that was drawn, or weighs nothing, cannot be drawn.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from .loops import Array, jit, mix
+from .lanes import prefetch
+from .loops import Array, jit
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-UNIT = 2.0**-53
-LOW = np.uint64(0xFFFFFFFF)
-HALF = np.uint64(32)
-MOST = 1 << 62
+FEW = 1 << 9  # columns that a table has room for at first
+SOON = 16  # products before it is needed that a slot is asked for
+DIGIT_BITS = 11  # of a pass of a radix sort
+DIGIT = 1 << DIGIT_BITS
 
 
 @jit
@@ -36,13 +30,53 @@ def bits_for(count: int) -> int:
 
 
 @jit
-def slot_of(key: Array, bits: int, wanted: Any) -> Any:
-    """Finds the slot that holds a key, or the empty one (-1) where it belongs."""
-    mask = len(key) - 1
-    slot = np.int64((np.uint64(wanted) * GOLDEN) >> np.uint64(64 - bits))
-    while key[slot] != wanted and key[slot] >= 0:
-        slot = (slot + 1) & mask
+def home(bits: int, key: Any) -> Any:
+    """Returns the slot in which a search for a key begins."""
+    return np.int64((np.uint64(key) * GOLDEN) >> np.uint64(64 - bits))
+
+
+@jit
+def slot_of(table: Array, bits: int, key: Any) -> Any:
+    """Finds the slot that holds a key, or the empty one where it belongs.
+
+    Slot t is `table[2 t]`, the key or -1, and `table[2 t + 1]`, what is known of it.
+    """
+    slot = home(bits, key)
+    while table[2 * slot] != key and table[2 * slot] >= 0:
+        slot = (slot + 1) & ((1 << bits) - 1)
     return slot
+
+
+@jit
+def table_of(keys: Array, known: int, bits: int, slots: Array) -> Array:
+    """Returns a table that holds the place of each key, and notes their slots."""
+    table = np.full(2 << bits, -1, np.int64)
+    for place in range(known):
+        slot = slot_of(table, bits, keys[place])
+        table[2 * slot], table[2 * slot + 1] = keys[place], place
+        slots[place] = slot
+    return table
+
+
+@jit
+def ascending(key: Array, size: int) -> Array:
+    """Returns the places of distinct keys, in ascending order of keys."""
+    place = np.arange(size)
+    if size < DIGIT:
+        return place[np.argsort(key[:size])]
+    other, shift, top = np.empty_like(place), 0, key[:size].max()
+    while top >> shift:
+        begin = np.zeros(DIGIT + 1, np.int64)
+        for k in range(size):
+            begin[((key[k] >> shift) & (DIGIT - 1)) + 1] += 1
+        for digit in range(DIGIT):
+            begin[digit + 1] += begin[digit]
+        for k in range(size):
+            digit = (key[place[k]] >> shift) & (DIGIT - 1)
+            other[begin[digit]] = place[k]
+            begin[digit] += 1
+        place, other, shift = other, place, shift + DIGIT_BITS
+    return place
 
 
 @jit
@@ -61,27 +95,6 @@ def row_bounds(
 
 
 @jit
-def add(
-    key: Array,
-    bits: int,
-    sums: Array,
-    found: Array,
-    slots: Array,
-    known: int,
-    column: Any,
-    product: Any,
-) -> int:
-    """Adds one product to its column; returns how many columns are known now."""
-    slot = slot_of(key, bits, column)
-    if key[slot] >= 0:
-        sums[slot] += product
-        return known
-    key[slot], sums[slot] = column, product
-    found[known], slots[known] = column, slot
-    return known + 1
-
-
-@jit
 def spgemm(
     q_rowptr: Array,
     q_col: Array,
@@ -95,33 +108,48 @@ def spgemm(
     begin: int,
     end: int,
 ) -> tuple[Array, Array, Array]:
-    """Multiplies rows begin .. end-1; returns entries of each row, columns, values."""
+    """Multiplies rows begin .. end-1; returns entries of each row, columns, values.
+
+    A row's columns are numbered as they are found, by a table that grows with them: how
+    many products there are says little about how many columns.
+    """
     more = 1 if len(own) else 0
     most, room = row_bounds(q_rowptr, q_col, a_rowptr, more, begin, end)
-    bits = bits_for(most)
-    key, sums = np.full(1 << bits, -1, np.int64), np.empty(1 << bits, q_value.dtype)
     found, slots = np.empty(most, np.int64), np.empty(most, np.int64)
+    sums, one = np.empty(most, q_value.dtype), q_value.dtype.type(1)
+    bits = bits_for(min(most, FEW))
+    table = table_of(found, 0, bits, slots)
     count = np.empty(end - begin, np.int64)
-    col, value = np.empty(room, np.int64), np.empty(room, q_value.dtype)
-    one, at = q_value.dtype.type(1), 0
+    col, value, at = np.empty(room, np.int64), np.empty(room, q_value.dtype), 0
     for i in range(begin, end):
         known = 0
         for k in range(q_rowptr[i], q_rowptr[i + 1]):
             j, scale = q_col[k], q_value[k] if len(q_value) else one
-            for e in range(a_rowptr[j], a_rowptr[j + 1]):
-                x = scale * a_value[e] if len(a_value) else scale
-                column = np.int64(a_col[e * stride])
-                known = add(key, bits, sums, found, slots, known, column, x)
-            if more:
-                x = scale * diagonal[j]
-                known = add(key, bits, sums, found, slots, known, own[j], x)
-        found[:known].sort()
-        for k in range(known):
-            col[at + k] = found[k]
-            value[at + k] = sums[slot_of(key, bits, found[k])]
-        for k in range(known):
-            key[slots[k]] = -1
-        count[i - begin], at = known, at + known
+            last = a_rowptr[j + 1]
+            for e in range(a_rowptr[j], last + more):
+                soon = (
+                    np.int64(a_col[min(e + SOON, last - 1) * stride]) if e < last else 0
+                )
+                prefetch(table, 2 * home(bits, soon))
+                column = own[j] if e == last else np.int64(a_col[e * stride])
+                x = scale * diagonal[j] if e == last else scale
+                if e < last and len(a_value):
+                    x = scale * a_value[e]
+                slot = slot_of(table, bits, column)
+                if table[2 * slot] >= 0:
+                    sums[table[2 * slot + 1]] += x
+                    continue
+                found[known], sums[known], slots[known] = column, x, slot
+                table[2 * slot], table[2 * slot + 1] = column, known
+                known += 1
+                if 2 * known > 1 << bits:
+                    bits += 1
+                    table = table_of(found, known, bits, slots)
+        for place in ascending(found, known):
+            col[at], value[at] = found[place], sums[place]
+            table[2 * slots[place]] = -1
+            at += 1
+        count[i - begin] = known
     return count, col[:at].copy(), value[:at].copy()
 
 
@@ -138,7 +166,10 @@ def extract(
     begin: int,
     end: int,
 ) -> tuple[Array, Array, Array]:
-    """Finds wanted entries for minibatches begin .. end-1; see the reference."""
+    """Finds wanted entries for minibatches begin .. end-1; see the reference.
+
+    Most columns are not wanted: a sieve of 32 bits for each that is tells most of them.
+    """
     most, room = 0, 0
     for i in range(begin, end):
         most = max(most, col_ptr[i + 1] - col_ptr[i])
@@ -146,231 +177,112 @@ def extract(
             j = rows[r]
             if j >= 0:
                 room += rowptr[j + 1] - rowptr[j] + 1
-    bits = bits_for(most)
-    key, place = np.full(1 << bits, -1, np.int64), np.empty(1 << bits, np.int64)
+    bits, slots = bits_for(most), np.empty(most, np.int64)
     row, col = np.empty(room, np.int64), np.empty(room, np.int64)
-    entry, at = np.empty(room, np.int64), 0
+    entry, at, more = np.empty(room, np.int64), 0, 1 if len(own) else 0
     for i in range(begin, end):
-        key[:] = -1
-        for k in range(col_ptr[i], col_ptr[i + 1]):
-            slot = slot_of(key, bits, cols[k])
-            key[slot], place[slot] = cols[k], k
+        first, size = col_ptr[i], col_ptr[i + 1] - col_ptr[i]
+        table = table_of(cols[first:], size, bits, slots)
+        sieve = np.zeros(1 << (bits - 2), np.uint64)
+        for k in range(first, first + size):
+            mark = home(bits + 4, cols[k])
+            sieve[mark >> 6] |= np.uint64(1) << np.uint64(mark & 63)
         for r in range(row_ptr[i], row_ptr[i + 1]):
             j = rows[r]
             if j < 0:
                 continue
             last = rowptr[j + 1]
-            for e in range(rowptr[j], last + (1 if len(own) else 0)):
+            for e in range(rowptr[j], last + more):
                 column = own[j] if e == last else np.int64(a_col[e * stride])
-                slot = slot_of(key, bits, column)
-                if key[slot] >= 0:
-                    row[at], col[at] = r, place[slot]
+                mark = home(bits + 4, column)
+                if not (sieve[mark >> 6] >> np.uint64(mark & 63)) & np.uint64(1):
+                    continue
+                slot = slot_of(table, bits, column)
+                if table[2 * slot] >= 0:
+                    row[at], col[at] = r, first + table[2 * slot + 1]
                     entry[at] = -1 if e == last else e
                     at += 1
     return row[:at].copy(), col[:at].copy(), entry[:at].copy()
 
 
 @jit
-def count_positive(
-    rowptr: Array, value: Array, count: Array, begin: int, end: int
-) -> None:
-    for i in range(begin, end):
-        positive, total = 0, 0
-        for e in range(rowptr[i], rowptr[i + 1]):
-            w = value[e]
-            if w < 0:
-                positive = -1
-                break
-            if w >= MOST - total and positive >= 0:
-                positive = -2
-            if positive >= 0:
-                total += w
-                positive += w > 0
-        count[i] = positive
+def rounded(x: float, total: float, power: int, scale: float) -> Any:
+    if x <= 0 or total <= 0:
+        return 0
+    if power == 0:
+        return 1
+    share = x / total
+    return max(1, np.int64(np.rint(scale * (share * share if power == 2 else x))))
 
 
 @jit
-def high_half(a: np.uint64, b: np.uint64) -> np.uint64:
-    """Returns the upper 64 bits of the product of two words."""
-    a_low, a_high, b_low, b_high = a & LOW, a >> HALF, b & LOW, b >> HALF
-    middle = a_high * b_low + ((a_low * b_low) >> HALF)
-    other = a_low * b_high + (middle & LOW)
-    return a_high * b_high + (middle >> HALF) + (other >> HALF)
-
-
-@jit
-def word(generator: np.uint64, draw: int) -> np.uint64:
-    """Returns draw number `draw` of a generator: 64 bits."""
-    return mix(generator + (np.uint64(draw) + np.uint64(1)) * GOLDEN)
-
-
-@jit
-def grow(value: Array, first: int, size: int, tree: Array) -> int:
-    """Builds the Fenwick tree of `value[first : first + size]`; returns the sum."""
-    total = 0
-    for i in range(1, size + 1):
-        tree[i] = value[first + i - 1]
-        total += tree[i]
-    for i in range(1, size + 1):
-        parent = i + (i & -i)
-        if parent <= size:
-            tree[parent] += tree[i]
+def sum_entries(
+    a_col: Array,
+    stride: int,
+    weight: Array,
+    low: int,
+    high: int,
+    table: Array,
+    bits: int,
+    sums: Array,
+    slots: Array,
+) -> float:
+    """Sums parallel edges of one row into a table; returns the sum of the row."""
+    total = 0.0
+    for e in range(low, high):
+        x = weight[e] if len(weight) else 1.0
+        slot = slot_of(table, bits, np.int64(a_col[e * stride]))
+        if table[2 * slot] < 0:
+            table[2 * slot], sums[slot] = np.int64(a_col[e * stride]), 0.0
+        sums[slot] += x
+        slots[e - low] = slot
+        total += x
     return total
 
 
 @jit
-def find(tree: Array, size: int, goal: Any) -> int:
-    """Returns the first entry whose running sum exceeds the goal."""
-    place, step = 0, 1
-    while 2 * step <= size:
-        step *= 2
-    while step:
-        below = place + step
-        if below <= size and tree[below] <= goal:
-            place = below
-            goal -= tree[below]
-        step >>= 1
-    return place
-
-
-@jit
-def change(tree: Array, size: int, place: int, by: int) -> None:
-    """Adds `by` to the weight of one entry."""
-    i = place + 1
-    while i <= size:
-        tree[i] += by
-        i += i & -i
-
-
-@jit
-def take_all(
-    value: Array, first: int, size: int, left: int, entry: Array, lefts: Array, at: int
-) -> None:
-    """Takes the positive entries of a row in order."""
-    for e in range(first, first + size):
-        if value[e] > 0:
-            entry[at], lefts[at] = e, left
-            left -= value[e]
-            at += 1
-
-
-@jit
-def draw_from(
-    tree: Array,
-    value: Array,
-    first: int,
-    size: int,
-    left: int,
-    key: int,
-    replace: bool,
-    entry: Array,
-    lefts: Array,
-    at: int,
-    end: int,
-) -> None:
-    """Draws entries `at .. end-1` from the tree of one row."""
-    generator = mix(np.uint64(key) + GOLDEN)
-    for k in range(at, end):
-        goal = np.int64(high_half(word(generator, k - at), np.uint64(left)))
-        pick = find(tree, size, goal)
-        entry[k], lefts[k] = first + pick, left
-        if not replace:
-            left -= value[first + pick]
-            change(tree, size, pick, -value[first + pick])
-
-
-@jit
-def draw(
+def layer_weights(
     rowptr: Array,
+    a_col: Array,
+    stride: int,
+    weight: Array,
+    own: Array,
+    power: int,
+    scale: float,
+    total: Array,
+    even: Array,
+    loop: Array,
     value: Array,
-    count: Array,
-    keys: Array,
-    ptr: Array,
-    replace: bool,
-    entry: Array,
-    lefts: Array,
     begin: int,
     end: int,
-) -> None:
-    """Draws from rows begin .. end-1, each with a tree of its own."""
-    most = 0
-    for i in range(begin, end):
-        most = max(most, rowptr[i + 1] - rowptr[i])
-    tree = np.empty(most + 1, np.int64)
-    for i in range(begin, end):
-        first, size, at = rowptr[i], rowptr[i + 1] - rowptr[i], ptr[i]
-        if ptr[i + 1] == at:
-            continue
-        if ptr[i + 1] - at == count[i] and not replace:
-            left = 0
-            for e in range(first, first + size):
-                left += value[e]
-            take_all(value, first, size, left, entry, lefts, at)
-            continue
-        left = grow(value, first, size, tree)
-        row = (tree, value, first, size, left, keys[i], replace)
-        draw_from(*row, entry, lefts, at, ptr[i + 1])
+) -> int:
+    """Rounds rows begin .. end-1; returns how many edges differ from their row's w.
 
-
-@jit
-def draw_shared(
-    tree: Array,
-    value: Array,
-    count: int,
-    total: int,
-    keys: Array,
-    ptr: Array,
-    replace: bool,
-    entry: Array,
-    lefts: Array,
-) -> None:
-    """Draws from one row for many keys; the tree is as before when it returns."""
-    size = len(value)
-    for i in range(len(keys)):
-        at, end = ptr[i], ptr[i + 1]
-        if end - at == count and not replace:
-            take_all(value, 0, size, total, entry, lefts, at)
-            continue
-        row = (tree, value, 0, size, total, keys[i], replace)
-        draw_from(*row, entry, lefts, at, end)
-        for k in range(at, end if not replace else at):
-            change(tree, size, entry[k], value[entry[k]])
-
-
-@jit
-def draw_by_clocks(
-    rowptr: Array,
-    value: Array,
-    keys: Array,
-    ptr: Array,
-    entry: Array,
-    lefts: Array,
-    begin: int,
-    end: int,
-) -> None:
-    """Takes the entries of rows begin .. end-1 whose clocks ring first."""
-    for i in range(begin, end):
-        first, size = rowptr[i], rowptr[i + 1] - rowptr[i]
-        generator, left = mix(np.uint64(keys[i]) + GOLDEN), 0
-        clock = np.full(size, np.inf)
-        for e in range(size):
-            if value[first + e] > 0:
-                u = (np.float64(word(generator, e) >> np.uint64(11)) + 0.5) * UNIT
-                clock[e] = -math.log(u) / value[first + e]
-                left += value[first + e]
-        order = np.argsort(clock, kind="mergesort")
-        for k in range(ptr[i + 1] - ptr[i]):
-            entry[ptr[i] + k], lefts[ptr[i] + k] = first + order[k], left
-            left -= value[first + order[k]]
-
-
-@jit
-def normalize_rows(
-    rowptr: Array, value: Array, out: Array, begin: int, end: int
-) -> None:
-    for i in range(begin, end):
-        total = 0.0
-        for e in range(rowptr[i], rowptr[i + 1]):
-            total += value[e]
-        for e in range(rowptr[i], rowptr[i + 1]):
-            out[e] = value[e] / total if total != 0 else value[e]
+    `value` may have length zero: then they are only counted.
+    """
+    most, other = 0, 0
+    for j in range(begin, end):
+        most = max(most, rowptr[j + 1] - rowptr[j] + 1)
+    bits = bits_for(most)
+    table, sums = np.full(2 << bits, -1, np.int64), np.empty(1 << bits)
+    slots = np.empty(most, np.int64)
+    for j in range(begin, end):
+        low, high = rowptr[j], rowptr[j + 1]
+        row = sum_entries(a_col, stride, weight, low, high, table, bits, sums, slots)
+        mine = -1
+        if len(own):
+            row += 1.0
+            mine = slot_of(table, bits, own[j])
+            x = 1.0 if table[2 * mine] < 0 else sums[mine] + 1.0
+            loop[j] = rounded(x, row, power, scale)
+        total[j], even[j] = row, rounded(1.0, row, power, scale)
+        other += len(own) > 0 and loop[j] != even[j]
+        for e in range(low, high):
+            slot, w = slots[e - low], 0
+            if table[2 * slot] >= 0 and slot != mine:
+                w = rounded(sums[slot], row, power, scale)
+            table[2 * slot] = -1  # of equal columns, the first edge has the weight
+            other += w != even[j]
+            if len(value):
+                value[e] = w
+    return other
