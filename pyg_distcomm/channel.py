@@ -55,13 +55,16 @@ class Channel:
                 dist.destroy_process_group(group)
 
 
-def open_channel(mesh: Mesh, replication: int | None = None) -> Channel:
+def open_channel(
+    mesh: Mesh, replication: int | None = None, purpose: str = ""
+) -> Channel:
     """Opens a channel; collective over all ranks of the mesh.
 
     Args:
         mesh: the ranks.
         replication: c, which has to divide P. The default is that of the mesh if its
             grid is (P/c, c, 1), and 1 otherwise.
+        purpose: stands before the names of the axes in the ledger.
 
     Raises:
         ValueError: if c does not divide P; it lists what does.
@@ -72,7 +75,8 @@ def open_channel(mesh: Mesh, replication: int | None = None) -> Channel:
 
     def axis(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
         place = ranks.index(rank)
-        return Axis(name, place, len(ranks), group, ledger, watch)
+        named = f"{purpose}:{name}" if purpose else name
+        return Axis(named, place, len(ranks), group, ledger, watch)
 
     everyone = range(size)
     group = _group(mesh, everyone)

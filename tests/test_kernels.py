@@ -585,3 +585,15 @@ def test_cuda_follows_the_definition():
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
     bits = kernels.keyed_bits(KEY, torch.arange(100).cuda(), 7)
     assert torch.equal(bits.cpu(), kernels.keyed_bits(KEY, torch.arange(100), 7))
+
+
+@pytest.mark.parametrize("total", [1, 63, 64, 65, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.7, 1.0])
+def test_places_of_ids(total, share):
+    g = torch.Generator().manual_seed(total)
+    gid = (torch.rand(total, generator=g) < share).nonzero().view(-1)
+    ids = torch.randint(total, (40_000,), generator=g)
+    found = kernels.place_index(gid, total)(ids)
+    assert torch.equal(found, reference.places(gid, ids))
+    assert torch.equal(kernels.place_index(gid, total)(gid), torch.arange(len(gid)))
+    assert kernels.place_index(gid, total)(ids[:0]).shape == (0,)

@@ -34,6 +34,7 @@ __all__ = [
     "layer_weights",
     "neighbor_sampler",
     "normalize_rows",
+    "place_index",
     "place_pairs",
     "scatter_add_rows",
     "sddmm",
@@ -143,6 +144,16 @@ def place_pairs(
     """Fills the (source, edge id) pairs of a CSC matrix; see `reference.place_pairs`."""
     op = _pick(reference.place_pairs, (), (target, source, pair))
     return op(target, source, order, colptr, pair)
+
+
+def place_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
+    """Returns what looks up ids among ascending `gid`; see `reference.places`.
+
+    For ids in [0, total), on the CPU; it holds 12 bytes for each 64 of them.
+    """
+    module = importlib.import_module(".place", __name__)
+    index: Callable[[Tensor], Tensor] = module.PlaceIndex(gid, total)
+    return index
 
 
 def neighbor_sampler(graph: SampleGraph) -> Callable[[Request], Minibatch]:

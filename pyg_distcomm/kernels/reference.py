@@ -223,3 +223,11 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def _signed(constant: int) -> int:
     return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+def places(gid: Tensor, ids: Tensor) -> Tensor:
+    """Returns where ids [k] stand in ascending, distinct gid [m]; -1 if they do not."""
+    if not len(gid):
+        return torch.full_like(ids, -1)
+    place = torch.searchsorted(gid, ids).clamp_(max=len(gid) - 1)
+    return torch.where(gid[place] == ids, place, -1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from pyg_distcomm.loader.assembly import Assembly
 from pyg_distcomm.loader.buffers import Buffers
 from pyg_distcomm.loader.bulk import Bulks
 from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
+from pyg_distcomm.loader.epoch import Feed, Positions, Progress, Tracked
 from pyg_distcomm.loader.options import Extras, digest
+from pyg_distcomm.loader.phases import Phases
 from pyg_distcomm.loader.producer import Producer
 from pyg_distcomm.loader.spread import Spread
 from pyg_distcomm.loader.world import Notes, World, launched, place
@@ -42,70 +43,6 @@ def keyed_sampler(
     )
 
 
-@dataclass
-class _Progress:
-    """How far the epoch under way has come."""
-
-    epoch: int
-    start: int
-    rounds: int = 0
-    finished: bool = False
-
-
-class _Positions(Sequence[int]):
-    """The positions of a list, handed to a worker with what travels beside them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        return range(self._size)[index]
-
-    def __getitems__(self, index: Any) -> Any:
-        return index
-
-
-class _Feed:
-    """The batches of the epoch that begins next, as torch's DataLoader asks for them."""
-
-    def __init__(self, loader: BulkLoading) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Numbered]:
-        return self._loader._plan()
-
-    def __len__(self) -> int:
-        deal = self._loader._deal()
-        if deal.batches:
-            return deal.rounds(0)
-        return len(self._loader._epochs.given)  # raises what the script's own raise
-
-
-class _Tracked:
-    """An iterator over one epoch that tells its loader how far it has come."""
-
-    def __init__(self, inner: Iterator[Any], progress: _Progress, length: int) -> None:
-        self._inner, self._progress, self._length = inner, progress, length
-
-    def __iter__(self) -> _Tracked:
-        return self
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            self._progress.finished = True
-            raise
-        self._progress.rounds += 1
-        return batch
-
-
 _PyGLoader: Any = object  # for the type checker: PyG's loader, which stands behind
 
 
@@ -124,7 +61,7 @@ class BulkLoading(_PyGLoader):
         self._extras, self._buffers = extras, Buffers()
         self._last: tuple[Any, list[Any]] | None = None  # the epoch before, if spread
         self.seed, self._epoch, self._resume = extras.seed, 0, 0
-        self._progress: _Progress | None = None
+        self._progress: Progress | None = None
         own = dataloader.get("batch_sampler") is not None
         own = own or dataloader.get("sampler") is not None
         count = len(self.dataset)
@@ -136,7 +73,7 @@ class BulkLoading(_PyGLoader):
             self.batch_sampler if own else None,
         )
         # torch's DataLoader forbids to set it, and would hand out single positions
-        self.__dict__["dataset"] = _Positions(count)
+        self.__dict__["dataset"] = Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
         self._place = "" if extras.split is False else place()
@@ -145,6 +82,8 @@ class BulkLoading(_PyGLoader):
         self._join()
 
     spread: Spread | None = None  # for a graph that is spread over the ranks
+    #: where the time of the epoch under way, or the last one, has gone; see `Phases`
+    phases: Phases = Phases()
 
     @property
     def neighbor_sampler_in_use(self) -> Any:
@@ -156,24 +95,26 @@ class BulkLoading(_PyGLoader):
 
     @property
     def _index_sampler(self) -> Any:
-        return _Feed(self) if "_epochs" in self.__dict__ else super()._index_sampler
+        return Feed(self) if "_epochs" in self.__dict__ else super()._index_sampler
 
     def __iter__(self) -> Iterator[Any]:
         """Begins the next epoch, or goes on with the one that was loaded."""
         deal = self._deal()
-        self._progress = progress = _Progress(self._epoch, self._resume)
+        self._progress = progress = Progress(self._epoch, self._resume)
         length = deal.rounds(self._resume) if deal.batches else 0
         if self._notes is not None and deal.size > 1:
             self._notes.begin(self._epoch)
+        ledger = None if self.spread is None else self.spread.mesh.ledger
+        self.phases = Phases(ledger)
         inner = super().__iter__()
         self._epoch, self._resume = self._epoch + 1, 0
-        return _Tracked(inner, progress, length)
+        return Tracked(inner, progress, length, self.phases)
 
     def _get_iterator(self) -> Any:
         if self.num_workers:
             return super()._get_iterator()
         self._end_epoch()
-        bulk = Producer(self)
+        bulk = Producer(self, self.phases)
         bulks = Bulks(
             self._plan(),
             bulk.stages,
@@ -204,7 +145,7 @@ class BulkLoading(_PyGLoader):
         return not (same and own.collate_fn is BulkLoading.collate_fn)
 
     def _plan(self) -> Iterator[Numbered]:
-        progress = self._progress or _Progress(self._epoch, self._resume)
+        progress = self._progress or Progress(self._epoch, self._resume)
         seed = self._agreed_seed()
         return self._epochs.batches(seed, progress.epoch, self._deal(), progress.start)
 
@@ -260,7 +201,13 @@ class BulkLoading(_PyGLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
-        return {**self.__dict__, "_notes": None, "_buffers": None, "_last": None}
+        return {
+            **self.__dict__,
+            "_notes": None,
+            "_buffers": None,
+            "_last": None,
+            "phases": None,
+        }
 
     # Epochs and ranks ----------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.assembly import Assembly
 from pyg_distcomm.loader.bulk import Stage
 from pyg_distcomm.loader.deal import Numbered
+from pyg_distcomm.loader.phases import ASSEMBLE, FETCH, SAMPLE, Phases
 
 BUDGET = 1 << 29  # bytes of minibatches in flight, if memory allows that much
 MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
@@ -32,7 +33,8 @@ class Producer:
     fetched and assembled, in two stages.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, phases: Phases) -> None:
+        self._phases = phases
         self._loader, self._assembly = loader, Assembly(loader, loader._buffers)
         self._spread = loader.spread
         own, ours = loader._customised, self._assembly.threads
@@ -100,7 +102,8 @@ class Producer:
                 if whole:
                     outs[k] = self._joined(outs[k], None)
 
-        self._spread_out(sample, len(plan))
+        with self._phases.timed(SAMPLE):  # and assembly, if in one go
+            self._spread_out(sample, len(plan))
         if stopped():
             return []
         if whole:
@@ -110,6 +113,10 @@ class Producer:
         return self._assembled(outs, stopped)
 
     def _sampled(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+        with self._phases.timed(SAMPLE, SAMPLE):
+            return self._drawn(plan)
+
+    def _drawn(self, plan: list[Numbered]) -> list[Any]:
         if self._together:
             with threads.limited(self._width):
                 return list(self._loader._sampled_bulk(plan))
@@ -128,7 +135,7 @@ class Producer:
 
     def _assembled(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
         """Fetches the rows of a bulk, and assembles its minibatches over threads."""
-        with threads.limited(self._width):
+        with self._phases.timed(FETCH, FETCH), threads.limited(self._width):
             pools = self._assembly.fetch(outs)
         found: list[Any] = [None] * len(outs)
 
@@ -138,7 +145,8 @@ class Producer:
 
         if stopped():
             return []
-        self._spread_out(assemble, len(outs))
+        with self._phases.timed(ASSEMBLE):
+            self._spread_out(assemble, len(outs))
         self._weigh(found)
         return found
 

@@ -6,7 +6,9 @@ import math
 import os
 import uuid
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,10 @@ class Index:
         """Returns the index of no ids."""
         return Index(self.gid[:0], self.total)
 
+    @cached_property
+    def _find(self) -> Callable[[Tensor], Tensor]:
+        return kernels.place_index(self.gid, self.total)
+
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns where ids stand, `[k]`, and whether they do; elsewhere the place is 0."""
         if not len(self.gid):
@@ -50,8 +56,8 @@ class Index:
             place = ids - first
             here = (place >= 0) & (place < len(self.gid))
         else:
-            place = torch.searchsorted(self.gid, ids).clamp_(max=len(self.gid) - 1)
-            here = self.gid[place] == ids
+            place = self._find(ids)
+            here = place >= 0
         return place.masked_fill_(~here, 0), here
 
 

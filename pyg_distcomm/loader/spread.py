@@ -16,6 +16,7 @@ from pyg_distcomm.channel import Channel, check_replication, open_channel
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.assembly import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.phases import FETCH, SAMPLE
 from pyg_distcomm.loader.shelf import EDGES
 from pyg_distcomm.sampling.blocks import mesh_of
 from pyg_distcomm.tensor import DistTensor
@@ -56,8 +57,8 @@ class Spread:
             problem = str(error)
         wire.agree(problem, self.mesh.world)
         _agree_on(arguments, self.mesh.world)
-        self.sampling: Channel = open_channel(self.mesh, c)
-        self.fetching: Channel = open_channel(self.mesh, c)
+        self.sampling: Channel = open_channel(self.mesh, c, SAMPLE)
+        self.fetching: Channel = open_channel(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
         self.store = self._store_of(features)
         self.hollow, self.attributes = _hollow(data, self.store)

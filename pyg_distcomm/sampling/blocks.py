@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +49,13 @@ class Block:
 
     def place_of(self, kind: int, gid: Tensor) -> Tensor:
         """Returns the rows of nodes that are in this block."""
-        return torch.searchsorted(self.node_gid[kind], gid)
+        return self._index[kind](gid)
+
+    @cached_property
+    def _index(self) -> list[Callable[[Tensor], Tensor]]:
+        sizes = self.topology.graph.sizes
+        pairs = zip(self.node_gid, sizes, strict=True)
+        return [kernels.place_index(gid, size) for gid, size in pairs]
 
 
 def is_share(data: Any) -> bool:

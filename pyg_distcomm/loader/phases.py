@@ -1,0 +1,130 @@
+"""Where the time of an epoch goes: sampling, fetching, assembling, training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyg_distcomm.ledger import Ledger, format_table
+
+SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
+
+
+@dataclass
+class Phase:
+    """One phase of an epoch, on this rank.
+
+    Args:
+        seconds: spent in it.
+        waiting: of them, for other ranks and the network.
+        bytes: received in it.
+    """
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes: int = 0
+
+    @property
+    def computing(self) -> float:
+        """Seconds that were not spent waiting for other ranks."""
+        return max(self.seconds - self.waiting, 0.0)
+
+
+@dataclass(eq=False)
+class Phases:
+    """The phases of one epoch of a loader, as far as it has come.
+
+    "sample", "fetch" and "assemble" run in threads beside training, so that they add up
+    to more than the epoch; "wait" is what the loop waited for the next minibatch, and
+    "train" all that it did between two of them. `print(phases)` shows a table.
+    """
+
+    ledger: Ledger | None = None
+    by_name: dict[str, Phase] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _left: float | None = None
+
+    @contextmanager
+    def timed(self, name: str, purpose: str = "") -> Iterator[None]:
+        """Adds what a block takes, and what travels for a purpose meanwhile."""
+        begin, before = time.perf_counter(), self._travelled(purpose)
+        try:
+            yield
+        finally:
+            after = self._travelled(purpose)
+            with self._lock:
+                phase = self.by_name.setdefault(name, Phase())
+                phase.seconds += time.perf_counter() - begin
+                phase.waiting += after[0] - before[0]
+                phase.bytes += after[1] - before[1]
+
+    def asked(self) -> None:
+        """Notes that the loop asks for a minibatch: it has trained until now."""
+        if self._left is not None:
+            self._add(TRAIN, time.perf_counter() - self._left)
+
+    def given(self, waited: float) -> None:
+        """Notes that it has got one."""
+        self._add(WAIT, waited)
+        self._left = time.perf_counter()
+
+    def _add(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self.by_name.setdefault(name, Phase()).seconds += seconds
+
+    def _travelled(self, purpose: str) -> tuple[float, int]:
+        """Returns seconds waited and bytes received on the channel of a purpose."""
+        if self.ledger is None or not purpose:
+            return 0.0, 0
+        mine = [
+            entry
+            for (_, axis), entry in list(self.ledger.entries.items())
+            if axis.startswith(f"{purpose}:")
+        ]
+        return sum(e.seconds for e in mine), sum(e.bytes for e in mine)
+
+    def __getitem__(self, name: str) -> Phase:
+        return self.by_name.get(name, Phase())
+
+    def __str__(self) -> str:
+        head = ("phase", "seconds", "computing", "waiting for ranks", "bytes received")
+        order = [n for n in (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN) if n in self.by_name]
+        rows = [
+            (name, p.seconds, p.computing, p.waiting, p.bytes)
+            for name, p in ((n, self.by_name[n]) for n in order)
+        ]
+        return format_table(head, rows)
+
+
+def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
+    """Draws a bar for each run, its phases one on the other, waiting hatched.
+
+    As the figure of [Tripathy24] Sec. 7.1; phases overlap in time, so a bar is work and
+    not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    ax = plt.subplots()[1] if ax is None else ax
+    names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
+    colours = dict(
+        zip(names, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True)
+    )
+    for place, phases in enumerate(runs.values()):
+        top = 0.0
+        for name in names:
+            phase = phases[name]
+            for seconds, hatch in ((phase.computing, ""), (phase.waiting, "//")):
+                if seconds:
+                    ax.bar(place, seconds, bottom=top, color=colours[name], hatch=hatch)
+                    top += seconds
+    ax.set_xticks(range(len(runs)), list(runs))
+    ax.set_ylabel("seconds in an epoch, summed over threads")
+    marks = [Patch(color=colours[name], label=name) for name in names]
+    marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
+    ax.legend(handles=marks)
+    return ax
