@@ -38,12 +38,30 @@ def sums_price(
         received = asked_by_others + batches + (1 + 8 / word) columns
 
     Args:
-        asked_by_others: nodes that other ranks ask this one for.
-        batches: minibatches of this rank, times the other ranks that it asks.
+        asked_by_others: rows that other ranks ask this one for.
+        batches: minibatches of this rank, for each other rank of the axis.
         columns: entries of the partial rows that come from others.
         word: bytes of a word.
     """
     return Price(words=asked_by_others + batches + (1 + 8 // word) * columns)
+
+
+def edges_price(
+    cols_of_others: int, asked: int, edges: int, weighted: bool = False, word: int = 4
+) -> Price:
+    """Prices what the edges of one layer bring this rank, after its sums.
+
+        received = cols_of_others + asked + 2 edges + (8 / word) (edges, or asked)
+
+    Args:
+        cols_of_others: columns that other ranks send, of minibatches with rows here.
+        asked: rows of this rank's minibatches that others multiply.
+        edges: edges into these rows.
+        weighted: whether each edge has a weight; otherwise each row has.
+        word: bytes of a word.
+    """
+    weights = edges if weighted else asked
+    return Price(words=cols_of_others + asked + 2 * edges + 8 // word * weights)
 
 
 @dataclass(eq=False)
@@ -72,8 +90,9 @@ class PartitionedLayerGraph:
         sample_at: "owner" or "requester"; see [Note: a distributed P = Q A].
         most_rows: how many rows a minibatch may have in a layer.
 
-    Price: of the sums, see `sums_price`; edges come as their columns and ids, and a weight
-    each, or one for a row where edges have no weights.
+    Price of a layer: see `sums_price` and `edges_price`; rules that share a row need the
+    edges alone. At the requester, rows of A travel besides, each distinct one once
+    (`errand_price`), and the rest stays in the process row.
     """
 
     def __init__(
