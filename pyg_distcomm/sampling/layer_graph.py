@@ -80,6 +80,10 @@ class LayerEdges:
 class LayerGraph(Protocol):
     """What `KeyedLayerSampler` asks of a graph, always for a whole bulk at a time.
 
+    For each layer it calls `sums` and then `extract`, with the same rows; for a rule that
+    shares its row `column_sums` once, before the first layer, instead of `sums`. So that a
+    graph over ranks may communicate in each, as long as ranks sample as many bulks.
+
     Attributes:
         num_nodes: n, of the whole graph.
         rule: what the weights of the graph were made for.
@@ -93,7 +97,10 @@ class LayerGraph(Protocol):
     most_rows: int
 
     def sums(self, rows: BulkNodes) -> BulkMatrix:
-        """Returns `P = Q W` [k, n], int64: the weights of the rows of each minibatch."""
+        """Returns `P = Q W` [k, n], int64: the weights of the rows of each minibatch.
+
+        A row that a minibatch has twice counts twice. Columns ascend.
+        """
         ...
 
     def column_sums(self) -> Tensor:
@@ -123,8 +130,8 @@ class LocalLayerGraph:
         peak: the largest row sum of the whole graph, needed by rules that add up weights
             as they are; by default that of these rows (see `peak`).
 
-    Memory: 16 m bytes (32 m with loops), and 8 E where edges have weights, or some are
-    parallel or loops of their own. The edges themselves are those given.
+    Memory: 16 m bytes (32 m with loops), and 8 E where some edges are parallel or loops of
+    their own, or 16 E where they have weights. The edges themselves are those given.
 
     Raises:
         ValueError: if the weights of a row add up to infinity.
