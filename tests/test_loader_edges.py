@@ -313,3 +313,17 @@ def test_memory_is_used_again_only_when_nobody_holds_it():
     assert (second == 2).all()
     bigger = buffers.empty(like, 30)
     assert bigger.shape == (30, 1 << 18)
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(
+        ValueError, match=r"mask of shape \[7\], but there are 60 nodes"
+    ):
+        loader(graph(), input_nodes=torch.ones(7, dtype=torch.bool))
+    data = HeteroData()
+    data["paper"].x = torch.zeros(9, 2)
+    data["paper", "cites", "paper"].edge_index = torch.zeros(2, 3).long()
+    with pytest.raises(
+        ValueError, match=r"mask of shape \[60\], but there are 9 nodes"
+    ):
+        loader(data, input_nodes=("paper", torch.ones(60, dtype=torch.bool)))

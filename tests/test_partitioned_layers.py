@@ -33,7 +33,9 @@ def sample(size, c, sample_at, make, rule, weight_attr, options):
     mesh = worlds.mesh()
     data = make()
     bulk = inputs(data.num_nodes, mesh.rank)
-    whole = KeyedLayerSampler(data, [6, 9, -1], rule, weight_attr=weight_attr, **options)
+    whole = KeyedLayerSampler(
+        data, [6, 9, -1], rule, weight_attr=weight_attr, **options
+    )
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
     block = read_block(share, channel(mesh, c), weight_attr=weight_attr)
     graph = PartitionedLayerGraph(block, channel(mesh, c), rule, sample_at=sample_at)

@@ -11,7 +11,7 @@ import numpy as np
 from .lanes import prefetch
 from .loops import Array, jit, mix
 
-SOON = 32  # nodes asked for before they are needed
+SOON = 32  # nodes or entries asked for before they are needed
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LABEL = np.int64(
     0xFFFFFFFF

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .label_loops import SOON
 from .lanes import prefetch
 from .loops import Array, jit
 
-SOON = 32  # ids whose words are asked for before they are needed
 ONE = np.uint64(1)
 SIX = np.uint64(6)
 LOW = np.uint64(63)

@@ -17,16 +17,12 @@ import math
 
 import numpy as np
 
+from .label_loops import GOLDEN, SOON
 from .lanes import prefetch
 from .loops import Array, jit, mix
 
-SOON = 32  # entries asked for before they are needed
 FEW = 48  # draws of a row up to which a scan for repeats beats a table
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 UNIT = 2.0**-53
-LABEL = np.int64(
-    0xFFFFFFFF
-)  # the low half of a slot: a local id; the high half is a stamp
 
 
 @jit

@@ -10,7 +10,7 @@ from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import Extras, unused_arguments
+from pyg_distcomm.loader.options import Extras, check_mask, unused_arguments
 from pyg_distcomm.loader.spread import Spread
 from pyg_distcomm.loader.spread_options import SpreadOptions
 
@@ -29,7 +29,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
 
     With `num_workers=0` minibatches are sampled and their features gathered in a
     background thread, `bulk_size` at a time on as many threads as torch uses; transforms
-    run in the thread that asks. With workers, they sample as in PyG.
+    run in the thread that asks. Features that are mapped from disk (np.memmap) are read
+    once for each distinct node of a bulk. With workers, they sample as in PyG.
 
     Price: no communication but one note of each rank, when first used. Memory: the
     topology once, 8 bytes an edge and 8 a node, 8 bytes a node and thread, and the bulks
@@ -45,13 +46,14 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         data, num_neighbors, input_nodes, input_time, replace, subgraph_type, disjoint,
         temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
         is_sorted, filter_per_worker, neighbor_sampler, directed: as in PyG.
-        bulk_size: minibatches sampled at a time; "auto" takes what fits in 512 MiB, or
-            an eighth of the free memory if that is less.
+        bulk_size: minibatches sampled at a time; "auto" takes 4 for each thread (of a
+            share 16), or as many as fit in 512 MiB, or in an eighth of the free memory.
         seed: of all draws and of the order of an epoch (default: from torch's generator,
             rank 0's).
         even_batches: what to do if batches do not come out even: "pad" repeats batches,
             marked by `batch.padding` (set on every batch of several ranks, so that a
-            loss can be multiplied by 0), "drop" leaves out at most P - 1.
+            loss can be multiplied by 0), "drop" leaves out at most P - 1 (more, if the
+            script has split the lists itself).
         prefetch: bulks made ahead of the one in use; 0 samples when asked.
         split: whether to share batches out over the ranks. "auto" does, unless the lists
             differ by rank; False is for a loader of one rank's own.
@@ -125,6 +127,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
             whole = self.spread.hollow
         else:
+            check_mask(data, input_nodes)
             neighbor_sampler = keyed_sampler(
                 neighbor_sampler, data, num_neighbors, seed, kwargs, **options
             )

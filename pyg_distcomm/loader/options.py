@@ -82,3 +82,21 @@ def digest(inputs: list[Any]) -> str:
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()
+
+
+def check_mask(data: Any, nodes: Any) -> None:
+    """Refuses a mask of seeds that is not as long as there are nodes."""
+    name, mask = (
+        nodes if isinstance(nodes, tuple) and len(nodes) == 2 else (None, nodes)
+    )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return
+    if isinstance(data, tuple):  # stores: PyG asks them for sizes where it needs them
+        return
+    store = data if name is None else data[name]
+    count = store.num_nodes
+    if count is not None and mask.shape != (count,):
+        raise ValueError(
+            f"input_nodes is a mask of shape {list(mask.shape)}, but there are {count} "
+            "nodes; give one entry for each, or ids"
+        )

@@ -98,15 +98,13 @@ class Spread:
         if ids is None:
             return None
         ids = torch.as_tensor(ids).cpu()
-        if ids.dtype != torch.bool:
-            return ids
         count = _store(self.data, name).num_nodes_global
-        if ids.dim() != 1 or len(ids) != count:
+        if ids.dtype == torch.bool and ids.shape != (count,):
             raise ValueError(
                 f"input_nodes is a mask of shape {list(ids.shape)}, but the graph has "
                 f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
             )
-        return ids  # PyG turns it into ids, its own way
+        return ids  # PyG turns a mask into ids, its own way
 
     def learn_edge_owners(self) -> None:
         """Finds who has which edge; needed where an edge's target is not known."""
