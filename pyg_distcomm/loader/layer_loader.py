@@ -58,7 +58,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     Raises:
         ValueError, TypeError: on all ranks, for what cannot be.
 
-    [Tripathy24] Sec. 4.2 (LADIES as algebra).
+    [Tripathy24] (LADIES as algebra), [Zou19] Alg. 1.
     """
 
     def __init__(

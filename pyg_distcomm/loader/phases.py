@@ -103,7 +103,7 @@ class Phases:
 def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
     """Draws a bar for each run, its phases one on the other, waiting hatched.
 
-    As the figure of [Tripathy24] Sec. 7.1; phases overlap in time, so a bar is work and
+    As the breakdown of epochs in [Tripathy24]; phases overlap in time, so a bar is work and
     not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".
     """
     import matplotlib.pyplot as plt

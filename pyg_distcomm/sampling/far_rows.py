@@ -63,7 +63,7 @@ class FarRows:
         """Fetches whole rows of a relation, each distinct one once; collective.
 
         With c copies of a block, the ranks of a process row pool what they want, and each
-        asks the owners of one c-th of the blocks: the stages of [Tripathy24] Sec. 5.2.1.
+        asks the owners of one c-th of the blocks: the stages of 1.5D in [Tripathy24].
 
         Returns:
             the rows as a relation, and for each list of nodes, their places in it.

@@ -3,8 +3,8 @@
 [Note: owner and requester] A hop of a bulk is one all_to_allv of the ids of its frontier
 and one of the answers, inside the process column, whose ranks hold all blocks between
 them. At the owner, in-edges are drawn where they lie, and the draws travel. At the
-requester, as in [Tripathy24] Sec. 5.2, rows travel, each distinct one once, and the draws
-are made from them. A draw is a function of (key, relation, node, the row), so both, and a
+requester, as in the Graph Partitioned algorithm of [Tripathy24], rows travel, each distinct
+one once, and the draws are made from them. A draw is a function of (key, relation, node, the row), so both, and a
 graph that every rank holds, give the same minibatch bit for bit.
 """
 

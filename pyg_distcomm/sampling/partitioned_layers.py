@@ -3,7 +3,8 @@
 [Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
 whoever multiplies them; sums of weights come back, one partial row for each minibatch, and
 are added up. At the owner, every block multiplies what it holds. At the requester, as in
-[Tripathy24] Sec. 5.2, the c ranks of a process row share out the blocks: each brings the
+the Graph Partitioned algorithm of [Tripathy24], the c ranks of a process row share out the
+blocks: each brings the
 rows of A of its blocks for all of them, once each, multiplies, and the partial rows are
 added up over the process row. Weights are integers, so that all orders of adding give the
 same bits, and draws are made from equal rows by equal keys.
