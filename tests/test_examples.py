@@ -117,3 +117,44 @@ def test_neighbor_loader_shares_its_batches_out(tmp_path, ranks):
     assert float(rows[-1][0]) < float(rows[0][0])  # the loss falls
     assert float(rows[-1][2]) > 0.5  # ten classes
     assert {int(row[3]) for row in rows} <= ({200} if ranks == 1 else {72, 128})
+
+
+def figures(shown, pattern):
+    return re.findall(pattern, shown, re.M)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
+    flags = ["--epochs", "3", "--plot", "phases.png"]
+    if ranks == 2:
+        flags += ["--sample-at", "requester", "--cache", "0.2", "--wire", "fp16"]
+    shown = run(example("partitioned_sampling"), tmp_path, *flags, ranks=ranks)
+    epoch = r"^ +\d+ +(0\.\d+|1\.\d+) +\S+ +(0\.\d+) +\S+$"
+    losses, accuracies = zip(*figures(shown, epoch), strict=True)
+    assert len(losses) == 3
+    assert float(losses[-1]) < float(losses[0])
+    assert float(accuracies[-1]) > 0.5  # ten classes
+    held = int(figures(shown, r"rank 0 holds ([\d,]+) of")[0].replace(",", ""))
+    assert (held == 1797) == (ranks == 1)
+    received = dict(figures(shown, r"^(sample|fetch|train) .* (\S+)$"))
+    assert received["train"] == "0"
+    assert all((received[k] == "0") == (ranks == 1) for k in ("sample", "fetch"))
+    assert bool(figures(shown, "^fetch_rows +fetch:row")) == (ranks == 2)
+    assert (tmp_path / "phases.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("ranks", "rule"), [(1, "fastgcn"), (2, "ladies")])
+def test_ladies_beside_neighbour_sampling(tmp_path, ranks, rule):
+    flags = ("--epochs", "6", "--rule", rule)
+    shown = run(example("ladies"), tmp_path, *flags, ranks=ranks)
+    row = r"^(\S+) \[\S+ \S+\] +(\S+) +(0\.\d+) +\S+ +(\S+) +\S+$"
+    rows = figures(shown, row)
+    assert [r[:2] for r in rows] == [
+        (rule, "GCN"),
+        ("neighbours", "GCN"),
+        ("neighbours", "GraphSAGE"),
+    ]
+    assert all(float(r[2]) > 0.5 for r in rows)
+    nodes = [int(r[3].replace(",", "")) for r in rows]
+    assert nodes[0] <= 2 * 256 + 2 * 64  # drawn for each layer, and the seeds
+    assert nodes[0] < nodes[1]

@@ -1,0 +1,115 @@
+# torchrun --nproc-per-node 2 examples/partitioned_sampling.py
+"""GraphSAGE by minibatches on a graph that no rank holds whole, evaluated exactly.
+
+Each rank keeps its share of the edges and of the features. Neighbours are sampled where the
+edges lie, rows are fetched from where they lie, and hot rows are kept on every rank.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch_geometric.nn import GraphSAGE
+
+import pyg_distcomm as pdc
+from pyg_distcomm.channel import open_channel
+from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.ledger import format_table
+from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
+from pyg_distcomm.loader.phases import plot_phases
+
+
+def train(model, loader, optimizer):
+    """Trains one epoch: PyG's loop, but for the minibatches that are repeats."""
+    model.train()
+    for batch in loader:
+        optimizer.zero_grad()
+        out = model(batch.x, batch.edge_index)[: batch.batch_size]
+        loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+        if getattr(batch, "padding", False):
+            loss = 0 * loss  # a repeat, so that all ranks take equally many steps
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def test(model, share):
+    """Evaluates on the whole graph, all neighbours of all nodes; all ranks together."""
+    model.eval()
+    out = model(share.x, share.edge_index)
+    loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
+    hit = out.argmax(-1) == share.y
+    masks = share.train_mask, share.test_mask
+    return [float(loss), *(float(hit[mask].float().mean()) for mask in masks)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--nodes", type=int, help="a generated graph of this size")
+    parser.add_argument("--replication", type=int, default=1, help="copies of a block")
+    parser.add_argument("--sample-at", default="owner", help="owner requester")
+    parser.add_argument("--cache", type=float, default=0.1, help="share of hot nodes")
+    parser.add_argument("--wire", help="how rows travel: fp16 bf16 int8")
+    parser.add_argument("--plot", help="a file for a plot of the phases")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
+    mesh = pdc.init()
+    torch.manual_seed(0)
+    name = f"generated-{args.nodes}" if args.nodes else args.dataset
+    share = pdc.partition(load_dataset(name), mesh)  # the whole graph is let go
+    sampling = {"num_neighbors": [10, 5], "batch_size": args.batch_size}
+    features = DistFeatureStore.from_data(
+        share,
+        open_channel(mesh, args.replication),
+        cache=args.cache,
+        ranking="vip",  # hot are the nodes that these minibatches hold most often
+        seeds=share.train_mask,
+        wire=args.wire,
+        **sampling,
+    )
+    loader = DistNeighborLoader(
+        share,
+        input_nodes=share.train_mask,
+        shuffle=True,
+        seed=0,
+        sample_at=args.sample_at,
+        features=features,
+        **sampling,
+    )
+
+    classes = int(share.y.max()) + 1  # over all nodes, as every reduction of a share
+    # converted layers take minibatches as they did, and shares besides
+    model = pdc.convert(GraphSAGE(share.num_features, 64, 2, classes, dropout=0.3))
+    replica = pdc.replicate(model, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rows = []
+    for epoch in range(args.epochs):
+        mesh.ledger.reset()
+        start = time.perf_counter()
+        train(replica, loader, optimizer)
+        seconds = time.perf_counter() - start
+        sent = str(mesh.ledger)
+        rows.append(
+            (epoch, *(f"{v:.4f}" for v in test(model, share)), f"{seconds:.3f}")
+        )
+    if mesh.rank > 0:
+        return
+    here, whole = len(share.edge_index.nodes), share.num_nodes_global
+    print(f"{name}, {mesh.size} ranks; rank 0 holds {here:,} of {whole:,} nodes")
+    print(f"{len(loader)} batches a rank, loss and accuracies on the whole graph\n")
+    print(format_table(("epoch", "loss", "train", "test", "seconds"), rows))
+    print(f"\nThe last epoch, as rank 0 sees it:\n{loader.phases}\n\n{sent}")
+    if args.plot:
+        figure = plot_phases({f"{mesh.size} ranks": loader.phases}).figure
+        figure.savefig(args.plot)
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
