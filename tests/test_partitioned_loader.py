@@ -9,8 +9,16 @@ import worlds
 from test_partitioned_sampling import owners, timed
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
-from pyg_distcomm.sampling import Ladies
+from pyg_distcomm import Partition
+from pyg_distcomm.channel import open_channel
+from pyg_distcomm.loader import (
+    DistFeatureStore,
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+)
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
 
@@ -285,3 +293,79 @@ def refused(size):
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_use_is_refused_on_all_ranks(size):
     worlds.run(refused, size, size)
+
+
+def stored(size, c):
+    mesh = worlds.mesh()
+    data = masked()
+    share = pdc.partition(data, mesh, cut(data, size))
+    options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
+    plain = list(DistNeighborLoader(share, replication=c, **options))
+    store = DistFeatureStore.from_data(
+        share,
+        open_channel(mesh, c),
+        cache=0.3,
+        ranking="vip",
+        num_neighbors=[3, 2],
+        seeds=share.train_mask,
+        batch_size=6,
+    )
+    more = torch.arange(data.num_nodes * 3.0).view(-1, 3)
+    mine = share.edge_index.nodes.gid
+    store.add(None, "more", more[mine])
+    mesh.ledger.reset()
+    cached = list(DistNeighborLoader(share, features=store, **options))
+    for one, two in zip(plain, cached, strict=True):
+        batches.same(one.x, two.x)
+        batches.same(one.edge_attr, two.edge_attr)
+        batches.same(two.more, more[two.n_id])
+    lossy = DistFeatureStore.from_data(share, open_channel(mesh, c), wire="int8")
+    for one, two in zip(
+        plain, DistNeighborLoader(share, features=lossy, **options), strict=True
+    ):
+        batches.same(one.y, two.y)
+        assert (one.x - two.x).abs().max() < 0.05
+    with pytest.raises(TypeError, match="must be a DistFeatureStore"):
+        DistNeighborLoader(share, features={}, **options)
+    share.x.requires_grad_()
+    with pytest.raises(TypeError, match="requires a gradient"):
+        DistNeighborLoader(share, **options)
+
+
+@pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
+def test_rows_come_from_the_store_that_is_given(size, c):
+    worlds.run(stored, size, size, c)
+
+
+def from_folder(size, folder):
+    mesh = worlds.mesh()
+    share = pdc.load_partition(folder, mesh)
+    options = {"num_neighbors": [3, 2], "batch_size": 6, "seed": 3}
+    whole = DistNeighborLoader(masked(), **options)
+    for one, two in zip(whole, DistNeighborLoader(share, **options), strict=True):
+        batches.same(one.n_id, two.n_id)
+        batches.same(one.x, two.x)
+        batches.same(one.edge_attr, two.edge_attr)
+
+
+def test_a_folder_is_sampled_where_it_lies(tmp_path):
+    data = masked()
+    write_folder(tmp_path / "parts", data, Partition.from_owner(owners(60, 2), 2))
+    worlds.run(from_folder, 2, 2, tmp_path / "parts")
+
+
+def links(size):
+    mesh = worlds.mesh()
+    data = masked()
+    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
+    for make in (
+        lambda: DistLinkNeighborLoader(share, [2], edge_label_index=data.edge_index),
+        lambda: KeyedNeighborSampler(share, [2]),
+        lambda: KeyedLayerSampler(share, [2]),
+    ):
+        with pytest.raises(TypeError, match=r"share of pdc\.partition"):
+            make()
+
+
+def test_a_share_is_refused_where_a_whole_graph_is_needed():
+    worlds.run(links, 2, 2)

@@ -65,7 +65,8 @@ class Bulks:
             bulks, before = iter(line), line
         self._bulks = bulks
         # the threads know the lines, not this object: dropping this ends them
-        self._close = weakref.finalize(self, _stop, line, self.threads)
+        patience = 5.0 if drain else 30.0  # other ranks may not be there any more
+        self._close = weakref.finalize(self, _stop, line, self.threads, patience)
         for thread in self.threads:
             thread.start()
 
@@ -157,9 +158,9 @@ def _run(
             before.leave()
 
 
-def _stop(line: _Line, threads: list[threading.Thread]) -> None:
+def _stop(line: _Line, threads: list[threading.Thread], patience: float) -> None:
     line.leave()
     # a collector may run this in a helper that a thread itself is waiting for
     if threading.current_thread() is threading.main_thread():
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=patience)

@@ -53,7 +53,7 @@ class Spread:
             c = check_replication(self.mesh, replication)
             if features is not None:
                 c = _check_features(features, c, replication)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             problem = str(error)
         wire.agree(problem, self.mesh.world)
         _agree_on(arguments, self.mesh.world)
@@ -164,7 +164,7 @@ def _hollow(
     """Returns the whole graph's shape, without its contents, and what it leaves out."""
     hollow: Any = type(data)()
     attributes = []
-    held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
+    held = [(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()]
     for part in data.stores:
         key = getattr(part, "_key", None)
         out = hollow if key is None else hollow[key]
@@ -175,19 +175,30 @@ def _hollow(
             if isinstance(value, DistEdgeIndex):
                 none = torch.zeros(2, 1, dtype=value.dtype)
                 out[name] = none.expand(2, value.num_edges_global)
-                continue
-            if not isinstance(value, DistTensor):
+            elif not isinstance(value, DistTensor):
                 out[name] = value
-                continue
-            of_edges = isinstance(key, tuple) or value.rows.partition is None
-            attribute = Attribute(key, name, None, of_edges)
-            if (_group(attribute), name) in held:
-                attributes.append(attribute)
-                out[name] = hollow_rows(value.rows.total)
+            elif value.requires_grad:
+                raise TypeError(
+                    f"'{name}' requires a gradient, but rows that are fetched from other "
+                    "ranks carry none; detach it, or keep it as a parameter of the model"
+                )
         nodes = _num_nodes(part, edges)
+        for of_edges, count in ((False, nodes), (True, _num_edges(edges))):
+            group = _group(Attribute(key, "", None, of_edges))
+            if count is None or (
+                of_edges != isinstance(key, tuple) and key is not None
+            ):
+                continue
+            for name in (name for where, name in held if where == group):
+                attributes.append(Attribute(key, name, None, of_edges))
+                out[name] = hollow_rows(count)
         if nodes is not None and "x" not in out:
             out.num_nodes = nodes
     return hollow, attributes
+
+
+def _num_edges(edges: Any) -> int | None:
+    return edges.num_edges_global if isinstance(edges, DistEdgeIndex) else None
 
 
 def _num_nodes(part: Any, edges: Any) -> int | None:
@@ -231,11 +242,7 @@ def _close(*channels: Channel) -> None:
         channel.close()
 
 
-def _check_features(features: Any, c: int, asked: int | None) -> int:
-    if not isinstance(features, DistFeatureStore):
-        raise TypeError(
-            f"features must be a DistFeatureStore, got {type(features).__name__}"
-        )
+def _check_features(features: DistFeatureStore, c: int, asked: int | None) -> int:
     held = features.channel.replication
     if asked is not None and held != c:
         raise ValueError(

@@ -40,6 +40,12 @@ class SpreadOptions:
                 f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
             )
 
+        if not isinstance(self.features, (DistFeatureStore, type(None))):
+            raise TypeError(
+                "features must be a DistFeatureStore, got "
+                f"{type(self.features).__name__}"
+            )
+
     def told(
         self, extras: Extras, dataloader: dict[str, Any], **options: Any
     ) -> dict[str, Any]:

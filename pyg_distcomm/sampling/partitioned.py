@@ -4,8 +4,8 @@
 and one of the answers, inside the process column, whose ranks hold all blocks between
 them. At the owner, in-edges are drawn where they lie, and the draws travel. At the
 requester, as in the Graph Partitioned algorithm of [Tripathy24], rows travel, each distinct
-one once, and the draws are made from them. A draw is a function of (key, relation, node, the row), so both, and a
-graph that every rank holds, give the same minibatch bit for bit.
+one once, and the draws are made from them. A draw is a function of (key, relation, node, the
+row), so both, and a graph that every rank holds, give the same minibatch bit for bit.
 """
 
 from __future__ import annotations

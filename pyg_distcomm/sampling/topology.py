@@ -21,6 +21,7 @@ from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
 from pyg_distcomm import kernels
+from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.sampling import checks
 from pyg_distcomm.sampling.stores import read_stores
@@ -67,6 +68,8 @@ def read_topology(
         ValueError: if an attribute is missing or ambiguous, a weight is negative or not
             finite, an id is out of range, or edges are not sorted as `is_sorted` claims.
     """
+    if isinstance(data, (Data, HeteroData)):
+        _check_whole(data)
     if isinstance(data, Data):
         return _homogeneous(data, time_attr, weight_attr, is_sorted, backward)
     if isinstance(data, HeteroData):
@@ -77,6 +80,16 @@ def read_topology(
         "expected a Data, a HeteroData or a (FeatureStore, GraphStore), got "
         f"{type(data).__name__}"
     )
+
+
+def _check_whole(data: Data | HeteroData) -> None:
+    for store in data.edge_stores:
+        if isinstance(store.get("edge_index"), DistEdgeIndex):
+            raise TypeError(
+                "this graph is a share of pdc.partition, which is sampled by all ranks "
+                "together, around nodes: by DistNeighborLoader or DistLayerLoader; for "
+                "anything else, pass the whole graph"
+            )
 
 
 def remember(
