@@ -12,4 +12,6 @@ from pyg_distcomm.loader.link_neighbor_loader import (
 from pyg_distcomm.loader.neighbor_loader import (
     DistNeighborLoader as DistNeighborLoader,
 )
+from pyg_distcomm.loader.phases import Phases as Phases
+from pyg_distcomm.loader.phases import plot_phases as plot_phases
 from pyg_distcomm.loader.shared import shared as shared

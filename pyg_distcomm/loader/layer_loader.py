@@ -51,7 +51,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         replace: whether a node may be drawn again in a layer.
         keep_batch: whether seeds are columns of every layer (default: as the rule says).
         weight_attr: the name of the edges' weights in data (default: all are 1).
-        method: "its" or "exponential"; see `sampling.sample`.
+        method: "its" or "exponential"; see `sampling.algebra.sample`.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
         features, **kwargs: as in `DistNeighborLoader`.
 
