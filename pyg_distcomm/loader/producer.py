@@ -81,7 +81,9 @@ class Producer:
         if not self._bytes:
             return self._width
         room = min(BUDGET, _free_memory() // 8)
-        fits = room // (self._bytes * (self._loader._extras.prefetch + 2))
+        # beside those that wait: one in use, one in the making, and the rows for it
+        beside = 2 if self._spread is None else 3
+        fits = room // (self._bytes * (self._loader._extras.prefetch + beside))
         return max(self._width, min(most, fits))
 
     # Stages: a bulk for a bulk --------------------------------------------------------

@@ -101,9 +101,12 @@ def read_block(
         rows[source], rows[target] = store.edge_index.sources, store.edge_index.nodes
     for name in node_types:  # types without edges
         if name not in rows:
-            rows[name] = next(
-                v.rows for v in data[name].values() if isinstance(v, DistTensor)
-            )
+            held = [v.rows for v in data[name].values() if isinstance(v, DistTensor)]
+            if not held:
+                raise ValueError(
+                    f"node type {name!r} has neither edges nor attributes; leave it out"
+                )
+            rows[name] = held[0]
     partitions = tuple(rows[name].partition for name in node_types)
     node_gid = tuple(_block_nodes(p, channel) for p in partitions)
     relations = []
