@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import batches
 import pytest
 import torch
@@ -9,7 +11,7 @@ import worlds
 from test_partitioned_sampling import owners, timed
 
 import pyg_distcomm as pdc
-from pyg_distcomm import Partition
+from pyg_distcomm import Partition, wire
 from pyg_distcomm.channel import open_channel
 from pyg_distcomm.loader import (
     DistFeatureStore,
@@ -369,3 +371,42 @@ def links(size):
 
 def test_a_share_is_refused_where_a_whole_graph_is_needed():
     worlds.run(links, 2, 2)
+
+
+def overlapped(size):
+    mesh = worlds.mesh()
+    _, loader = built(size, batch_size=2, bulk_size=1, num_neighbors=[3, 2])
+    steps = iter(loader)
+    next(steps)
+    calls = {}
+
+    def travelled(op, axis):
+        entry = mesh.ledger.entries.get((op, axis))
+        calls[op] = entry.calls if entry else 0
+        return calls[op]
+
+    deadline = time.monotonic() + 20
+    # the loop has taken one batch: the second is fetched, the third is sampled
+    while time.monotonic() < deadline and (
+        travelled("fetch_rows", "fetch:row") < 2
+        or travelled("frontier", "sample:row") < 3 * 2
+    ):
+        time.sleep(0.01)
+    assert calls["fetch_rows"] >= 2
+    assert calls["frontier"] >= 3 * 2
+    time.sleep(0.5)
+    # and no more than may wait: in use, waiting, held by each stage, between them
+    assert travelled("fetch_rows", "fetch:row") <= 3
+    assert travelled("frontier", "sample:row") <= 5 * 2
+    for k, _ in enumerate(steps):  # training talks at its own pace, in its own groups
+        time.sleep(0.002 * ((k + mesh.rank) % 3))
+        total = wire.all_reduce(torch.ones(3), mesh.world)
+        assert total.tolist() == [size] * 3
+    assert {"sample", "fetch", "assemble", "wait", "train"} == set(
+        loader.phases.by_name
+    )
+    assert loader.phases["fetch"].bytes == mesh.ledger.total("bytes", axis="fetch:row")
+
+
+def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
+    worlds.run(overlapped, 2, 2)
