@@ -88,13 +88,24 @@ def same(ours, theirs):
 # ------------------------------------------------------------------ kernels
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("right", [None, LONG, REAL])
 @pytest.mark.parametrize("left", [None, LONG, REAL])
-def test_product_equals_reference(left, right, diagonal):
-    q, a = entries(7, 20, 40, left), entries(20, 30, 100, right, seed=1)
-    extra = (torch.arange(20) % 7, torch.arange(20) % 3) if diagonal else None
-    same(matrix.spgemm(q, a, extra), matrix_reference.spgemm(q, a, extra))
+def test_product_equals_reference(left, right, diagonal, dense, monkeypatch):
+    monkeypatch.setattr(matrix, "DENSE", 200 if dense else 0)
+    q, a = entries(7, 20, 90, left), entries(20, 200, 600, right, seed=1)
+    extra = (torch.arange(20) % 7 * 30, torch.arange(20) % 3) if diagonal else None
+    args = (q, a, 200, extra)
+    same(matrix.spgemm(*args), matrix_reference.spgemm(*args))
+
+
+def test_product_of_long_rows(monkeypatch):
+    # beyond the first size of a table, and what is sorted by comparing
+    q, a = entries(3, 200, 500, LONG), entries(200, 1 << 40, 9000, LONG, seed=1)
+    wanted = matrix_reference.spgemm(q, a, 1 << 40)
+    assert int(wanted[0].diff().min()) > 2048
+    same(matrix.spgemm(q, a, 1 << 40), wanted)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -160,7 +171,9 @@ def test_threads_do_not_change_a_bit():
         torch.set_num_threads(threads)
         try:
             drawn = sample(p, 4, keys(70))
-            found.append([*matrix.spgemm(q, a), drawn.drawn, drawn.left, norm(p).value])
+            found.append(
+                [*matrix.spgemm(q, a, 300), drawn.drawn, drawn.left, norm(p).value]
+            )
         finally:
             torch.set_num_threads(1)
     same(*found)

@@ -167,10 +167,10 @@ def neighbor_sampler(graph: SampleGraph) -> Callable[[Request], Minibatch]:
 
 
 def spgemm(
-    q: Csr, a: Csr, diagonal: tuple[Tensor, Tensor] | None = None
+    q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiplies sparse matrices, `C = Q (A + D)`; see `matrix_reference.spgemm`."""
-    return _matrix(matrix_reference.spgemm, a[1])(q, a, diagonal)
+    return _matrix(matrix_reference.spgemm, a[1])(q, a, num_cols, diagonal)
 
 
 def extract(

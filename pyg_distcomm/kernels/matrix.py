@@ -21,19 +21,26 @@ from .matrix_reference import Csr, value_type
 
 Array = NDArray[Any]
 NONE = np.empty(0, np.int64)
+DENSE = 1 << 23  # columns up to which a row may have a place for each
+FAIR = 256  # columns for one product, up to which that pays
 
 
 def spgemm(
-    q: Csr, a: Csr, diagonal: tuple[Tensor, Tensor] | None = None
+    q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `matrix_reference.spgemm`, rows in parallel."""
-    dtype = value_type(q[2], a[2])
+    dtype, m = value_type(q[2], a[2]), len(q[0]) - 1
     own, extra = diagonal or (torch.empty(0), torch.empty(0))
     left = (_long(q[0]), _long(q[1]), _values(q[2], dtype))
     right = (_long(a[0]), *_strided(a[1]), _values(a[2], dtype))
     args = (*left, *right, _long(own), _values(extra, dtype))
-    count, col, value = _over_rows(loops.spgemm, args, len(q[0]) - 1)
-    rowptr = torch.zeros(len(q[0]), dtype=torch.int64)
+    products = int((right[0][left[1] + 1] - right[0][left[1]]).sum()) + len(left[1])
+    if num_cols <= DENSE and FAIR * products >= m * num_cols:
+        found = _over_rows(loops.spgemm_dense, (*args, num_cols), m)
+    else:
+        found = _over_rows(loops.spgemm, args, m)
+    count, col, value = found
+    rowptr = torch.zeros(m + 1, dtype=torch.int64)
     torch.cumsum(count, 0, out=rowptr[1:])
     return rowptr, col, value
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .lanes import prefetch
 from .loops import Array, jit
+from .place_loops import ONE, ones_in
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FEW = 1 << 9  # columns that a table has room for at first
@@ -150,6 +151,57 @@ def spgemm(
             table[2 * slots[place]] = -1
             at += 1
         count[i - begin] = known
+    return count, col[:at].copy(), value[:at].copy()
+
+
+@jit
+def spgemm_dense(
+    q_rowptr: Array,
+    q_col: Array,
+    q_value: Array,
+    a_rowptr: Array,
+    a_col: Array,
+    stride: int,
+    a_value: Array,
+    own: Array,
+    diagonal: Array,
+    num_cols: int,
+    begin: int,
+    end: int,
+) -> tuple[Array, Array, Array]:
+    """Multiplies as `spgemm`, with a place for every column and a bit for those in use.
+
+    The bits, read in order, are the columns in order. For rows that fill a fair part.
+    """
+    more = 1 if len(own) else 0
+    _, room = row_bounds(q_rowptr, q_col, a_rowptr, more, begin, end)
+    sums, one = np.empty(num_cols, q_value.dtype), q_value.dtype.type(1)
+    used = np.zeros((num_cols >> 6) + 1, np.uint64)
+    count = np.empty(end - begin, np.int64)
+    col, value, at = np.empty(room, np.int64), np.empty(room, q_value.dtype), 0
+    for i in range(begin, end):
+        before = at
+        for k in range(q_rowptr[i], q_rowptr[i + 1]):
+            j, scale = q_col[k], q_value[k] if len(q_value) else one
+            last = a_rowptr[j + 1]
+            for e in range(a_rowptr[j], last + more):
+                column = own[j] if e == last else np.int64(a_col[e * stride])
+                x = scale * diagonal[j] if e == last else scale
+                if e < last and len(a_value):
+                    x = scale * a_value[e]
+                word, bit = column >> 6, ONE << np.uint64(column & 63)
+                if used[word] & bit:
+                    sums[column] += x
+                else:
+                    used[word] |= bit
+                    sums[column] = x
+        for word in range(len(used)):
+            left, used[word] = used[word], np.uint64(0)
+            while left:
+                column = 64 * word + ones_in((left & (~left + ONE)) - ONE)
+                col[at], value[at], at = column, sums[column], at + 1
+                left &= left - ONE
+        count[i - begin] = at - before
     return count, col[:at].copy(), value[:at].copy()
 
 

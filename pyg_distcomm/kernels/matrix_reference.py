@@ -25,7 +25,7 @@ Urn = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def spgemm(
-    q: Csr, a: Csr, diagonal: tuple[Tensor, Tensor] | None = None
+    q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiplies sparse matrices, `C = Q (A + D)`; D has one entry a row, or is zero.
 

@@ -52,7 +52,7 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
 def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
     p, o = q.pattern, a.pattern
     left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)
-    rowptr, col, value = kernels.spgemm(left, right)
+    rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
     return CSR(Pattern(rowptr, col, o.num_cols), value.to(dtype))
 
 

@@ -219,7 +219,8 @@ class LocalLayerGraph:
         place = place[here]
         scale = self._even[place] if self._value is None else None
         graph = (self._rows.colptr, self._col, self._value)
-        found = kernels.spgemm((ptr, place, scale), graph, self._diagonal)
+        q, n = (ptr, place, scale), self.num_nodes
+        found = kernels.spgemm(q, graph, n, self._diagonal)
         return BulkMatrix(*found, self.num_nodes, torch.arange(len(rows) + 1))
 
     def column_sums(self) -> Tensor:
