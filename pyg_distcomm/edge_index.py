@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import indexing
+from pyg_distcomm.constants import Constants, Ordering
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, base_name
 from pyg_distcomm.tensor import DistTensor
@@ -143,6 +145,24 @@ class DistEdgeIndex(torch.Tensor):
         twin = Topology(
             t.source_gid, t.target_gid, t.nodes, t.edges, True, t.device, t.sources
         )
+        return _wrap(self.to_local(), twin)
+
+    def with_ordering(
+        self, order: str = "auto", *, keep_inputs: bool = True
+    ) -> DistEdgeIndex:
+        """Returns the same edges, with another way for layers to take A X W apart.
+
+        Plans are shared, products that are kept are not.
+
+        Args:
+            order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges
+                less, forward and backward together.
+            keep_inputs: whether the product with an input that does not change (a leaf
+                without gradient, the same tensor at the same version) is kept from its
+                second use on. It takes the input's memory once more.
+        """
+        twin = copy.copy(self.topology)
+        twin.ordering, twin.constants = Ordering(order, keep_inputs), Constants()
         return _wrap(self.to_local(), twin)
 
     @classmethod

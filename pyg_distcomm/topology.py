@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_distcomm import adjoint, wire
+from pyg_distcomm.constants import Constants, Ordering
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.build import EdgeRoute, Plan, build_plan
@@ -67,6 +68,7 @@ class Topology:
         oblivious: exchange whole blocks, as the sparsity-oblivious baseline does.
         device: where operators are put.
         sources: which sources are here, if their type is not that of the targets.
+        ordering: how layers multiply with it.
     """
 
     source_gid: Tensor
@@ -76,6 +78,8 @@ class Topology:
     oblivious: bool = False
     device: torch.device = torch.device("cpu")
     sources: Rows | None = None
+    ordering: Ordering = Ordering()
+    constants: Constants = field(default_factory=Constants, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def check_one_kind(self) -> None:
@@ -251,6 +255,7 @@ class Topology:
             self.oblivious,
             device,
             self.sources,
+            self.ordering,
         )
 
 

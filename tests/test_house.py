@@ -25,7 +25,7 @@ FLOORS = (
     "exchange adjoint rows dropout",
     "ops",
     "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",
-    "topology edge_index",
+    "constants topology edge_index",
     "sampling",
     "loader",
     "share share_hetero checkpoint datasets nn",

@@ -30,7 +30,8 @@ class DistGCNConv(GCNConv):
         return       [n_i, F_out]  DistTensor
 
     Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
-    backward unless x needs no gradient.
+    backward unless x needs no gradient; nothing for an x that does not change, from its
+    third use on (see `DistEdgeIndex.with_ordering`).
 
     Raises:
         TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
@@ -51,5 +52,11 @@ class DistGCNConv(GCNConv):
                 return topology.sum(h, weight)
             return topology.gcn(h, weight, self.improved, self.add_self_loops)
 
-        out = in_best_order(x, self.lin, self.bias, multiply)
+        def known(features: Any, product: Any) -> Tensor | None:
+            kind = (self.normalize, self.improved, self.add_self_loops, features.dtype)
+            inputs = features, edge_weight
+            return topology.constants.product(("gcn", *kind), inputs, product)
+
+        ordering = edge_index.topology.ordering
+        out = in_best_order(x, self.lin, self.bias, multiply, ordering, known)
         return DistTensor.wrap(out, edge_index.nodes)

@@ -30,7 +30,8 @@ class DistSAGEConv(SAGEConv):
         return      [n_i, F_out]  DistTensor
 
     Price: `GridMatrix.price(min(F_in, F_out))` forward, and the price of its transpose
-    backward unless x needs no gradient; F_in for other aggregations.
+    backward unless x needs no gradient, and nothing for an x that does not change, from
+    its third use on (see `DistEdgeIndex.with_ordering`); F_in for other aggregations.
 
     Raises:
         TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
@@ -61,5 +62,11 @@ class DistSAGEConv(SAGEConv):
                 return z
             return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
 
-        out = in_best_order(x, self.lin_l, self.lin_l.bias, multiply)
+        ordering = edge_index.topology.ordering
+
+        def known(features: Any, product: Any) -> Tensor | None:
+            kind = ("sage", self.aggr, features.dtype)
+            return topology.constants.product(kind, (features, None), product)
+
+        out = in_best_order(x, self.lin_l, self.lin_l.bias, multiply, ordering, known)
         return DistTensor.wrap(out, edge_index.nodes)

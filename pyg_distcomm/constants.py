@@ -1,0 +1,84 @@
+"""Products of the graph with inputs that do not change, computed and exchanged once.
+
+[Note: constant inputs] The features of a full-graph script are the same tensor in every
+epoch, so A X0 is the same product. Whether an input will come again is not known when it
+is first seen: one that dropout has made comes once, and to multiply it at its full width
+for nothing would be dear. So an input is remembered, weakly, when it is first seen, and its
+product is kept from the second time on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+ORDERS = ("auto", "first", "last")
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """How a layer takes A X W apart.
+
+    Args:
+        order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges less.
+        keep_inputs: whether A X is kept for an X that does not change.
+    """
+
+    order: str = "auto"
+    keep_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}, got {self.order!r}")
+
+
+class Constants:
+    """What one graph has been multiplied with, by input and kind of product.
+
+    Price: the rows of each product that is kept, `[n_i, f]`, for as long as its input lives.
+    """
+
+    def __init__(self) -> None:
+        # for each input that is alive: kind -> (state of the inputs, product or None)
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def product(
+        self, kind: Any, inputs: tuple[Any, Any], multiply: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Returns the product of inputs seen before, or None and remembers them.
+
+        Args:
+            kind: tells operators apart.
+            inputs: the features, and the weights of edges or None.
+            multiply: computes the product; collective, so all ranks must have seen the
+                same inputs as often.
+        """
+        x, weight = inputs
+        if not (_constant(x) and _constant(weight)):
+            return None
+        kinds = self._known.setdefault(x, {})
+        now = (x._version, *_state(weight))
+        before, product = kinds.get(kind, (None, None))
+        if before != now:
+            kinds[kind] = now, None
+            return None
+        if product is None:
+            with torch.no_grad():
+                product = multiply()
+            kinds[kind] = now, product
+        kept: Tensor = product
+        return kept
+
+
+def _constant(t: Any) -> bool:
+    return t is None or not (t.requires_grad or t.is_inference())
+
+
+def _state(weight: Any) -> tuple[Any, ...]:
+    # WeakIdRef compares by identity, and a dead one equals nothing but itself
+    return () if weight is None else (WeakIdRef(weight), weight._version)

@@ -1,0 +1,179 @@
+"""(A X) W or A (X W), and products that are kept: the same numbers for fewer words."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm import wire
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+
+# Widths, and how many times fewer words a late epoch sends than the order of [Tripathy20]:
+# (A X) W forward and A G backward, in every layer.
+SHAPES = {
+    "Reddit": ((602, 16, 41), 675 / 32),
+    "Amazon": ((300, 16, 24), 356 / 32),
+    "Protein": ((128, 16, 256), 416 / 32),
+    "products": ((100, 256, 256, 47), 1171 / 606),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, widths, layer=DistGCNConv):
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = torch.nn.ModuleList(layer(a, b).double() for a, b in pairs)
+
+    def forward(self, x, edge_index):
+        for layer in self.layers[:-1]:
+            x = layer(x, edge_index).relu()
+        return self.layers[-1](x, edge_index)
+
+
+def moved(mesh):
+    """The words of all exchanges of rows and of sums."""
+    ops = ("halo", "halo_transpose", "all_gather", "reduce_scatter", "fiber")
+    return sum(mesh.ledger.words(op) for op in ops)
+
+
+def graph(width):
+    data = GRAPHS["undirected"]()
+    g = torch.Generator().manual_seed(0)
+    data.x = torch.randn(data.num_nodes, width, generator=g, dtype=torch.float64)
+    return data
+
+
+def step(net, share, edges):
+    net.zero_grad()
+    out = net(share.x, edges)
+    F.cross_entropy(out, share.y % out.size(1)).backward()
+    world = edges.nodes.mesh.world  # a rank's own part depends on the order
+    gradients = [wire.all_reduce(p.grad, world) for p in net.parameters()]
+    return gradients, out.to_local().detach()
+
+
+def late_epoch(widths, grid, oblivious):
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(graph(widths[0]), mesh, "random", oblivious=oblivious)
+    share.y = share.y.long()
+    torch.manual_seed(1)
+    net = Net(widths)
+    plans = share.edge_index.topology._plans
+    results, words = [], []
+    for _ in range(4):
+        mesh.ledger.reset()
+        results.append(step(net, share, share.edge_index))
+        words.append(moved(mesh))
+    operator = next(value[2] for key, value in plans.items() if "gcn" in str(key))
+    reference = sum(
+        operator.price(a).words + operator.transposed.price(b).words
+        for a, b in itertools.pairwise(widths)
+    )
+    for gradients, out in results[1:]:
+        torch.testing.assert_close(out, results[0][1], rtol=1e-10, atol=1e-12)
+        for one, two in zip(gradients, results[0][0], strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+    return words, reference
+
+
+@pytest.mark.parametrize("oblivious", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_words_fall_as_the_widths_say(name, oblivious):
+    widths, times = SHAPES[name]
+    found = worlds.run(late_epoch, 3, widths, (3, 1, 1), oblivious)
+    words = [sum(each) for each in zip(*(words for words, _ in found), strict=True)]
+    reference = sum(reference for _, reference in found)
+    assert words[2] == words[3]
+    assert reference == pytest.approx(times * words[3], rel=1e-9)
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 1, 2), (1, 1, 4)])
+def test_products_are_kept_on_every_grid(grid):
+    for words, reference in worlds.run(late_epoch, 4, (12, 4, 8), grid, False):
+        assert words[3] < reference or not reference
+
+
+def switches(layer):
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(9), mesh, "random")
+    share.y = share.y.long()
+    torch.manual_seed(2)
+    net = Net((9, 4, 12), layer)
+    found, words = {}, {}
+    for order in ("auto", "first", "last"):
+        for keep in (True, False):
+            edges = share.edge_index.with_ordering(order, keep_inputs=keep)
+            for _ in range(3):
+                mesh.ledger.reset()
+                found[order, keep] = step(net, share, edges)
+            words[order, keep] = moved(mesh)
+    for gradients, out in found.values():
+        want = found["first", False]
+        torch.testing.assert_close(out, want[1], rtol=1e-10, atol=1e-12)
+        for one, two in zip(gradients, want[0], strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+    return words
+
+
+@pytest.mark.parametrize("layer", [DistGCNConv, DistSAGEConv])
+def test_every_order_is_the_same_function(layer):
+    found = worlds.run(switches, 3, layer)
+    words = {key: sum(each[key] for each in found) for key in found[0]}
+    unit = words["first", False] / (9 + 4 + 4)  # no input gradient at the first
+    assert words["first", True] == unit * (4 + 4)
+    assert words["last", False] == words["last", True] == unit * (2 * 4 + 2 * 12)
+    assert words["auto", False] == unit * (2 * 4 + 2 * 4)
+    assert words["auto", True] == unit * 2 * 4
+
+
+def changing():
+    mesh = worlds.mesh()
+    data = graph(5)
+    share = pdc.partition(data, mesh, "random")
+    torch.manual_seed(3)
+    conv = DistGCNConv(5, 6).double()
+    rows = share.edge_index.nodes.gid
+    weight = share.edge_weight
+
+    def check(x, w):
+        plain = share.edge_index.with_ordering(keep_inputs=False)
+        want = conv(x, plain, w).to_local()
+        for _ in range(3):
+            got = conv(x, share.edge_index, w).to_local()
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    check(share.x, None)
+    share.x.to_local().mul_(2.0)  # in place: another version
+    check(share.x, None)
+    check(share.x, weight)
+    with torch.no_grad():  # hidden features of an evaluation need no gradient either
+        conv(share.x.relu(), share.edge_index, weight)
+    kept = share.edge_index.topology.constants._known[share.x]
+    assert all(product is not None for _, product in kept.values())
+    assert len(kept) == 1
+    weight.to_local().add_(0.5)
+    check(share.x, weight)
+    check(share.x.float().double(), weight)
+    conv.float()
+    check(share.x.float(), None)
+    assert len(rows) == len(share.x)
+
+
+def test_a_kept_product_follows_its_inputs():
+    worlds.run(changing, 2)
+
+
+def test_an_unknown_order_is_refused():
+    worlds.run(refused, 2)
+
+
+def refused():
+    share = pdc.partition(graph(3), worlds.mesh(), "random")
+    with pytest.raises(ValueError, match="order must be one of"):
+        share.edge_index.with_ordering("best")
