@@ -36,6 +36,7 @@ def _load(name, folder):
         "Cora": ("planetoid", lambda r: datasets.Planetoid(r, "Cora")),
         "CiteSeer": ("planetoid", lambda r: datasets.Planetoid(r, "CiteSeer")),
         "Computers": ("amazon", lambda r: datasets.Amazon(r, "Computers")),
+        "CS": ("coauthor", lambda r: datasets.Coauthor(r, "CS")),
         "tolokers": (
             "heterophilous",
             lambda r: datasets.HeterophilousGraphDataset(r, "tolokers"),
