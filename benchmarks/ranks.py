@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -68,9 +69,14 @@ class Task:
 
 @dataclass
 class Found:
-    """One epoch on one rank, or what is typical of several; bytes are received."""
+    """One epoch on one rank, or what is typical of several; bytes are received.
+
+    `work` is processor seconds of all threads of the rank: what else runs on the machine
+    makes `seconds` longer, and hardly changes it.
+    """
 
     seconds: float = 0.0
+    work: float = 0.0
     edges: int = 0
     nodes: int = 0
     seeds: int = 0
@@ -80,6 +86,22 @@ class Found:
 
 
 Epoch = Callable[[], Found]
+
+
+@contextmanager
+def timed() -> Iterator[Found]:
+    """Fills in the seconds that a block takes."""
+    found, start, work = Found(), time.perf_counter(), time.process_time()
+    yield found
+    found.seconds = time.perf_counter() - start
+    found.work = time.process_time() - work
+
+
+def count(batch: Any, found: Found) -> None:
+    """Adds what a minibatch holds."""
+    found.edges += batch.edge_index.size(1)
+    found.nodes += batch.num_nodes
+    found.seeds += batch.batch_size
 
 
 def share_of(task: Task, mesh: pdc.Mesh, rows: bool = True) -> Any:
@@ -142,12 +164,9 @@ def epoch_of(loader: Any, mesh: pdc.Mesh, most: int | None) -> Epoch:
 
     def epoch() -> Found:
         mesh.ledger.reset()
-        found, start = Found(), time.perf_counter()
-        for batch in islice(iter(loader), most):
-            found.edges += batch.edge_index.size(1)
-            found.nodes += batch.num_nodes
-            found.seeds += batch.batch_size
-        found.seconds = time.perf_counter() - start
+        with timed() as found:
+            for batch in islice(iter(loader), most):
+                count(batch, found)
         for name, phase in loader.phases.by_name.items():
             found.computing[name] = phase.computing
             found.waiting[name] = phase.waiting
@@ -162,14 +181,9 @@ def epoch_of(loader: Any, mesh: pdc.Mesh, most: int | None) -> Epoch:
     return epoch
 
 
-def take_turns(
-    cases: Sequence[Case], task: Task, rounds: int
-) -> list[tuple[Case, Found]]:
-    """Runs on a rank: returns what is typical of an epoch of each case."""
-    mesh = pdc.init()
-    share = share_of(task, mesh)
-    ways: list[Epoch] = []
-    peer = None
+def ways_of(cases: Sequence[Case], task: Task, mesh: pdc.Mesh) -> list[Epoch]:
+    """Builds what the cases say; collective."""
+    share, peer, ways = share_of(task, mesh), None, []
     for case in cases:
         if case.who == PEER:
             import rpc_peer
@@ -180,6 +194,15 @@ def take_turns(
             ways.append(peer.epoch_of(case, nodes, task.most))
         else:
             ways.append(epoch_of(loader_of(case, task, share, mesh), mesh, task.most))
+    return ways
+
+
+def take_turns(
+    cases: Sequence[Case], task: Task, rounds: int
+) -> list[tuple[Case, Found]]:
+    """Runs on a rank: returns what is typical of an epoch of each case."""
+    mesh = pdc.init()
+    ways = ways_of(cases, task, mesh)
     times: list[list[Found]] = [[] for _ in cases]
     for turn in range(rounds + 1):
         for way, found in zip(ways, times, strict=True):
@@ -187,6 +210,7 @@ def take_turns(
             one = way()
             if turn:
                 found.append(one)
+    wire.barrier(mesh.world)  # a peer's rank is asked until the last one is done
     return [(c, typical(found)) for c, found in zip(cases, times, strict=True)]
 
 
@@ -206,7 +230,7 @@ def typical(found: Sequence[Found]) -> Found:
 
 def joined(ranks: Sequence[Found]) -> Found:
     """Joins the ranks: the slowest's seconds, sums of counts, means of phases."""
-    out = Found(seconds=max(one.seconds for one in ranks))
+    out = Found(max(one.seconds for one in ranks), sum(one.work for one in ranks))
     for name in ("edges", "nodes", "seeds"):
         setattr(out, name, int(sum(getattr(one, name) for one in ranks)))
     for name, share in (

@@ -7,15 +7,15 @@ the notice is silenced, and nothing else is changed.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-import time
 from typing import Any
 
 import torch
 import torch_geometric.distributed as rpc
 from loaders import BATCH
-from ranks import Case, Found, Task
+from ranks import Case, Found, Task, count, timed
 from torch import Tensor
 from torch_geometric.distributed import dist_neighbor_loader, dist_neighbor_sampler
 from torch_geometric.sampler import NodeSamplerInput
@@ -36,19 +36,19 @@ class Peer:
         part = read_part(task.folder, mesh.rank)
         self.fan_out, self.rank, self.size = list(task.fan_out), mesh.rank, mesh.size
         self.stores = _features(part), _edges(part)
-        self._port = wire.broadcast_object(_free_port(), mesh.world)
+        self._world = mesh.world
 
     def epoch_of(self, case: Case, nodes: Tensor, most: int | None) -> Any:
         """Returns what loads an epoch, or samples the minibatches of one."""
         nodes = nodes if most is None else nodes[: most * BATCH]
-        options = dict(case.options)
+        options, port = dict(case.options), _free_port()
         if options.get("num_workers"):
             options["persistent_workers"] = True
         loader = rpc.DistNeighborLoader(
             self.stores,
             self.fan_out,
             master_addr="127.0.0.1",
-            master_port=self._port,
+            master_port=wire.broadcast_object(port, self._world),
             current_ctx=rpc.DistContext(
                 rank=self.rank,
                 global_rank=self.rank,
@@ -67,29 +67,28 @@ class Peer:
 
 
 def _loaded(loader: Any) -> Found:
-    found, start = Found(), time.perf_counter()
-    for batch in loader:
-        found.edges += batch.edge_index.size(1)
-        found.nodes += batch.num_nodes
-        found.seeds += batch.batch_size
-    found.seconds = time.perf_counter() - start
+    with timed() as found:
+        for batch in loader:
+            count(batch, found)
+    if loader.num_workers:
+        found.work = math.nan  # not of this process alone
     return found
 
 
 def _sampled(sampler: Any, nodes: Tensor) -> Found:
     """Samples an epoch, as many minibatches at a time as the sampler allows."""
     sampler.init_event_loop()
-    found, start = Found(seeds=len(nodes)), time.perf_counter()
+    with timed() as found:
 
-    def count(out: Any) -> None:  # in the one thread of the sampler's loop
-        found.edges += out.row.numel()
-        found.nodes += out.node.numel()
+        def add(out: Any) -> None:  # in the one thread of the sampler's loop
+            found.edges += out.row.numel()
+            found.nodes += out.node.numel()
 
-    for seeds in nodes[torch.randperm(len(nodes))].split(BATCH):
-        inputs = NodeSamplerInput(torch.arange(len(seeds)), seeds)
-        sampler.event_loop.add_task(sampler.node_sample(inputs), callback=count)
-    sampler.event_loop.wait_all()
-    found.seconds = time.perf_counter() - start
+        for seeds in nodes[torch.randperm(len(nodes))].split(BATCH):
+            inputs = NodeSamplerInput(torch.arange(len(seeds)), seeds)
+            sampler.event_loop.add_task(sampler.node_sample(inputs), callback=add)
+            found.seeds += len(seeds)
+        sampler.event_loop.wait_all()
     return found
 
 
