@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.wire import Axis
 
@@ -46,8 +47,12 @@ class Channel:
         return range(block * self.replication, (block + 1) * self.replication)
 
     def close(self) -> None:
-        """Lets the process groups go; nothing may be under way."""
-        if not dist.is_initialized():
+        """Lets the process groups go; nothing may be under way.
+
+        After a failure they are kept: what a rank still waits for would not let them end.
+        """
+        watch = self.world.watch
+        if not dist.is_initialized() or (watch is not None and watch.failed()):
             return
         # c = 1: row and world share one group
         for group in {axis.group for axis in (self.world, self.row, self.col)}:
@@ -71,7 +76,7 @@ def open_channel(
     """
     c = check_replication(mesh, replication)
     size, rank = mesh.size, mesh.rank
-    watch, ledger = mesh.world.watch, mesh.ledger
+    watch, ledger = mesh.world.watch, Ledger(parent=mesh.ledger)
 
     def axis(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
         place = ranks.index(rank)

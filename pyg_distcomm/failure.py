@@ -61,6 +61,10 @@ class Watch:
             if note["rank"] != self.rank:
                 raise _rebuilt(note)
 
+    def failed(self) -> bool:
+        """Tells whether any rank has reported a failure."""
+        return bool(self._quietly("check", ["error"]))
+
     def say(self, doing: str) -> None:
         """Leaves word of what this rank waits for (only once a wait is long)."""
         self._quietly("set", f"doing/{self.rank}", doing)

@@ -25,10 +25,16 @@ class Entry:
 class Ledger:
     """Counts what travels: words and bytes received, messages sent, seconds waited.
 
-    Rows are keyed by (operation, axis). `print(ledger)` shows a table.
+    Rows are keyed by (operation, axis). `print(ledger)` shows a table. Threads may count
+    at the same time.
+
+    Args:
+        entries: the rows.
+        parent: another ledger that counts all this one does.
     """
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    parent: Ledger | None = field(default=None, repr=False)
     _events: list[tuple[str, str]] | None = None
     _lock: threading.Lock = field(
         default_factory=threading.Lock, repr=False, compare=False
@@ -44,7 +50,16 @@ class Ledger:
         sent_bytes: int,
         messages: int,
     ) -> Entry:
-        """Adds one operation and returns its row, for the seconds still to come."""
+        """Adds one operation and returns its row; a parent counts it too."""
+        if self.parent is not None:
+            self.parent.note(
+                op,
+                axis,
+                words=words,
+                bytes=bytes,
+                sent_bytes=sent_bytes,
+                messages=messages,
+            )
         with self._lock:  # loaders count from threads of their own
             entry = self.entries.setdefault((op, axis), Entry())
             entry.calls += 1
@@ -54,13 +69,21 @@ class Ledger:
             entry.messages += messages
         return entry
 
+    def waited(self, op: str, axis: str, seconds: float) -> None:
+        """Adds seconds that an operation was waited for."""
+        if self.parent is not None:
+            self.parent.waited(op, axis, seconds)
+        with self._lock:
+            self.entries.setdefault((op, axis), Entry()).seconds += seconds
+
     def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:
         """Sums one column over the rows that match `op` and `axis`."""
-        return sum(
-            getattr(entry, what)
-            for (o, a), entry in self.entries.items()
-            if op in (None, o) and axis in (None, a)
-        )
+        with self._lock:
+            return sum(
+                getattr(entry, what)
+                for (o, a), entry in self.entries.items()
+                if op in (None, o) and axis in (None, a)
+            )
 
     def words(self, op: str | None = None, axis: str | None = None) -> int:
         """Returns the words received."""
@@ -76,7 +99,8 @@ class Ledger:
 
     def reset(self) -> None:
         """Forgets everything counted so far."""
-        self.entries.clear()
+        with self._lock:
+            self.entries.clear()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[tuple[str, str]]]:
@@ -97,7 +121,7 @@ class Ledger:
         head = ("operation", "axis", "calls", "words", "bytes", "messages", "seconds")
         rows = [
             (op, axis, e.calls, e.words, e.bytes, e.messages, round(e.seconds, 4))
-            for (op, axis), e in sorted(self.entries.items())
+            for (op, axis), e in sorted(list(self.entries.items()))
         ]
         sums: list[Any] = [sum(row[i] for row in rows) for i in range(2, 7)]  # type: ignore[misc]
         return format_table(head, [*rows, ("total", "", *sums)])

@@ -200,7 +200,7 @@ def two_at_once(size):
         assert len(batch.n_id)
         assert len(more.n_id)
     later = DistNeighborLoader(share, num_neighbors=[2], batch_size=9)
-    assert later.spread.store._shelves is loader.spread.store._shelves
+    assert later.spread.stores[0]._shelves is loader.spread.stores[0]._shelves
 
 
 def test_loaders_of_one_share_keep_one_store_and_may_run_at_a_time():
@@ -283,8 +283,10 @@ def refused(size):
         load(data, topology="partitioned")
     with pytest.raises(ValueError, match="neither a node-level or edge-level"):
         load(time_attr="when")
-    with pytest.raises(ValueError, match="no attribute with a row for each edge"):
+    with pytest.raises(ValueError, match="no edges have an attribute 'heavy'"):
         load(weight_attr="heavy")
+    with pytest.raises(ValueError, match="no attribute with a row for each edge"):
+        load(weight_attr="edge_index")
     if size > 1:
         with pytest.raises(ValueError, match=r"num_neighbors=\[3\]"):
             load(num_neighbors=[2 + mesh.rank])

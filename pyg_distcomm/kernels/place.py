@@ -21,7 +21,8 @@ class PlaceIndex:
 
     def __init__(self, gid: Tensor, total: int) -> None:
         words = torch.zeros(total // 64 + 1, dtype=torch.int64)
-        counts = torch.zeros(total // 64 + 1, dtype=torch.int32)
+        kind = torch.int32 if len(gid) < 2**31 else torch.int64
+        counts = torch.zeros(total // 64 + 1, dtype=kind)
         self._bits = words.numpy().view("uint64"), counts.numpy()
         ready(loops.mark, (gid.long().contiguous().numpy(), *self._bits))()
 

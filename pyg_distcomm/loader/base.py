@@ -62,6 +62,8 @@ class BulkLoading(_PyGLoader):
         self._last: tuple[Any, list[Any]] | None = None  # the epoch before, if spread
         self.seed, self._epoch, self._resume = extras.seed, 0, 0
         self._progress: Progress | None = None
+        # torch keeps the method, and with it the loader, until a collector comes round
+        self.__dict__.pop("collate_fn", None)
         own = dataloader.get("batch_sampler") is not None
         own = own or dataloader.get("sampler") is not None
         count = len(self.dataset)
@@ -72,6 +74,12 @@ class BulkLoading(_PyGLoader):
             bool(self.drop_last),
             self.batch_sampler if own else None,
         )
+        if self.spread is not None and self._epochs.length() is None:
+            raise ValueError(
+                "the sampler of batches has no length, and a partitioned graph is sampled "
+                "by all ranks together, who have to know how many batches there are; give "
+                "it a __len__"
+            )
         # torch's DataLoader forbids to set it, and would hand out single positions
         self.__dict__["dataset"] = Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
@@ -104,8 +112,7 @@ class BulkLoading(_PyGLoader):
         length = deal.rounds(self._resume) if deal.batches else 0
         if self._notes is not None and deal.size > 1:
             self._notes.begin(self._epoch)
-        ledger = None if self.spread is None else self.spread.mesh.ledger
-        self.phases = Phases(ledger)
+        self.phases = Phases()
         inner = super().__iter__()
         self._epoch, self._resume = self._epoch + 1, 0
         return Tracked(inner, progress, length, self.phases)
@@ -114,10 +121,12 @@ class BulkLoading(_PyGLoader):
         if self.num_workers:
             return super()._get_iterator()
         self._end_epoch()
+        if self.spread is not None:
+            self.spread.refresh()
         bulk = Producer(self, self.phases)
         bulks = Bulks(
             self._plan(),
-            bulk.stages,
+            bulk.stages(),
             bulk.finish,
             bulk.size,
             self._extras.prefetch,

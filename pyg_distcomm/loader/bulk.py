@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -115,11 +116,16 @@ class _Line:
         """Says that nobody takes any more, and makes room for one who waits."""
         self._left.set()
         self._stop.set()
-        while True:
+        ended = RuntimeError(
+            "this epoch of the loader has ended, since another one has begun"
+        )
+        while True:  # whoever puts at this moment may still win
             try:
-                self._queue.get_nowait()
-            except queue.Empty:
+                self._queue.put_nowait(("error", ended))
                 return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
 
     def __iter__(self) -> Iterator[list[Any]]:
         while True:

@@ -104,9 +104,12 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 num_nodes_per_layer=list(num_nodes_per_layer),
                 weight_attr=weight_attr,
                 rule=_name(chosen),
+                own_transform=transform_sampler_output is not None,
+                loader=type(self).__qualname__,
                 **options,
             )
             self.spread = Spread(data, replication, features, told)
+            input_time = self.spread.plain(input_time)
             graph = _spread_graph(self.spread, place, chosen, weight_attr)
             whole = self.spread.hollow
         local = not isinstance(graph, PartitionedLayerGraph)

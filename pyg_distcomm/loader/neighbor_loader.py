@@ -121,8 +121,16 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         place = SpreadOptions(topology, replication, sample_at, features)
         if place.wanted(data):
             place.check(neighbor_sampler, extras, kwargs)
-            told = place.told(extras, kwargs, num_neighbors=num_neighbors, **options)
+            told = place.told(
+                extras,
+                kwargs,
+                num_neighbors=num_neighbors,
+                own_transform=transform_sampler_output is not None,
+                loader=type(self).__qualname__,
+                **options,
+            )
             self.spread = Spread(data, replication, features, told)
+            input_time = self.spread.plain(input_time)
             neighbor_sampler = place.sampler(self.spread, num_neighbors, options, seed)
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
             whole = self.spread.hollow

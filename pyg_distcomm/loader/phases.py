@@ -43,19 +43,18 @@ class Phases:
     "train" all that it did between two of them. `print(phases)` shows a table.
     """
 
-    ledger: Ledger | None = None
     by_name: dict[str, Phase] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _left: float | None = None
 
     @contextmanager
-    def timed(self, name: str, purpose: str = "") -> Iterator[None]:
-        """Adds what a block takes, and what travels for a purpose meanwhile."""
-        begin, before = time.perf_counter(), self._travelled(purpose)
+    def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
+        """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
+        begin, before = time.perf_counter(), _travelled(ledger)
         try:
             yield
         finally:
-            after = self._travelled(purpose)
+            after = _travelled(ledger)
             with self._lock:
                 phase = self.by_name.setdefault(name, Phase())
                 phase.seconds += time.perf_counter() - begin
@@ -76,17 +75,6 @@ class Phases:
         with self._lock:
             self.by_name.setdefault(name, Phase()).seconds += seconds
 
-    def _travelled(self, purpose: str) -> tuple[float, int]:
-        """Returns seconds waited and bytes received on the channel of a purpose."""
-        if self.ledger is None or not purpose:
-            return 0.0, 0
-        mine = [
-            entry
-            for (_, axis), entry in list(self.ledger.entries.items())
-            if axis.startswith(f"{purpose}:")
-        ]
-        return sum(e.seconds for e in mine), sum(e.bytes for e in mine)
-
     def __getitem__(self, name: str) -> Phase:
         return self.by_name.get(name, Phase())
 
@@ -98,6 +86,13 @@ class Phases:
             for name, p in ((n, self.by_name[n]) for n in order)
         ]
         return format_table(head, rows)
+
+
+def _travelled(ledger: Ledger | None) -> tuple[float, int]:
+    """Returns seconds waited and bytes received."""
+    if ledger is None:
+        return 0.0, 0
+    return ledger.total("seconds"), ledger.bytes()
 
 
 def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:

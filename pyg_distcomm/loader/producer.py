@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch_geometric.profile import get_data_size
 
 from pyg_distcomm import wire
 from pyg_distcomm.kernels import threads
+from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.loader.assembly import Assembly
 from pyg_distcomm.loader.bulk import Stage
 from pyg_distcomm.loader.deal import Numbered
@@ -45,14 +47,18 @@ class Producer:
         self._alone = together and own  # each minibatch is collective: one at a time
         self._width = threads.width() if ours and not own else 1
         self._bytes = 0
+
+    def stages(self) -> list[Stage]:
+        """Returns what makes a bulk, one function after the other."""
         two = self._together or self._spread is not None
-        self.stages: list[Stage] = [self._whole]
+        stages: list[Stage] = [self._whole]
         if two and self._late:
-            self.stages = [self._sampled]
+            stages = [self._sampled]
         elif two:
-            self.stages = [self._sampled, self._assembled]
+            stages = [self._sampled, self._assembled]
         if self._spread is not None:
-            self.stages = [self._told(stage) for stage in self.stages]
+            stages = [self._told(stage) for stage in stages]
+        return stages
 
     def size(self, stopped: Callable[[], bool]) -> int:
         """Returns the size of the next bulk: as asked, or what the budget holds.
@@ -67,6 +73,8 @@ class Producer:
         told = wire.all_gather_counts([int(stopped()), fits], world)
         gone = [rank for rank, (stop, _) in enumerate(told) if stop]
         if gone and world.rank not in gone:
+            if world.watch is not None:
+                world.watch.look()  # it may have failed, and said why
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
                 f"and rank {world.rank} did not; all ranks sample a partitioned graph "
@@ -115,7 +123,7 @@ class Producer:
         return self._assembled(outs, stopped)
 
     def _sampled(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
-        with self._phases.timed(SAMPLE, SAMPLE):
+        with self._phases.timed(SAMPLE, self._ledger(SAMPLE)):
             return self._drawn(plan)
 
     def _drawn(self, plan: list[Numbered]) -> list[Any]:
@@ -137,7 +145,10 @@ class Producer:
 
     def _assembled(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
         """Fetches the rows of a bulk, and assembles its minibatches over threads."""
-        with self._phases.timed(FETCH, FETCH), threads.limited(self._width):
+        with (
+            self._phases.timed(FETCH, self._ledger(FETCH)),
+            threads.limited(self._width),
+        ):
             pools = self._assembly.fetch(outs)
         found: list[Any] = [None] * len(outs)
 
@@ -153,21 +164,39 @@ class Producer:
         return found
 
     def _told(self, stage: Stage) -> Stage:
-        """Has the other ranks told what goes wrong in a stage."""
-        watch = self._spread.sampling.world.watch
-
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-            try:
+            with self._telling():
                 return stage(bulk, stopped)
-            except BaseException as error:
-                if watch is not None:
-                    watch.report(error)
-                raise
 
         return work
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Has the other ranks told what goes wrong in a block."""
+        try:
+            yield
+        except BaseException as error:
+            watch = self._spread.sampling.world.watch
+            if watch is not None:
+                watch.report(error)
+            raise
+
+    def _ledger(self, purpose: str) -> Ledger | None:
+        if self._spread is None:
+            return None
+        spread = self._spread
+        channel = spread.sampling if purpose == SAMPLE else spread.fetching
+        found: Ledger = channel.world.ledger
+        return found
+
     def finish(self, out: Any) -> Any:
         """Does what is left to the thread that asks: the script's own functions."""
+        if self._spread is None:
+            return self._finished(out)
+        with self._telling():
+            return self._finished(out)
+
+    def _finished(self, out: Any) -> Any:
         loader = self._loader
         if not self._late:
             data = loader._finished(*out)

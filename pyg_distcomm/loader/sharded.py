@@ -101,6 +101,10 @@ class ShardedStore(FeatureStore):
         if len(shelf.chosen):
             self._fill(shelf, [name])
 
+    def total(self, group: Group) -> int:
+        """Returns how many rows a group has, on all ranks together."""
+        return self._shelf(group).total
+
     def learn_owners(self, group: Group) -> Partition:
         """Finds who holds which id of a group, so that ids alone can be asked for.
 

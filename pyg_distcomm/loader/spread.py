@@ -60,16 +60,64 @@ class Spread:
         self.sampling: Channel = open_channel(self.mesh, c, SAMPLE)
         self.fetching: Channel = open_channel(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
-        self.store = self._store_of(features)
-        self.hollow, self.attributes = _hollow(data, self.store)
-        self._edge_owners_known = False
+        self._given, self._edge_owners_known = features, False
+        self._read_rows()
 
-    def _store_of(self, features: DistFeatureStore | None) -> DistFeatureStore:
+    def _read_rows(self) -> None:
+        """Takes up the rows of the share, and of the store that was given; collective."""
+        self._marks = _marks(self.data)
+        if self._given is None:
+            found = [_kept_store(self.data, self._marks, self.fetching)]
+        else:  # what it does not have is the share's own
+            rest = _without(self.data, self._given)
+            found = [self._given, DistFeatureStore.from_data(rest, self.fetching)]
+        self.stores = [self._over_channel(store) for store in found]
+        self.hollow, self.attributes = _hollow(self.data)
+        self._attrs: list[dict[Any, list[str]]] = []
+        for store in self.stores:
+            self._attrs.append(self._taken_from(store))
+        if self._edge_owners_known:
+            self.learn_edge_owners()
+
+    def _over_channel(self, store: DistFeatureStore) -> DistFeatureStore:
         """Returns a store that fetches over this spread's channel."""
-        store = features or _kept_store(self.data, self.fetching)
         mine = copy.copy(store)
         mine.channel = self.fetching
         return mine
+
+    def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
+        """Returns which attributes a store brings, those of the stores before it apart."""
+        known = {(_group(a), a.name) for a in self.attributes}
+        taken: dict[Any, list[str]] = {}
+        for held in store.get_all_tensor_attrs():
+            group, name = held.group_name, held.attr_name
+            if (group, name) in known:
+                continue
+            key, of_edges = (None, True) if group == EDGES else (group, False)
+            of_edges = of_edges or isinstance(key, tuple)
+            part, out = _store(self.data, key), _store(self.hollow, key)
+            edges = part.get("edge_index")
+            count = _num_edges(edges) if of_edges else _num_nodes(part, edges)
+            rows = store.total(group)
+            if rows != count:
+                raise ValueError(
+                    f"the feature store has {rows} rows of {name!r}, and the graph "
+                    f"{count} {'edges' if of_edges else 'nodes'} there; build it from the "
+                    "same graph"
+                )
+            self.attributes.append(Attribute(key, name, None, of_edges))
+            out[name] = hollow_rows(rows)
+            if name == "x" and not of_edges:
+                out.pop("num_nodes", None)
+            taken.setdefault(group, []).append(name)
+        return taken
+
+    def refresh(self) -> None:
+        """Takes up rows that have changed on any rank; collective, once an epoch."""
+        same = [_same(self._marks, _marks(self.data))]
+        found = wire.all_gather_counts([int(one) for one in same], self.fetching.world)
+        if not all(one for (one,) in found):
+            self._read_rows()
 
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
         """Returns seeds as ids of the whole graph; masks may be spread like the graph.
@@ -80,10 +128,14 @@ class Spread:
         ids = given
         if isinstance(given, tuple):
             name, ids = given
-        ids = self._global(None if isinstance(ids, str) else ids, name)
+        ids = None if isinstance(ids, str) else ids
+        ids = self.plain(ids)
+        wire.agree(self._misfit(ids, name), self.mesh.world)
+        ids = None if ids is None else torch.as_tensor(ids).cpu()
         told = getattr(sampler, "set_seed_times", None)
         clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
-        if told is not None and times is None and isinstance(clock, DistTensor):
+        of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
+        if told is not None and times is None and of_nodes:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
             every = every if ids is None else every[ids]
@@ -92,36 +144,45 @@ class Spread:
             return ids
         return name if ids is None else (name, ids)
 
-    def _global(self, ids: Any, name: Any) -> Any:
-        if isinstance(ids, DistTensor):
-            ids = ids.full_tensor()
-        if ids is None:
-            return None
-        ids = torch.as_tensor(ids).cpu()
+    @staticmethod
+    def plain(values: Any) -> Any:
+        """Returns values of all nodes, spread or not, as a plain tensor; collective."""
+        return values.full_tensor() if isinstance(values, DistTensor) else values
+
+    def _misfit(self, ids: Any, name: Any) -> str | None:
+        """Says what is wrong with a mask of seeds."""
+        mask = ids if ids is None else torch.as_tensor(ids)
         count = _store(self.data, name).num_nodes_global
-        if ids.dtype == torch.bool and ids.shape != (count,):
-            raise ValueError(
-                f"input_nodes is a mask of shape {list(ids.shape)}, but the graph has "
-                f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
-            )
-        return ids  # PyG turns a mask into ids, its own way
+        if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
+            return None
+        return (
+            f"input_nodes is a mask of shape {list(mask.shape)}, but the graph has "
+            f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
+        )
 
     def learn_edge_owners(self) -> None:
         """Finds who has which edge; needed where an edge's target is not known."""
-        for group in dict.fromkeys(_group(a) for a in self.attributes if a.of_edges):
-            self.store.learn_owners(group)
+        for store, attrs in zip(self.stores, self._attrs, strict=True):
+            for group in attrs:
+                if group == EDGES or isinstance(group, tuple):
+                    store.learn_owners(group)
         self._edge_owners_known = True
 
     def fetch(self, outs: Sequence[Any]) -> Pools:
-        """Fetches the distinct rows that a bulk needs, in one exchange; collective."""
-        groups: dict[Any, Attribute] = {_group(a): a for a in self.attributes}
+        """Fetches the distinct rows that a bulk needs; collective.
+
+        One exchange of ids and one of rows for each store.
+        """
+        groups = {_group(a): a for a in self.attributes}
         wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
-        found = self.store.fetch_unique(wanted)
-        pools: Pools = {}
-        for k, attribute in enumerate(self.attributes):
-            pool = found[_group(attribute)]
-            pools[k] = pool.find, pool.rows[attribute.name]
-        return pools
+        found: dict[Any, tuple[Any, Any]] = {}
+        for store, attrs in zip(self.stores, self._attrs, strict=True):
+            if attrs:
+                some = {group: wanted[group] for group in attrs}
+                for group, pool in store.fetch_unique(some, attrs).items():
+                    for name in attrs[group]:
+                        found[group, name] = pool.find, pool.rows[name]
+        return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}
 
     def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
         none = torch.empty(0, dtype=torch.int64)
@@ -158,17 +219,12 @@ def _group(attribute: Attribute) -> Any:
     return attribute.store
 
 
-def _hollow(
-    data: Data | HeteroData, store: DistFeatureStore
-) -> tuple[Any, list[Attribute]]:
-    """Returns the whole graph's shape, without its contents, and what it leaves out."""
+def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
+    """Returns the whole graph's shape, without its rows, and a list for what these are."""
     hollow: Any = type(data)()
-    attributes = []
-    held = [(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()]
     for part in data.stores:
         key = getattr(part, "_key", None)
         out = hollow if key is None else hollow[key]
-        edges = part.get("edge_index")
         for name, value in part.items():
             if name in ("num_nodes", "num_nodes_global"):
                 continue
@@ -182,19 +238,25 @@ def _hollow(
                     f"'{name}' requires a gradient, but rows that are fetched from other "
                     "ranks carry none; detach it, or keep it as a parameter of the model"
                 )
-        nodes = _num_nodes(part, edges)
-        for of_edges, count in ((False, nodes), (True, _num_edges(edges))):
-            group = _group(Attribute(key, "", None, of_edges))
-            if count is None or (
-                of_edges != isinstance(key, tuple) and key is not None
-            ):
-                continue
-            for name in (name for where, name in held if where == group):
-                attributes.append(Attribute(key, name, None, of_edges))
-                out[name] = hollow_rows(count)
-        if nodes is not None and "x" not in out:
+        nodes = _num_nodes(part, part.get("edge_index"))
+        if nodes is not None:
             out.num_nodes = nodes
-    return hollow, attributes
+    return hollow, []
+
+
+def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
+    """Returns a share without the attributes that a store has."""
+    rest: Any = copy.copy(data)
+    held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
+    for part in rest.stores:
+        key = getattr(part, "_key", None)
+        for name, value in list(part.items()):
+            if not isinstance(value, DistTensor):
+                continue
+            of_edges = isinstance(key, tuple) or value.rows.partition is None
+            if (_group(Attribute(key, name, None, of_edges)), name) in held:
+                del part[name]
+    return rest
 
 
 def _num_edges(edges: Any) -> int | None:
@@ -211,23 +273,14 @@ def _num_nodes(part: Any, edges: Any) -> int | None:
     return None
 
 
-def _kept_store(data: Data | HeteroData, channel: Channel) -> DistFeatureStore:
-    """Returns a store of the share's rows, built before if they are the same still."""
-    anchor = next(s.edge_index for s in data.edge_stores).topology
-    values = [
-        (name, weakref.ref(value), value._version)
+def _marks(data: Data | HeteroData) -> list[Any]:
+    """Returns what tells whether the rows of a share are the same as before."""
+    return [
+        (name, weakref.ref(value), 0 if value.is_inference() else value._version)
         for part in data.stores
         for name, value in part.items()
-        if isinstance(value, DistTensor) and not value.is_inference()
+        if isinstance(value, DistTensor)
     ]
-    kept = _stores.setdefault(anchor, {})
-    known = kept.get(channel.replication)
-    if known is not None and _same(known[0], values):
-        store: DistFeatureStore = known[1]
-        return store
-    store = DistFeatureStore.from_data(data, channel)
-    kept[channel.replication] = values, store
-    return store
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
@@ -235,6 +288,22 @@ def _same(before: list[Any], now: list[Any]) -> bool:
         a[0] == b[0] and a[1]() is b[1]() and a[2] == b[2]
         for a, b in zip(before, now, strict=True)
     )
+
+
+def _kept_store(
+    data: Data | HeteroData, marks: list[Any], channel: Channel
+) -> DistFeatureStore:
+    """Returns a store of the share's rows, built before if all ranks have it; collective."""
+    anchor = next(s.edge_index for s in data.edge_stores).topology
+    kept = _stores.setdefault(anchor, {})
+    known = kept.get(channel.replication)
+    same = known is not None and _same(known[0], marks)
+    if all(one for (one,) in wire.all_gather_counts([int(same)], channel.world)):
+        store: DistFeatureStore = known[1]
+        return store
+    store = DistFeatureStore.from_data(data, channel)
+    kept[channel.replication] = marks, store
+    return store
 
 
 def _close(*channels: Channel) -> None:

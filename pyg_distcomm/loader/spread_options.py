@@ -51,7 +51,7 @@ class SpreadOptions:
     ) -> dict[str, Any]:
         """Returns what all ranks have to give alike."""
         loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
-        own = {k: v for k, v in vars(self).items() if k != "features"}
+        own = {**vars(self), "features": self.features is not None}
         return {**options, **loading, **vars(extras), **own}
 
     def wanted(self, data: Any) -> bool:

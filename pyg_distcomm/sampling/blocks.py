@@ -18,7 +18,7 @@ from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling import checks
-from pyg_distcomm.sampling.topology import Topology
+from pyg_distcomm.sampling.topology import Topology, said_of
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -91,7 +91,7 @@ def read_block(
         ValueError: on all ranks, if an attribute is missing, or a weight or time wrong.
     """
     mesh = mesh_of(data)
-    _check_timed(data, time_attr)
+    _check_names(data, time_attr, weight_attr)
     stores = {store._key: store for store in data.edge_stores}
     node_types = [None] if isinstance(data, Data) else list(data.node_types)
     index = {name: k for k, name in enumerate(node_types)}
@@ -115,12 +115,25 @@ def read_block(
         kinds = index[source], index[target]
         own = _own_edges(data, key, time_attr, weight_attr, mesh, is_sorted)
         relations.append(_relation(own, kinds, node_gid, channel, rows, target))
+    _agree_on_order(relations, list(stores), mesh)
     sizes = tuple(p.num_nodes for p in partitions)
     graph = SampleGraph(sizes, tuple(relations), (None,) * len(sizes))
     dtypes = {store.edge_index.dtype for store in stores.values()}
     dtype = torch.int32 if dtypes == {torch.int32} else torch.int64
     topology = Topology(graph, node_types, list(stores), dtype)
     return Block(topology, node_gid, partitions, channel)
+
+
+def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:
+    """Raises on all ranks if in-edges on one do not ascend in time as they should."""
+    problem = None
+    try:
+        for name, relation in zip(names, relations, strict=True):
+            with said_of(name):
+                checks.check_times(relation, None)
+    except ValueError as error:
+        problem = str(error)
+    wire.agree(problem, mesh.world)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +174,11 @@ def _own_edges(
     store = data if key is None else data[key]
     edges: DistEdgeIndex = store.edge_index
     topology, problem = edges.topology, None
-    weight = time = None
+    weight = time = clock = None
     node_time = _node_time(data, key, time_attr)
     try:
+        if node_time is not None:
+            clock = checks.times(node_time.to_local(), str(time_attr))
         if weight_attr is not None and (key is None or weight_attr in store):
             weight = _attribute(store, weight_attr, len(edges.edges))
             weight = checks.weights(weight, weight_attr, whole=False)
@@ -180,9 +195,8 @@ def _own_edges(
             raise ValueError(
                 f"all weights in '{weight_attr}' are zero, so no edge can be drawn"
             )
-    if node_time is not None:
-        local = checks.times(node_time.to_local(), str(time_attr))
-        time = indexing.take(local, node_time.rows, topology.source_gid)
+    if node_time is not None and clock is not None:
+        time = indexing.take(clock, node_time.rows, topology.source_gid)
     return _Edges(
         edges.edges.gid,
         topology.source_gid,
@@ -204,13 +218,33 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
     return value.to_local()
 
 
-def _check_timed(data: Data | HeteroData, name: str | None) -> None:
-    if name is None or any(name in store for store in data.stores):
+def _check_names(
+    data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
+) -> None:
+    """Refuses names that stand nowhere, or on nodes and edges; the same on all ranks."""
+    if weight_attr is not None and not any(weight_attr in s for s in data.edge_stores):
+        raise ValueError(
+            f"no edges have an attribute '{weight_attr}' to be weighted by; data has "
+            f"{list(data.keys())}"
+        )
+    if time_attr is None:
         return
-    raise ValueError(
-        f"The time attribute '{name}' is neither a node-level or edge-level attribute; "
-        f"data has {list(data.keys())}"
-    )
+    places = [time_attr in store for store in data.stores]
+    if not any(places):
+        raise ValueError(
+            f"The time attribute '{time_attr}' is neither a node-level or edge-level "
+            f"attribute; data has {list(data.keys())}"
+        )
+    if isinstance(data, HeteroData):
+        ends = [
+            any(time_attr in s for s in stores)
+            for stores in (data.node_stores, data.edge_stores)
+        ]
+        if all(ends):
+            raise ValueError(
+                f"The time attribute '{time_attr}' holds both node-level and edge-level "
+                "information"
+            )
 
 
 def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
@@ -250,7 +284,7 @@ def _relation(
     kind = torch.int32 if narrow else torch.int64
     pair = torch.empty(2 * len(place), dtype=kind)
     kernels.place_pairs(place, edges.source, order, colptr, pair)
-    slot = pair[1::2].long()
+    slot = pair[1::2].to(torch.int64, copy=True)
     pair[1::2] = edges.gid[slot].to(kind)
     relation = Relation(
         *kinds,
@@ -260,7 +294,6 @@ def _relation(
         None if edges.weight is None else edges.weight[slot].clone(),
         None if edges.time is None else edges.time[slot].clone(),
     )
-    checks.check_times(relation, None)
     return relation
 
 

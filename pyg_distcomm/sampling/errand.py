@@ -88,7 +88,7 @@ class Errand:
         word: torch.dtype,
     ) -> None:
         self._axis, self._word = axis, word
-        sizes = torch.tensor([w.node.numel() for w in wishes])
+        sizes = torch.tensor([w.node.numel() for w in wishes], dtype=torch.int64)
         self._first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         peer = torch.cat([torch.empty(0).long(), *peers])
         segments = len(wishes)
@@ -151,7 +151,7 @@ class Errand:
         pair, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
         slot = torch.empty_like(self._order)
         slot[self._order] = torch.arange(len(slot))
-        more = tuple(w.view(c) for w, c in zip(rest, columns, strict=True))
+        more = tuple(_narrowed(w, c) for w, c in zip(rest, columns, strict=True))
         return Answers(offset, pair, more, slot, self._first)
 
 
@@ -190,7 +190,7 @@ def answer(
         entry = torch.from_numpy(np.concatenate([place for _, place, _ in mine]))
         pairs.append(_pairs(relation, entry, word))
         if whole:
-            columns += [c[entry].view(word) for c in columns_of(relation)]
+            columns += [_widened(c[entry], word) for c in columns_of(relation)]
     none = torch.empty(0, dtype=word)
     return torch.cat([none, *(c.to(word) for c in counts), *pairs, *columns])
 
@@ -200,12 +200,26 @@ def columns_of(relation: Relation) -> list[Tensor]:
     return [c for c in (relation.weight, relation.time) if c is not None]
 
 
+def _widened(column: Tensor, word: torch.dtype) -> Tensor:
+    """Writes numbers as words; float32 becomes float64 where words have eight bytes."""
+    narrow = column.element_size() < word.itemsize
+    return (column.double() if narrow else column).view(word)
+
+
+def _narrowed(words: Tensor, kind: torch.dtype) -> Tensor:
+    """Reads what `_widened` wrote."""
+    wide = torch.float64 if kind.itemsize < words.element_size() else kind
+    return words.clone().view(wide).to(kind)
+
+
 def _fresh(total: int) -> tuple[NDArray[np.int64], int]:
     return np.empty(total, np.int64), 0
 
 
 def _pairs(relation: Relation, entry: Tensor, word: torch.dtype) -> Tensor:
     """Copies the pairs of entries, as whole words of eight bytes."""
+    if not len(entry):
+        return torch.empty(0, dtype=word)
     pair = relation.row.view(torch.float64).view(relation.num_edges, -1)
     return kernels.gather_rows(pair, entry).view(-1).view(relation.row.dtype).to(word)
 

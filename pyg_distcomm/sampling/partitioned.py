@@ -49,7 +49,8 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
 
     Price of a hop: see `errand_price`. At the owner, for k minibatches of b nodes and
     fan-out s on this rank, at most k b (1 + s) pairs of words are asked and answered, of
-    which those of this rank's own block do not travel; at the requester, the whole rows.
+    which those of this rank's own block do not travel; at the requester, the whole rows,
+    and with c > 1 the same once more inside the process row.
 
     Args:
         data: a share, from `pdc.partition`.
@@ -151,9 +152,9 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         for hop in range(max(map(len, fan_outs), default=0)):
             drawing_from = [r for r, f in enumerate(fan_outs) if f[hop] != 0]
             asks = [[d.ask(r, hop) for d in drawings] for r in range(len(fan_outs))]
-            if self.sample_at == "owner":
+            if self.sample_at == "owner" and drawing_from:
                 self._at_owner(hop, drawings, asks, drawing_from, keys)
-            else:
+            elif self.sample_at == "requester":
                 for r in drawing_from:
                     self._at_requester(r, hop, drawings, asks[r])
             for drawing in drawings:

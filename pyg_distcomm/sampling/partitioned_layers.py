@@ -110,7 +110,13 @@ class PartitionedLayerGraph:
         self.num_nodes = block.topology.graph.sizes[0]
         self._far = FarRows(block, channel)
         relation = block.topology.graph.relations[0]
-        peak = LocalLayerGraph(relation, self.num_nodes, rule, block.node_gid[0]).peak
+        problem, peak = None, 0.0
+        try:
+            own = LocalLayerGraph(relation, self.num_nodes, rule, block.node_gid[0])
+            peak = own.peak
+        except ValueError as error:
+            problem = str(error)
+        wire.agree(problem, channel.world)
         most = torch.tensor([peak], dtype=torch.float64)
         self._peak = float(wire.all_reduce(most, channel.world, "max"))
         self._own = self._local(relation, block.node_gid[0])

@@ -129,7 +129,7 @@ def _homogeneous(
         None if weight_attr is None else checks.weights(data[weight_attr], weight_attr)
     )
     n = _size(data.num_nodes)
-    with _said_of(None):
+    with said_of(None):
         relation = _relation(
             data, (n, n), node_time, edge_time, weight, is_sorted, backward
         )
@@ -152,7 +152,7 @@ def _heterogeneous(
     relations = []
     for edge_type in edge_types:
         source, _, target = edge_type
-        with _said_of(edge_type):
+        with said_of(edge_type):
             weight = weights.get(edge_type)
             weight = (
                 None if weight is None else checks.weights(weight, str(weight_attr))
@@ -218,7 +218,7 @@ def _stored(
     )
     relations = []
     for k, (source, target, colptr, row, perm) in enumerate(found.relations):
-        with _said_of(found.edge_types[k]):
+        with said_of(found.edge_types[k]):
             time = found.edge_time[k]
             time = None if time is None else checks.times(time, str(time_attr))
             _check_length("edges", row.numel(), "times", time)
@@ -378,7 +378,7 @@ def _size(n: int | None) -> int:
 
 
 @contextmanager
-def _said_of(edge_type: EdgeType | None) -> Iterator[None]:
+def said_of(edge_type: EdgeType | None) -> Iterator[None]:
     """Names the edge type in what is raised about it."""
     try:
         yield

@@ -1,0 +1,277 @@
+"""The corners of loading a partitioned graph: odd graphs, odd uses, and what must end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import batches
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from test_partitioned_loader import built, cut, masked
+from test_partitioned_sampling import timed
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm.channel import open_channel
+from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
+
+
+def alike(data, share, kind=DistNeighborLoader, fan_outs=(2, 2), **options):
+    """Asserts that a share yields what the whole graph does."""
+    options = {"batch_size": 3, "seed": 5, **options}
+    whole = {k: v for k, v in options.items() if k not in ("sample_at", "replication")}
+    one = list(kind(data, list(fan_outs), **whole))
+    two = list(kind(share, list(fan_outs), **options))
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        for key in ("n_id", "e_id", "edge_index", "x"):
+            batches.same(getattr(a, key), getattr(b, key))
+
+
+def few_edges(size, c):
+    mesh = worlds.mesh()
+    x = torch.arange(14.0).view(7, 2)
+    for ends in ([[1, 3, 5], [0, 0, 2]], [[], []], [[2], [2]]):
+        data = Data(x=x, edge_index=torch.tensor(ends, dtype=torch.int64))
+        share = pdc.partition(data, mesh, torch.arange(7) % size)
+        for sample_at in ("owner", "requester"):
+            alike(data, share, replication=c, sample_at=sample_at)
+            for rule in ("ladies", "fastgcn"):
+                alike(
+                    data,
+                    share,
+                    DistLayerLoader,
+                    rule=rule,
+                    replication=c,
+                    sample_at=sample_at,
+                )
+        alike(data, share, subgraph_type="induced", replication=c)
+
+
+@pytest.mark.parametrize(("size", "c"), [(2, 1), (2, 2), (3, 1)])
+def test_blocks_without_edges(size, c):
+    worlds.run(few_edges, size, size, c)
+
+
+def zeros(size):
+    mesh = worlds.mesh()
+    data = masked()
+    share = pdc.partition(data, mesh, cut(data, size))
+    for fan_outs in ([0], [2, 0], [0, 2], [2, 0, 2]):
+        for sample_at in ("owner", "requester"):
+            alike(data, share, fan_outs=fan_outs, sample_at=sample_at)
+
+
+def test_hops_that_draw_nothing():
+    worlds.run(zeros, 2, 2)
+
+
+def wide(size):
+    mesh = worlds.mesh()
+    data = timed()
+    for weight in (data.weight, data.weight.double()):
+        data.weight = weight
+        share = pdc.partition(data, mesh, cut(data, size))
+        topology = share.edge_index.topology
+        topology.edges = replace(topology.edges, total=2**31 + 10)  # ids need 8 bytes
+        del share.edge_attr, share.edge_time
+        plain = Data(
+            x=data.x, edge_index=data.edge_index, weight=weight, time=data.time
+        )
+        for sample_at in ("owner", "requester"):
+            for c in (1, size):
+                common = {"sample_at": sample_at, "replication": c}
+                alike(plain, share, weight_attr="weight", **common)
+                alike(plain, share, DistLayerLoader, weight_attr="weight", **common)
+
+
+def test_ids_that_need_eight_bytes():
+    worlds.run(wide, 2, 2)
+
+
+def wrong(size):
+    mesh = worlds.mesh()
+    data = timed()
+    share = pdc.partition(data, mesh, cut(data, size))
+    loader = DistNeighborLoader(share, [2], batch_size=9, time_attr="edge_time")
+    with pytest.raises(ValueError, match="have no time"):
+        list(loader)
+
+
+def test_times_of_edges_are_not_those_of_seeds():
+    worlds.run(wrong, 1, 1)
+
+
+class Endless:
+    """Batches of a script that does not say how many."""
+
+    def __iter__(self):
+        yield from ([0, 1], [2, 3])
+
+
+def refused(size):
+    mesh = worlds.mesh()
+    data = batches.hetero()
+    share = pdc.partition(data, mesh, cut(data, size))
+    with pytest.raises(ValueError, match="no edges have an attribute 'heavy'"):
+        DistNeighborLoader(share, [2], input_nodes="paper", weight_attr="heavy")
+    plain = masked()
+    share = pdc.partition(plain, mesh, cut(plain, size))
+    with pytest.raises(ValueError, match="has no length"):
+        DistNeighborLoader(share, [2], batch_sampler=Endless())
+    short = DistFeatureStore.from_replicated(torch.zeros(50, 3), open_channel(mesh))
+    with pytest.raises(ValueError, match="50 rows of 'x', and the graph 60"):
+        DistNeighborLoader(share, [2], features=short)
+
+
+def test_what_cannot_be_is_refused_at_construction():
+    worlds.run(refused, 2, 2)
+
+
+def part_of_the_rows(size):
+    mesh = worlds.mesh()
+    data = masked()
+    share = pdc.partition(data, mesh, cut(data, size))
+    store = DistFeatureStore.from_replicated(data.x + 1, open_channel(mesh))
+    for batch in DistNeighborLoader(share, [2], batch_size=9, features=store):
+        assert torch.equal(batch.x, data.x[batch.n_id] + 1)
+        assert torch.equal(batch.y, data.y[batch.n_id])
+        assert torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
+
+
+def test_a_store_may_have_some_of_the_rows():
+    worlds.run(part_of_the_rows, 2, 2)
+
+
+def given_times(size):
+    mesh = worlds.mesh()
+    data = timed()
+    share = pdc.partition(data, mesh, cut(data, size))
+    options = {"time_attr": "time", "batch_size": 9, "seed": 3}
+    one = DistNeighborLoader(data, [2], input_time=data.time, **options)
+    two = DistNeighborLoader(share, [2], input_time=share.time, **options)
+    for a, b in zip(one, two, strict=True):
+        batches.same(a.n_id, b.n_id)
+        batches.same(a.seed_time, b.seed_time)
+
+
+def test_times_of_the_share_are_those_of_seeds():
+    worlds.run(given_times, 2, 2)
+
+
+def twice(size):
+    _, loader = built(size)
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        list(zip(loader, loader, strict=True))
+    assert len(list(loader)) == len(loader)
+
+
+def test_one_epoch_at_a_time():
+    worlds.run(twice, 2, 2)
+
+
+def edited(size, c):
+    share, loader = built(size, c)
+    data = masked()
+    list(loader)
+    for turn in range(3):
+        loader.set_epoch(0)
+        if turn == 1:
+            share.x.to_local().add_(1.0)
+        if turn == 2:
+            share.x = share.x * 2.0
+        want = data.x + (turn > 0)
+        want = want * 2 if turn == 2 else want
+        for batch in loader:
+            assert torch.equal(batch.x, want[batch.n_id])
+
+
+@pytest.mark.parametrize("c", [1, 2])
+def test_rows_that_change_are_seen_at_the_next_epoch(c):
+    worlds.run(edited, 2, 2, c)
+
+
+def on_one_rank(size):
+    mesh = worlds.mesh()
+    share, loader = built(size)
+    list(loader)
+    if mesh.rank == 0:
+        share.x.to_local()[0] = 7.0
+    later = DistNeighborLoader(share, [2], batch_size=9, seed=1)
+    first = int(share.edge_index.nodes.partition.gids(0)[0])
+    for batch in later:
+        assert bool((batch.x[batch.n_id == first] == 7.0).all())
+    odd = timed()
+    share = pdc.partition(odd, mesh, cut(odd, size))
+    if mesh.rank == 0:
+        share.time = share.time.double()
+        share.time.to_local()[0] = float("nan")
+    else:
+        share.time = share.time.double()
+    with pytest.raises(ValueError, match="holds NaN"):
+        DistNeighborLoader(share, [2], time_attr="time")
+    share = pdc.partition(odd, mesh, cut(odd, size))
+    with pytest.raises(ValueError, match="do not ascend"):
+        DistNeighborLoader(share, [2], time_attr="time", is_sorted=True)
+
+
+def test_what_happens_on_one_rank_is_known_to_all():
+    worlds.run(on_one_rank, 2, 2)
+
+
+def transforming(size, prefetch):
+    mesh = worlds.mesh(fresh=True)
+    data = masked()
+
+    def transform(batch):
+        if mesh.rank == 0:
+            raise KeyError("no such thing") if prefetch else ValueError("not today")
+        return batch
+
+    share = pdc.partition(data, mesh, cut(data, size))
+    loader = DistNeighborLoader(
+        share, [2], batch_size=2, bulk_size=1, transform=transform, prefetch=prefetch
+    )
+    with pytest.raises((ValueError, KeyError, pdc.RankError)) as error:
+        list(loader)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_in_a_transform_ends_all_ranks_with_it(prefetch):
+    wanted = "no such thing" if prefetch else "not today"
+    for text in worlds.run(transforming, 2, 2, prefetch):
+        assert wanted in text
+
+
+def lives(size):
+    share, loader = built(size)
+    list(loader)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(4):
+        other = DistNeighborLoader(share, [2], batch_size=9)
+        list(other)
+        del other
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+def test_loaders_leave_no_process_groups_behind():
+    worlds.run(lives, 2, 2)
+
+
+def counted(size):
+    mesh = worlds.mesh()
+    _, loader = built(size, bulk_size=1, batch_size=2)
+    for k, _ in enumerate(loader):
+        if k == 2:
+            mesh.ledger.reset()
+    for name in ("sample", "fetch"):
+        assert loader.phases[name].bytes > 0
+        assert loader.phases[name].waiting >= 0
+    assert "sample" in str(loader.phases)
+
+
+def test_phases_do_not_depend_on_the_ledger_of_the_mesh():
+    worlds.run(counted, 2, 2)
