@@ -21,6 +21,8 @@ from pyg_distcomm.tensor import DistTensor
 
 def check_hetero(data: HeteroData) -> None:
     """Refuses a graph that cannot be shared out, naming the type."""
+    if not data.node_stores:
+        raise ValueError("the HeteroData has no nodes of any type")
     for store in data.node_stores:
         if store.num_nodes is None:
             raise ValueError(

@@ -162,6 +162,8 @@ def _bad_inputs():
     with pytest.raises(ValueError, match=r"part|owner"):
         pdc.partition(good, mesh, torch.full((50,), mesh.size))
     with pytest.raises(TypeError, match="HeteroData"):
+        pdc.partition([good], mesh)
+    with pytest.raises(ValueError, match="no nodes of any type"):
         pdc.partition(HeteroData(), mesh)
     share = pdc.partition(good, mesh, "random")
     with pytest.raises(TypeError, match="share already"):
