@@ -183,8 +183,8 @@ def steps(size, name, cutter, seeds, epochs=2):
     ids = {"train": every[data.train_mask], "all": every, "none": every[:0]}
     ids = ids[seeds] if isinstance(seeds, str) else torch.tensor(seeds)
     for kind in FANOUTS:
+        want = alone(kind, data, ids, size, epochs)
         for options in ({"bulk_size": 1}, {"sample_at": "requester", "prefetch": 0}):
-            want = alone(kind, data, ids, size, epochs)
             net = together(kind, mesh, share, ids, epochs, **options)
             for p, q in zip(net.parameters(), want, strict=True):
                 assert bool(p.isfinite().all())
