@@ -251,17 +251,17 @@ def bytes_table(found: Sequence[tuple]) -> str:
 # The command ------------------------------------------------------------------------
 
 
-def title(args: argparse.Namespace, data: tuple[int, int, int]) -> str:
+def title(args: argparse.Namespace, n: int, count: int) -> str:
     """Says what was run."""
-    n, e, count = data
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"`python benchmarks/partitioned.py --scale {args.scale} --degree {args.degree} "
         f"--share {args.share} --method {args.method} --ranks "
         f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --parts "
         f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread a rank; "
-        f"R-MAT graph of {n:,} nodes and {e:,} edges cut by {args.method}, {count:,} seeds "
-        f"in batches of {BATCH}, {WIDTH} float32 features; medians, ways in turn."
+        f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, "
+        f"{count:,} seeds in batches of {BATCH}, {WIDTH} float32 features; medians, ways "
+        "in turn."
     )
 
 
@@ -286,17 +286,16 @@ def main() -> None:
         room = args.room or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         room.mkdir(parents=True, exist_ok=True)
         one = Bench(args, room)
+        count = len(torch.load(seeds_file(room, args.scale, args.share)))
+        head = title(args, 1 << args.scale, count)
         tables = []
         for part in args.parts:
             for table in getattr(one, part)():
                 print(table, end="\n\n", flush=True)
                 tables.append(table)
-        count = len(torch.load(seeds_file(room, args.scale, args.share)))
-    n = 1 << args.scale
-    text = "\n\n".join(tables)
-    if args.write:
-        head = title(args, (n, n * args.degree, count))
-        args.write.write_text(f"{head}\n\n```\n{text}\n```\n")
+                if args.write:  # as they come: a long run may be cut short
+                    text = "\n\n".join(tables)
+                    args.write.write_text(f"{head}\n\n```\n{text}\n```\n")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
