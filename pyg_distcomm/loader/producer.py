@@ -21,6 +21,7 @@ from pyg_distcomm.loader.phases import ASSEMBLE, FETCH, SAMPLE, Phases
 
 BUDGET = 1 << 29  # bytes of minibatches in flight, if memory allows that much
 MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
+FIRST_SPREAD = 4  # minibatches of the first bulk where each bulk costs messages
 MOST_SPREAD = 16  # where each bulk costs messages, more of them do
 
 
@@ -86,8 +87,10 @@ class Producer:
         most = MOST * self._width
         if self._together or self._spread is not None:
             most = max(most, MOST_SPREAD)
-        if not self._bytes:
-            return self._width
+        if not self._bytes:  # how large a minibatch is shows after the first bulk
+            return (
+                self._width if self._spread is None else max(self._width, FIRST_SPREAD)
+            )
         room = min(BUDGET, _free_memory() // 8)
         # beside those that wait: one in use, one in the making, and the rows for it
         beside = 2 if self._spread is None else 3
