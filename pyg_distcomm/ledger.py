@@ -40,6 +40,13 @@ class Ledger:
         default_factory=threading.Lock, repr=False, compare=False
     )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what has no meaning in another process."""
+        return {**self.__dict__, "_lock": None, "parent": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def note(
         self,
         op: str,
