@@ -31,7 +31,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     each layer stand apart (`n_id` may repeat), so that an unchanged model of as many layers
     computes the layered estimate; `trim_to_layer` works. Give the weights to a layer that
     takes them, as `GCNConv(..., normalize=False, add_self_loops=False)`. Loops that a rule
-    adds (A + I) have `e_id` -1, and zeros for other edge attributes.
+    adds (A + I) have `e_id` -1, and zeros for other edge attributes. An `edge_weight` of the
+    data gives way to the rule's, which is float32.
 
     Bulks, keys, ranks, resuming and shares of `pdc.partition` are as in
     `DistNeighborLoader`; a batch is the same bit for bit on any number of ranks, blocks and
@@ -47,7 +48,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             `Rule`, as `Ladies("paper")`, or a function P -> P (see `UserRule`).
         input_nodes, input_time, transform, transform_sampler_output: as in PyG's
             `NodeLoader`.
-        weights: None, "normalized", "importance" or "debiased"; see `KeyedLayerSampler`.
+        weights: None, "normalized" (as the authors of LADIES have it, and biased, most so
+            where seeds are kept), "importance" or "debiased"; see `KeyedLayerSampler`.
         replace: whether a node may be drawn again in a layer.
         keep_batch: whether seeds are columns of every layer (default: as the rule says).
         weight_attr: the name of the edges' weights in data (default: all are 1).
