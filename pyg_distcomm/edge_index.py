@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm import indexing
 from pyg_distcomm.constants import Constants, Ordering
+from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, base_name
 from pyg_distcomm.tensor import DistTensor
@@ -55,7 +56,12 @@ class DistEdgeIndex(torch.Tensor):
         """
         local = edge_index.long().cpu()
         topology = Topology(
-            local[0], local[1], nodes, edges, oblivious, sources=sources
+            local[0],
+            local[1],
+            nodes,
+            edges,
+            "blocks" if oblivious else "auto",
+            sources=sources,
         )
         return _wrap(edge_index, topology)
 
@@ -141,10 +147,25 @@ class DistEdgeIndex(torch.Tensor):
 
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
-        t = self.topology
-        twin = Topology(
-            t.source_gid, t.target_gid, t.nodes, t.edges, True, t.device, t.sources
-        )
+        return self.with_halo("blocks")
+
+    def with_halo(self, halo: str = "auto") -> DistEdgeIndex:
+        """Returns the same edges, with products that exchange something else.
+
+        All give the same sums. Words are fewest with "cover"; "auto" takes whole blocks
+        where they have at most a sixteenth more words than that. Products with weights of
+        edges that are learnt send rows. Layers other than products always do.
+
+        Args:
+            halo: "rows" sends the rows of features that other ranks need
+                ([Mukhopadhyay24]), "sums" partial sums of rows in their place, "cover"
+                the fewest of both, pair of ranks by pair ([Zhuang25]), "blocks" whole
+                blocks, as sparsity-oblivious algorithms do ([Tripathy20]), "auto" the
+                cheaper one of the last two.
+        """
+        twin = copy.copy(self.topology)
+        twin.halo, twin.constants, twin._plans = check_halo(halo), Constants(), {}
+        twin.__dict__.pop("reversed", None)
         return _wrap(self.to_local(), twin)
 
     def with_ordering(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,8 +15,9 @@ from pyg_distcomm import adjoint, wire
 from pyg_distcomm.constants import Constants, Ordering
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.ops.build import EdgeRoute, Plan, build_plan
+from pyg_distcomm.ops.build import Plan, build_plan
 from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.ops.route import EdgeRoute
 from pyg_distcomm.rows import Rows
 
 
@@ -65,7 +67,7 @@ class Topology:
         target_gid: `[e]` on the CPU, nodes of this rank.
         nodes: which nodes are here.
         edges: which edges are here, by their place in the original edge_index.
-        oblivious: exchange whole blocks, as the sparsity-oblivious baseline does.
+        halo: what products exchange; see `check_halo`.
         device: where operators are put.
         sources: which sources are here, if their type is not that of the targets.
         ordering: how layers multiply with it.
@@ -75,7 +77,7 @@ class Topology:
     target_gid: Tensor
     nodes: Rows
     edges: Rows
-    oblivious: bool = False
+    halo: str = "auto"
     device: torch.device = torch.device("cpu")
     sources: Rows | None = None
     ordering: Ordering = Ordering()
@@ -149,34 +151,45 @@ class Topology:
         order = torch.argsort(gid)
         edges = Rows(gid[order], self.edges.total, mesh, None)
         turned = Topology(
-            target[order], source[order], self.nodes, edges, self.oblivious, self.device
+            target[order], source[order], self.nodes, edges, self.halo, self.device
         )
         return Reversal(turned, route.to(self.device), order)
 
-    def sum_plan(self) -> Plan:
-        """The plan of `sum over in-edges`; collective the first time."""
-        if "sum" not in self._plans:
-            self._plans["sum"] = self._plan(self.source_gid, self.target_gid)
-        plan: Plan = self._plans["sum"]
-        return plan
+    def sum_plan(self, trainable: bool = False) -> Plan:
+        """The plan of `sum over in-edges`; collective the first time.
 
-    def _plan(self, source_gid: Tensor, target_gid: Tensor) -> Plan:
-        self.check_one_kind()
-        nodes = self.nodes
-        assert nodes.partition is not None
-        plan = build_plan(
-            source_gid, target_gid, nodes.partition, nodes.mesh, self.oblivious
+        Args:
+            trainable: whether it must multiply by values that are learnt.
+        """
+        return self._planned(
+            "sum", trainable, lambda: (self.source_gid, self.target_gid)
         )
-        return plan.to(self.device)
+
+    def _planned(
+        self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
+    ) -> Plan:
+        halo = "rows" if trainable and self.halo != "blocks" else self.halo
+        key = kind, halo
+        if key not in self._plans:
+            self.check_one_kind()
+            nodes = self.nodes
+            assert nodes.partition is not None
+            plan = build_plan(*edges(), nodes.partition, nodes.mesh, halo)
+            self._plans[key] = plan.to(self.device)
+        found: Plan = self._plans[key]
+        return found
 
     def sum(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Returns `sum_e weight_e x_source(e)` for each own node."""
-        plan = self.sum_plan()
         if weight is None:
-            return plan.matrix.matmul(x)
+            return self.sum_plan().matrix.matmul(x)
         if weight.requires_grad and torch.is_grad_enabled():
-            return plan.matmul(x, weight.to(x.dtype))
-        return self._fixed("sum", plan, weight, x.dtype, lambda: weight).matmul(x)
+            return self.sum_plan(trainable=True).matmul(x, weight.to(x.dtype))
+
+        def value_of() -> tuple[Plan, Tensor]:
+            return self.sum_plan(), weight.detach().to(x.dtype)
+
+        return self._fixed("sum", weight, x.dtype, value_of).matmul(x)
 
     def gcn(
         self, x: Tensor, weight: Tensor | None, improved: bool, add_self_loops: bool
@@ -186,22 +199,26 @@ class Topology:
         trainable = weight is not None and weight.requires_grad
         if trainable and torch.is_grad_enabled():
             edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
-            return self._looped_plan(add_self_loops, edge_index).matmul(x, value)
+            plan = self._looped_plan(add_self_loops, edge_index, trainable=True)
+            return plan.matmul(x, value)
 
         def value_of() -> tuple[Plan, Tensor]:
             edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
             return self._looped_plan(add_self_loops, edge_index), value
 
-        return self._fixed_gcn(kind, weight, x.dtype, value_of).matmul(x)
+        return self._fixed(kind, weight, x.dtype, value_of).matmul(x)
 
-    def _looped_plan(self, add_self_loops: bool, edge_index: Tensor) -> Plan:
+    def _looped_plan(
+        self, add_self_loops: bool, edge_index: Tensor, trainable: bool = False
+    ) -> Plan:
         if not add_self_loops:
-            return self.sum_plan()
-        if "loops" not in self._plans:
+            return self.sum_plan(trainable)
+
+        def edges() -> tuple[Tensor, Tensor]:
             gid = self.all_gid[edge_index.cpu()]
-            self._plans["loops"] = self._plan(gid[0], gid[1])
-        plan: Plan = self._plans["loops"]
-        return plan
+            return gid[0], gid[1]
+
+        return self._planned("loops", trainable, edges)
 
     def gcn_norm(
         self,
@@ -216,13 +233,6 @@ class Topology:
         return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype)
 
     def _fixed(
-        self, kind: Any, plan: Plan, weight: Tensor, dtype: torch.dtype, make: Any
-    ) -> GridMatrix:
-        return self._fixed_gcn(
-            kind, weight, dtype, lambda: (plan, make().detach().to(dtype))
-        )
-
-    def _fixed_gcn(
         self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any
     ) -> GridMatrix:
         """Remembers one matrix with fixed values per kind, for as long as they stand."""
@@ -252,7 +262,7 @@ class Topology:
             self.target_gid,
             self.nodes,
             self.edges,
-            self.oblivious,
+            self.halo,
             device,
             self.sources,
             self.ordering,

@@ -60,6 +60,7 @@ class Pending:
     work: dist.Work | None = None
     entry: Entry | None = None
     kept: Any = None  # what is being sent must live until it has left
+    into: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
@@ -69,6 +70,8 @@ class Pending:
             spent = time.perf_counter() - start
             self.axis.ledger.waited(self.op, self.axis.name, spent)
             self.work = self.kept = None
+        if self.into is not None and self.into is not self.out:
+            self.out = self.into.copy_(self.out)
         return self.out.to(self.device)
 
 
@@ -128,8 +131,11 @@ def all_to_all(
     recv_counts: Sequence[int],
     axis: Axis,
     op: str = "all_to_all",
+    into: Tensor | None = None,
 ) -> Pending:
     """Starts to send row blocks of `x` to the ranks of an axis.
+
+    What arrives is written `into` a tensor of the right shape, if one is given.
 
     Shapes (this rank):
         x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
@@ -138,10 +144,12 @@ def all_to_all(
     Price: (sum(recv_counts) - recv_counts[self]) times the width of a row, in words.
     """
     if axis.size == 1:
-        return Pending(x, x.device, axis, op)
+        return Pending(x if into is None else into.copy_(x), x.device, axis, op)
     width = x[0].numel() if x.size(0) else _width(x)
     source = _staged(x.contiguous(), axis)
-    out = source.new_empty((sum(recv_counts), *x.shape[1:]))
+    out = into
+    if out is None or out.device != source.device:
+        out = source.new_empty((sum(recv_counts), *x.shape[1:]))
     entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
     work = _started(
         axis,
@@ -155,7 +163,7 @@ def all_to_all(
             async_op=True,
         ),
     )
-    return Pending(out, x.device, axis, op, work, entry, source)
+    return Pending(out, x.device, axis, op, work, entry, source, into)
 
 
 def _width(x: Tensor) -> int:
@@ -216,9 +224,12 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     return Pending(out, x.device, axis, "all_reduce", work, entry)
 
 
-def note_all_reduce(x: Tensor, axis: Axis) -> Entry:
-    """Counts an all-reduce of `x` as the ring moves it."""
-    words = ring_words(x.numel(), axis.size)
+def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Entry:
+    """Counts an all-reduce of `x` as the ring moves it, after `before` other words.
+
+    Pieces of one sum cost together what the sum in one piece costs.
+    """
+    words = ring_words(before + x.numel(), axis.size) - ring_words(before, axis.size)
     size = words * x.element_size()
     return axis.ledger.note(
         "all_reduce",
@@ -235,9 +246,12 @@ def ring_words(numel: int, size: int) -> int:
     return -(-2 * numel * (size - 1) // size)
 
 
-def all_reduce_future(x: Tensor, axis: Axis) -> Any:
-    """Starts an in-place sum and returns torch's own future of it (for DDP's hook)."""
-    note_all_reduce(x, axis)
+def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> Any:
+    """Starts an in-place sum and returns torch's own future of it (for DDP's hook).
+
+    It is a piece of a larger sum, of which `before` words have left.
+    """
+    note_all_reduce(x, axis, before)
     return dist.all_reduce(x, group=axis.group, async_op=True).get_future()
 
 

@@ -73,18 +73,15 @@ def _loss(out, net, data):
     return masked + 0.01 * net.conv1.lin.weight.square().sum() + 0.001 * scores.mean()
 
 
-def compare(
-    graph, cutter, grid, kind, steps=0, optimizer="sgd", oblivious=False, tol=1e-9
-):
+def compare(graph, cutter, grid, kind, steps=0, optimizer="sgd", halo="auto", tol=1e-9):
     """Runs on this rank of the world, and asserts every piece equal to PyG's."""
     data = GRAPHS[graph]()
     want = single(data, kind, steps, optimizer)
     mesh = worlds.mesh(grid=grid)
     torch.manual_seed(7)
     net = Net(DistGCNConv, DistSAGEConv, data.x.size(1), 4, kind).double()
-    share = pdc.partition(
-        data, mesh, owners(cutter, data, mesh.size), oblivious=oblivious
-    )
+    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+    share.edge_index = share.edge_index.with_halo(halo)
     model = pdc.replicate(pdc.convert(net), mesh)
     net = model.module
     got = _run(net, model, share, share.x, share.edge_weight, steps, optimizer)

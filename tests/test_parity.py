@@ -40,9 +40,10 @@ def test_ten_steps(size, optimizer):
     worlds.run(compare, size, "undirected", "metis", grid, "plain", 10, optimizer)
 
 
+@pytest.mark.parametrize("halo", ["rows", "sums", "cover", "blocks"])
 @pytest.mark.parametrize("grid", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_oblivious(grid):
-    worlds.run(compare, 4, "directed", "random", grid, "plain", 0, "sgd", True)
+def test_whatever_travels(grid, halo):
+    worlds.run(compare, 4, "directed", "random", grid, "plain", 0, "sgd", halo)
 
 
 @pytest.mark.exhaustive

@@ -76,15 +76,16 @@ class Halo(Link):
         """The number of rows that arrive here, h."""
         return sum(self.recv_counts)
 
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+    def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts to send own rows; the call returns the ghosts, in planned order."""
         if self.silent:
-            empty = x.new_empty((0, *x.shape[1:]))
+            empty = x.new_empty((0, *x.shape[1:])) if into is None else into
             return lambda: empty
         rows = kernels.gather_rows(x.flatten(1), self.send_slot)
         op = "all_gather" if self.dense else "halo"
+        flat = None if into is None else into.flatten(1)
         pending = wire.all_to_all(
-            rows, self.send_counts, self.recv_counts, self.axis, op
+            rows, self.send_counts, self.recv_counts, self.axis, op, flat
         )
         return lambda: (
             pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else (pending.wait())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,28 @@ class Link(abc.ABC):
         begin(x)            ghost = H x
         begin_transpose(g)  x += H^T g
 
-    Every `begin` is followed by exactly one call of what it returned.
+    Every `begin` is followed by exactly one call of what it returned. A link is silent if
+    nothing travels on any rank of its axis.
     """
 
+    silent: bool
+
+    @property
     @abc.abstractmethod
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts to send own rows `[n, f]`; the call returns ghosts `[h, f]`."""
+    def num_ghosts(self) -> int:
+        """The number of rows that arrive here, h."""
+
+    @property
+    def parts(self) -> Sequence[Link]:
+        """Links that make up this one, each for the ghosts after those of the last."""
+        return (self,)
+
+    @abc.abstractmethod
+    def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts to send own rows `[n, f]`; the call returns ghosts `[h, f]`.
+
+        They are written `into` a tensor of that shape, if one is given.
+        """
 
     @abc.abstractmethod
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:

@@ -32,6 +32,7 @@ __all__ = [
     "keyed_dropout",
     "keyed_mask",
     "layer_weights",
+    "minimum_cover",
     "neighbor_sampler",
     "normalize_rows",
     "place_index",
@@ -136,6 +137,13 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
             f"gid must name each of the {len(x)} rows of x, got {list(gid.shape)}"
         )
     return _pick(reference.keyed_dropout, (x,), (gid,))(x, _checked(key), gid, p)
+
+
+def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
+    """Finds a smallest vertex cover of a bipartite graph; `reference.minimum_cover`."""
+    module = importlib.import_module(".cover", __name__)
+    cover: tuple[Tensor, Tensor] = module.minimum_cover(ptr, to, num_right)
+    return cover
 
 
 def place_pairs(

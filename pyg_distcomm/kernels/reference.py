@@ -7,6 +7,8 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -231,3 +233,46 @@ def places(gid: Tensor, ids: Tensor) -> Tensor:
         return torch.full_like(ids, -1)
     place = torch.searchsorted(gid, ids).clamp_(max=len(gid) - 1)
     return torch.where(gid[place] == ids, place, -1)
+
+
+def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
+    """Returns a smallest set of vertices of a bipartite graph that touches every edge.
+
+    By Konig's theorem: with a maximum matching, and all that alternating paths reach from
+    unmatched left vertices, it is the left vertices not reached and the right ones
+    reached. What is reached is the same for every maximum matching, so the cover is one
+    of a kind; of all smallest ones it has the most left vertices.
+
+    Shapes: ptr [m + 1], to [e], edges from left to right vertices as CSR; returns bool
+    [m] and [num_right].
+    """
+    neighbours = [to[a:b].tolist() for a, b in pairwise(ptr.tolist())]
+    mate: dict[int, int] = {}  # of right vertices
+
+    def reached(start: int) -> tuple[dict[int, int], int | None]:
+        """Searches alternating paths: who led to each right vertex, and a free one."""
+        led: dict[int, int] = {}
+        queue = [start]
+        for u in queue:
+            for v in neighbours[u]:
+                if v not in led:
+                    led[v] = u
+                    if v not in mate:
+                        return led, v
+                    queue.append(mate[v])
+        return led, None
+
+    left = torch.ones(len(neighbours), dtype=torch.bool)
+    right = torch.zeros(num_right, dtype=torch.bool)
+    for start in range(len(neighbours)):
+        led, v = reached(start)
+        while v is not None:  # turns the path around
+            u = led[v]
+            before = next((w for w, m in mate.items() if m == u), None)
+            mate[v] = u
+            v = before if u != start else None
+    for start in set(range(len(neighbours))) - set(mate.values()):
+        led, _ = reached(start)
+        left[[start, *(mate[v] for v in led)]] = False
+        right[list(led)] = True
+    return left, right

@@ -71,17 +71,23 @@ class CSR:
     pattern: Pattern
     value: Tensor | None = None
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """Returns `A x` `[m, f]` for x `[n, f]`."""
-        p = self.pattern
-        return kernels.spmm(p.rowptr, p.col, self.value, x)
+    def matmul(self, x: Tensor, out: Tensor | None = None, first: int = 0) -> Tensor:
+        """Returns `A x` `[m, f]` for x `[n, f]`.
 
-    def add_matmul(self, x: Tensor, out: Tensor) -> Tensor:
-        """Adds `A x` to `out` `[m, f]`, in place."""
+        Given `out`, writes there the rows of the product from `first` on that it has
+        room for.
+        """
         p = self.pattern
-        if p.nnz == 0:
+        rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
+        return kernels.spmm(rowptr, p.col, self.value, x, out)
+
+    def add_matmul(self, x: Tensor, out: Tensor, first: int = 0) -> Tensor:
+        """Adds to `out`, in place, the rows of `A x` from `first` on."""
+        p = self.pattern
+        if p.nnz == 0 or len(out) == 0:
             return out
-        return kernels.spmm(p.rowptr, p.col, self.value, x, out, True)
+        rowptr = p.rowptr[first : first + len(out) + 1]
+        return kernels.spmm(rowptr, p.col, self.value, x, out, True)
 
     def value_gradient(self, g: Tensor, x: Tensor) -> Tensor:
         """Returns `d<g, A x> / d value` `[nnz]`: the dot of row and column rows."""

@@ -14,7 +14,8 @@ columns are owned by process column j. The sparse matrix never moves, and
 (P, 1, 1) is the 1D algorithm of [Tripathy20] Sec. 4.1 in the sparsity-aware form of
 [Mukhopadhyay24]; (P/c, c, 1) and (q, q, p) move the words of its 1.5D and 3D algorithms
 but keep A in place; (1, 1, P) is the feature split of [Kurt23]. The transpose is the same
-steps with row and col exchanged and every local block transposed.
+steps with row and col exchanged and every local block transposed. Where it is cheaper,
+nonzeros of A_ij are multiplied by another rank (see [Note: rows or sums] in `cover.py`).
 """
 
 from __future__ import annotations
@@ -27,47 +28,12 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import CSR
+from pyg_distcomm.ops.multiply import Product
+from pyg_distcomm.ops.tile import Links, Tile
 from pyg_distcomm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.wire import Axis
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """A_ij in four blocks: (own | out) rows x (own | ghost) columns.
-
-    Own rows and columns belong to ranks (i, j, *); out rows to other process columns,
-    ghost columns to other process rows.
-    """
-
-    own_own: CSR
-    own_ghost: CSR
-    out_own: CSR
-    out_ghost: CSR
-
-    @cached_property
-    def transposed(self) -> Tile:
-        """The four blocks of the transpose: out rows become ghost columns."""
-        return Tile(
-            self.own_own.transposed,
-            self.out_own.transposed,
-            self.own_ghost.transposed,
-            self.out_ghost.transposed,
-        )
-
-    @property
-    def blocks(self) -> tuple[CSR, CSR, CSR, CSR]:
-        """The four blocks, in the order of their edges in `EdgeRoute` values."""
-        return self.own_own, self.own_ghost, self.out_own, self.out_ghost
-
-    def with_values(self, value: Tensor, index: tuple[Tensor, ...]) -> Tile:
-        """Returns the same patterns with the values `value[index]` on them."""
-        pairs = zip(self.blocks, index, strict=True)
-        return Tile(
-            *(CSR(block.pattern, value.index_select(0, i)) for block, i in pairs)
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +107,7 @@ class GridMatrix:
     """
 
     tile: Tile
-    link_in: Link
-    link_out: Link
+    links: Links
     fiber: FiberSplit
 
     def matmul(
@@ -152,8 +117,9 @@ class GridMatrix:
 
         Args:
             x: own rows `[n_i, f]`.
-            value: trainable values of this rank's block, instead of the fixed ones.
-            index: which of them each nonzero of the four blocks takes.
+            value: trainable values of this rank's block, instead of the fixed ones;
+                for matrices planned with halo="rows" or "blocks".
+            index: which of them each nonzero of the blocks takes.
         """
         out: Tensor = _Product.apply(x, value, index, self)
         return out
@@ -164,39 +130,19 @@ class GridMatrix:
     @cached_property
     def transposed(self) -> GridMatrix:
         """The transpose: the same steps in a mirror."""
-        return GridMatrix(self.tile.transposed, self.link_out, self.link_in, self.fiber)
+        return GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)
 
     def price(self, width: int) -> Price:
         """Returns what one product costs this rank at `width` features."""
         share = self.fiber.width(width)
-        return (
-            self.fiber.price(width)
-            + self.link_in.price(share)
-            + self.link_out.price_transpose(share)
-        )
+        return self.fiber.price(width) + self.links.price(share)
 
-    def apply(
-        self, x: Tensor, tile: Tile | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def apply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the product, and the own and ghost rows it multiplied by."""
-        tile = tile or self.tile
-        note = self.fiber.axis.ledger.event
         own = self.fiber.split(x)
         memory.make_room(self._traffic(own))
-        arrive = self.link_in.begin(own)
-        note("begin", "in")
-        out = tile.out_own.matmul(own)
-        z = tile.own_own.matmul(own)
-        note("multiply", "own")
-        ghost = arrive()
-        note("arrive", "in")
-        tile.out_ghost.add_matmul(ghost, out)
-        deliver = self.link_out.begin_transpose(out)
-        note("begin", "out")
-        tile.own_ghost.add_matmul(ghost, z)
-        note("multiply", "ghost")
-        deliver(z)
-        note("arrive", "out")
+        product = Product(self.tile, self.links, own, self.fiber.axis.ledger.event)
+        z, ghost = product.run()
         return self.fiber.join(z, x.size(1)), own, ghost
 
     def _traffic(self, own: Tensor) -> int:
@@ -204,7 +150,8 @@ class GridMatrix:
         if own.is_cuda:
             return 0
         rows, cols = self.tile.out_ghost.pattern.shape
-        return own.nbytes + (rows + cols) * own.size(1) * own.element_size()
+        more = self.tile.sum_own.pattern.shape[0] + self.tile.own_far.pattern.shape[1]
+        return own.nbytes + (rows + cols + more) * own.size(1) * own.element_size()
 
     def to(self, device: torch.device) -> GridMatrix:
         """Returns the same matrix on another device."""
@@ -212,19 +159,18 @@ class GridMatrix:
             CSR(b.pattern.to(device), None if b.value is None else b.value.to(device))
             for b in self.tile.blocks
         )
-        return GridMatrix(
-            Tile(*blocks), self.link_in.to(device), self.link_out.to(device), self.fiber
-        )
+        return GridMatrix(Tile(*blocks), self.links.to(device), self.fiber)
 
     def gather(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Returns own and ghost rows as `apply` would multiply by them."""
         own = self.fiber.split(g)
-        return own, self.link_in.begin(own)()
+        return own, self.links.ghost.begin(own)()
 
     def __repr__(self) -> str:
         n = sum(block.pattern.nnz for block in self.tile.blocks)
         return (
-            f"GridMatrix({n} nonzeros here, in: {self.link_in}, out: {self.link_out})"
+            f"GridMatrix({n} nonzeros here, in: {self.links.ghost}, "
+            f"out: {self.links.out})"
         )
 
 
@@ -234,7 +180,7 @@ def value_gradient(
     """Returns dLoss/dvalue: for each nonzero the dot of its row's g and column's x.
 
     Args:
-        tile: the four blocks.
+        tile: the blocks; no nonzeros were handed to other ranks.
         index: which value each nonzero took.
         like: the values; the gradient has their shape.
         g: the gradient's own and out rows.
@@ -242,7 +188,7 @@ def value_gradient(
     """
     sides = [(g[0], x[0]), (g[0], x[1]), (g[1], x[0]), (g[1], x[1])]
     out = torch.zeros_like(like)
-    for block, i, (rows, cols) in zip(tile.blocks, index, sides, strict=True):
+    for block, i, (rows, cols) in zip(tile.blocks[:4], index, sides, strict=False):
         if block.pattern.nnz:
             out.index_add_(0, i, block.value_gradient(rows, cols).to(out.dtype))
     return out
@@ -255,9 +201,11 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, value: Tensor | None, index: Any, matrix: GridMatrix
     ) -> Tensor:
-        tile = matrix.tile if value is None else matrix.tile.with_values(value, index)
-        z, own, ghost = matrix.apply(x, tile)
-        ctx.matrix, ctx.tile, ctx.index = matrix, tile, index
+        if value is not None:
+            tile = matrix.tile.with_values(value, index)
+            matrix = GridMatrix(tile, matrix.links, matrix.fiber)
+        z, own, ghost = matrix.apply(x)
+        ctx.matrix, ctx.index = matrix, index
         if value is not None and ctx.needs_input_grad[1]:
             ctx.save_for_backward(value, own, ghost)
         return z
@@ -267,12 +215,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         g = g.contiguous()
-        mirror = GridMatrix(
-            ctx.tile.transposed,
-            ctx.matrix.link_out,
-            ctx.matrix.link_in,
-            ctx.matrix.fiber,
-        )
+        mirror = ctx.matrix.transposed
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
             gx, *found = mirror.apply(g)
@@ -281,4 +224,5 @@ class _Product(torch.autograd.Function):
             return gx, None, None, None
         value, *cols = ctx.saved_tensors
         rows = rows or mirror.gather(g)
-        return gx, value_gradient(ctx.tile, ctx.index, value, rows, cols), None, None
+        tile = ctx.matrix.tile
+        return gx, value_gradient(tile, ctx.index, value, rows, cols), None, None

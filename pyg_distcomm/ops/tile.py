@@ -1,0 +1,92 @@
+"""Tile and Links: what a rank multiplies, and the exchanges around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.ops.csr import CSR
+from pyg_distcomm.price import Price
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """The nonzeros that this rank multiplies, in blocks by who owns row and column.
+
+    Own rows and columns belong to ranks (i, j, *). A_ij has out rows of other process
+    columns, and ghost columns of other process rows. Beside it are nonzeros that other
+    ranks handed over (see [Note: rows or sums] in `cover.py`): sum rows are wanted by
+    other process rows, far columns are forwarded by other process columns.
+    """
+
+    own_own: CSR
+    own_ghost: CSR
+    out_own: CSR
+    out_ghost: CSR
+    sum_own: CSR
+    own_far: CSR
+
+    @cached_property
+    def transposed(self) -> Tile:
+        """The blocks of the transpose: out rows become ghost columns, and sums far."""
+        return Tile(
+            self.own_own.transposed,
+            self.out_own.transposed,
+            self.own_ghost.transposed,
+            self.out_ghost.transposed,
+            self.own_far.transposed,
+            self.sum_own.transposed,
+        )
+
+    @property
+    def blocks(self) -> tuple[CSR, ...]:
+        """The blocks, in the order of their edges in `EdgeRoute` values."""
+        return (
+            *(self.own_own, self.own_ghost, self.out_own, self.out_ghost),
+            *(self.sum_own, self.own_far),
+        )
+
+    def with_values(self, value: Tensor, index: tuple[Tensor, ...]) -> Tile:
+        """Returns the same patterns with the values `value[index]` on them."""
+        pairs = zip(self.blocks, index, strict=True)
+        return Tile(
+            *(CSR(block.pattern, value.index_select(0, i)) for block, i in pairs)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The exchanges of a product.
+
+    Args:
+        ghost: brings ghost columns, over the row axis.
+        out: takes sums of out rows to their owners, over the col axis.
+        sums: takes sum rows to who wants them, over the row axis; they land in own
+            rows, and out rows after them.
+        far: brings far columns, own or ghost of their sender, over the col axis.
+    """
+
+    ghost: Link
+    out: Link
+    sums: Link
+    far: Link
+
+    @property
+    def mirrored(self) -> Links:
+        """The exchanges of the transpose."""
+        return Links(self.out, self.ghost, self.far, self.sums)
+
+    def price(self, width: int) -> Price:
+        """Returns the price of one product at `width` features."""
+        there = self.ghost.price(width) + self.far.price(width)
+        back = self.out.price_transpose(width) + self.sums.price_transpose(width)
+        return there + back
+
+    def to(self, device: torch.device) -> Links:
+        """Returns the same exchanges on another device."""
+        every = (self.ghost, self.out, self.sums, self.far)
+        return Links(*(link.to(device) for link in every))
