@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyg_distcomm import timeline
+
 
 @dataclass
 class Entry:
@@ -56,10 +58,13 @@ class Ledger:
         bytes: int,
         sent_bytes: int,
         messages: int,
-    ) -> Entry:
-        """Adds one operation and returns its row; a parent counts it too."""
+    ) -> timeline.Exchange | None:
+        """Adds one operation; a parent counts it too.
+
+        Returns its record in the trace under way, if there is one.
+        """
         if self.parent is not None:
-            self.parent.note(
+            traced = self.parent.note(
                 op,
                 axis,
                 words=words,
@@ -67,6 +72,10 @@ class Ledger:
                 sent_bytes=sent_bytes,
                 messages=messages,
             )
+        elif (recorder := timeline.recorder) is not None:
+            traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
+        else:
+            traced = None
         with self._lock:  # loaders count from threads of their own
             entry = self.entries.setdefault((op, axis), Entry())
             entry.calls += 1
@@ -74,7 +83,7 @@ class Ledger:
             entry.bytes += bytes
             entry.sent_bytes += sent_bytes
             entry.messages += messages
-        return entry
+        return traced
 
     def waited(self, op: str, axis: str, seconds: float) -> None:
         """Adds seconds that an operation was waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -260,8 +261,27 @@ def init(
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if not dist.is_initialized():
-        return _alone(sides, seed, home)
-    return _joined(sides, seed, home, timeout)
+        return _remembered(_alone(sides, seed, home))
+    return _remembered(_joined(sides, seed, home, timeout))
+
+
+_latest: weakref.ref[Mesh] | None = None
+
+
+def _remembered(mesh: Mesh) -> Mesh:
+    global _latest
+    _latest = weakref.ref(mesh)
+    return mesh
+
+
+def latest_mesh() -> Mesh | None:
+    """Returns the mesh that `init` made last, if it is still in use."""
+    return None if _latest is None else _latest()
+
+
+def ranks_without_mesh() -> int:
+    """Returns how many ranks there are, whether or not they have a mesh."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _default_backend() -> str:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.failure import Watch
-from pyg_distcomm.ledger import Entry, Ledger
+from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.timeline import Exchange
 
 _SLICE = timedelta(seconds=0.25)
 
@@ -58,16 +59,23 @@ class Pending:
     axis: Axis
     op: str
     work: dist.Work | None = None
-    entry: Entry | None = None
+    traced: Exchange | None = None
     kept: Any = None  # what is being sent must live until it has left
+
+    def __post_init__(self) -> None:
+        if self.traced is not None:  # on a stream, futures do not tell
+            told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
+            self.traced.under_way(told and told())
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
         if self.work is not None:
-            start = time.perf_counter()
+            start = time.perf_counter_ns()
             _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            spent = time.perf_counter() - start
+            spent = (time.perf_counter_ns() - start) / 1e9
             self.axis.ledger.waited(self.op, self.axis.name, spent)
+            if self.traced is not None:
+                self.traced.waited(start)
             self.work = self.kept = None
         return self.out.to(self.device)
 
@@ -142,7 +150,7 @@ def all_to_all(
     width = x[0].numel() if x.size(0) else _width(x)
     source = _staged(x.contiguous(), axis)
     out = source.new_empty((sum(recv_counts), *x.shape[1:]))
-    entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
+    traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
     work = _started(
         axis,
         op,
@@ -155,7 +163,7 @@ def all_to_all(
             async_op=True,
         ),
     )
-    return Pending(out, x.device, axis, op, work, entry, source)
+    return Pending(out, x.device, axis, op, work, traced, source)
 
 
 def _width(x: Tensor) -> int:
@@ -169,7 +177,7 @@ def _note_rows(
     recv_counts: Sequence[int],
     axis: Axis,
     op: str,
-) -> Entry:
+) -> Exchange | None:
     received = sum(recv_counts) - recv_counts[axis.rank]
     sent = sum(send_counts) - send_counts[axis.rank]
     peers = [c for i, c in enumerate(send_counts) if i != axis.rank]
@@ -205,7 +213,7 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(x, x.device, axis, "all_reduce")
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
-    entry = note_all_reduce(x, axis)
+    traced = note_all_reduce(x, axis)
     work = _started(
         axis,
         "all_reduce",
@@ -213,10 +221,10 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
             out, op=_REDUCTIONS[op], group=axis.group, async_op=True
         ),
     )
-    return Pending(out, x.device, axis, "all_reduce", work, entry)
+    return Pending(out, x.device, axis, "all_reduce", work, traced)
 
 
-def note_all_reduce(x: Tensor, axis: Axis) -> Entry:
+def note_all_reduce(x: Tensor, axis: Axis) -> Exchange | None:
     """Counts an all-reduce of `x` as the ring moves it."""
     words = ring_words(x.numel(), axis.size)
     size = words * x.element_size()
@@ -237,8 +245,11 @@ def ring_words(numel: int, size: int) -> int:
 
 def all_reduce_future(x: Tensor, axis: Axis) -> Any:
     """Starts an in-place sum and returns torch's own future of it (for DDP's hook)."""
-    note_all_reduce(x, axis)
-    return dist.all_reduce(x, group=axis.group, async_op=True).get_future()
+    traced = note_all_reduce(x, axis)
+    future = dist.all_reduce(x, group=axis.group, async_op=True).get_future()
+    if traced is not None:
+        traced.under_way(None if x.is_cuda else future)
+    return future
 
 
 def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:
@@ -290,13 +301,13 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     size = exchange_counts([len(text)] * axis.size, axis)[0]
     mine = bytearray(text) if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
-    entry = _note_broadcast(buffer, axis)
+    traced = _note_broadcast(buffer, axis)
     work = _started(
         axis,
         "plan",
         lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
     )
-    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, entry).wait()
+    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
     return pickle.loads(got.numpy().tobytes())
 
 
@@ -305,7 +316,7 @@ def _first_rank(axis: Axis) -> int:
     return dist.get_global_rank(axis.group, 0)
 
 
-def _note_broadcast(x: Tensor, axis: Axis) -> Entry:
+def _note_broadcast(x: Tensor, axis: Axis) -> Exchange | None:
     first = axis.rank == 0
     received = 0 if first else x.numel()
     sent = x.numel() * (axis.size - 1) if first else 0

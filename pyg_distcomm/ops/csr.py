@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
+from pyg_distcomm import kernels, timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,23 +66,34 @@ class Pattern:
 class CSR:
     """A local block: a pattern and the values on it (None: all ones).
 
-    Shapes: value [nnz] or None.
+    Shapes: value [nnz] or None. The name is what its products are called in a trace.
     """
 
     pattern: Pattern
     value: Tensor | None = None
+    name: str = "spmm"
+
+    def named(self, name: str) -> CSR:
+        """Returns the same block under another name."""
+        return self if name == self.name else replace(self, name=name)
 
     def matmul(self, x: Tensor) -> Tensor:
         """Returns `A x` `[m, f]` for x `[n, f]`."""
-        p = self.pattern
-        return kernels.spmm(p.rowptr, p.col, self.value, x)
+        return self._spmm(x)
 
     def add_matmul(self, x: Tensor, out: Tensor) -> Tensor:
         """Adds `A x` to `out` `[m, f]`, in place."""
-        p = self.pattern
-        if p.nnz == 0:
-            return out
-        return kernels.spmm(p.rowptr, p.col, self.value, x, out, True)
+        return out if self.pattern.nnz == 0 else self._spmm(x, out, True)
+
+    def _spmm(self, x: Tensor, *into: Any) -> Tensor:
+        p, recorder = self.pattern, timeline.recorder
+        if recorder is None or p.nnz == 0:
+            return kernels.spmm(p.rowptr, p.col, self.value, x, *into)
+        begin, (rows, cols) = timeline.clock(), p.shape
+        out = kernels.spmm(p.rowptr, p.col, self.value, x, *into)
+        about = {"rows": rows, "cols": cols, "nnz": p.nnz, "width": x.size(1)}
+        recorder.add("product", self.name, begin, **about)
+        return out
 
     def value_gradient(self, g: Tensor, x: Tensor) -> Tensor:
         """Returns `d<g, A x> / d value` `[nnz]`: the dot of row and column rows."""
@@ -93,8 +105,8 @@ class CSR:
         """The transpose, computed once; a symmetric block shares its memory with it."""
         pattern, perm = self.pattern.transpose
         if self.value is None:
-            return CSR(pattern)
+            return CSR(pattern, None, self.name)
         value = self.value.index_select(0, perm)
         if pattern.col is self.pattern.col and torch.equal(value, self.value):
             value = self.value
-        return CSR(pattern, value)
+        return CSR(pattern, value, self.name)

@@ -33,6 +33,13 @@ from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.wire import Axis
 
+_IN_A_TRACE = {
+    "own_own": "own columns",
+    "own_ghost": "halo columns",
+    "out_own": "own columns, rows to send",
+    "out_ghost": "halo columns, rows to send",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Tile:
@@ -46,6 +53,10 @@ class Tile:
     own_ghost: CSR
     out_own: CSR
     out_ghost: CSR
+
+    def __post_init__(self) -> None:
+        for field, name in _IN_A_TRACE.items():
+            object.__setattr__(self, field, getattr(self, field).named(name))
 
     @cached_property
     def transposed(self) -> Tile:
