@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyg_distcomm import random
+from pyg_distcomm import random, wire
 from pyg_distcomm.failure import Watch, install_excepthook
-from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
 
 Grid = tuple[int, int, int]
@@ -172,6 +172,15 @@ class Mesh:
     def coordinate(self) -> Grid:
         """This rank's place `(i, j, k)` on the grid."""
         return self.row.rank, self.col.rank, self.fiber.rank
+
+    def gather_ledger(self) -> Ledgers:
+        """Returns what the ledgers of all ranks say; collective.
+
+        `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
+        What this call itself moves is counted after it.
+        """
+        mine = Ledger(self.ledger.snapshot())
+        return Ledgers(tuple(wire.all_gather_object(mine, self.world)))
 
     def next_key(self) -> int:
         """Returns the key of one more keyed training call, equal on all ranks.

@@ -20,6 +20,8 @@ import torch
 
 LIMIT = 1_000_000  # events of a rank: about 300 MB
 
+MAIN = "main thread"
+
 clock = time.perf_counter_ns
 
 
@@ -103,7 +105,7 @@ class Recorder:
                 found = self._local.lane = len(self.lanes)
                 me = threading.current_thread()
                 main = me is threading.main_thread()
-                self.lanes.append("main thread" if main else me.name)
+                self.lanes.append(MAIN if main else me.name)
         return found
 
     def add(self, kind: str, name: str, begin: int, **about: Any) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from pyg_distcomm.timeline import Exchange, Recorder, Span
+from pyg_distcomm.timeline import MAIN, Exchange, Recorder, Span
 
 Event = dict[str, Any]
 Placed = tuple[int, str, str, int, int, Event]  # thread, kind, name, begin, end, about
@@ -161,7 +161,7 @@ def _laid_out(
     ends: dict[str, list[int]] = {}  # of the threads that a name's lanes have taken
     placed = []
     for thread, mine in by_thread.items():
-        name = threads[thread]
+        name = _title(threads[thread], mine)
         until = ends.setdefault(name, [])
         last = max(span[4] for span in mine)
         free = [k for k, end in enumerate(until) if end <= mine[0][3]]
@@ -177,6 +177,12 @@ def _laid_out(
         count[name] = count.get(name, 0) + 1
         names.append(f"{name} ({count[name]})" if name in many else name)
     return names, placed
+
+
+def _title(thread: str, spans: Iterable[Placed]) -> str:
+    """Returns what to call a thread: those of a loader, by what they do."""
+    found = sorted({span[2] for span in spans if span[1] == "loader"})
+    return f"loader: {', '.join(found)}" if found and thread != MAIN else thread
 
 
 def _nested(spans: Iterable[Placed]) -> Iterator[tuple[int, Placed]]:

@@ -59,7 +59,7 @@ class Bulks:
             thread = threading.Thread(
                 target=_run,
                 args=(bulks, partial(_staged, stage, stop), before, line),
-                name=f"loader, stage {k + 1} of {len(stages)}",
+                name="pyg_distcomm bulks",
                 daemon=True,
             )
             self.threads.append(thread)
