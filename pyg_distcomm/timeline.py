@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 1_000_000  # events of a rank: about 300 MB
+LIMIT = 1_000_000  # events of a rank: up to 400 MB
 
 MAIN = "main thread"
 

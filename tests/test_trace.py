@@ -265,6 +265,25 @@ def test_one_rank_that_fails_keeps_its_error_and_all_are_written(who, tmp_path):
         assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+def stuck(folder):
+    mesh = pdc.init(timeout=60)
+    with pdc.trace(folder / "run.json", mesh) as run:
+        with run.span("the last thing"):
+            wire.barrier(mesh.world)
+        if mesh.rank == 0:
+            time.sleep(60)
+        raise KeyError("rank 1 alone")
+
+
+def test_a_rank_that_fails_leaves_its_part_though_rank_0_never_writes(tmp_path):
+    with pytest.raises(KeyError):
+        pdc.launch(stuck, 2, tmp_path, timeout=60)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.rank1.json"]
+    trace = read(tmp_path / "run.rank1.json")
+    assert trace["otherData"]["missing_ranks"] == [0]
+    assert "the last thing" in {e["name"] for e in of(trace, 1, "X")}
+
+
 def divided(path, mesh):
     with pdc.trace(path, mesh):
         wire.barrier(mesh.world)
