@@ -288,7 +288,7 @@ def latest_mesh() -> Mesh | None:
     return None if _latest is None else _latest()
 
 
-def ranks_without_mesh() -> int:
+def world_size() -> int:
     """Returns how many ranks there are, whether or not they have a mesh."""
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -132,10 +132,10 @@ class Recorder:
         self._keep(out)
         return out
 
-    @property
-    def dropped(self) -> int:
-        """How many events were too old to be kept."""
-        return self.seen - len(self.events)
+    def taken(self) -> tuple[list[Span | Exchange], int]:
+        """Returns the events kept, and how many were dropped; threads may go on."""
+        with self._lock:
+            return list(self.events), self.seen - len(self.events)
 
     def _keep(self, event: Span | Exchange) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,7 +12,6 @@ import time
 import warnings
 import weakref
 import zlib
-from contextlib import AbstractContextManager, ContextDecorator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.modules import module as hooks
 
 from pyg_distcomm import timeline
 from pyg_distcomm.clocks import Board, Reading, host, to_first
-from pyg_distcomm.mesh import Mesh, latest_mesh, ranks_without_mesh
+from pyg_distcomm.mesh import Mesh, latest_mesh, world_size
 from pyg_distcomm.timeline import LIMIT, Recorder
 from pyg_distcomm.trace_file import record, write_trace
 
@@ -61,7 +61,7 @@ def trace(
     return Trace(Path(path), mesh, limit)
 
 
-class Trace(ContextDecorator):
+class Trace(contextlib.ContextDecorator):
     """What `trace` returns."""
 
     def __init__(self, path: Path, mesh: Mesh | None, limit: int) -> None:
@@ -69,7 +69,7 @@ class Trace(ContextDecorator):
             raise ValueError(f"limit={limit} must be at least 1 event")
         self.path, self._given, self._limit = path, mesh, limit
 
-    def span(self, name: str, **about: Any) -> AbstractContextManager[None]:
+    def span(self, name: str, **about: Any) -> contextlib.AbstractContextManager[None]:
         """Marks a block of the script on the timeline of this rank."""
         return timeline.span("script", name, **about)
 
@@ -117,7 +117,8 @@ class Trace(ContextDecorator):
         ranks = self._ranks
         if ranks.rank:
             if mine["failed"]:
-                write_trace(self._own(ranks.rank), [mine], self._about([mine]))
+                with contextlib.suppress(OSError):  # it has no such folder
+                    write_trace(self._own(ranks.rank), [mine], self._about([mine]))
             ranks.hand_in(mine)
             return
         found, late = ranks.collect(mine)
@@ -159,9 +160,9 @@ class Trace(ContextDecorator):
 
 def _check(path: Path, mesh: Mesh | None) -> str | None:
     """Returns what is wrong with a trace to be begun."""
-    if mesh is None and ranks_without_mesh() > 1:
+    if mesh is None and world_size() > 1:
         return (
-            f"there are {ranks_without_mesh()} ranks and no mesh to merge their traces "
+            f"there are {world_size()} ranks and no mesh to merge their traces "
             "by; call pdc.init() first, or pass mesh="
         )
     if mesh is not None and mesh.rank:

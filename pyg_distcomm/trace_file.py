@@ -26,7 +26,7 @@ _LANES = 1 << 16  # Perfetto takes a thread's name by its id alone: ids of ranks
 
 def record(rank: int, recorder: Recorder, end: int, failed: str | None) -> Event:
     """Returns what a rank has recorded, as plain values."""
-    events = list(recorder.events)
+    events, dropped = recorder.taken()
     spans = [e for e in events if isinstance(e, Span)]
     exchanges = [e for e in events if isinstance(e, Exchange)]
     return {
@@ -34,7 +34,7 @@ def record(rank: int, recorder: Recorder, end: int, failed: str | None) -> Event
         "begin": recorder.begin,
         "end": end,
         "failed": failed,
-        "dropped": recorder.dropped,
+        "dropped": dropped,
         "lanes": list(recorder.lanes),
         "spans": [[getattr(e, name) for name in Span.__slots__] for e in spans],
         "exchanges": [[getattr(e, name) for name in _EXCHANGE] for e in exchanges],
@@ -110,8 +110,8 @@ def _event(ph: str, name: str, cat: str, ns: int, rank: int, tid: int) -> Event:
 
 
 def number_of(rank: int, lane: int) -> int:
-    """Returns the thread id of a lane: no two ranks share one, and none is 0."""
-    return rank * _LANES + lane + 1
+    """Returns the thread id of a lane: of no other rank, and no process's id."""
+    return (rank + 1) * _LANES + lane
 
 
 def _travel(
