@@ -97,7 +97,8 @@ class Trace(contextlib.ContextDecorator):
         end = timeline.clock()
         timeline.recorder = None
         self._layers.remove()
-        failed = None if kind is None else f"{kind.__name__}: {error}"[:300]
+        told = [*str(error).splitlines(), ""][0]  # its cause on another rank may follow
+        failed = None if kind is None else f"{kind.__name__}: {told}"[:300]
         mine = record(self._ranks.rank, self._recorder, end, failed)
         if mine["dropped"]:
             warnings.warn(
