@@ -284,8 +284,9 @@ def _remembered(mesh: Mesh) -> Mesh:
 
 
 def latest_mesh() -> Mesh | None:
-    """Returns the mesh that `init` made last, if it is still in use."""
-    return None if _latest is None else _latest()
+    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    found = None if _latest is None else _latest()
+    return found if found is not None and found.size == world_size() else None
 
 
 def world_size() -> int:
