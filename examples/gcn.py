@@ -3,6 +3,7 @@
 
 import argparse
 import time
+from contextlib import nullcontext
 from statistics import median
 
 import torch
@@ -67,6 +68,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--single", action="store_true", help="float32, not float64")
+    parser.add_argument("--trace", help="write a timeline of one epoch to this file")
     args = parser.parse_args()
     # in float64 rounding stays small over hundreds of steps: what differs would be wrong
     torch.set_default_dtype(torch.float32 if args.single else torch.float64)
@@ -86,13 +88,12 @@ def main():
     out = out.full_tensor()
 
     mesh.ledger.reset()  # one more epoch, to see what one epoch sends
-    train(model, data, optimizer)
+    with pdc.trace(args.trace, mesh) if args.trace else nullcontext():
+        train(model, data, optimizer)
     say(f"\nOne epoch, as rank 0 sees it:\n{mesh.ledger}\n")
     ours = accuracy, loss, 1000 * seconds, mesh.ledger.bytes()
-
-    if (
-        mesh.rank == 0
-    ):  # single-process PyG, on one thread and on as many as all ranks had
+    # single-process PyG, on one thread and on as many as all ranks had
+    if mesh.rank == 0:
         tries = []
         for threads in sorted({1, torch.get_num_threads() * mesh.size}):
             torch.set_num_threads(threads)

@@ -23,5 +23,6 @@ from pyg_distcomm.share import load_partition as load_partition
 from pyg_distcomm.share import partition as partition
 from pyg_distcomm.share import partition_report as partition_report
 from pyg_distcomm.tensor import DistTensor as DistTensor
+from pyg_distcomm.trace import trace as trace
 
 __version__ = "0.1.0"

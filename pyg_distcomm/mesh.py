@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyg_distcomm import random
+from pyg_distcomm import random, wire
 from pyg_distcomm.failure import Watch, install_excepthook
-from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
 
 Grid = tuple[int, int, int]
@@ -172,6 +173,15 @@ class Mesh:
         """This rank's place `(i, j, k)` on the grid."""
         return self.row.rank, self.col.rank, self.fiber.rank
 
+    def gather_ledger(self) -> Ledgers:
+        """Returns what the ledgers of all ranks say; collective.
+
+        `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
+        What this call itself moves is counted after it.
+        """
+        mine = Ledger(self.ledger.snapshot())
+        return Ledgers(tuple(wire.all_gather_object(mine, self.world)))
+
     def next_key(self) -> int:
         """Returns the key of one more keyed training call, equal on all ranks.
 
@@ -260,8 +270,28 @@ def init(
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if not dist.is_initialized():
-        return _alone(sides, seed, home)
-    return _joined(sides, seed, home, timeout)
+        return _remembered(_alone(sides, seed, home))
+    return _remembered(_joined(sides, seed, home, timeout))
+
+
+_latest: weakref.ref[Mesh] | None = None
+
+
+def _remembered(mesh: Mesh) -> Mesh:
+    global _latest
+    _latest = weakref.ref(mesh)
+    return mesh
+
+
+def latest_mesh() -> Mesh | None:
+    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    found = None if _latest is None else _latest()
+    return found if found is not None and found.size == world_size() else None
+
+
+def world_size() -> int:
+    """Returns how many ranks there are, whether or not they have a mesh."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _default_backend() -> str:

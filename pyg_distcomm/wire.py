@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.failure import Watch
-from pyg_distcomm.ledger import Entry, Ledger
+from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.timeline import Exchange
 
 _SLICE = timedelta(seconds=0.25)
 
@@ -58,17 +59,24 @@ class Pending:
     axis: Axis
     op: str
     work: dist.Work | None = None
-    entry: Entry | None = None
+    traced: Exchange | None = None
     kept: Any = None  # what is being sent must live until it has left
     into: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.traced is not None:  # on a stream, futures do not tell
+            told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
+            self.traced.under_way(told and told())
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
         if self.work is not None:
-            start = time.perf_counter()
+            start = time.perf_counter_ns()
             _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            spent = time.perf_counter() - start
+            spent = (time.perf_counter_ns() - start) / 1e9
             self.axis.ledger.waited(self.op, self.axis.name, spent)
+            if self.traced is not None:
+                self.traced.waited(start)
             self.work = self.kept = None
         if self.into is not None and self.into is not self.out:
             self.out = self.into.copy_(self.out)
@@ -150,7 +158,7 @@ def all_to_all(
     out = into
     if out is None or out.device != source.device:
         out = source.new_empty((sum(recv_counts), *x.shape[1:]))
-    entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
+    traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
     work = _started(
         axis,
         op,
@@ -163,7 +171,7 @@ def all_to_all(
             async_op=True,
         ),
     )
-    return Pending(out, x.device, axis, op, work, entry, source, into)
+    return Pending(out, x.device, axis, op, work, traced, source, into)
 
 
 def _width(x: Tensor) -> int:
@@ -177,7 +185,7 @@ def _note_rows(
     recv_counts: Sequence[int],
     axis: Axis,
     op: str,
-) -> Entry:
+) -> Exchange | None:
     received = sum(recv_counts) - recv_counts[axis.rank]
     sent = sum(send_counts) - send_counts[axis.rank]
     peers = [c for i, c in enumerate(send_counts) if i != axis.rank]
@@ -213,7 +221,7 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(x, x.device, axis, "all_reduce")
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
-    entry = note_all_reduce(x, axis)
+    traced = note_all_reduce(x, axis)
     work = _started(
         axis,
         "all_reduce",
@@ -221,10 +229,10 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
             out, op=_REDUCTIONS[op], group=axis.group, async_op=True
         ),
     )
-    return Pending(out, x.device, axis, "all_reduce", work, entry)
+    return Pending(out, x.device, axis, "all_reduce", work, traced)
 
 
-def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Entry:
+def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Exchange | None:
     """Counts an all-reduce of `x` as the ring moves it, after `before` other words.
 
     Pieces of one sum cost together what the sum in one piece costs.
@@ -251,8 +259,11 @@ def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> Any:
 
     It is a piece of a larger sum, of which `before` words have left.
     """
-    note_all_reduce(x, axis, before)
-    return dist.all_reduce(x, group=axis.group, async_op=True).get_future()
+    traced = note_all_reduce(x, axis, before)
+    future = dist.all_reduce(x, group=axis.group, async_op=True).get_future()
+    if traced is not None:
+        traced.under_way(None if x.is_cuda else future)
+    return future
 
 
 def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:
@@ -304,13 +315,13 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     size = exchange_counts([len(text)] * axis.size, axis)[0]
     mine = bytearray(text) if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
-    entry = _note_broadcast(buffer, axis)
+    traced = _note_broadcast(buffer, axis)
     work = _started(
         axis,
         "plan",
         lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
     )
-    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, entry).wait()
+    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
     return pickle.loads(got.numpy().tobytes())
 
 
@@ -319,7 +330,7 @@ def _first_rank(axis: Axis) -> int:
     return dist.get_global_rank(axis.group, 0)
 
 
-def _note_broadcast(x: Tensor, axis: Axis) -> Entry:
+def _note_broadcast(x: Tensor, axis: Axis) -> Exchange | None:
     first = axis.rank == 0
     received = 0 if first else x.numel()
     sent = x.numel() * (axis.size - 1) if first else 0

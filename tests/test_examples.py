@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -63,7 +64,10 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
-    shown = run(example("gcn"), tmp_path, "--epochs", "20", ranks=ranks)
+    flags = ("--epochs", "20", "--trace", "epoch.json")
+    shown = run(example("gcn"), tmp_path, *flags, ranks=ranks)
+    trace = json.loads((tmp_path / "epoch.json").read_text())
+    assert trace["otherData"]["ranks"] == ranks
     single, ours = (
         re.search(
             rf"^{who}.*?\s(0\.\d+)\s+(0\.\d+|[1-9]\.\d+)\s+\S+\s+(\S+)$", shown, re.M

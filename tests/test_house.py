@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 # from the ground up: a module imports from its own floor (without rings) and below
 FLOORS = (
     "kernels",
-    "failure ledger price partition",
-    "wire random mesh launch channel",
+    "failure timeline trace_file clocks ledger price partition",
+    "wire random mesh launch channel trace",
     "exchange adjoint rows dropout",
     "ops",
     "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyg_distcomm import timeline
 from pyg_distcomm.ledger import Ledger, format_table
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
@@ -45,35 +46,37 @@ class Phases:
 
     by_name: dict[str, Phase] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _left: float | None = None
+    _left: int | None = None
 
     @contextmanager
     def timed(self, name: str, ledger: Ledger | None = None) -> Iterator[None]:
         """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
-        begin, before = time.perf_counter(), _travelled(ledger)
+        begin, before = time.perf_counter_ns(), _travelled(ledger)
         try:
             yield
         finally:
             after = _travelled(ledger)
-            with self._lock:
-                phase = self.by_name.setdefault(name, Phase())
-                phase.seconds += time.perf_counter() - begin
-                phase.waiting += after[0] - before[0]
-                phase.bytes += after[1] - before[1]
+            self._add(name, begin, after[0] - before[0], after[1] - before[1])
 
     def asked(self) -> None:
         """Notes that the loop asks for a minibatch: it has trained until now."""
         if self._left is not None:
-            self._add(TRAIN, time.perf_counter() - self._left)
+            self._add(TRAIN, self._left)
 
-    def given(self, waited: float) -> None:
-        """Notes that it has got one."""
-        self._add(WAIT, waited)
-        self._left = time.perf_counter()
+    def given(self, asked: int) -> None:
+        """Notes that it has got one, and when it asked, in ns."""
+        self._add(WAIT, asked)
+        self._left = time.perf_counter_ns()
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add(self, name: str, begin: int, waiting: float = 0.0, bytes: int = 0) -> None:
         with self._lock:
-            self.by_name.setdefault(name, Phase()).seconds += seconds
+            phase = self.by_name.setdefault(name, Phase())
+            phase.seconds += (time.perf_counter_ns() - begin) / 1e9
+            phase.waiting += waiting
+            phase.bytes += bytes
+        if (recorder := timeline.recorder) is not None:
+            about = {"bytes": bytes} if bytes else {}
+            recorder.add("loader", name, begin, **about)
 
     def __getitem__(self, name: str) -> Phase:
         return self.by_name.get(name, Phase())

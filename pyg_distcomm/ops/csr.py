@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
+from pyg_distcomm import kernels, timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +65,16 @@ class Pattern:
 class CSR:
     """A local block: a pattern and the values on it (None: all ones).
 
-    Shapes: value [nnz] or None.
+    Shapes: value [nnz] or None. The name is what its products are called in a trace.
     """
 
     pattern: Pattern
     value: Tensor | None = None
+    name: str = "spmm"
+
+    def named(self, name: str) -> CSR:
+        """Returns the same block under another name."""
+        return self if name == self.name else replace(self, name=name)
 
     def matmul(self, x: Tensor, out: Tensor | None = None, first: int = 0) -> Tensor:
         """Returns `A x` `[m, f]` for x `[n, f]`.
@@ -77,17 +82,24 @@ class CSR:
         Given `out`, writes there the rows of the product from `first` on that it has
         room for.
         """
-        p = self.pattern
-        rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
-        return kernels.spmm(rowptr, p.col, self.value, x, out)
+        return self._spmm(x, out, first, False)
 
     def add_matmul(self, x: Tensor, out: Tensor, first: int = 0) -> Tensor:
         """Adds to `out`, in place, the rows of `A x` from `first` on."""
-        p = self.pattern
-        if p.nnz == 0 or len(out) == 0:
-            return out
-        rowptr = p.rowptr[first : first + len(out) + 1]
-        return kernels.spmm(rowptr, p.col, self.value, x, out, True)
+        idle = self.pattern.nnz == 0 or len(out) == 0
+        return out if idle else self._spmm(x, out, first, True)
+
+    def _spmm(self, x: Tensor, out: Tensor | None, first: int, add: bool) -> Tensor:
+        p, recorder = self.pattern, timeline.recorder
+        rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
+        if recorder is None or p.nnz == 0:
+            return kernels.spmm(rowptr, p.col, self.value, x, out, add)
+        begin = timeline.clock()
+        out = kernels.spmm(rowptr, p.col, self.value, x, out, add)
+        nnz = int(rowptr[-1] - rowptr[0])
+        about = {"rows": len(out), "cols": p.num_cols, "nnz": nnz, "width": x.size(1)}
+        recorder.add("product", self.name, begin, **about)
+        return out
 
     def value_gradient(self, g: Tensor, x: Tensor) -> Tensor:
         """Returns `d<g, A x> / d value` `[nnz]`: the dot of row and column rows."""
@@ -99,8 +111,8 @@ class CSR:
         """The transpose, computed once; a symmetric block shares its memory with it."""
         pattern, perm = self.pattern.transpose
         if self.value is None:
-            return CSR(pattern)
+            return CSR(pattern, None, self.name)
         value = self.value.index_select(0, perm)
         if pattern.col is self.pattern.col and torch.equal(value, self.value):
             value = self.value
-        return CSR(pattern, value)
+        return CSR(pattern, value, self.name)

@@ -12,6 +12,15 @@ from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.price import Price
 
+_IN_A_TRACE = {
+    "own_own": "own columns",
+    "own_ghost": "halo columns",
+    "out_own": "own columns, rows to send",
+    "out_ghost": "halo columns, rows to send",
+    "sum_own": "own columns, sums for others",
+    "own_far": "forwarded columns",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Tile:
@@ -29,6 +38,10 @@ class Tile:
     out_ghost: CSR
     sum_own: CSR
     own_far: CSR
+
+    def __post_init__(self) -> None:
+        for field, name in _IN_A_TRACE.items():
+            object.__setattr__(self, field, getattr(self, field).named(name))
 
     @cached_property
     def transposed(self) -> Tile:

@@ -1,0 +1,129 @@
+"""The ledger as a table and as a plot, of one rank and of all."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+
+import pytest
+import torch
+import worlds
+
+from pyg_distcomm import wire
+from pyg_distcomm.ledger import Entry, Ledger, Ledgers
+
+
+def ledger(times=1):
+    out = Ledger()
+    for op, axis, size in (("halo", "row", 6), ("halo", "col", 2), ("sum", "data", 8)):
+        count = size * times
+        out.note(
+            op, axis, words=count, bytes=8 * count, sent_bytes=0, messages=3 * times
+        )
+    out.waited("halo", "row", 2e-3)
+    return out
+
+
+def cells(table):
+    return [line.split() for line in table.splitlines()]
+
+
+def test_a_table_has_shares_rates_and_a_total():
+    head, _, *rows = cells(str(ledger(1000)))
+    assert (
+        head == "operation axis calls words bytes messages seconds MB/s share".split()
+    )
+    assert rows == [
+        ["halo", "col", "1", "2,000", "16,000", "3,000", "0", "-", "12.5%"],
+        ["halo", "row", "1", "6,000", "48,000", "3,000", "0.002", "24", "37.5%"],
+        ["sum", "data", "1", "8,000", "64,000", "3,000", "0", "-", "50.0%"],
+        ["total", "3", "16,000", "128,000", "9,000", "0.002", "-", "100.0%"],
+    ]
+
+
+def test_large_counts_are_short_unless_asked_for():
+    big = ledger(1_000_000)
+    total = str(big).splitlines()[-1]
+    assert "128 M" in total
+    assert "9,000,000" in total
+    assert "128,000,000" in big.table(exact=True)
+    assert "1.28 G" in str(ledger(10_000_000))
+
+
+def test_a_table_of_nothing():
+    assert cells(str(Ledger()))[-1] == ["total", "0", "0", "0", "0", "0", "-", "-"]
+    empty = Ledgers((Ledger(), Ledger()))
+    assert cells(str(empty))[-1][0] == "total"
+    assert empty.sum == Ledger()
+
+
+def gathered():
+    mesh = worlds.mesh()
+    x = torch.ones(mesh.rank + 1, 3)
+    counts = [rank + 1 for rank in range(mesh.size)]
+    wire.all_gather_rows(x, counts, mesh.world)
+    mine = mesh.ledger.snapshot()
+    found = mesh.gather_ledger()
+    assert found.ranks[mesh.rank].entries == mine
+    assert mesh.gather_ledger().sum.bytes("plan") or mesh.size == 1  # counted, later
+    return pickle.dumps(found), mine
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_ranks_gather_what_each_has_counted(size):
+    answers = worlds.run(gathered, size)
+    for text, _ in answers:
+        found = pickle.loads(text)
+        assert [rank.entries for rank in found.ranks] == [mine for _, mine in answers]
+        entries = [e for _, mine in answers for e in mine.values()]
+        assert found.sum.bytes() == sum(e.bytes for e in entries)
+        assert found.sum.messages() == sum(e.messages for e in entries)
+        if size == 3:  # rank 0 lacks 2 + 3 rows of 3 words, rank 1 1 + 3, rank 2 1 + 2
+            assert [rank.bytes() for rank in found.ranks] == [60, 48, 36]
+            head, _, row, _ = cells(str(found))
+            assert row[head.index("bytes") : head.index("slowest")] == [
+                "144",
+                "6",
+                "60",
+                "0",
+                "1.25",
+            ]
+
+
+def test_sums_over_ranks():
+    both = Ledgers((ledger(1), ledger(3))).sum
+    assert both.entries["halo", "row"] == Entry(2, 24, 192, 0, 12, 4e-3)
+
+
+def heights(axes):
+    return {
+        bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers
+    }
+
+
+def test_plots_show_the_bytes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("agg")
+    import matplotlib.pyplot as plt
+
+    axes = plt.subplots()[1]
+    assert ledger().plot(axes) is axes
+    assert heights(axes) == {"col": [16, 0], "row": [48, 0], "data": [0, 64]}
+    drawn = Ledgers((ledger(1), ledger(3))).plot(tmp_path / "ranks.png")
+    assert heights(drawn)["sum, data"] == [64, 192]
+    assert [text.get_text() for text in drawn.get_xticklabels()] == ["rank 0", "rank 1"]
+    assert (tmp_path / "ranks.png").stat().st_size > 1000
+    Ledger().plot(str(tmp_path / "nothing.svg"))
+    plt.close("all")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    true = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return true(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pyg-distcomm\[plot\]"):
+        ledger().plot()

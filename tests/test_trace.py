@@ -1,0 +1,434 @@
+"""A trace holds what the ledger counts, shows what overlaps, and opens in viewers."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm import clocks, timeline, wire
+from pyg_distcomm.clocks import Reading, to_first
+from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.nn import DistGCNConv
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = torch.nn.ModuleList([DistGCNConv(7, 4), DistGCNConv(4, 3)])
+
+    def forward(self, x, edge_index):
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
+def read(path):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        found = json.load(file)
+    check_format(found)
+    return found
+
+
+def check_format(trace):
+    """The rules of the trace event format, as viewers hold to them."""
+    events = trace["traceEvents"]
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    names, spans, travels, arrows = {}, {}, {}, {}
+    last = {}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["tid"] > 0
+        if event["ph"] == "M":
+            where = (event["name"], event["pid"], event["tid"])
+            assert names.setdefault(where, event["args"]) is event["args"]
+            continue
+        assert event["ts"] >= 0
+        assert event["ts"] >= last.get(event["pid"], 0)  # in order, on each rank
+        last[event["pid"]] = event["ts"]
+        lane = event["pid"], event["tid"]
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            spans.setdefault(lane, []).append(event)
+        elif event["ph"] in "be":
+            travels.setdefault((event["cat"], event["id"]), []).append(event)
+        else:
+            assert event["ph"] in "sf"
+            arrows.setdefault((event["cat"], event["id"]), []).append(event)
+            assert any(event["ts"] == span["ts"] for span in spans[lane])
+    for pid in {event["pid"] for event in events}:
+        assert any(k[:2] == ("process_name", pid) for k in names)
+    owner = {}
+    for pid, tid in spans:
+        assert ("thread_name", pid, tid) in names
+        assert owner.setdefault(tid, pid) == pid  # Perfetto names threads by id alone
+    for pairs, phases in ((travels, "be"), (arrows, "sf")):
+        for pair in pairs.values():
+            assert "".join(event["ph"] for event in pair) == phases
+            assert len({(event["pid"], event["name"]) for event in pair}) == 1
+    for lane in spans.values():
+        check_nesting(lane)
+
+
+def check_nesting(lane):
+    ends = []
+    for span in lane:
+        begin = round(span["ts"] * 1000)
+        end = begin + round(span["dur"] * 1000)
+        while ends and ends[-1] <= begin:
+            ends.pop()
+        assert not ends or end <= ends[-1], f"{span} sticks out"
+        ends.append(end)
+
+
+def of(trace, rank, ph, cat=None):
+    return [
+        event
+        for event in trace["traceEvents"]
+        if event["pid"] == rank
+        and event["ph"] == ph
+        and cat in (None, event.get("cat"))
+    ]
+
+
+def end_of(span):
+    return span["ts"] + span["dur"]
+
+
+def trained(path, grid):
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS["undirected"]()
+    data.y = data.y.long() % 3
+    share = pdc.partition(data, mesh, "random")
+    torch.manual_seed(0)
+    model = pdc.replicate(Net().double(), mesh)
+    mesh.ledger.reset()
+    with pdc.trace(path, mesh) as run:
+        for epoch in range(2):
+            with run.span("epoch", number=epoch):
+                out = model(share.x, share.edge_index)
+                F.cross_entropy(out, share.y).backward()
+        with run.span("idle"):
+            pass
+    assert timeline.recorder is None
+    return mesh.ledger.snapshot()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
+    path = tmp_path / ("run.json.gz" if size == 3 else "run.json")
+    grid = (2, 1, 2) if size == 4 else (size, 1, 1)
+    ledgers = worlds.run(trained, size, path, grid)
+    trace = read(path)
+    about = trace["otherData"]
+    assert about["ranks"] == size
+    assert not about["missing_ranks"]
+    assert not about["dropped_events"]
+    assert not any(about["clock_error_us"].values())  # one host, one clock
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    for rank, ledger in enumerate(ledgers):
+        counts = {}
+        for event in of(trace, rank, "b"):
+            args = event["args"]
+            row = counts.setdefault((args["op"], args["axis"]), Counter())
+            row.update({name: args[name] for name in ("words", "bytes", "sent_bytes")})
+            row.update(calls=1, messages=args["messages"])
+        assert set(counts) == set(ledger)
+        for key, entry in ledger.items():
+            for name in ("calls", "words", "bytes", "sent_bytes", "messages"):
+                assert counts[key][name] == getattr(entry, name), (key, name)
+        names = Counter(event["name"] for event in of(trace, rank, "X"))
+        assert names["epoch"] == 2
+        assert names["idle"] == 1
+        layers = [n for n in names if n.endswith("convs.1 (DistGCNConv)")]
+        assert [names[n] for n in layers] == [2]
+        assert of(trace, rank, "X", "product")
+
+
+def overlapping(path, grid):
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    x = share.x.detach().requires_grad_()
+    with pdc.trace(path, mesh):
+        share.edge_index.with_halo("rows").matmul(x).sum().backward()
+
+
+def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
+    worlds.run(overlapping, 3, tmp_path / "run.json", (3, 1, 1))
+    trace = read(tmp_path / "run.json")
+    for rank in range(3):
+        products = of(trace, rank, "X", "product")
+        waits = {e["name"]: e for e in of(trace, rank, "X", "wait")}
+        travels = {e["name"]: e for e in of(trace, rank, "b")}
+        own = next(p for p in products if p["name"] == "own columns")
+        halo = next(p for p in products if p["name"] == "halo columns")
+        travel, wait = travels["halo row"], waits["wait halo row"]
+        assert travel["ts"] <= own["ts"]
+        assert end_of(own) <= wait["ts"]
+        assert end_of(wait) <= halo["ts"]
+        assert own["args"]["width"] == 7
+        assert own["args"]["nnz"] > 0
+        hidden = travel["args"]["hidden_us"]
+        assert 0 <= hidden <= wait["ts"] - travel["ts"] + 1e-3
+        assert travel["args"]["exposed_us"] == pytest.approx(wait["dur"])
+        backward = [p for p in products if p["args"].get("pass") == "backward"]
+        assert {p["name"] for p in backward} <= {
+            "own columns, rows to send",
+            "own columns",
+        }
+        assert backward
+        assert travels["halo_transpose row"]["args"]["pass"] == "backward"
+        assert travel["args"]["pass"] == "forward"
+
+
+def loaded(path):
+    mesh = worlds.mesh()
+    data = GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, "random")
+    loader = DistNeighborLoader(
+        share, [3, 2], input_nodes=None, batch_size=4, bulk_size=2, seed=0
+    )
+    before = mesh.ledger.bytes()
+    with pdc.trace(path, mesh):
+        for batch in loader:
+            batch.x.sum()
+        loader._end_epoch()
+    return mesh.ledger.bytes() - before, mesh.ledger.snapshot()
+
+
+def test_stages_of_a_loader_have_lanes_of_their_own(tmp_path):
+    found = worlds.run(loaded, 2, tmp_path / "run.json")
+    trace = read(tmp_path / "run.json")
+    for rank, (moved, _) in enumerate(found):
+        assert sum(e["args"]["bytes"] for e in of(trace, rank, "b")) == moved > 0
+        lanes = {}
+        for event in of(trace, rank, "X", "loader"):
+            lanes.setdefault(event["name"], set()).add(event["tid"])
+        assert set(lanes) == {"sample", "fetch", "assemble", "wait", "train"}
+        assert lanes["wait"] == lanes["train"]
+        assert not lanes["sample"] & (lanes["fetch"] | lanes["train"])
+        assert not lanes["fetch"] & lanes["train"]
+        names = {
+            e["tid"]: e["args"]["name"]
+            for e in of(trace, rank, "M")
+            if e["name"] == "thread_name"
+        }
+        assert [names[tid] for tid in lanes["sample"]] == ["loader: sample"]
+        fetched = [e for e in of(trace, rank, "X", "loader") if e["name"] == "fetch"]
+        assert sum(e["args"].get("bytes", 0) for e in fetched) == sum(
+            e["args"]["bytes"]
+            for e in of(trace, rank, "b")
+            if e["args"]["axis"].startswith("fetch:") and e["tid"] in lanes["fetch"]
+        )
+
+
+def failing(folder, who):
+    mesh = pdc.init(timeout=30)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    begin, found = time.monotonic(), None
+    try:
+        with pdc.trace(folder / "run.json", mesh):
+            share.x.sum()
+            if mesh.rank == who:
+                raise KeyError("the data of step 3")
+            share.x.sum()
+    except Exception as error:
+        found = error
+    if mesh.rank == who:  # as the excepthook does
+        mesh.world.watch.report(found)
+    return repr(found), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_one_rank_that_fails_keeps_its_error_and_all_are_written(who, tmp_path):
+    found = pdc.launch(failing, 3, tmp_path, who, timeout=100)
+    assert found[who][0] == "KeyError('the data of step 3')"
+    assert all("the data of step 3" in text for text, _ in found)
+    assert all(seconds < 20 for _, seconds in found)
+    trace = read(tmp_path / "run.json")
+    about = trace["otherData"]
+    assert "the data of step 3" in about["failed"][str(who)]
+    mine = of(trace, who, "b")
+    assert len(mine) == 1
+    if who:  # and rank 0 has put its own part in the whole
+        assert not about["missing_ranks"]
+        assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def stuck(folder):
+    mesh = pdc.init(timeout=60)
+    with pdc.trace(folder / "run.json", mesh) as run:
+        with run.span("the last thing"):
+            wire.barrier(mesh.world)
+        if mesh.rank == 0:
+            time.sleep(60)
+        raise KeyError("rank 1 alone")
+
+
+def test_a_rank_that_fails_leaves_its_part_though_rank_0_never_writes(tmp_path):
+    with pytest.raises(KeyError):
+        pdc.launch(stuck, 2, tmp_path, timeout=60)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.rank1.json"]
+    trace = read(tmp_path / "run.rank1.json")
+    assert trace["otherData"]["missing_ranks"] == [0]
+    assert "the last thing" in {e["name"] for e in of(trace, 1, "X")}
+
+
+def divided(path, mesh):
+    with pdc.trace(path, mesh):
+        wire.barrier(mesh.world)
+        return 1 // 0
+
+
+def failing_alike(path):
+    mesh = worlds.mesh(fresh=True)
+    with pytest.raises(ZeroDivisionError):
+        divided(path, mesh)
+    assert timeline.recorder is None
+    with pdc.trace(path, mesh):  # the mesh is as good as before
+        wire.barrier(mesh.world)
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_error_that_a_script_handles_harms_nothing(size, tmp_path):
+    assert all(worlds.run(failing_alike, size, tmp_path / "run.json"))
+    assert not read(tmp_path / "run.json")["otherData"]["failed"]
+
+
+def misused(folder):
+    mesh = worlds.mesh()
+    with pytest.raises(ValueError, match="cannot be written in"):
+        pdc.trace(folder / "none" / "run.json", mesh).__enter__()
+    with pytest.raises(ValueError, match="is a folder"):
+        pdc.trace(folder, mesh).__enter__()
+    with pytest.raises(ValueError, match="limit=0"):
+        pdc.trace(folder / "run.json", mesh, limit=0)
+    with pdc.trace(folder / "run.json", mesh):
+        with pytest.raises(ValueError, match="under way"):
+            pdc.trace(folder / "other.json", mesh).__enter__()
+        wire.barrier(mesh.world)
+    return timeline.recorder is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_misuse_raises_on_all_ranks(size, tmp_path):
+    assert all(worlds.run(misused, size, tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def many_spans(path, mesh):
+    with pdc.trace(path, mesh, limit=5) as run:
+        for k in range(20):
+            with run.span(f"step {k}"):
+                pass
+
+
+def kept_latest(path):
+    with pytest.warns(UserWarning, match="latest 5 events"):
+        many_spans(path, worlds.mesh())
+    return True
+
+
+def test_a_bounded_trace_keeps_the_latest(tmp_path):
+    assert all(worlds.run(kept_latest, 2, tmp_path / "run.json"))
+    trace = read(tmp_path / "run.json")
+    names = [e["name"] for e in of(trace, 1, "X")]
+    assert names == [f"step {k}" for k in range(15, 20)]
+    assert trace["otherData"]["dropped_events"] == {"0": 15, "1": 15}
+
+
+def test_a_decorator_and_threads_on_one_process(tmp_path):
+    path = tmp_path / "run.json"
+    inside = threading.Barrier(2)
+
+    def work(name):
+        inside.wait(10)
+        for k in range(50):
+            with timeline.span("script", f"{name} {k}"):
+                pass
+
+    @pdc.trace(path, worlds.mesh())
+    def run():
+        threads = [threading.Thread(target=work, args=(n,), name=n) for n in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    for _ in range(2):
+        run()
+        trace = read(path)
+        lanes = Counter((e["name"][0], e["tid"]) for e in of(trace, 0, "X"))
+        assert sorted(lanes.values()) == [50, 50]
+
+
+def test_spans_that_overlap_get_lanes_of_their_own(tmp_path):
+    with pdc.trace(tmp_path / "run.json", worlds.mesh()):
+        found = timeline.recorder
+        first = timeline.clock()
+        time.sleep(1e-3)
+        second = timeline.clock()
+        time.sleep(1e-3)
+        found.add("script", "one", first)
+        time.sleep(1e-3)
+        found.add("script", "two", second)  # begins inside, ends outside
+    spans = of(read(tmp_path / "run.json"), 0, "X")
+    assert len({span["tid"] for span in spans}) == 2
+
+
+def elsewhere(path):
+    """As if the last rank were on another host, its clock ahead, and faster by 1e-4."""
+    mesh = pdc.init(timeout=30)
+    module = importlib.import_module("pyg_distcomm.trace")
+    true, start = time.perf_counter_ns, time.perf_counter_ns()
+    if mesh.rank == mesh.size - 1:
+
+        def other():
+            return true() + (true() - start) // 10_000 + 10**12
+
+        module.host = lambda: "elsewhere"
+        clocks.clock = timeline.clock = time.perf_counter_ns = other
+    with pdc.trace(path, mesh):
+        for _ in range(40):
+            wire.barrier(mesh.world)
+            with timeline.span("script", "after a barrier"):
+                time.sleep(5e-3)
+    return True
+
+
+def test_clocks_of_other_hosts_are_aligned_to_within_what_is_stated(tmp_path):
+    assert all(pdc.launch(elsewhere, 3, tmp_path / "run.json", timeout=100))
+    trace = read(tmp_path / "run.json")
+    error = trace["otherData"]["clock_error_us"]
+    assert error["0"] == error["1"] == 0
+    assert 0 < error["2"] < 20_000
+    begins = [[e["ts"] for e in of(trace, rank, "b")] for rank in range(3)]
+    ends = [[end_of(e) for e in of(trace, rank, "X", "wait")] for rank in range(3)]
+    for k in range(40):  # no rank leaves a barrier before the last has come
+        assert ends[2][k] >= max(begins[0][k], begins[1][k]) - error["2"]
+        assert min(ends[0][k], ends[1][k]) >= begins[2][k] - error["2"]
+
+
+def test_a_reading_of_a_clock_is_interpolated():
+    readings = [Reading(1000, 500, 10), Reading(3000, 700, 20)]
+    assert [to_first(t, readings) for t in (0, 1000, 2000, 3000, 9000)] == [
+        500,
+        1500,
+        2600,
+        3700,
+        9700,
+    ]
+    assert to_first(7, []) == 7
+    times = [to_first(t, readings) for t in range(0, 4000, 50)]
+    assert times == sorted(times)
