@@ -4,122 +4,47 @@ Each function takes the `Axis` it communicates over, skips the network when the 
 one rank, and counts what *this rank receives from others* (a row a rank keeps is not
 counted). Exchanges come as `begin -> Pending`, `Pending.wait() -> Tensor`, so that a
 caller can compute between the two.
+
+[Note: receive first] A gloo rank sends once the other has said that it is ready to receive,
+and says so itself on the connection it sends over. In gloo's all_to_all a rank posts its
+send before its receive: when the other came first, its own "ready" waits behind all it
+sends, the directions take turns, and a link moves half of what it could. So two ranks with
+much for each other send it as messages, all receives posted before the first send. What is
+small stays with the collective, which every rank joins: it follows the messages on each
+connection, so when it has arrived they have, and its waits (timed ones, which would break
+a message's connection) do for both.
 """
 
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_distcomm.failure import Watch
-from pyg_distcomm.ledger import Entry, Ledger
+from pyg_distcomm.axis import Axis as Axis
+from pyg_distcomm.axis import Pending as Pending
+from pyg_distcomm.axis import guarded, outlive
+from pyg_distcomm.ledger import Entry
 
-_SLICE = timedelta(seconds=0.25)
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """One mesh axis seen from this rank: the ranks that talk to each other along it.
-
-    Args:
-        name: "row", "col", "fiber", "world" or "data".
-        rank: this rank's place on the axis.
-        size: how many ranks the axis has.
-        group: their process group; None when there is nobody to talk to.
-        ledger: where what travels is counted.
-        watch: where failures are told and learnt.
-    """
-
-    name: str
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    ledger: Ledger
-    watch: Watch | None
-
-    def __repr__(self) -> str:
-        return f"Axis({self.name} {self.rank}/{self.size})"
-
-
-@dataclass(eq=False)
-class Pending:
-    """An exchange under way; `wait()` returns what arrived."""
-
-    out: Tensor
-    device: torch.device
-    axis: Axis
-    op: str
-    work: dist.Work | None = None
-    entry: Entry | None = None
-    kept: Any = None  # what is being sent must live until it has left
-
-    def wait(self) -> Tensor:
-        """Blocks until everything has arrived, and returns it."""
-        if self.work is not None:
-            start = time.perf_counter()
-            _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            spent = time.perf_counter() - start
-            self.axis.ledger.waited(self.op, self.axis.name, spent)
-            self.work = self.kept = None
-        return self.out.to(self.device)
-
-
-def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
-    watch = axis.watch
-    if watch is None or on_stream:
-        work.wait()
-        return
-    doing = f"{op} over axis {axis.name}"
-    start, said = time.monotonic(), False
-    while not _arrived(work, doing, watch):
-        if not said:
-            watch.say(doing)
-            said = True
-        watch.look()
-        if time.monotonic() - start > watch.deadline:
-            raise watch.expired(doing)
-    if said:
-        watch.say("not waiting (computing)")
-
-
-def _arrived(work: dist.Work, doing: str, watch: Watch) -> bool:
-    """Waits a slice; False if it was too short, an exception if the transport broke."""
-    try:
-        work.wait(_SLICE)
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    try:  # it ended between the two lines above: well or badly
-        work.wait()
-        return True
-    except RuntimeError as error:
-        raise watch.broken(doing, error) from None
+_MUCH = 1 << 18  # bytes one way; below, a collective alone is as fast
+_TAG = 0x9D0C  # of messages, on groups that a script's own may share
 
 
 def _staged(x: Tensor, axis: Axis) -> Tensor:
     # gloo moves host memory and nccl device memory: what lies elsewhere is copied
-    backends = str(dist.get_backend_config(axis.group))
+    backends = _back_ends(axis)
     if x.is_cuda and "nccl" not in backends:
         return x.cpu()
     return x.cuda() if not x.is_cuda and backends == "cuda:nccl" else x
 
 
-def _started(axis: Axis, op: str, begin: Callable[[], Any]) -> Any:
-    try:
-        return begin()
-    except RuntimeError as error:
-        if axis.watch is None:
-            raise
-        raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None
+def _back_ends(axis: Axis) -> str:
+    return str(dist.get_backend_config(axis.group))
 
 
 def all_to_all(
@@ -143,19 +68,66 @@ def all_to_all(
     source = _staged(x.contiguous(), axis)
     out = source.new_empty((sum(recv_counts), *x.shape[1:]))
     entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
-    work = _started(
-        axis,
-        op,
-        lambda: dist.all_to_all_single(
-            out,
-            source,
-            list(recv_counts),
-            list(send_counts),
-            group=axis.group,
-            async_op=True,
-        ),
-    )
-    return Pending(out, x.device, axis, op, work, entry, source)
+    pending = Pending(out, x.device, axis, op, entry=entry, kept=source)
+    least = _MUCH / max(width * source.element_size(), 1)
+    pairs = enumerate(zip(send_counts, recv_counts, strict=True))
+    much = [i for i, both in pairs if i != axis.rank and max(both) >= least]
+    if much and not source.is_cuda and "gloo" in _back_ends(axis):
+        begin = partial(_messages_first, pending, send_counts, recv_counts, much)
+    else:
+        begin = partial(_collective, out, source, recv_counts, send_counts, axis)
+    pending.work = guarded(axis, op, begin)
+    return pending
+
+
+def _collective(
+    out: Tensor,
+    source: Tensor,
+    recv_counts: Sequence[int],
+    send_counts: Sequence[int],
+    axis: Axis,
+) -> Any:
+    splits = list(recv_counts), list(send_counts)
+    return dist.all_to_all_single(out, source, *splits, group=axis.group, async_op=True)
+
+
+def _messages_first(
+    pending: Pending,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    much: Sequence[int],
+) -> Any:
+    # a pair knows what goes both ways, so both of its ranks count it in `much`, or neither
+    out, source, axis = pending.out, pending.kept, pending.axis
+    parts, places = source.split(list(send_counts)), out.split(list(recv_counts))
+    ahead = sorted(much, key=lambda i: (i - axis.rank) % axis.size)
+    messages = [
+        _message(dist.irecv, places[i], i, axis) for i in ahead[::-1] if recv_counts[i]
+    ] + [_message(dist.isend, parts[i], i, axis) for i in ahead if send_counts[i]]
+    others = [i for i in range(axis.size) if i not in much and i != axis.rank]
+    sends = [send_counts[i] if i in others else 0 for i in range(axis.size)]
+    recvs = [recv_counts[i] if i in others else 0 for i in range(axis.size)]
+    small = torch.cat([parts[i] for i in others]) if others else source[:0]
+    came = source.new_empty((sum(recvs), *source.shape[1:]))
+    pending.work = _collective(came, small, recvs, sends, axis)
+    places[axis.rank].copy_(parts[axis.rank])
+
+    def last() -> None:
+        for message in messages:
+            message.wait()
+        for i, part in enumerate(came.split(recvs)):
+            if recvs[i]:
+                places[i].copy_(part)
+
+    pending.last, pending.kept = last, (source, small)
+    outlive(pending)
+    return pending.work
+
+
+def _message(send: Callable[..., Any], rows: Tensor, rank: int, axis: Axis) -> Any:
+    assert axis.group is not None
+    peer = dist.get_global_rank(axis.group, rank)
+    return send(rows, peer, axis.group, _TAG)
 
 
 def _width(x: Tensor) -> int:
@@ -206,7 +178,7 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     entry = note_all_reduce(x, axis)
-    work = _started(
+    work = guarded(
         axis,
         "all_reduce",
         lambda: dist.all_reduce(
@@ -291,7 +263,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     mine = bytearray(text) if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
     entry = _note_broadcast(buffer, axis)
-    work = _started(
+    work = guarded(
         axis,
         "plan",
         lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
