@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyg_distcomm.failure import Watch
 from pyg_distcomm.ledger import Entry, Ledger
+from pyg_distcomm.messages import Messages
 
 _SLICE = timedelta(seconds=0.25)
 
@@ -54,40 +55,22 @@ class Pending:
     device: torch.device
     axis: Axis
     op: str
-    work: dist.Work | None = None
+    work: dist.Work | Messages | None = None
     entry: Entry | None = None
     kept: Any = None  # what is being sent must live until it has left
-    last: Callable[[], None] | None = None  # what is left to do once `work` is done
 
     def wait(self) -> Tensor:
         """Blocks until everything has arrived, and returns it."""
         if self.work is not None:
             start = time.perf_counter()
             _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            if self.last is not None:
-                guarded(self.axis, self.op, self.last)
-                _under_way.discard(self)
             spent = time.perf_counter() - start
             self.axis.ledger.waited(self.op, self.axis.name, spent)
-            self.work = self.kept = self.last = None
+            self.work = self.kept = None
         return self.out.to(self.device)
 
 
-_under_way: set[Pending] = set()
-
-
-def outlive(pending: Pending) -> None:
-    """Keeps the buffers of messages until they are full, even if nobody waits for them.
-
-    A collective keeps its own. A message that finds no buffer blocks its connection.
-    """
-    for one in list(_under_way):
-        if one.work is None or one.work.is_completed():
-            _under_way.discard(one)
-    _under_way.add(pending)
-
-
-def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
+def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
     watch = axis.watch
     if watch is None or on_stream:
         work.wait()
@@ -105,7 +88,7 @@ def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
         watch.say("not waiting (computing)")
 
 
-def _arrived(work: dist.Work, doing: str, watch: Watch) -> bool:
+def _arrived(work: dist.Work | Messages, doing: str, watch: Watch) -> bool:
     """Waits a slice; False if it was too short, an exception if the transport broke."""
     try:
         work.wait(_SLICE)

@@ -4,22 +4,12 @@ Each function takes the `Axis` it communicates over, skips the network when the 
 one rank, and counts what *this rank receives from others* (a row a rank keeps is not
 counted). Exchanges come as `begin -> Pending`, `Pending.wait() -> Tensor`, so that a
 caller can compute between the two.
-
-[Note: receive first] A gloo rank sends once the other has said that it is ready to receive,
-and says so itself on the connection it sends over. In gloo's all_to_all a rank posts its
-send before its receive: when the other came first, its own "ready" waits behind all it
-sends, the directions take turns, and a link moves half of what it could. So two ranks with
-much for each other send it as messages, all receives posted before the first send. What is
-small stays with the collective, which every rank joins: it follows the messages on each
-connection, so when it has arrived they have, and its waits (timed ones, which would break
-a message's connection) do for both.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,10 +18,11 @@ from torch import Tensor
 
 from pyg_distcomm.axis import Axis as Axis
 from pyg_distcomm.axis import Pending as Pending
-from pyg_distcomm.axis import guarded, outlive
+from pyg_distcomm.axis import guarded
 from pyg_distcomm.ledger import Entry
+from pyg_distcomm.messages import Messages
 
-_MUCH = 1 << 18  # bytes one way; below, a collective alone is as fast
+_MUCH = 1 << 18  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share
 
 
@@ -53,8 +44,18 @@ def all_to_all(
     recv_counts: Sequence[int],
     axis: Axis,
     op: str = "all_to_all",
+    most: int | None = None,
 ) -> Pending:
     """Starts to send row blocks of `x` to the ranks of an axis.
+
+    Args:
+        x: the rows, those for rank 0 first.
+        send_counts: how many go to each rank.
+        recv_counts: how many come from each.
+        axis: the ranks.
+        op: how the ledger calls it.
+        most: the most rows that any rank sends to any other, if all ranks know it: a
+            small exchange is faster as one collective.
 
     Shapes (this rank):
         x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
@@ -68,16 +69,11 @@ def all_to_all(
     source = _staged(x.contiguous(), axis)
     out = source.new_empty((sum(recv_counts), *x.shape[1:]))
     entry = _note_rows(x, width, send_counts, recv_counts, axis, op)
-    pending = Pending(out, x.device, axis, op, entry=entry, kept=source)
-    least = _MUCH / max(width * source.element_size(), 1)
-    pairs = enumerate(zip(send_counts, recv_counts, strict=True))
-    much = [i for i, both in pairs if i != axis.rank and max(both) >= least]
-    if much and not source.is_cuda and "gloo" in _back_ends(axis):
-        begin = partial(_messages_first, pending, send_counts, recv_counts, much)
-    else:
-        begin = partial(_collective, out, source, recv_counts, send_counts, axis)
-    pending.work = guarded(axis, op, begin)
-    return pending
+    small = most is not None and most * width * source.element_size() < _MUCH
+    over_gloo = not source.is_cuda and "gloo" in _back_ends(axis)
+    begin = _messages if over_gloo and not small else _collective
+    work = guarded(axis, op, lambda: begin(out, source, recv_counts, send_counts, axis))
+    return Pending(out, x.device, axis, op, work, entry, source)
 
 
 def _collective(
@@ -91,43 +87,28 @@ def _collective(
     return dist.all_to_all_single(out, source, *splits, group=axis.group, async_op=True)
 
 
-def _messages_first(
-    pending: Pending,
-    send_counts: Sequence[int],
+def _messages(
+    out: Tensor,
+    source: Tensor,
     recv_counts: Sequence[int],
-    much: Sequence[int],
-) -> Any:
-    # a pair knows what goes both ways, so both of its ranks count it in `much`, or neither
-    out, source, axis = pending.out, pending.kept, pending.axis
-    parts, places = source.split(list(send_counts)), out.split(list(recv_counts))
-    ahead = sorted(much, key=lambda i: (i - axis.rank) % axis.size)
-    messages = [
-        _message(dist.irecv, places[i], i, axis) for i in ahead[::-1] if recv_counts[i]
-    ] + [_message(dist.isend, parts[i], i, axis) for i in ahead if send_counts[i]]
-    others = [i for i in range(axis.size) if i not in much and i != axis.rank]
-    sends = [send_counts[i] if i in others else 0 for i in range(axis.size)]
-    recvs = [recv_counts[i] if i in others else 0 for i in range(axis.size)]
-    small = torch.cat([parts[i] for i in others]) if others else source[:0]
-    came = source.new_empty((sum(recvs), *source.shape[1:]))
-    pending.work = _collective(came, small, recvs, sends, axis)
+    send_counts: Sequence[int],
+    axis: Axis,
+) -> Messages:
+    # [Note: receive first]; every rank begins with its neighbour, so that not all at once
+    # send to one
+    places, parts = out.split(list(recv_counts)), source.split(list(send_counts))
+    peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
+    much = [i for i in peers if parts[i].numel() * source.element_size() >= _MUCH]
+    order: list[Any] = [(dist.irecv, places, i) for i in much]
+    order += [(dist.isend, parts, i) for i in peers]
+    order += [(dist.irecv, places, i) for i in peers if i not in much]
+    works = [
+        begin(rows[i], _global_rank(i, axis), axis.group, _TAG)
+        for begin, rows, i in order
+        if rows[i].numel()
+    ]
     places[axis.rank].copy_(parts[axis.rank])
-
-    def last() -> None:
-        for message in messages:
-            message.wait()
-        for i, part in enumerate(came.split(recvs)):
-            if recvs[i]:
-                places[i].copy_(part)
-
-    pending.last, pending.kept = last, (source, small)
-    outlive(pending)
-    return pending.work
-
-
-def _message(send: Callable[..., Any], rows: Tensor, rank: int, axis: Axis) -> Any:
-    assert axis.group is not None
-    peer = dist.get_global_rank(axis.group, rank)
-    return send(rows, peer, axis.group, _TAG)
+    return Messages(works, (out, source))
 
 
 def _width(x: Tensor) -> int:
@@ -232,7 +213,8 @@ def all_gather_rows(
     Blocks of unequal size travel as an all_to_all: not every back end gathers them.
     """
     send = x.repeat(axis.size, *([1] * (x.dim() - 1))) if axis.size > 1 else x
-    return all_to_all(send, [x.size(0)] * axis.size, counts, axis, op).wait()
+    ones = [x.size(0)] * axis.size
+    return all_to_all(send, ones, counts, axis, op, max(counts)).wait()
 
 
 def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
@@ -241,7 +223,9 @@ def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
         return list(counts)
     ones = [1] * axis.size
     mine = torch.tensor(list(counts), dtype=torch.int64)
-    return [int(v) for v in all_to_all(mine, ones, ones, axis, "plan").wait().tolist()]
+    return [
+        int(v) for v in all_to_all(mine, ones, ones, axis, "plan", 1).wait().tolist()
+    ]
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
@@ -266,15 +250,17 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     work = guarded(
         axis,
         "plan",
-        lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
+        lambda: dist.broadcast(
+            buffer, _global_rank(0, axis), axis.group, async_op=True
+        ),
     )
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, entry).wait()
     return pickle.loads(got.numpy().tobytes())
 
 
-def _first_rank(axis: Axis) -> int:
+def _global_rank(rank: int, axis: Axis) -> int:
     assert axis.group is not None
-    return dist.get_global_rank(axis.group, 0)
+    return dist.get_global_rank(axis.group, rank)
 
 
 def _note_broadcast(x: Tensor, axis: Axis) -> Entry:
