@@ -31,7 +31,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.ledger import format_table
 from pyg_distcomm.wire import Axis
 
-SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 23)
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 
 
 def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], float]]:
@@ -44,43 +44,33 @@ def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], flo
     axis, ranks = mesh.world, mesh.size
     each = max(size // 4 // (ranks - 1), 1)
     x, counts = torch.randn(each * ranks), [each] * ranks
-    whole, part = torch.randn(each * ranks), torch.empty(each)
-    received = 4 * each * (ranks - 1)
+    group, received = axis.group, 4 * each * (ranks - 1)
 
     def ours() -> object:
-        return wire.all_to_all(x, counts, counts, axis).wait()
+        return wire.all_to_all(x, counts, counts, axis, most=each).wait()
 
     def collective() -> object:
-        return dist.all_to_all_single(
-            torch.empty_like(x), x, counts, counts, group=axis.group
-        )
+        out = torch.empty_like(x)
+        return dist.all_to_all_single(out, x, counts, counts, group=group)
 
     def messages(receive_first: bool) -> object:
         return by_messages(x, torch.empty_like(x), each, axis, receive_first)
 
+    def gather() -> object:
+        return dist.all_gather_into_tensor(torch.empty_like(x), x[:each], group=group)
+
+    def scatter() -> object:
+        return dist.reduce_scatter_tensor(torch.empty(each), x, group=group)
+
     return {
-        "exchange (ours)": (ours, received),
-        "all_to_all_single": (collective, received),
-        "isend, then irecv": (lambda: messages(False), received),
-        "irecv, then isend": (lambda: messages(True), received),
-        "all_gather_rows (ours)": (
-            lambda: wire.all_gather_rows(x[:each], counts, axis),
-            received,
-        ),
-        "all_gather": (
-            lambda: dist.all_gather_into_tensor(
-                torch.empty_like(x), x[:each], group=axis.group
-            ),
-            received,
-        ),
-        "reduce_scatter": (
-            lambda: dist.reduce_scatter_tensor(part, x, group=axis.group),
-            received,
-        ),
-        "all_reduce": (
-            lambda: dist.all_reduce(whole, group=axis.group),
-            2 * received,
-        ),
+        "ours": (ours, received),
+        "all_to_all": (collective, received),
+        "isend, irecv": (lambda: messages(False), received),
+        "irecv, isend": (lambda: messages(True), received),
+        "our gather": (lambda: wire.all_gather_rows(x[:each], counts, axis), received),
+        "all_gather": (gather, received),
+        "reduce_scatter": (scatter, received),
+        "all_reduce": (lambda: dist.all_reduce(x.clone(), group=group), 2 * received),
     }
 
 
@@ -110,35 +100,46 @@ def rank_main(rates: list[str], rounds: int, out: str) -> None:
         network.shape(rate)
         wire.barrier(mesh.world)
         for size in SIZES:
-            runs = ways(size, mesh)
+            runs = list(ways(size, mesh).items())
+            moved |= {(name, size): received for name, (_, received) in runs}
             for turn in range(rounds + 1):
-                for name, (way, received) in runs.items():
+                for name, (way, _) in runs[:: -1 if turn % 2 else 1]:
                     wire.barrier(mesh.world)
                     start = time.perf_counter()
                     way()
-                    moved[name, size] = received
+                    spent = time.perf_counter() - start
                     if turn:
-                        spent = time.perf_counter() - start
                         found.setdefault((rate, size, name), []).append(spent)
-    mine = [(*key, statistics.median(every)) for key, every in found.items()]
-    every = wire.all_gather_object(mine, mesh.world)
+    every = wire.all_gather_object(found, mesh.world)
     if mesh.rank == 0:
         rows = [
-            (*row[0][:3], max(one[3] for one in row), moved[row[0][2], row[0][1]])
-            for row in zip(*every, strict=True)
+            # a turn lasts until its slowest rank is through
+            (
+                *key,
+                [max(turn) for turn in zip(*(one[key] for one in every), strict=True)],
+            )
+            for key in found
         ]
-        Path(out).write_text(json.dumps(rows))
+        sizes = {f"{name} {size}": bytes for (name, size), bytes in moved.items()}
+        Path(out).write_text(json.dumps([rows, sizes]))
 
 
-def table(ranks: int, rows: list[list]) -> str:
+def table(ranks: int, rows: list[list], sizes: dict[str, float]) -> str:
     """Formats what one number of ranks did: MB/s of each way, at each size and rate."""
-    names = list(dict.fromkeys(row[2] for row in rows))
-    speed = {tuple(row[:3]): row[4] / row[3] / 1e6 for row in rows}
+    turns = {(rate, size, name): spent for rate, size, name, spent in rows}
+    names = list(dict.fromkeys(key.rpartition(" ")[0] for key in sizes))
     lines = []
     for rate, size in dict.fromkeys((row[0], row[1]) for row in rows):
-        each = [speed[rate, size, name] for name in names]
-        lines.append((rate, f"{size >> 10} KiB", *each, each[0] / each[1]))
-    head = (f"{ranks} ranks", "size", *names, "ours / torch's")
+        speed = [
+            sizes[f"{name} {size}"] / statistics.median(turns[rate, size, name]) / 1e6
+            for name in names
+        ]
+        pairs = zip(
+            turns[rate, size, "all_to_all"], turns[rate, size, "ours"], strict=True
+        )
+        ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+        lines.append((rate, f"{size >> 10} KiB", *speed, ratio))
+    head = (f"{ranks} ranks", "size", *names, "ours/all_to_all")
     return format_table(head, lines)
 
 
@@ -165,7 +166,7 @@ def main() -> None:
                 status = net.run(again, {"PYTHONPATH": home})
             if status:
                 sys.exit(status)
-            tables.append(table(ranks, json.loads(Path(out).read_text())))
+            tables.append(table(ranks, *json.loads(Path(out).read_text())))
             print(tables[-1], end="\n\n", flush=True)
     if args.write:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"

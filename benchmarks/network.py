@@ -117,21 +117,23 @@ def missing() -> str | None:
 
 def shape(rate: str, burst: str = BURST, latency: str = LATENCY) -> None:
     """Gives this rank's link another rate, both ways; for use inside a rank."""
-    if "PDC_SWITCH" not in os.environ:
-        raise NoNetworkError("shape() is for a rank that `network.links` has started")
-    queue = Queue(rate, burst, latency)
+    queue, switch = Queue(rate, burst, latency), _switch()
     queue.apply(END)
-    switch, rank = int(os.environ["PDC_SWITCH"]), os.environ["RANK"]
-    queue.apply(f"port{rank}", inside=switch)
+    queue.apply(f"port{os.environ['RANK']}", inside=switch)
 
 
 def carried() -> int:
     """Returns the bytes that have arrived at this rank over its link."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == END:
-            return int(counters.split()[0])
-    raise NoNetworkError(f"no interface {END} here: this is no rank of network.links")
+    _switch()
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    found = dict(line.split(":") for line in lines if ":" in line)
+    return int({name.strip(): of for name, of in found.items()}[END].split()[0])
+
+
+def _switch() -> int:
+    if "PDC_SWITCH" not in os.environ:
+        raise NoNetworkError("this process is no rank that network.links has started")
+    return int(os.environ["PDC_SWITCH"])
 
 
 # Around the ranks -------------------------------------------------------------------
