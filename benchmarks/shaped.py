@@ -161,7 +161,8 @@ def main() -> None:
             f"--degree {args.degree} --share {args.share} --method {args.method} --rounds "
             f"{args.rounds}`; {versions}; two ranks of one thread on {os.cpu_count()} cores, "
             f"tbf with burst {network.BURST} latency {network.LATENCY} at both ends; "
-            f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, {count:,} seeds in batches of "
+            f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges, cut by "
+            f"{args.method}, {count:,} seeds in batches of "
             f"{BATCH}, {WIDTH} float32 features; medians, ways in turn.\n\n```\n{text}\n```\n"
         )
 
