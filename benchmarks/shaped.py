@@ -1,12 +1,10 @@
-"""Minibatches over a link of 1 Gbit/s: two ranks in network namespaces, shaped by tc.
+"""Minibatches over a link of 1 Gbit/s: two ranks, joined by `network.py`.
 
     sudo python benchmarks/shaped.py [--rate 1gbit] [--scale 18] [--write REPORT.md]
 
-Needs root, `ip` and `tc`, and Linux's tbf queue; says so where they are missing. Makes two
-namespaces joined by a pair of virtual interfaces, and takes them away again. The ranks
-shape their own ends between turns, so that each way to load runs on the bare link and on
-the shaped one in the same processes. What the link carried is read from the interface,
-headers included, beside what the ledger counted.
+Needs root; says what else is missing. The ranks shape their own links between turns, so that
+each way to load runs on the bare link and on the shaped one in the same processes. What the
+link carried is read from the interface, headers included, beside what the ledger counted.
 """
 
 from __future__ import annotations
@@ -16,15 +14,13 @@ import contextlib
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import loaders
+import network
 import partitioned
 import ranks
 import torch
@@ -35,11 +31,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm import wire
 from pyg_distcomm.ledger import format_table
 
-SPACES = ("pdc_rank0", "pdc_rank1")
-ENDS = ("pdc0", "pdc1")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-QUEUE = ("burst", "256kb", "latency", "50ms")
-BARE = "bare"
 CASES = {
     "owner": Case(),
     "owner, k=1": Case(bulk=1),
@@ -54,79 +45,18 @@ CASES = {
 }
 
 
-# The link ---------------------------------------------------------------------------
-
-
-def missing() -> str | None:
-    """Says why a link cannot be made here, if so."""
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "making network namespaces needs root: run it with sudo"
-    absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    return f"{' and '.join(absent)} not found: install iproute2" if absent else None
-
-
-def call(*words: str) -> None:
-    """Runs a command, or raises what it said."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
-
-
-@contextlib.contextmanager
-def link() -> Iterator[None]:
-    """Joins two new namespaces by a link inside the block."""
-    made = []
-    try:
-        for space in SPACES:
-            call("ip", "netns", "add", space)
-            made.append(space)
-        ends = ("type", "veth", "peer", "name", ENDS[1], "netns", SPACES[1])
-        call("ip", "link", "add", ENDS[0], "netns", SPACES[0], *ends)
-        for space, end, address in zip(SPACES, ENDS, ADDRESSES, strict=True):
-            call("ip", "-n", space, "addr", "add", f"{address}/24", "dev", end)
-            call("ip", "-n", space, "link", "set", end, "up")
-            call("ip", "-n", space, "link", "set", "lo", "up")
-        yield
-    finally:
-        for space in made:  # takes the interfaces along
-            call("ip", "netns", "del", space)
-
-
-def shape(end: str, rate: str) -> None:
-    """Limits what this namespace sends, or no longer limits it."""
-    here = "dev", end, "root"
-    now = subprocess.run(
-        ("tc", "qdisc", "del", *here), capture_output=True, check=False
-    )
-    del now  # there may have been none
-    if rate != BARE:
-        call("tc", "qdisc", "add", *here, "tbf", "rate", rate, *QUEUE)
-
-
-def carried(end: str) -> int:
-    """Returns the bytes that have arrived here."""
-    return int(Path(f"/sys/class/net/{end}/statistics/rx_bytes").read_text())
-
-
-# The ranks --------------------------------------------------------------------------
-
-
-def rank_main(task: Task, rates: list[str], rounds: int) -> list[dict]:
+def rank_main(task: Task, rates: list[str], rounds: int, mesh: pdc.Mesh) -> list[dict]:
     """Runs on a rank: every case at every rate, in turn."""
-    mesh = pdc.init()
-    end = ENDS[mesh.rank]
     ways = ranks.ways_of(list(CASES.values()), task, mesh)
     found: dict[tuple[str, str], list[Found]] = {}
     for turn in range(rounds + 1):
         for rate in rates:
-            shape(end, rate)
+            network.shape(rate)
             for name, way in zip(CASES, ways, strict=True):
                 wire.barrier(mesh.world)
-                before = carried(end)
+                before = network.carried()
                 one = way()
-                one.bytes["link"] = carried(end) - before
+                one.bytes["link"] = network.carried() - before
                 if turn:
                     found.setdefault((name, rate), []).append(one)
     wire.barrier(mesh.world)
@@ -136,50 +66,31 @@ def rank_main(task: Task, rates: list[str], rounds: int) -> list[dict]:
     ]
 
 
-def started(task: Task, rates: list[str], rounds: int) -> list[list[dict]]:
-    """Starts both ranks in their namespaces; returns what they print."""
-    home = str(Path(pdc.__file__).parents[1])
-    running = []
-    for rank, (space, end) in enumerate(zip(SPACES, ENDS, strict=True)):
-        env = {
-            **os.environ,
-            "PYTHONPATH": home,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": "29577",
-            "GLOO_SOCKET_IFNAME": end,
-            "OMP_NUM_THREADS": "1",
-        }
-        job = json.dumps({**asdict(task), "rates": rates, "rounds": rounds})
-        command = [sys.executable, "-W", "ignore", __file__, "--rank", job]
-        running.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", space, *command],
-                env=env,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        said = [one.communicate()[0] for one in running]
-    finally:
-        for one in running:
-            one.kill()
-    if any(one.returncode for one in running):
-        raise RuntimeError("a rank failed; what it said stands above")
-    return [json.loads(text.splitlines()[-1]) for text in said]
+def started(
+    net: network.Network, task: Task, rates: list[str], rounds: int
+) -> list[list[dict]]:
+    """Runs the ranks; returns what each found."""
+    with tempfile.TemporaryDirectory() as room:
+        out = Path(room) / "found.json"
+        job = {**asdict(task), "rates": rates, "rounds": rounds, "out": str(out)}
+        command = [sys.executable, "-W", "ignore", __file__, "--rank", json.dumps(job)]
+        home = str(Path(pdc.__file__).parents[1])
+        if net.run(command, {"PYTHONPATH": home}):
+            raise RuntimeError("a rank failed; what it said stands above")
+        return json.loads(out.read_text())
 
 
 def as_rank(job: str) -> None:
-    """Does one rank's work, in its own process, and prints what it found."""
+    """Does one rank's work, in its own process; rank 0 writes what all found."""
     asked = json.loads(job)
-    rates, rounds = asked.pop("rates"), asked.pop("rounds")
+    rates, rounds, out = (asked.pop(name) for name in ("rates", "rounds", "out"))
     torch.set_num_threads(1)
     asked["fan_out"] = tuple(asked["fan_out"])
-    found = rank_main(Task(**asked), rates, rounds)
-    print(json.dumps(found), flush=True)
+    mesh = pdc.init()
+    found = rank_main(Task(**asked), rates, rounds, mesh)
+    every = wire.all_gather_object(found, mesh.world)
+    if mesh.rank == 0:
+        Path(out).write_text(json.dumps(every))
 
 
 def table(every: list[list[dict]], rates: list[str]) -> str:
@@ -224,20 +135,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         return as_rank(args.rank)
-    reason = missing()
+    reason = network.missing()
     if reason:
         sys.exit(f"no shaped link: {reason}")
-    rates, tables = [BARE, args.rate], []
+    rates, tables = [network.BARE, args.rate], []
     with contextlib.ExitStack() as stack:
         room = args.room or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         size = args.scale, args.degree, args.share
         partitioned.prepared(room, *size, [2], args.method)
         folder = str(room / f"{args.scale}-{args.degree}-2")
         seeds = partitioned.seeds_file(room, args.scale, args.share)
-        stack.enter_context(link())
+        net = stack.enter_context(network.links(2))
         for fan_out in loaders.FAN_OUTS:
             task = Task(folder, str(seeds), fan_out)
-            found = table(started(task, rates, args.rounds), rates)
+            found = table(started(net, task, rates, args.rounds), rates)
             tables.append(f"{list(fan_out)}\n{found}")
             print(tables[-1], end="\n\n", flush=True)
         count = len(torch.load(seeds, weights_only=True))
@@ -249,8 +160,9 @@ def main() -> None:
             f"`sudo python benchmarks/shaped.py --rate {args.rate} --scale {args.scale} "
             f"--degree {args.degree} --share {args.share} --method {args.method} --rounds "
             f"{args.rounds}`; {versions}; two ranks of one thread on {os.cpu_count()} cores, "
-            f"tbf with {' '.join(QUEUE)} at both ends; R-MAT graph of {n:,} nodes and "
-            f"{n * args.degree:,} edges cut by {args.method}, {count:,} seeds in batches of "
+            f"tbf with burst {network.BURST} latency {network.LATENCY} at both ends; "
+            f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges, cut by "
+            f"{args.method}, {count:,} seeds in batches of "
             f"{BATCH}, {WIDTH} float32 features; medians, ways in turn.\n\n```\n{text}\n```\n"
         )
 

@@ -9,128 +9,33 @@ caller can compute between the two.
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_distcomm.failure import Watch
-from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.axis import Axis as Axis
+from pyg_distcomm.axis import Pending as Pending
+from pyg_distcomm.axis import guarded
+from pyg_distcomm.messages import Messages
 from pyg_distcomm.timeline import Exchange
 
-_SLICE = timedelta(seconds=0.25)
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """One mesh axis seen from this rank: the ranks that talk to each other along it.
-
-    Args:
-        name: "row", "col", "fiber", "world" or "data".
-        rank: this rank's place on the axis.
-        size: how many ranks the axis has.
-        group: their process group; None when there is nobody to talk to.
-        ledger: where what travels is counted.
-        watch: where failures are told and learnt.
-    """
-
-    name: str
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    ledger: Ledger
-    watch: Watch | None
-
-    def __repr__(self) -> str:
-        return f"Axis({self.name} {self.rank}/{self.size})"
-
-
-@dataclass(eq=False)
-class Pending:
-    """An exchange under way; `wait()` returns what arrived."""
-
-    out: Tensor
-    device: torch.device
-    axis: Axis
-    op: str
-    work: dist.Work | None = None
-    traced: Exchange | None = None
-    kept: Any = None  # what is being sent must live until it has left
-    into: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.traced is not None:  # on a stream, futures do not tell
-            told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
-            self.traced.under_way(told and told())
-
-    def wait(self) -> Tensor:
-        """Blocks until everything has arrived, and returns it."""
-        if self.work is not None:
-            start = time.perf_counter_ns()
-            _wait(self.work, self.axis, self.op, self.out.is_cuda)
-            spent = (time.perf_counter_ns() - start) / 1e9
-            self.axis.ledger.waited(self.op, self.axis.name, spent)
-            if self.traced is not None:
-                self.traced.waited(start)
-            self.work = self.kept = None
-        if self.into is not None and self.into is not self.out:
-            self.out = self.into.copy_(self.out)
-        return self.out.to(self.device)
-
-
-def _wait(work: dist.Work, axis: Axis, op: str, on_stream: bool) -> None:
-    watch = axis.watch
-    if watch is None or on_stream:
-        work.wait()
-        return
-    doing = f"{op} over axis {axis.name}"
-    start, said = time.monotonic(), False
-    while not _arrived(work, doing, watch):
-        if not said:
-            watch.say(doing)
-            said = True
-        watch.look()
-        if time.monotonic() - start > watch.deadline:
-            raise watch.expired(doing)
-    if said:
-        watch.say("not waiting (computing)")
-
-
-def _arrived(work: dist.Work, doing: str, watch: Watch) -> bool:
-    """Waits a slice; False if it was too short, an exception if the transport broke."""
-    try:
-        work.wait(_SLICE)
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    try:  # it ended between the two lines above: well or badly
-        work.wait()
-        return True
-    except RuntimeError as error:
-        raise watch.broken(doing, error) from None
+_MUCH = 1 << 18  # bytes to one rank that would delay what they overtake
+_TAG = 0x9D0C  # of messages, on groups that a script's own may share
 
 
 def _staged(x: Tensor, axis: Axis) -> Tensor:
     # gloo moves host memory and nccl device memory: what lies elsewhere is copied
-    backends = str(dist.get_backend_config(axis.group))
+    backends = _back_ends(axis)
     if x.is_cuda and "nccl" not in backends:
         return x.cpu()
     return x.cuda() if not x.is_cuda and backends == "cuda:nccl" else x
 
 
-def _started(axis: Axis, op: str, begin: Callable[[], Any]) -> Any:
-    try:
-        return begin()
-    except RuntimeError as error:
-        if axis.watch is None:
-            raise
-        raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None
+def _back_ends(axis: Axis) -> str:
+    return str(dist.get_backend_config(axis.group))
 
 
 def all_to_all(
@@ -139,11 +44,21 @@ def all_to_all(
     recv_counts: Sequence[int],
     axis: Axis,
     op: str = "all_to_all",
+    most: int | None = None,
+    *,
     into: Tensor | None = None,
 ) -> Pending:
     """Starts to send row blocks of `x` to the ranks of an axis.
 
-    What arrives is written `into` a tensor of the right shape, if one is given.
+    Args:
+        x: the rows, those for rank 0 first.
+        send_counts: how many go to each rank.
+        recv_counts: how many come from each.
+        axis: the ranks.
+        op: how the ledger calls it.
+        most: the most rows that any rank sends to any other, if all ranks know it: a
+            small exchange is faster as one collective.
+        into: where what arrives is written, instead of a new tensor.
 
     Shapes (this rank):
         x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
@@ -159,19 +74,47 @@ def all_to_all(
     if out is None or out.device != source.device:
         out = source.new_empty((sum(recv_counts), *x.shape[1:]))
     traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
-    work = _started(
-        axis,
-        op,
-        lambda: dist.all_to_all_single(
-            out,
-            source,
-            list(recv_counts),
-            list(send_counts),
-            group=axis.group,
-            async_op=True,
-        ),
-    )
+    small = most is not None and most * width * source.element_size() < _MUCH
+    over_gloo = not source.is_cuda and "gloo" in _back_ends(axis)
+    begin = _messages if over_gloo and not small else _collective
+    plan = recv_counts, send_counts, axis
+    work = guarded(axis, op, lambda: begin(out, source, *plan))
     return Pending(out, x.device, axis, op, work, traced, source, into)
+
+
+def _collective(
+    out: Tensor,
+    source: Tensor,
+    recv_counts: Sequence[int],
+    send_counts: Sequence[int],
+    axis: Axis,
+) -> Any:
+    splits = list(recv_counts), list(send_counts)
+    return dist.all_to_all_single(out, source, *splits, group=axis.group, async_op=True)
+
+
+def _messages(
+    out: Tensor,
+    source: Tensor,
+    recv_counts: Sequence[int],
+    send_counts: Sequence[int],
+    axis: Axis,
+) -> Messages:
+    # [Note: receive first]; every rank begins with its neighbour, so that not all at once
+    # send to one
+    places, parts = out.split(list(recv_counts)), source.split(list(send_counts))
+    peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
+    much = [i for i in peers if parts[i].numel() * source.element_size() >= _MUCH]
+    order: list[Any] = [(dist.irecv, places, i) for i in much]
+    order += [(dist.isend, parts, i) for i in peers]
+    order += [(dist.irecv, places, i) for i in peers if i not in much]
+    works = [
+        begin(rows[i], _global_rank(i, axis), axis.group, _TAG)
+        for begin, rows, i in order
+        if rows[i].numel()
+    ]
+    places[axis.rank].copy_(parts[axis.rank])
+    return Messages(works, (out, source))
 
 
 def _width(x: Tensor) -> int:
@@ -222,7 +165,7 @@ def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis)
-    work = _started(
+    work = guarded(
         axis,
         "all_reduce",
         lambda: dist.all_reduce(
@@ -285,7 +228,8 @@ def all_gather_rows(
     Blocks of unequal size travel as an all_to_all: not every back end gathers them.
     """
     send = x.repeat(axis.size, *([1] * (x.dim() - 1))) if axis.size > 1 else x
-    return all_to_all(send, [x.size(0)] * axis.size, counts, axis, op).wait()
+    ones = [x.size(0)] * axis.size
+    return all_to_all(send, ones, counts, axis, op, max(counts)).wait()
 
 
 def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
@@ -294,7 +238,9 @@ def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
         return list(counts)
     ones = [1] * axis.size
     mine = torch.tensor(list(counts), dtype=torch.int64)
-    return [int(v) for v in all_to_all(mine, ones, ones, axis, "plan").wait().tolist()]
+    return [
+        int(v) for v in all_to_all(mine, ones, ones, axis, "plan", 1).wait().tolist()
+    ]
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
@@ -316,18 +262,20 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     mine = bytearray(text) if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
     traced = _note_broadcast(buffer, axis)
-    work = _started(
+    work = guarded(
         axis,
         "plan",
-        lambda: dist.broadcast(buffer, _first_rank(axis), axis.group, async_op=True),
+        lambda: dist.broadcast(
+            buffer, _global_rank(0, axis), axis.group, async_op=True
+        ),
     )
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
     return pickle.loads(got.numpy().tobytes())
 
 
-def _first_rank(axis: Axis) -> int:
+def _global_rank(rank: int, axis: Axis) -> int:
     assert axis.group is not None
-    return dist.get_global_rank(axis.group, 0)
+    return dist.get_global_rank(axis.group, rank)
 
 
 def _note_broadcast(x: Tensor, axis: Axis) -> Exchange | None:

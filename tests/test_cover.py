@@ -71,17 +71,26 @@ def _dense(data, weight):
     return out.index_put_((target, source), weight, accumulate=True)
 
 
-def _contract(graph, cutter, grid, halo, rows_of_a_piece):
-    """Product, transpose, and price; returns the words a rank receives."""
-    whole = pieces.ROWS
-    pieces.ROWS = rows_of_a_piece or whole
+def _contract(*args):
+    """Product, transpose, and price; returns the words a rank receives.
+
+    In pieces of few rows, each in messages, or as they are.
+    """
+    *args, few = args
+    before = pieces.ROWS, wire._MUCH
+    if few:
+        pieces.ROWS, wire._MUCH = few, 1
     try:
-        data = GRAPHS[graph]()
-        mesh = worlds.mesh(grid=grid)
-        share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
-        plan = share.edge_index.with_halo(halo).topology.sum_plan()
+        return _checked(*args)
     finally:
-        pieces.ROWS = whole
+        pieces.ROWS, wire._MUCH = before
+
+
+def _checked(graph, cutter, grid, halo):
+    data = GRAPHS[graph]()
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+    plan = share.edge_index.with_halo(halo).topology.sum_plan()
     g = torch.Generator().manual_seed(3)
     x = torch.randn(2, data.num_nodes, 5, generator=g, dtype=torch.float64)
     gid = share.edge_index.nodes.gid

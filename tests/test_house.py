@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "kernels",
     "failure timeline trace_file clocks ledger price partition",
-    "wire random mesh launch channel trace",
+    "messages axis wire random mesh launch channel trace",
     "exchange adjoint rows dropout",
     "ops",
     "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",
@@ -33,7 +33,7 @@ FLOORS = (
     "cli __init__",
 )
 TALKS = {"wire", "mesh", "launch", "failure", "checkpoint", "nn.replicate", "doctor"}
-TALKS |= {"loader.world", "channel"}
+TALKS |= {"loader.world", "channel", "axis", "messages"}
 KNOWS_PYG = {
     "topology",
     "edge_index",

@@ -22,6 +22,7 @@ class Halo(Link):
         send_slot    [t]   which own rows go out, in order of their destination
         send_counts  how many go to each rank of the axis (none to itself)
         recv_counts  how many come from each rank; their sum is h
+        most         the most rows that any rank sends to any other
 
     Price: h f words forward, t f words in the transpose.
     Differs from [Tripathy20] Sec. 4.1 in moving only the rows the sparsity asks for
@@ -35,6 +36,7 @@ class Halo(Link):
     num_local: int
     silent: bool
     dense: bool = False
+    most: int | None = None
 
     @staticmethod
     def build(
@@ -60,15 +62,17 @@ class Halo(Link):
         slot = (
             order[torch.searchsorted(have_gid[order], asked)] if len(asked) else asked
         )
-        busy = wire.all_gather_counts([len(want_gid)], axis)
+        every = wire.all_gather_counts([max(want_counts, default=0)], axis)
+        most = max(row[0] for row in every)
         return Halo(
             axis,
             slot,
             tuple(send_counts) if axis.size > 1 else (0,),
             tuple(want_counts),
             len(have_gid),
-            silent=not any(row[0] for row in busy),
+            silent=most == 0,
             dense=dense,
+            most=most,
         )
 
     @property
@@ -85,7 +89,13 @@ class Halo(Link):
         op = "all_gather" if self.dense else "halo"
         flat = None if into is None else into.flatten(1)
         pending = wire.all_to_all(
-            rows, self.send_counts, self.recv_counts, self.axis, op, flat
+            rows,
+            self.send_counts,
+            self.recv_counts,
+            self.axis,
+            op,
+            self.most,
+            into=flat,
         )
         return lambda: (
             pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else (pending.wait())
@@ -97,7 +107,7 @@ class Halo(Link):
             return lambda out: out
         op = "reduce_scatter" if self.dense else "halo_transpose"
         pending = wire.all_to_all(
-            g.flatten(1), self.recv_counts, self.send_counts, self.axis, op
+            g.flatten(1), self.recv_counts, self.send_counts, self.axis, op, self.most
         )
 
         def arrive(out: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class Fetch:
         head = torch.full((axis.size,), spoken if problem is None else _BAD)
         table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
         ones = [1] * axis.size
-        got = wire.all_to_all(table, ones, ones, axis, "plan").wait()
+        got = wire.all_to_all(table, ones, ones, axis, "plan", 1).wait()
         if problem is not None or bool((got[:, 0] != spoken).any()):
             wire.agree(problem, axis)
             raise ValueError(

@@ -60,6 +60,7 @@ class FiberSplit:
             [n * mine for n in self.rows],
             self.axis,
             "fiber",
+            max(self.rows) * widths[0],
         ).wait()
         return out.view(sum(self.rows), mine)
 
@@ -72,7 +73,12 @@ class FiberSplit:
         n, mine = self.rows[self.axis.rank], widths[self.axis.rank]
         counts = [n * w for w in widths]
         out = wire.all_to_all(
-            z.reshape(-1), [m * mine for m in self.rows], counts, self.axis, "fiber"
+            z.reshape(-1),
+            [m * mine for m in self.rows],
+            counts,
+            self.axis,
+            "fiber",
+            max(self.rows) * widths[0],
         ).wait()
         parts = [
             part.view(n, w) for part, w in zip(out.split(counts), widths, strict=True)

@@ -99,7 +99,7 @@ class Errand:
         flags = _flags(wishes)
         table = torch.cat([self._counts, torch.full((axis.size, 1), flags)], 1)
         ones = [1] * axis.size
-        theirs = wire.all_to_all(table, ones, ones, axis, "plan").wait()
+        theirs = wire.all_to_all(table, ones, ones, axis, "plan", 1).wait()
         message = _packed(wishes, flags, word).index_select(0, self._order)
         sent = self._counts.sum(1) * message.size(1)
         widths = torch.tensor([_width(int(row[-1]), word) for row in theirs])

@@ -144,7 +144,7 @@ class PartitionedLayerGraph:
         sizes = cols.ptr.diff() * wanted
         axis = self._axis
         ones = [1] * axis.size
-        coming = wire.all_to_all(sizes, ones, ones, axis, "plan").wait()
+        coming = wire.all_to_all(sizes, ones, ones, axis, "plan", 1).wait()
         places = [_ranges(cols.ptr, row) for row in wanted]
         got = wire.all_to_all(
             cols.id[torch.cat(places)].to(self._far.word),

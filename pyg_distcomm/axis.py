@@ -1,0 +1,124 @@
+"""An axis of the mesh, and what is under way over it.
+
+A rank waits in slices, and looks between them whether another has failed: see
+[Note: failure].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_distcomm.failure import Watch
+from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.messages import Messages
+from pyg_distcomm.timeline import Exchange
+
+_SLICE = timedelta(seconds=0.25)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One mesh axis seen from this rank: the ranks that talk to each other along it.
+
+    Args:
+        name: "row", "col", "fiber", "world" or "data".
+        rank: this rank's place on the axis.
+        size: how many ranks the axis has.
+        group: their process group; None when there is nobody to talk to.
+        ledger: where what travels is counted.
+        watch: where failures are told and learnt.
+    """
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    ledger: Ledger
+    watch: Watch | None
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name} {self.rank}/{self.size})"
+
+
+@dataclass(eq=False)
+class Pending:
+    """An exchange under way; `wait()` returns what arrived."""
+
+    out: Tensor
+    device: torch.device
+    axis: Axis
+    op: str
+    work: dist.Work | Messages | None = None
+    traced: Exchange | None = None
+    kept: Any = None  # what is being sent must live until it has left
+    into: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.traced is not None:  # on a stream, futures do not tell
+            told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
+            self.traced.under_way(told and told())
+
+    def wait(self) -> Tensor:
+        """Blocks until everything has arrived, and returns it."""
+        if self.work is not None:
+            start = time.perf_counter_ns()
+            _wait(self.work, self.axis, self.op, self.out.is_cuda)
+            spent = (time.perf_counter_ns() - start) / 1e9
+            self.axis.ledger.waited(self.op, self.axis.name, spent)
+            if self.traced is not None:
+                self.traced.waited(start)
+            self.work = self.kept = None
+        if self.into is not None and self.into is not self.out:
+            self.out = self.into.copy_(self.out)
+        return self.out.to(self.device)
+
+
+def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
+    watch = axis.watch
+    if watch is None or on_stream:
+        work.wait()
+        return
+    doing = f"{op} over axis {axis.name}"
+    start, said = time.monotonic(), False
+    while not _arrived(work, doing, watch):
+        if not said:
+            watch.say(doing)
+            said = True
+        watch.look()
+        if time.monotonic() - start > watch.deadline:
+            raise watch.expired(doing)
+    if said:
+        watch.say("not waiting (computing)")
+
+
+def _arrived(work: dist.Work | Messages, doing: str, watch: Watch) -> bool:
+    """Waits a slice; False if it was too short, an exception if the transport broke."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    try:  # it ended between the two lines above: well or badly
+        work.wait()
+        return True
+    except RuntimeError as error:
+        raise watch.broken(doing, error) from None
+
+
+def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
+    """Does something with the transport; raises why, if it breaks."""
+    try:
+        return act()
+    except RuntimeError as error:
+        if axis.watch is None:
+            raise
+        raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None

@@ -1,0 +1,208 @@
+"""Exchanges over gloo: messages, received first, and what they must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+
+import pyg_distcomm as pdc
+from pyg_distcomm import messages, wire
+from pyg_distcomm.failure import RankError
+from pyg_distcomm.price import exchange_price
+
+SIZES = (2, 3, 4, 8)
+BIG = wire._MUCH // 8  # rows of eight bytes that make much
+
+
+def _counts(kind, size):
+    """Rows from rank i to rank j, as a matrix that all ranks know."""
+    g = torch.Generator().manual_seed(size)
+    if kind == "nothing":
+        return torch.zeros(size, size, dtype=torch.int64)
+    if kind == "one way":  # much from lower to higher ranks only
+        return torch.ones(size, size).triu(1).long() * (BIG + 5)
+    counts = torch.randint(0, 7, (size, size), generator=g)
+    if kind == "mixed":  # much, little and nothing side by side
+        counts[0, 1:] = BIG + 1
+        counts[1:, 0] = BIG + torch.arange(1, size)
+        counts[-1] = 0  # a rank that has nothing to send
+    return counts
+
+
+def _row_values(source, target, count, dtype):
+    value = torch.arange(count) * 7 + 31 * source + 3 * target
+    return (value % 100).to(dtype)
+
+
+def _exchange(kind, dtype, width, most):
+    mesh = worlds.mesh()
+    counts, me = _counts(kind, mesh.size), mesh.rank
+    send, recv = counts[me].tolist(), counts[:, me].tolist()
+    parts = [_row_values(me, j, n, dtype) for j, n in enumerate(send)]
+    x = torch.cat(parts).unsqueeze(1).expand(-1, width)
+    bound = int(counts.max()) if most else None
+    mesh.ledger.reset()
+    got = wire.all_to_all(x, send, recv, mesh.world, "halo", bound).wait()
+    parts = [_row_values(i, me, n, dtype) for i, n in enumerate(recv)]
+    assert torch.equal(got, torch.cat(parts).unsqueeze(1).expand(-1, width))
+    price = exchange_price(send, recv, me, width)
+    assert mesh.ledger.words() == price.words
+    assert mesh.ledger.messages() == price.messages
+    assert mesh.ledger.bytes() == price.words * x.element_size()
+    assert mesh.ledger.total("sent_bytes") == price.sent * x.element_size()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["nothing", "little", "one way", "mixed"])
+def test_what_arrives_and_what_it_costs(kind, size):
+    for dtype in (torch.float64, torch.int64, torch.uint8, torch.bfloat16):
+        for most in (True, False):
+            worlds.run(_exchange, size, kind, dtype, 1, most)
+    worlds.run(_exchange, size, kind, torch.float64, 0, True)
+
+
+def _several_under_way():
+    mesh = worlds.mesh()
+    me, size = mesh.rank, mesh.size
+    pending = []
+    for k in range(6):
+        rows = BIG + 3 if k % 2 else 2
+        x = torch.full((rows * size,), 100.0 * k + me, dtype=torch.float64)
+        counts = [rows] * size
+        time.sleep(0.002 * ((me + k) % size))  # now one is late, now the other
+        pending.append(wire.all_to_all(x, counts, counts, mesh.world))
+    abandoned = pending.pop(1)
+    del abandoned  # as an exception between would do
+    for k in (4, 0, 5, 2, 3):
+        got = pending[k - (k > 1)].wait().view(size, -1)
+        want = 100.0 * k + torch.arange(size, dtype=torch.float64)
+        assert torch.equal(got, want.unsqueeze(1).expand_as(got))
+    wire.barrier(mesh.world)
+    deadline = time.monotonic() + 10
+    while messages._under_way and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not messages._under_way  # the abandoned one has ended too
+    alive = [t for t in threading.enumerate() if t.daemon]
+    assert len(alive) <= 16  # threads are used again
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_exchanges_at_once_end_in_any_order(size):
+    for _ in range(3):
+        worlds.run(_several_under_way, size)
+
+
+def _order():
+    mesh = worlds.mesh()
+    me, size = mesh.rank, mesh.size
+    said, real = [], {name: getattr(dist, name) for name in ("isend", "irecv")}
+
+    def spy(name):
+        def begin(rows, *args):
+            said.append((name, rows.numel() >= BIG))
+            return real[name](rows, *args)
+
+        return begin
+
+    send = recv = [0 if j == me else BIG if (me + j) % 2 else 4 for j in range(size)]
+    try:
+        for name in real:
+            setattr(dist, name, spy(name))
+        x = torch.zeros(sum(send), dtype=torch.float64)
+        wire.all_to_all(x, send, recv, mesh.world).wait()
+        wire.barrier(mesh.world)
+        first_send = [name for name, _ in said].index("isend")
+        much_later = [s for s in said[first_send:] if s == ("irecv", True)]
+        calls = len(said)
+        x = torch.zeros(size * 4, dtype=torch.float64)
+        wire.all_to_all(x, [4] * size, [4] * size, mesh.world, most=4).wait()
+    finally:
+        for name, begin in real.items():
+            setattr(dist, name, begin)
+    return said, much_later, len(said) - calls
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_receives_come_before_sends_of_much(size):
+    for said, much_later, small in worlds.run(_order, size):
+        assert said[0] == ("irecv", True)
+        assert not much_later  # nothing much is asked for once sending has begun
+        assert small == 0  # what all know to be small is one collective
+
+
+def _waits_in_slices():
+    mesh = worlds.mesh()
+    x = torch.zeros(BIG * mesh.size, dtype=torch.float64)
+    counts = [BIG] * mesh.size
+    if mesh.rank == 1:
+        time.sleep(0.4)
+    pending = wire.all_to_all(x, counts, counts, mesh.world)
+    too_short = 0
+    while mesh.rank == 0 and not pending.work.is_completed():
+        with contextlib.suppress(RuntimeError):
+            pending.work.wait(timedelta(seconds=0.05))
+            continue
+        too_short += 1
+    assert pending.wait().numel() == x.numel()
+    return too_short
+
+
+def test_a_wait_that_ends_early_breaks_nothing():
+    assert worlds.run(_waits_in_slices, 2)[0] >= 2
+    assert worlds.run(_waits_in_slices, 2)[0] >= 2  # the connection is whole
+
+
+def _much(mesh):
+    x = torch.zeros(BIG * mesh.size, dtype=torch.float64)
+    counts = [BIG] * mesh.size
+    return wire.all_to_all(x, counts, counts, mesh.world, "halo")
+
+
+def _dies():
+    mesh = pdc.init(timeout=30)
+    _much(mesh).wait()
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        _much(mesh).wait()
+
+
+def _raises():
+    mesh = pdc.init(timeout=30)
+    pending = _much(mesh)
+    if mesh.rank == 1:
+        raise KeyError("of rank 1")
+    pending.wait()
+    for _ in range(100):
+        _much(mesh).wait()
+
+
+def _stays_away():
+    mesh = pdc.init(timeout=3)
+    if mesh.rank == 1:
+        time.sleep(40)
+    _much(mesh).wait()
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "text"),
+    [
+        (_dies, RankError, "without|lost another rank"),
+        (_raises, KeyError, "of rank 1"),
+        (_stays_away, RankError, "waited 3 s for halo"),
+    ],
+)
+def test_no_exchange_hangs(fn, kind, text):
+    start = time.monotonic()
+    with pytest.raises(kind, match=text):
+        pdc.launch(fn, 2, timeout=60)
+    assert time.monotonic() - start < 35
