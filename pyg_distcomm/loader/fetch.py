@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
+from pyg_distcomm import kernels, wire
 from pyg_distcomm.channel import Channel
 from pyg_distcomm.loader.message import (
     Column,
@@ -26,6 +27,7 @@ from pyg_distcomm.loader.shelf import Group, Shelf
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
+SPARSE = 256  # ids there could be for each that there is: beyond, a search is cheaper
 _BAD = -1  # in the place of a checksum: this rank cannot ask for what it wants
 
 
@@ -45,7 +47,15 @@ class Pool:
         """Returns where the rows of ids are; all of them must have been asked for."""
         if ids is self.ids:
             return self.place
-        return self.place[torch.searchsorted(self.ids, ids)]
+        return self.place[self._look_up(ids)]
+
+    @cached_property
+    def _look_up(self) -> Callable[[Tensor], Tensor]:
+        """An index of a bit for each id there could be, unless ids are few among them."""
+        total = int(self.ids[-1]) + 1 if len(self.ids) else 0
+        if len(self.ids) == 0 or total > SPARSE * len(self.ids):
+            return partial(torch.searchsorted, self.ids)
+        return kernels.place_index(self.ids, total)
 
     def take(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""
