@@ -47,7 +47,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
         is_sorted, filter_per_worker, neighbor_sampler, directed: as in PyG.
         bulk_size: minibatches sampled at a time; "auto" takes 4 for each thread (of a
-            share 16), or as many as fit in 512 MiB, or in an eighth of the free memory.
+            share 16), or as many as fit in 1 GiB, or in an eighth of the free memory.
         seed: of all draws and of the order of an epoch (default: from torch's generator,
             rank 0's).
         even_batches: what to do if batches do not come out even: "pad" repeats batches,

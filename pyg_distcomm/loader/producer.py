@@ -19,7 +19,7 @@ from pyg_distcomm.loader.bulk import Stage
 from pyg_distcomm.loader.deal import Numbered
 from pyg_distcomm.loader.phases import ASSEMBLE, FETCH, SAMPLE, Phases
 
-BUDGET = 1 << 29  # bytes of minibatches in flight, if memory allows that much
+BUDGET = 1 << 30  # bytes of minibatches in flight, if memory allows that much
 MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
 FIRST_SPREAD = 4  # minibatches of the first bulk where each bulk costs messages
 MOST_SPREAD = 16  # where each bulk costs messages, more of them do
