@@ -48,8 +48,9 @@ from pyg_distcomm.partition.layout import (
     part_name,
     write_meta,
 )
-from pyg_distcomm.partition.partition import Partition, owner_dtype
-from pyg_distcomm.partition.report import PartitionReport, report
+from pyg_distcomm.partition.figures import PartitionReport
+from pyg_distcomm.partition.partition import Grid, Partition, owner_dtype
+from pyg_distcomm.partition.report import report
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +90,13 @@ def write_folder(
     *,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
+    grid: Grid | None = None,
     force: bool = False,
 ) -> PartitionReport:
     """Writes every part of `data` into the new folder `out`, or nothing at all.
 
     All is written beside `out`, flushed, and renamed at the end. `force` replaces an
-    earlier partition folder. Needs one part in memory next to the graph.
+    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. Needs one part in memory next to the graph.
     Raises ValueError for a graph that does not fit the partition, for attributes that
     `attribute_kinds` refuses, and where `out` exists; TypeError for an attribute that
     is neither a dense tensor nor a plain value.
@@ -103,7 +105,7 @@ def write_folder(
     _check_target(out, force)
     kinds = attribute_kinds(data, node_attrs, edge_attrs)
     source = _Source(data, _edges(data, partition), partition, kinds)
-    figures = report(source.edge_index, partition, _train_mask(source))
+    figures = report(source.edge_index, partition, _train_mask(source), grid)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
     aside.mkdir()
@@ -172,7 +174,7 @@ def read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
         raise ValueError(f"{path}: {error}") from None
     if list(partition.sizes) != meta["report"]["nodes"]:
         raise ValueError(f"{path}: its parts are not as large as META.json says")
-    return partition
+    return partition.refined_from(PartitionReport.from_dict(meta["report"]).before)
 
 
 @dataclass(frozen=True, eq=False)
