@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from pyg_distcomm.partition.edges import (
     capacities,
+    fill_empty,
     node_weights,
     part_loads,
     plain_edges,
@@ -31,8 +32,9 @@ from pyg_distcomm.partition.partition import (
 from pyg_distcomm.partition.permutation import permutation
 from pyg_distcomm.partition.refine import BALANCE
 from pyg_distcomm.partition.refine import refine as refined
+from pyg_distcomm.partition.stream import TensorEdges, stream
 
-METHODS = ("block", "random", "permutation", "ldg", "metis")
+METHODS = ("block", "random", "permutation", "ldg", "metis", "stream")
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
@@ -62,6 +64,8 @@ def cut(
                "ldg": `ldg`, a streaming cutter that needs nothing installed
                "metis": `metis`; without pymetis it warns once and runs "ldg",
                as it does, silently, below 16 nodes a part
+               "stream": `stream`, which reads the edges in order and keeps none; for
+               edges on a disk (`partition_files`), and where LDG takes too much memory
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
@@ -108,6 +112,9 @@ def _cut(
         return _random(num_nodes, num_parts, seed)
     if method == "block" or num_parts == 1 or num_nodes <= num_parts:
         return _block(num_nodes, num_parts)
+    if method == "stream":
+        edges = TensorEdges(edge_index)
+        return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
@@ -151,7 +158,7 @@ def ldg(
             break
         best, best_cut = owner.copy(), size
     _settle(best, walk, csr, weight, capacity, num_parts)
-    return Partition.from_owner(_fill_empty(best, num_parts), num_parts)
+    return Partition.from_owner(fill_empty(best, num_parts), num_parts)
 
 
 def metis(
@@ -189,7 +196,7 @@ def metis(
     owner = np.array(parts, np.int64)
     capacity = capacities(weight, num_parts, balance)
     _settle(owner, _order("degree", csr, seed), csr, weight, capacity, num_parts)
-    return Partition.from_owner(_fill_empty(owner, num_parts), num_parts)
+    return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
 
 
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
@@ -247,17 +254,6 @@ def _settle(
     for _ in range(PASSES):
         if loops.refine(walk, *csr, weight, capacity, owner, load) == 0:
             break
-
-
-def _fill_empty(owner: np.ndarray, num_parts: int) -> np.ndarray:
-    """Gives each empty part one node of the largest part."""
-    sizes = np.bincount(owner, minlength=num_parts)
-    for part in np.flatnonzero(sizes == 0):
-        donor = int(sizes.argmax())
-        owner[np.flatnonzero(owner == donor)[-1]] = part
-        sizes[donor] -= 1
-        sizes[part] += 1
-    return owner
 
 
 def _loops() -> Any:

@@ -79,6 +79,17 @@ def part_loads(owner: np.ndarray, weight: np.ndarray, num_parts: int) -> np.ndar
     return np.stack(columns, axis=1).astype(np.int64)
 
 
+def fill_empty(owner: np.ndarray, num_parts: int) -> np.ndarray:
+    """Gives each empty part one node of the largest part."""
+    sizes = np.bincount(owner, minlength=num_parts)
+    for part in np.flatnonzero(sizes == 0):
+        donor = int(sizes.argmax())
+        owner[np.flatnonzero(owner == donor)[-1]] = part
+        sizes[donor] -= 1
+        sizes[part] += 1
+    return owner
+
+
 def _check_integers(edge_index: Tensor) -> None:
     dtype = edge_index.dtype
     if dtype in (torch.int64, torch.int32):
