@@ -15,12 +15,12 @@ from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.partition.folder import PartShare, read_part
 from pyg_distcomm.partition.kinds import attribute_kinds
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition
 from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
-from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology

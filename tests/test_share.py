@@ -144,7 +144,9 @@ def _refined(method, grid, folder):
 
 
 @pytest.mark.parametrize("method", ["metis", "random", "permutation"])
-@pytest.mark.parametrize("grid", [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "grid", [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+)
 def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
     size = grid[0] * grid[1] * grid[2]
     assert len(set(worlds.run(_refined, size, method, grid, tmp_path / "out"))) == 1
@@ -162,8 +164,8 @@ def _refined_hetero():
     )
     mesh = worlds.mesh()
     share = pdc.partition(data, mesh, "random", refine=True)
+    owners = {"a": torch.zeros(40).long(), "b": torch.zeros(60).long()}
     with pytest.raises(ValueError, match="refine=True moves nodes of a graph"):
-        owners = {"a": torch.zeros(40).long(), "b": torch.zeros(60).long()}
         pdc.partition(data, mesh, owners, refine=True)
     return share["a"].num_nodes
 

@@ -94,10 +94,10 @@ class EdgeFile:
     """Edges of a .npy file or of a member of an .npz file, `[2, m]` or `[m, 2]`.
 
     Only one chunk is in memory. Ids are compared with the number of nodes as they are
-    read. A file with two edges is read as `[2, m]`.
+    read. A file with two edges is read as `[2, m]`, unless `tall`.
     """
 
-    def __init__(self, name: str, opener: Opener) -> None:
+    def __init__(self, name: str, opener: Opener, tall: bool | None = None) -> None:
         """Reads the head of the file; raises ValueError unless it holds edges."""
         self.name, self._opener = name, opener
         self.head = head = NpyHead.read(name, opener)
@@ -107,7 +107,7 @@ class EdgeFile:
                 f"{name}: holds {head.dtype} {list(head.shape)}, but edges are integers "
                 "[2, num_edges] or [num_edges, 2]"
             )
-        tall = head.shape[0] != 2
+        tall = head.shape[0] != 2 if tall is None else tall
         self.num_edges = head.shape[0] if tall else head.shape[1]
         self._paired = tall != head.fortran  # source and target side by side
 
@@ -137,7 +137,9 @@ class EdgeFile:
                 if second is not None:
                     second.close()
 
-    def _read(self, file: IO[bytes], second: IO[bytes] | None, count: int) -> np.ndarray:
+    def _read(
+        self, file: IO[bytes], second: IO[bytes] | None, count: int
+    ) -> np.ndarray:
         if second is None:
             flat = read_rows(self.name, file, self.head.dtype, 2 * count)
             return np.ascontiguousarray(flat.reshape(count, 2).T, np.int64)
@@ -181,7 +183,11 @@ def spool_text(
     limit = MOST_NODES if num_nodes is None else num_nodes
     total = path.stat().st_size if path.is_file() else 0
     bar = tqdm(
-        desc="reading edges", total=total, unit="B", unit_scale=True, disable=None,
+        desc="reading edges",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=None,
         leave=False,
     )
     largest = -1
@@ -191,7 +197,7 @@ def spool_text(
                 largest = max(largest, int(pairs.max()))
             writer.write(both_ways(pairs) if undirected else pairs)
             bar.update(_told(file) - bar.n)
-    return EdgeFile(str(out), plain_opener(out)), largest
+    return EdgeFile(str(out), plain_opener(out), tall=True), largest
 
 
 def _told(file: IO[bytes]) -> int:
@@ -246,7 +252,9 @@ def _parse(
         wanted = "two node ids, source and target"
         if wrong == loops.TOO_LARGE:
             wanted = f"node ids of 0 .. {limit - 1}"
-        raise ValueError(f"{path}: line {line + lines + 1}: got {got!r}, wanted {wanted}")
+        raise ValueError(
+            f"{path}: line {line + lines + 1}: got {got!r}, wanted {wanted}"
+        )
     return out[:found], line + lines
 
 
@@ -267,7 +275,7 @@ class PairWriter:
         self._path, self._rows = path, 0
 
     def __enter__(self) -> PairWriter:
-        self._file = open(self._path, "wb")  # noqa: SIM115
+        self._file = open(self._path, "wb")
         self._head()
         return self
 

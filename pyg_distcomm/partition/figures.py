@@ -43,7 +43,7 @@ class PartitionReport:
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> PartitionReport:
         """Builds a report from what `dataclasses.asdict` gave, through JSON or not."""
-        plain = {
+        plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in figures.items()
         }
@@ -108,14 +108,14 @@ class PartitionReport:
         self, grid: Counts, blocks: Counts, send: Counts, halo: Counts
     ) -> PartitionReport:
         """Returns the same figures with those of the blocks of a grid."""
-        return replace(
-            self, grid=grid, blocks=blocks, block_send=send, block_halo=halo
-        )
+        return replace(self, grid=grid, blocks=blocks, block_send=send, block_halo=halo)
 
     @property
     def busiest(self) -> int:
         """Rows that the busiest rank sends or receives, on the grid if one was given."""
-        return max(*(self.block_send or self.send_rows), *(self.block_halo or self.halo_rows))
+        return max(
+            *(self.block_send or self.send_rows), *(self.block_halo or self.halo_rows)
+        )
 
     def bytes(self, width: int, itemsize: int = 4) -> int:
         """Predicts the bytes of one exchange: volume * width * itemsize."""

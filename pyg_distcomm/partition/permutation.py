@@ -24,10 +24,11 @@ def permutation(
 
     In random order within equal degrees, nodes are dealt out to the r process rows by
     falling in-degree, and those of each process row to its s columns by falling
-    out-degree, each to the one that has least so far and room for one more. So each process row has
-    like nonzeros in its rows, each process column in its columns, and a block A_ij about
-    m / (r s); the ranks of one block share out its nodes evenly. Sizes differ by one for
-    each of the three steps at most. Without a grid, parts are process rows.
+    out-degree, each to the one that has least so far and room for one more. So each
+    process row has like nonzeros in its rows, each process column in its columns, and a
+    block A_ij about m / (r s); the ranks of one block share out its nodes evenly. Sizes
+    differ by one for each of the three steps at most. Without a grid, parts are process
+    rows.
 
     Random permutations of rows and columns are what [Buluc11] balances blocks with, and
     [Tripathy20] trains on; dealing by degree is ours, and keeps hubs apart too.

@@ -66,7 +66,7 @@ def refine(
     before = report(edge_index, partition.refined_from(None), train_mask, grid)
     weight = node_weights(edge_index, train_vector(train_mask, partition.num_nodes))
     owner = partition.owner.numpy().astype(np.int64)
-    if 1 < partition.num_parts and 0 < before.volume:
+    if partition.num_parts > 1 and before.volume > 0:
         owner = _moved(edge_index, owner, partition.num_parts, weight, balance)
     found = Partition.from_owner(owner, partition.num_parts)
     if report(edge_index, found, train_mask, grid).busiest > before.busiest:
@@ -96,7 +96,16 @@ def _moved(
     for doublings in tqdm(DOUBLINGS, "refining", disable=None, leave=False):
         for _ in range(SWEEPS):
             if not loops.sweep(
-                order, *rows, owner, held, load, weight, capacity, carried, most, doublings
+                order,
+                *rows,
+                owner,
+                held,
+                load,
+                weight,
+                capacity,
+                carried,
+                most,
+                doublings,
             ):
                 break
     return owner

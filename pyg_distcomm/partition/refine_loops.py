@@ -6,8 +6,6 @@ needed by the `size[u]` parts from `part[start[u]]` on, each for `count` of its 
 
 from __future__ import annotations
 
-
-
 import numpy as np
 from numba import njit
 
@@ -279,7 +277,10 @@ def sweep(
     The definition is `refine_reference.sweep`. Returns the number of moves.
     """
     num_parts = carried.shape[0]
-    delta, hit = np.zeros((2 * num_parts, 2), np.int64), np.empty(2 * num_parts, np.int64)
+    delta, hit = (
+        np.zeros((2 * num_parts, 2), np.int64),
+        np.empty(2 * num_parts, np.int64),
+    )
     near, chosen = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
     top = np.array([load[:num_parts].max(), load[num_parts:].max()])
     scale = float(max(top[0], top[1], 1))
@@ -313,5 +314,3 @@ def sweep(
         top[0], top[1] = load[:num_parts].max(), load[num_parts:].max()
         moves += 1
     return moves
-
-

@@ -95,9 +95,7 @@ def _fits(state: State, v: int, b: int) -> bool:
     return bool(((state.weight[v] == 0) | (new <= state.capacity)).all())
 
 
-def _gain(
-    old: State, new: State, most: int, scale: float, doublings: int
-) -> float:
+def _gain(old: State, new: State, most: int, scale: float, doublings: int) -> float:
     was, now = old.rows(), new.rows()
     if sum(now[0]) > most:
         return 0.0

@@ -55,9 +55,7 @@ class RowCount:
         self._cut = 0
         self._edges = np.zeros(parts, np.int64)
         self._send, self._halo = np.zeros((2, parts), np.int64)
-        self._blocks, self._block_send, self._block_halo = np.zeros(
-            (3, r, s), np.int64
-        )
+        self._blocks, self._block_send, self._block_halo = np.zeros((3, r, s), np.int64)
         # never cleared: a part, and a process row, reads what it wrote itself
         self._by_part, self._by_row = np.full((2, n), -1, np.int32)
         self._place = np.empty(n, np.int64)

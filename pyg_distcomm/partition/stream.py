@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
-from tqdm import tqdm
 
 from pyg_distcomm.partition.edges import SLACK, fill_empty, plain_edges
 from pyg_distcomm.partition.partition import Partition
@@ -95,7 +94,12 @@ class _Cut:
     """One run: the degrees, the capacities, and the votes that passes use again."""
 
     def __init__(
-        self, edges: EdgeStream, num_nodes: int, num_parts: int, seed: int, balance: float
+        self,
+        edges: EdgeStream,
+        num_nodes: int,
+        num_parts: int,
+        seed: int,
+        balance: float,
     ) -> None:
         self.edges, self.n, self.parts, self.seed = edges, num_nodes, num_parts, seed
         # Numba takes a second to import
@@ -176,4 +180,3 @@ class _Cut:
         self.load[:] = 0
         np.add.at(self.load, best[ids], weight[ids])
         return best
-
