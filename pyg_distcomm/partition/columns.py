@@ -42,7 +42,8 @@ class NpyColumn:
         head = NpyHead.read(name, opener)
         self.name, self._opener, self._size = name, opener, head.size
         self.dtype, self.shape = head.dtype, head.shape
-        torch_name(name, head.dtype)
+        if head.shape:
+            torch_name(name, head.dtype)
         if head.fortran and min(len(head.shape), 2) == 2:
             raise ValueError(
                 f"{name}: lies column by column; save np.ascontiguousarray(array)"

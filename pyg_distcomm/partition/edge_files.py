@@ -142,7 +142,7 @@ class EdgeFile:
     ) -> np.ndarray:
         if second is None:
             flat = read_rows(self.name, file, self.head.dtype, 2 * count)
-            return np.ascontiguousarray(flat.reshape(count, 2).T, np.int64)
+            return np.array(flat.reshape(count, 2).T, np.int64, order="C")
         ends = [
             read_rows(self.name, end, self.head.dtype, count) for end in (file, second)
         ]

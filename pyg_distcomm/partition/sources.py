@@ -269,7 +269,7 @@ class _Folder:
         path = self._file("num_node_list", ".csv.gz", ".csv")
         if counts is None and path is not None:
             text = TextColumn(path, 1, real=False)
-            counts = next(text.rows(), np.zeros(0)).reshape(-1)
+            counts = np.concatenate(list(text.rows())).reshape(-1)
         if counts is not None:
             if len(counts) != 1:
                 raise ValueError(
@@ -311,8 +311,8 @@ class _Folder:
             )
         masks = {}
         for part, mask in MASKS.items():
-            names = (home / split / (part + ending) for ending in ENDINGS)
-            path = next((name for name in names if name.is_file()), None)
+            files = (home / split / (part + ending) for ending in ENDINGS)
+            path = next((file for file in files if file.is_file()), None)
             if path is not None:
                 masks[mask] = _mask(path, num_nodes)
         return masks

@@ -28,7 +28,7 @@ from torch import Tensor
 from pyg_distcomm.partition.edges import SLACK, fill_empty, plain_edges
 from pyg_distcomm.partition.partition import Partition
 
-CHUNK = 1 << 20  # edges in memory at once
+CHUNK = 1 << 18  # edges in memory at once
 SEATS = 8  # parts whose votes are counted, at most
 SHARE = 1 / 32  # a cluster may be this much of a part
 CLUSTER_PASSES = 4
@@ -132,8 +132,7 @@ class _Cut:
         """Gives the cluster of each node, and the nodes and in-edges in each."""
         degree = np.zeros(self.n, np.int64)
         for src, dst in self.edges.chunks("counting degrees"):
-            np.add.at(self.weight[:, 1], dst, 1)
-            np.add.at(degree, src, 1)
+            self.loops.count_degrees(src, dst, degree, self.weight)
         degree += self.weight[:, 1]
         home, volume = np.arange(self.n), degree.copy()
         size = np.ones(self.n, np.int64)

@@ -14,6 +14,14 @@ LOADS = 2  # what a part carries: nodes (a hard limit) and in-edges (soft)
 
 
 @njit(nogil=True, cache=True)
+def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> None:
+    """Adds to the out-degrees [n], and to the in-degrees weight[:, 1]."""
+    for e in range(src.size):
+        out_degree[src[e]] += 1
+        weight[dst[e], 1] += 1
+
+
+@njit(nogil=True, cache=True)
 def cluster(
     src: Array,
     dst: Array,
