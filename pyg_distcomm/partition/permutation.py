@@ -30,8 +30,8 @@ def permutation(
     differ by one for each of the three steps at most. Without a grid, parts are process
     rows.
 
-    Random permutations of rows and columns are what [Buluc11] balances blocks with, and
-    [Tripathy20] trains on; dealing by degree is ours, and keeps hubs apart too.
+    Permuting rows and columns at random, and each in its own way, is the double
+    permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
     """
     loops: Any = importlib.import_module("pyg_distcomm.partition.ldg")
     r, s, p = check_grid(grid, num_parts)

@@ -8,7 +8,7 @@
 and takes as long as its slowest rank: max over i of max(sent(i), received(i)), because
 links carry both ways at once. Backward swaps the two, so both maxima count in every
 epoch. [Acer16] and [Deveci15] lower maxima like these beside the total volume, which
-[Mukhopadhyay24] found to matter more than the total in full-graph training.
+[Mukhopadhyay24] found to decide the time of full-graph training.
 
 Single nodes move, greedily, to lower the sum over parts of (sent / B)^k +
 (received / B)^k for k = 1, 2, 4 .. 32: the total first, then more and more the maximum.
