@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from pyg_distcomm import bench, bench_gcn, doctor, kernels
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.figures import PartitionReport
@@ -159,7 +159,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _partition(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() and not arguments.force:
         raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
-    in_files = is_source(arguments.dataset)
+    in_files = is_source(arguments.dataset) and not is_known(arguments.dataset)
     figures = _from_files(arguments) if in_files else _from_memory(arguments)
     print(figures)
     return _say(verify_folder(arguments.out) if arguments.checksums else [])

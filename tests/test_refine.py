@@ -61,10 +61,23 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
     held = refine_loops.hold(*rows, owner, num_parts)
     load = refine_loops.rows(owner, num_parts, held)
     most = int(load[:num_parts].sum())
+    first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
-        want = refine_reference.sweep(state, order.tolist(), most, doublings)
+        want = refine_reference.sweep(
+            state, order.tolist(), first.tolist(), most, doublings
+        )
         got = refine_loops.sweep(
-            order, *rows, owner, held, load, weight, capacity, carried, most, doublings
+            order,
+            *rows,
+            owner,
+            held,
+            load,
+            weight,
+            capacity,
+            carried,
+            first,
+            most,
+            doublings,
         )
         assert got == want
         assert owner.tolist() == state.owner

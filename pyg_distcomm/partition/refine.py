@@ -12,8 +12,9 @@ epoch. [Acer16] and [Deveci15] lower maxima like these beside the total volume, 
 
 Single nodes move, greedily, to lower the sum over parts of (sent / B)^k +
 (received / B)^k for k = 1, 2, 4 .. 32: the total first, then more and more the maximum.
-Neither the largest number of rows sent, nor of rows received, nor the total ever rises,
-and neither do the loads above their limits, so the result is never worse.
+The largest of all counts never rises, nor do the largest number of rows sent, the largest
+of rows received and the total above what they were at first, nor loads above their limits;
+so the result is never worse.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def _moved(
     degree = np.diff(rows[0]) + np.bincount(rows[1], minlength=owner.size)
     order = np.argsort(degree, kind="stable")
     most = int(load[:num_parts].sum())
+    first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for doublings in tqdm(DOUBLINGS, "refining", disable=None, leave=False):
         for _ in range(SWEEPS):
             if not loops.sweep(
@@ -104,6 +106,7 @@ def _moved(
                 weight,
                 capacity,
                 carried,
+                first,
                 most,
                 doublings,
             ):

@@ -180,7 +180,7 @@ def power_of(value: float, doublings: int) -> float:
 @njit(nogil=True, cache=True)
 def _gain(
     load: Array,
-    top: Array,
+    limit: Array,
     most: int,
     scale: float,
     doublings: int,
@@ -199,7 +199,7 @@ def _gain(
         change = delta[q, 0]
         delta[q, 0] = delta[q, 1] = 0
         new = load[q] + change
-        allowed = allowed and (change <= 0 or new <= top[q // num_parts])
+        allowed = allowed and (change <= 0 or new <= limit[q // num_parts])
         if q < num_parts:
             volume += change
         gain += power_of(load[q] / scale, doublings) - power_of(new / scale, doublings)
@@ -269,6 +269,7 @@ def sweep(
     weight: Array,
     capacity: Array,
     carried: Array,
+    first: Array,
     most: int,
     doublings: int,
 ) -> int:
@@ -282,8 +283,8 @@ def sweep(
         np.empty(2 * num_parts, np.int64),
     )
     near, chosen = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
-    top = np.array([load[:num_parts].max(), load[num_parts:].max()])
-    scale = float(max(top[0], top[1], 1))
+    scale = float(max(1, load.max()))
+    limit = np.minimum(first, load.max())
     moves = 0
     for v in order:
         a = owner[v]
@@ -296,7 +297,7 @@ def sweep(
             if not _fits(carried, capacity, b, weight, v):
                 continue
             hits = _change(v, b, indptr, source, owner, held, delta, hit)
-            gain = _gain(load, top, most, scale, doublings, delta, hit, hits)
+            gain = _gain(load, limit, most, scale, doublings, delta, hit, hits)
             if gain > best_gain + TINY:
                 best, best_gain = b, gain
         if best < 0:
@@ -311,6 +312,6 @@ def sweep(
         owner[v] = best
         carried[a] -= weight[v]
         carried[best] += weight[v]
-        top[0], top[1] = load[:num_parts].max(), load[num_parts:].max()
+        limit = np.minimum(first, load.max())
         moves += 1
     return moves

@@ -47,7 +47,9 @@ class State:
         return total
 
 
-def sweep(state: State, order: list[int], most: int, doublings: int) -> int:
+def sweep(
+    state: State, order: list[int], first: list[int], most: int, doublings: int
+) -> int:
     """Moves each node of `order` once, to the part where the potential falls most.
 
         potential = sum over parts of (sent / B)^k + (received / B)^k,   k = 2^doublings
@@ -55,9 +57,10 @@ def sweep(state: State, order: list[int], most: int, doublings: int) -> int:
     with B the largest of all counts at the beginning. A part is tried if it is among
     the CANDIDATES that hold most neighbours of the node, if every load with a limit
     that the node adds to still fits, and if the node is not the last of its own part. A
-    move must not raise a count above the largest one of its kind, nor the sum of the
-    rows sent above `most`; equal falls go to the part with more neighbours, then to the
-    lower number. Returns the number of moves.
+    move must not raise a count above the largest of all, nor one of rows sent above
+    first[0], one of rows received above first[1], or the sum of the rows sent above
+    `most`; equal falls go to the part with more neighbours, then to the lower number.
+    Returns the number of moves.
     """
     scale = float(max(1, *state.rows()[0], *state.rows()[1]))
     moves = 0
@@ -69,7 +72,7 @@ def sweep(state: State, order: list[int], most: int, doublings: int) -> int:
         for b in candidates(state, v):
             if not _fits(state, v, b):
                 continue
-            gain = _gain(state, state.moved(v, b), most, scale, doublings)
+            gain = _gain(state, state.moved(v, b), first, most, scale, doublings)
             if gain > best_gain + TINY:
                 best, best_gain = b, gain
         if best >= 0:
@@ -95,13 +98,16 @@ def _fits(state: State, v: int, b: int) -> bool:
     return bool(((state.weight[v] == 0) | (new <= state.capacity)).all())
 
 
-def _gain(old: State, new: State, most: int, scale: float, doublings: int) -> float:
+def _gain(
+    old: State, new: State, first: list[int], most: int, scale: float, doublings: int
+) -> float:
     was, now = old.rows(), new.rows()
     if sum(now[0]) > most:
         return 0.0
     gain = 0.0
-    for before, after in zip(was, now, strict=True):
-        top = max(before)
+    largest = max(*was[0], *was[1])
+    for before, after, limit in zip(was, now, first, strict=True):
+        top = min(limit, largest)
         for x, y in zip(before, after, strict=True):
             if y > x and y > top:
                 return 0.0
