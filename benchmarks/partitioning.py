@@ -125,9 +125,7 @@ def memory(scale: int) -> list[list[str]]:
             np.save(home / "x.npy", np.zeros((n, WIDTH), np.float32))
             files = sum((home / name).stat().st_size for name in ("e.npy", "x.npy"))
             for method in ("stream", "ldg"):
-                start = time.perf_counter()
                 most = peak(home / "e.npy", n, method)
-                seconds = time.perf_counter() - start
                 lines.append(
                     [
                         f"{n:,}",
@@ -136,7 +134,6 @@ def memory(scale: int) -> list[list[str]]:
                         f"{files / 2**20:.0f}",
                         f"{most / 2**20:.0f}",
                         f"{most / n:.0f}",
-                        f"{seconds:.0f}",
                     ]
                 )
     return lines
@@ -195,7 +192,7 @@ def block_table(arguments: argparse.Namespace) -> str:
 
 
 def memory_table(arguments: argparse.Namespace) -> str:
-    heads = "nodes|edges|cutter|MiB in files|peak MiB|bytes a node|seconds".split("|")
+    heads = "nodes|edges|cutter|MiB in files|peak MiB|bytes a node".split("|")
     return "Memory while files are cut in 8\n\n" + format_table(
         heads, memory(arguments.scale)
     )
