@@ -176,7 +176,8 @@ class _Writer:
             elif kind == "edge":
                 self._edge_rows(name, column, edges)
             else:
-                whole = np.concatenate(list(column.rows()))
+                native = column.dtype.newbyteorder("=")
+                whole = np.concatenate(list(column.rows())).astype(native, copy=False)
                 write_array(out / file_name(kind, name), torch.from_numpy(whole))
             if name == "train_mask" and kind == "node" and len(column.shape) == 1:
                 train = torch.from_numpy(np.concatenate(list(column.rows())))
