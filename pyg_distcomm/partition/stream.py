@@ -78,7 +78,7 @@ def stream(
     No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
     for all, more than its share of in-edges and twice that looseness. The same for the
     same order of edges. Memory: about (100 + 8 min(P, SEATS)) bytes a node, and a chunk
-    of edges; reads the edges up to 3 + CLUSTER_PASSES + NODE_PASSES times.
+    of edges; reads the edges up to 4 + CLUSTER_PASSES + NODE_PASSES times.
     See [Note: cutting a stream].
     """
     if not balance >= 1:
