@@ -278,27 +278,46 @@ def partition_report(data: Data) -> PartitionReport:
         int((here.source_lid >= here.num_own).sum()),
         here.halo.num_ghosts,
         sum(here.halo.send_counts),
-        *_block_figures(topology, mesh),
     ]
     rows = wire.all_gather_counts(mine, mesh.world)
-    nodes, edges, trains, away, halo, send, *block = zip(*rows, strict=True)
+    nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
     before = owners.before if owners is not None else None
     figures = PartitionReport(
         nodes, edges, trains, sum(away), halo, send, before=before
     )
-    if not block:
-        return figures
-    return figures.on_grid(mesh.grid, *(each[:: mesh.grid[2]] for each in block))
+    blocks = _block_figures(topology, mesh)
+    return figures.on_grid(mesh.grid, *blocks) if blocks else figures
 
 
-def _block_figures(topology: Topology, mesh: Mesh) -> list[int]:
-    """Counts nonzeros, rows sent and rows received of this rank's block, on a grid."""
-    if mesh.grid[0] == mesh.size:
+def _block_figures(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Counts nonzeros, rows sent and rows received of each block; collective on grids.
+
+    The ids of the rows that a process row needs go to their owners, who count them.
+    """
+    (r, s, p), partition = mesh.grid, topology.nodes.partition
+    if s * p == 1 or partition is None:
         return []
-    matrix = topology.sum_plan().matrix
-    nonzeros = sum(len(block.pattern.col) for block in matrix.tile.blocks)
-    price = matrix.link_in.price(1) + matrix.link_out.price_transpose(1)
-    return [nonzeros, price.sent, price.words]
+    i, j = mesh.rank // (s * p), mesh.rank // p % s
+    nonzeros, sent, got = torch.zeros(3, r, s, dtype=torch.int64)
+    owner = partition.owner_of(topology.source_gid)
+    col = owner // p % s
+    nonzeros[i] += torch.bincount(col, minlength=s)
+    sums = torch.unique((topology.target_gid * s + col)[col != j]) % s
+    sent[i] += torch.bincount(sums, minlength=s)
+    got[i, j] += len(sums)
+    away = torch.unique(topology.source_gid[owner // (s * p) != i])
+    home, order = partition.owner_of(away).sort(stable=True)
+    counts = torch.bincount(home, minlength=mesh.size).tolist()
+    back = wire.exchange_counts(counts, mesh.world)
+    asked = wire.all_to_all(away[order], counts, back, mesh.world, "plan").wait()
+    row = torch.arange(mesh.size).repeat_interleave(torch.tensor(back)) // (s * p)
+    rows = torch.unique(asked * r + row) % r
+    sent[i, j] += len(rows)
+    got[:, j] += torch.bincount(rows, minlength=r)
+    flat = torch.cat([each.flatten() for each in (nonzeros, sent, got)])
+    every = wire.all_gather_counts(flat.tolist(), mesh.world)
+    total = torch.tensor(every).sum(0).view(3, -1).tolist()
+    return [tuple(each) for each in total]
 
 
 def load_partition(

@@ -24,7 +24,8 @@ class PartitionReport:
     blocks     nonzeros of each block A_ij of that grid, row by row [r s]
     block_send, block_halo
                rows and partial rows that the ranks (i, j, *) send and receive in one
-               product on that grid, at the width they have there [r s]
+               product on that grid, each that is needed once, at the width they have
+               there [r s]
     before     the figures before the partition was refined, if it was
     """
 
