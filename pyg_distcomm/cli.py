@@ -12,8 +12,10 @@ from typing import NoReturn
 import torch
 
 from pyg_distcomm import bench, bench_gcn, doctor, kernels
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.pyg_folder import (
@@ -21,7 +23,7 @@ from pyg_distcomm.partition.pyg_folder import (
     read_pyg_folder,
     read_pyg_partition,
 )
-from pyg_distcomm.partition.report import PartitionReport
+from pyg_distcomm.partition.sources import is_source
 from pyg_distcomm.partition.verify import verify_folder
 
 
@@ -54,11 +56,30 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "cut a graph and write its parts to a folder"
     parser = commands.add_parser("partition", help=text, description=text)
     parser.add_argument(
-        "dataset", help="a PyG data set's name, digits, generated-N, a .pt or .npz file"
+        "dataset",
+        help="a PyG data set's name, digits, generated-N, a .pt file; or files of any "
+        "size: an edge list (.txt, .csv, .tsv; .gz), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--parts", type=int, required=True, help="how many")
-    parser.add_argument("--method", choices=METHODS, default="metis")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="metis",
+        help="metis and ldg need all edges in memory, stream only the nodes",
+    )
+    parser.add_argument(
+        "--refine",
+        action="store_true",
+        help="lower what the busiest rank sends and receives (edges in memory)",
+    )
+    parser.add_argument(
+        "--grid",
+        type=int,
+        nargs=3,
+        metavar=("R", "S", "P"),
+        help="the ranks it is for: figures of its blocks, --method permutation",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
     for kind in ("node", "edge"):
@@ -69,6 +90,18 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             metavar="NAME",
             help=f"declare an attribute to be of the {kind}s",
         )
+        parser.add_argument(
+            f"--{kind}-file",
+            action="append",
+            default=[],
+            metavar="NAME=FILE.npy",
+            help=f"add an attribute of the {kind}s from a file",
+        )
+    parser.add_argument("--num-nodes", type=int, help="of files, where ids do not tell")
+    parser.add_argument(
+        "--undirected", action="store_true", help="edges in files go both ways"
+    )
+    parser.add_argument("--split", help="which folder of split/ in an OGB-style folder")
     parser.add_argument("--force", action="store_true", help="replace such a folder")
     parser.add_argument(
         "--checksums", action="store_true", help="read all back and compare"
@@ -126,6 +159,39 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _partition(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() and not arguments.force:
         raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
+    in_files = is_source(arguments.dataset) and not is_known(arguments.dataset)
+    figures = _from_files(arguments) if in_files else _from_memory(arguments)
+    print(figures)
+    return _say(verify_folder(arguments.out) if arguments.checksums else [])
+
+
+def _from_files(arguments: argparse.Namespace) -> PartitionReport:
+    return partition_files(
+        arguments.dataset,
+        arguments.out,
+        arguments.parts,
+        arguments.method,
+        seed=arguments.seed,
+        refine=arguments.refine,
+        grid=arguments.grid,
+        num_nodes=arguments.num_nodes,
+        undirected=arguments.undirected,
+        split=arguments.split,
+        node_files=_named_files(arguments.node_file),
+        edge_files=_named_files(arguments.edge_file),
+        node_attrs=arguments.node_attr,
+        edge_attrs=arguments.edge_attr,
+        force=arguments.force,
+    )
+
+
+def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
+    only = ("num_nodes", "undirected", "split", "node_file", "edge_file")
+    given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: for edges in files, not for {arguments.dataset!r}"
+        )
     data = load_dataset(arguments.dataset, arguments.root)
     mask = data.get("train_mask")
     partition = cut(
@@ -135,17 +201,26 @@ def _partition(arguments: argparse.Namespace) -> int:
         arguments.method,
         seed=arguments.seed,
         train_mask=mask if mask is not None and mask.dim() == 1 else None,
+        refine=arguments.refine,
+        grid=arguments.grid,
     )
-    figures = write_folder(
+    return write_folder(
         arguments.out,
         data,
         partition,
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
+        grid=arguments.grid,
         force=arguments.force,
     )
-    print(figures)
-    return _say(verify_folder(arguments.out) if arguments.checksums else [])
+
+
+def _named_files(given: list[str]) -> dict[str, Path]:
+    pairs = [text.partition("=") for text in given]
+    for text, (name, _, file) in zip(given, pairs, strict=True):
+        if not name or not file:
+            raise ValueError(f"got {text!r}, wanted NAME=FILE.npy")
+    return {name: Path(file) for name, _, file in pairs}
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -185,14 +260,7 @@ def _describe(meta: Meta) -> list[str]:
     lines += [
         f"value       {name} = {value!r}" for name, value in meta["values"].items()
     ]
-    return [*lines, str(PartitionReport(**_tuples(meta["report"])))]
-
-
-def _tuples(figures: Meta) -> Meta:
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in figures.items()
-    }
+    return [*lines, str(PartitionReport.from_dict(meta["report"]))]
 
 
 def _say(problems: list[str]) -> int:

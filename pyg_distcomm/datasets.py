@@ -72,6 +72,11 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
     )
 
 
+def is_known(name: str) -> bool:
+    """Says whether a name, in any case, is that of a data set, and not of a file."""
+    return name.lower() in {"digits", *(known.lower() for known in KNOWN)}
+
+
 def digits(seed: int = 0) -> Data:
     """Links each of scikit-learn's 1,797 handwritten digits to the 10 most alike.
 

@@ -15,14 +15,15 @@ from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.partition.folder import PartShare, read_part
 from pyg_distcomm.partition.kinds import attribute_kinds
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition
 from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
-from pyg_distcomm.partition.report import PartitionReport
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.topology import Topology
 
 
 def partition(
@@ -31,6 +32,7 @@ def partition(
     method: Any = "metis",
     *,
     seed: int = 0,
+    refine: bool = False,
     oblivious: bool = False,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
@@ -45,10 +47,13 @@ def partition(
         data: the whole graph; every attribute with a row per node or per edge travels.
             A HeteroData can be sampled from; layers do not take its edges yet.
         mesh: the ranks, from `pdc.init`.
-        method: "metis", "ldg", "random", "block", the owner of each node, or a
-            Partition; for a HeteroData also a dictionary of owners by node type. METIS
-            falls back to "ldg" where pymetis is not installed.
+        method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
+            like numbers of nonzeros), "block", the owner of each node, or a Partition;
+            for a HeteroData also a dictionary of owners by node type. METIS falls back
+            to "ldg" where pymetis is not installed.
         seed: the seed of the cutter.
+        refine: move nodes, from whatever `method` gives, until the busiest rank sends
+            and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks instead of the rows the sparsity needs: the
             baseline of [Tripathy20].
         node_attrs: attributes to take as node-level where sizes are ambiguous.
@@ -58,18 +63,23 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     if isinstance(data, HeteroData):
-        return _partition_hetero(data, mesh, method, seed, oblivious)
+        return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     _agree(problem, mesh)
     _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
-    owners = _cut_once(data, mesh, method, seed)
+    owners = _cut_once(data, mesh, method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
     return _assemble(share, mesh, oblivious)
 
 
 def _partition_hetero(
-    data: HeteroData, mesh: Mesh, method: Any, seed: int, oblivious: bool
+    data: HeteroData,
+    mesh: Mesh,
+    method: Any,
+    seed: int,
+    refine: bool,
+    oblivious: bool,
 ) -> HeteroData:
     owners, problem = None, None
     try:
@@ -80,7 +90,7 @@ def _partition_hetero(
     _agree_same(share_hetero.hetero_mark(data), mesh)
     try:
         if mesh.rank == 0:
-            owners = share_hetero.cut_hetero(data, mesh.size, method, seed)
+            owners = share_hetero.cut_hetero(data, mesh.size, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
@@ -152,47 +162,53 @@ def _agree_same(mark: list[int], mesh: Mesh) -> None:
 
 
 def _cut_once(
-    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int
+    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
 ) -> Partition:
-    owners: Partition | None
-    if isinstance(method, Partition):
-        owners, problem = method, _misfit(method, data, mesh)
-    else:
-        owners, problem = _try_cut(data, mesh, method, seed)
+    owners, problem = None, None
+    try:
+        if isinstance(method, Partition):
+            _check_fit(method, data, mesh)
+        if mesh.rank == 0:
+            owners = _cut(data, mesh, method, seed, refine)
+    except (TypeError, ValueError) as error:
+        problem = error
     _agree(problem, mesh)
     if mesh.size > 1:
-        owner = wire.broadcast_object(
-            owners.owner.numpy() if owners and mesh.rank == 0 else None, mesh.world
-        )
+        told = (owners.owner.numpy(), owners.before) if owners else None
+        owner, before = wire.broadcast_object(told, mesh.world)
         owners = Partition.from_owner(owner, mesh.size, data.num_nodes)
+        owners = owners.refined_from(before)
     assert owners is not None
     return owners
 
 
-def _misfit(owners: Partition, data: Data, mesh: Mesh) -> Exception | None:
-    if owners.num_parts == mesh.size and owners.num_nodes == data.num_nodes:
-        return None
-    return ValueError(
-        f"{owners} does not fit a graph of {data.num_nodes} nodes on {mesh.size} ranks"
-    )
-
-
-def _try_cut(
-    data: Data, mesh: Mesh, method: str | Owner, seed: int
-) -> tuple[Partition | None, Exception | None]:
-    if mesh.rank > 0:
-        return None, None
-    mask = data.get("train_mask")
-    mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
-    try:
-        assert data.edge_index is not None
-        edges = data.edge_index.cpu()
-        return (
-            cut(edges, data.num_nodes, mesh.size, method, seed=seed, train_mask=mask),
-            None,
+def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
+    if owners.num_parts != mesh.size or owners.num_nodes != data.num_nodes:
+        raise ValueError(
+            f"{owners} does not fit a graph of {data.num_nodes} nodes on {mesh.size} "
+            "ranks"
         )
-    except (TypeError, ValueError) as error:
-        return None, error
+
+
+def _cut(
+    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
+) -> Partition:
+    if isinstance(method, Partition):
+        if not refine:
+            return method
+        method = method.owner
+    mask = data.get("train_mask")
+    assert data.edge_index is not None
+    return cut(
+        data.edge_index.cpu(),
+        int(data.num_nodes or 0),
+        mesh.size,
+        method,
+        seed=seed,
+        train_mask=mask if isinstance(mask, Tensor) and mask.dim() == 1 else None,
+        refine=refine,
+        grid=mesh.grid,
+    )
 
 
 def _share_of(
@@ -244,12 +260,15 @@ def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
 def partition_report(data: Data) -> PartitionReport:
     """Returns the figures of the partition a share belongs to; collective.
 
-    Edge cut, halo rows, the busiest sender, imbalance, and `bytes(width)` of one exchange.
+    Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
+    what the blocks of the mesh's grid hold, send and receive, and, where the partition
+    was refined, the figures before.
     """
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
-    here, world = edge_index.topology.locals, edge_index.nodes.mesh.world
+    topology, mesh = edge_index.topology, edge_index.nodes.mesh
+    here, owners = topology.locals, edge_index.nodes.partition
     train = data.get("train_mask")
     one_mask = isinstance(train, DistTensor) and train.dim() == 1
     mine = [
@@ -260,9 +279,45 @@ def partition_report(data: Data) -> PartitionReport:
         here.halo.num_ghosts,
         sum(here.halo.send_counts),
     ]
-    rows = wire.all_gather_counts(mine, world)
+    rows = wire.all_gather_counts(mine, mesh.world)
     nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
-    return PartitionReport(nodes, edges, trains, sum(away), halo, send)
+    before = owners.before if owners is not None else None
+    figures = PartitionReport(
+        nodes, edges, trains, sum(away), halo, send, before=before
+    )
+    blocks = _block_figures(topology, mesh)
+    return figures.on_grid(mesh.grid, *blocks) if blocks else figures
+
+
+def _block_figures(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Counts nonzeros, rows sent and rows received of each block; collective on grids.
+
+    The ids of the rows that a process row needs go to their owners, who count them.
+    """
+    (r, s, p), partition = mesh.grid, topology.nodes.partition
+    if s * p == 1 or partition is None:
+        return []
+    i, j = mesh.rank // (s * p), mesh.rank // p % s
+    nonzeros, sent, got = torch.zeros(3, r, s, dtype=torch.int64)
+    owner = partition.owner_of(topology.source_gid)
+    col = owner // p % s
+    nonzeros[i] += torch.bincount(col, minlength=s)
+    sums = torch.unique((topology.target_gid * s + col)[col != j]) % s
+    sent[i] += torch.bincount(sums, minlength=s)
+    got[i, j] += len(sums)
+    away = torch.unique(topology.source_gid[owner // (s * p) != i])
+    home, order = partition.owner_of(away).sort(stable=True)
+    counts = torch.bincount(home, minlength=mesh.size).tolist()
+    back = wire.exchange_counts(counts, mesh.world)
+    asked = wire.all_to_all(away[order], counts, back, mesh.world, "plan").wait()
+    row = torch.arange(mesh.size).repeat_interleave(torch.tensor(back)) // (s * p)
+    rows = torch.unique(asked * r + row) % r
+    sent[i, j] += len(rows)
+    got[:, j] += torch.bincount(rows, minlength=r)
+    flat = torch.cat([each.flatten() for each in (nonzeros, sent, got)])
+    every = wire.all_gather_counts(flat.tolist(), mesh.world)
+    total = torch.tensor(every).sum(0).view(3, -1).tolist()
+    return [tuple(each) for each in total]
 
 
 def load_partition(

@@ -59,11 +59,16 @@ def hetero_mark(data: HeteroData) -> list[int]:
 
 
 def cut_hetero(
-    data: HeteroData, parts: int, method: Any, seed: int
+    data: HeteroData, parts: int, method: Any, seed: int, refine: bool = False
 ) -> dict[str, Partition]:
     """Shares out the nodes of all types: as one graph, or by a vector for each type."""
     sizes = {store._key: int(store.num_nodes) for store in data.node_stores}
     if isinstance(method, Mapping):
+        if refine:
+            raise ValueError(
+                "refine=True moves nodes of a graph that is cut here; give the name of a "
+                "method, or leave refine out where the owners are given"
+            )
         _check_names(method, sizes)
         return {
             name: _given(method[name], parts, count) for name, count in sizes.items()
@@ -87,7 +92,15 @@ def cut_hetero(
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 1:
             train[begin[store._key] : begin[store._key] + len(mask)] = mask.cpu()
     mask = train if bool(train.any()) else None
-    whole = cut(torch.cat(edges, 1), total, parts, method, seed=seed, train_mask=mask)
+    whole = cut(
+        torch.cat(edges, 1),
+        total,
+        parts,
+        method,
+        seed=seed,
+        train_mask=mask,
+        refine=refine,
+    )
     return {
         name: Partition.from_owner(
             whole.owner[begin[name] : begin[name] + count].clone(), parts, count

@@ -198,7 +198,9 @@ def test_a_wrong_owner_vector_is_refused(owner, error, words):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="block, random, ldg, metis"):
+    with pytest.raises(
+        ValueError, match="block, random, permutation, ldg, metis, stream"
+    ):
         cut(NONE, 3, 2, "louvain")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         cut(NONE, 3, 0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import worlds
 from problems import GRAPHS
+from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv
@@ -108,3 +109,66 @@ def _trainable_weights(grid):
 @pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_cached_operators_follow_their_weights(grid):
     worlds.run(_trainable_weights, 2, grid)
+
+
+def _refined(method, grid, folder):
+    data = GRAPHS["directed"]()
+    mesh = worlds.mesh(grid=grid)
+    mask = data.train_mask
+    plain = pdc.partition(data, mesh, method)
+    share = pdc.partition(data, mesh, method, refine=True)
+    owners = share.edge_index.nodes.partition
+    assert owners.same_as(
+        cut(data.edge_index, 60, mesh.size, method, train_mask=mask, refine=True)
+        if grid[0] == mesh.size
+        else owners
+    )
+    found = pdc.partition_report(share)
+    assert found == report(data.edge_index, owners, mask, grid)
+    assert found.before == pdc.partition_report(plain)
+    assert found.busiest <= found.before.busiest
+    given = pdc.partition(data, mesh, plain.edge_index.nodes.partition, refine=True)
+    assert given.edge_index.nodes.partition.same_as(owners)
+    conv = DistGCNConv(7, 4).double()
+    with torch.no_grad():
+        for weight in conv.parameters():
+            weight.fill_(0.1)
+    a = conv(plain.x, plain.edge_index).full_tensor()
+    b = conv(share.x, share.edge_index).full_tensor()
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    if mesh.rank == 0:
+        write_folder(folder, data, owners, grid=grid)
+    pdc.wire.barrier(mesh.world)
+    assert pdc.partition_report(pdc.load_partition(folder, mesh)) == found
+    return owners.digest()
+
+
+@pytest.mark.parametrize("method", ["metis", "random", "permutation"])
+@pytest.mark.parametrize(
+    "grid", [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+)
+def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
+    size = grid[0] * grid[1] * grid[2]
+    assert len(set(worlds.run(_refined, size, method, grid, tmp_path / "out"))) == 1
+
+
+def _refined_hetero():
+    data = HeteroData()
+    g = torch.Generator().manual_seed(0)
+    data["a"].x, data["b"].x = torch.randn(40, 3), torch.randn(60, 2)
+    data["a", "to", "b"].edge_index = torch.stack(
+        [
+            torch.randint(0, 40, (200,), generator=g),
+            torch.randint(0, 60, (200,), generator=g),
+        ]
+    )
+    mesh = worlds.mesh()
+    share = pdc.partition(data, mesh, "random", refine=True)
+    owners = {"a": torch.zeros(40).long(), "b": torch.zeros(60).long()}
+    with pytest.raises(ValueError, match="refine=True moves nodes of a graph"):
+        pdc.partition(data, mesh, owners, refine=True)
+    return share["a"].num_nodes
+
+
+def test_a_hetero_graph_is_refined_as_one():
+    assert sum(worlds.run(_refined_hetero, 2)) == 40

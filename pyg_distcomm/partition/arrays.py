@@ -26,6 +26,45 @@ def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
+class ArrayFile:
+    """A .npy file of known dtype and shape that is written a piece at a time."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        """Writes its head, and makes it as long as it will be."""
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("=")
+        with open(path, "wb") as file:
+            np.lib.format.write_array_header_1_0(
+                file,
+                {
+                    "descr": np.lib.format.dtype_to_descr(self._dtype),
+                    "fortran_order": False,
+                    "shape": shape,
+                },
+            )
+            self._head = file.tell()
+            file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
+
+    def write(self, at: int, array: np.ndarray) -> None:
+        """Writes numbers, the first of them to the place `at` of the flat array."""
+        # opened each time: there are two files a part, and a process may hold few
+        with open(self._path, "r+b") as file:
+            file.seek(self._head + at * self._dtype.itemsize)
+            file.write(np.ascontiguousarray(array, self._dtype).tobytes())
+
+
+def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
+    """Flushes all .npy files below a folder; returns their lengths and sha256."""
+    files: dict[str, dict[str, str | int]] = {}
+    for path in sorted(folder.rglob("*.npy")):
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for inner in {path.parent for path in folder.rglob("*.npy")}:
+        fsync_folder(inner)
+    return files
+
+
 def read_array(
     path: Path, dtype: str, shape: list[int] | tuple[int, ...], mmap: bool = True
 ) -> Tensor:

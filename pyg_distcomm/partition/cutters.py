@@ -13,13 +13,31 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_distcomm.partition.partition import Owner, Partition, check_num_parts
+from pyg_distcomm.partition.edges import (
+    capacities,
+    fill_empty,
+    node_weights,
+    part_loads,
+    plain_edges,
+    train_vector,
+)
+from pyg_distcomm.partition.edges import check_edge_index as check_edge_index
+from pyg_distcomm.partition.partition import (
+    Grid,
+    Owner,
+    Partition,
+    check_grid,
+    check_num_parts,
+)
+from pyg_distcomm.partition.permutation import permutation
+from pyg_distcomm.partition.refine import BALANCE
+from pyg_distcomm.partition.refine import refine as refined
+from pyg_distcomm.partition.stream import TensorEdges, stream
 
-METHODS = ("block", "random", "ldg", "metis")
+METHODS = ("block", "random", "permutation", "ldg", "metis", "stream")
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
-SLACK = 2.0  # a soft limit is this many times looser than the hard one
 
 Csr = tuple[np.ndarray, np.ndarray]
 
@@ -34,19 +52,26 @@ def cut(
     train_mask: Tensor | None = None,
     balance: float = 1.03,
     order: str = "degree",
+    refine: bool = False,
+    grid: Grid | None = None,
 ) -> Partition:
     """Shares out the nodes of a graph, the same for the same arguments.
 
     edge_index [2, num_edges], integers; directed, repeated and self edges are welcome.
     method     "block": runs of consecutive nodes; sizes differ by one at most
                "random": as "block", on a random order
+               "permutation": `permutation`, for blocks of a grid with like nonzeros
                "ldg": `ldg`, a streaming cutter that needs nothing installed
                "metis": `metis`; without pymetis it warns once and runs "ldg",
                as it does, silently, below 16 nodes a part
+               "stream": `stream`, which reads the edges in order and keeps none; for
+               edges on a disk (`partition_files`), and where LDG takes too much memory
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
     order      of "ldg": "degree" (highest first), "bfs" or "random"
+    refine     lower what the busiest rank sends and receives, by `refine`
+    grid       (r, s, p) of the ranks, for "permutation" and for `refine`
 
     No part is empty where there are as many nodes as parts (but in a given vector).
     Raises ValueError or TypeError for an edge_index that `check_edge_index` refuses,
@@ -54,47 +79,46 @@ def cut(
     """
     num_parts = check_num_parts(num_parts)
     check_edge_index(edge_index, num_nodes)
+    grid = check_grid(grid, num_parts)
     if not isinstance(method, str):
-        return Partition.from_owner(method, num_parts, num_nodes)
-    if method not in METHODS:
+        found = Partition.from_owner(method, num_parts, num_nodes)
+    elif method not in METHODS:
         raise ValueError(
             f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
             "or the part of each node"
         )
-    train = _train_vector(train_mask, num_nodes)
+    elif method == "permutation":
+        found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
+    else:
+        train = train_vector(train_mask, num_nodes)
+        found = _cut(method, edge_index, num_parts, train, seed, balance, order)
+    if not refine:
+        return found
+    limit = max(balance, BALANCE)
+    return refined(edge_index, found, train_mask=train_mask, balance=limit, grid=grid)
+
+
+def _cut(
+    method: str,
+    edge_index: Tensor,
+    num_parts: int,
+    train: np.ndarray,
+    seed: int,
+    balance: float,
+    order: str,
+) -> Partition:
+    num_nodes = train.size
     if method == "random":
         return _random(num_nodes, num_parts, seed)
     if method == "block" or num_parts == 1 or num_nodes <= num_parts:
         return _block(num_nodes, num_parts)
+    if method == "stream":
+        edges = TensorEdges(edge_index)
+        return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
     return ldg(edge_index, num_parts, train, seed=seed, balance=balance, order=order)
-
-
-def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
-    """Raises unless edge_index is [2, num_edges] integers within 0 .. num_nodes - 1."""
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            f"edge_index must be a Tensor [2, num_edges], got {type(edge_index)}"
-        )
-    _check_integers(edge_index)
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(
-            f"edge_index must have shape [2, num_edges], got {list(edge_index.shape)}"
-        )
-    if num_nodes < 0:
-        raise ValueError(f"num_nodes must not be negative, got {num_nodes}")
-    if edge_index.size(1) == 0:
-        return
-    low, high = (int(value) for value in torch.aminmax(_plain(edge_index)))
-    if low < 0:
-        raise ValueError(f"edge_index has the negative node id {low}")
-    if high >= num_nodes:
-        raise ValueError(
-            f"edge_index names node {high}, but the graph has {num_nodes} nodes "
-            f"(0 .. {num_nodes - 1}); set data.num_nodes if there are more"
-        )
 
 
 def ldg(
@@ -121,8 +145,8 @@ def ldg(
     loops: Any = _loops()
     num_nodes = train.size
     csr = symmetric_csr(edge_index, num_nodes)
-    weight = _weights(edge_index, train)
-    capacity = _capacity(weight, num_parts, balance)
+    weight = node_weights(edge_index, train)
+    capacity = capacities(weight, num_parts, balance)
     load = np.zeros((num_parts, loops.LOADS), np.int64)
     walk = _order(order, csr, seed)
     owner = np.full(num_nodes, -1, np.int64)
@@ -134,7 +158,7 @@ def ldg(
             break
         best, best_cut = owner.copy(), size
     _settle(best, walk, csr, weight, capacity, num_parts)
-    return Partition.from_owner(_fill_empty(best, num_parts), num_parts)
+    return Partition.from_owner(fill_empty(best, num_parts), num_parts)
 
 
 def metis(
@@ -159,7 +183,7 @@ def metis(
             f"{train.size} nodes and {csr[1].size} links are too many for pymetis, "
             f"which counts in {np.dtype(dtype)}; cut with method='ldg'"
         )
-    weight = _weights(edge_index, train)
+    weight = node_weights(edge_index, train)
     mean = np.maximum(weight.mean(0), 1 / train.size)
     work = (weight / mean)[:, :2].sum(1)
     _, parts = pymetis.part_graph(
@@ -170,41 +194,16 @@ def metis(
         recursive=False,
     )
     owner = np.array(parts, np.int64)
-    capacity = _capacity(weight, num_parts, balance)
+    capacity = capacities(weight, num_parts, balance)
     _settle(owner, _order("degree", csr, seed), csr, weight, capacity, num_parts)
-    return Partition.from_owner(_fill_empty(owner, num_parts), num_parts)
+    return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
 
 
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
     """Gives indptr [n + 1] and sorted indices of A + A^T, loops and repeats dropped."""
-    src, dst = _plain(edge_index).cpu().to(torch.int64).contiguous().numpy()
+    src, dst = plain_edges(edge_index).cpu().to(torch.int64).contiguous().numpy()
     pair: Csr = _loops().symmetric_csr(src, dst, num_nodes)
     return pair
-
-
-def _plain(edge_index: Tensor) -> Tensor:
-    return edge_index.detach().as_subclass(Tensor)
-
-
-def _check_integers(edge_index: Tensor) -> None:
-    dtype = edge_index.dtype
-    if dtype in (torch.int64, torch.int32):
-        return
-    what = f"edge_index must be int64 or int32, got {dtype}"
-    if dtype.is_floating_point and bool(edge_index.isnan().any()):
-        what += " with NaN in it"
-    raise TypeError(f"{what}; its entries are node ids")
-
-
-def _train_vector(train_mask: Tensor | None, num_nodes: int) -> np.ndarray:
-    if train_mask is None:
-        return np.zeros(num_nodes, np.int64)
-    if train_mask.dtype != torch.bool or list(train_mask.shape) != [num_nodes]:
-        raise ValueError(
-            f"train_mask must be bool [{num_nodes}], one entry per node, got "
-            f"{train_mask.dtype} {list(train_mask.shape)}"
-        )
-    return _plain(train_mask).cpu().numpy().astype(np.int64)
 
 
 def _block(num_nodes: int, num_parts: int) -> Partition:
@@ -221,30 +220,6 @@ def _runs(num_nodes: int, num_parts: int) -> np.ndarray:
     sizes = np.full(num_parts, each)
     sizes[:more] += 1
     return np.repeat(np.arange(num_parts), sizes)
-
-
-def _weights(edge_index: Tensor, train: np.ndarray) -> np.ndarray:
-    """Gives [n, 3]: what each node adds to the nodes, in-edges and train nodes."""
-    target = _plain(edge_index[1]).cpu()
-    in_degree = torch.bincount(target, minlength=train.size).numpy()
-    return np.stack([np.ones_like(train), in_degree, train], axis=1)
-
-
-def _capacity(weight: np.ndarray, num_parts: int, balance: float) -> np.ndarray:
-    if not balance >= 1:
-        raise ValueError(
-            f"balance is the largest part over the mean; got {balance}, give 1 or more"
-        )
-    mean = weight.sum(0) / num_parts
-    loose = 1 + SLACK * (balance - 1)
-    capacity: np.ndarray = np.ceil(mean * [1, loose, loose])
-    capacity[0] = max(capacity[0], math.floor(mean[0] * balance))
-    return capacity
-
-
-def _loads(owner: np.ndarray, weight: np.ndarray, num_parts: int) -> np.ndarray:
-    columns = [np.bincount(owner, column, num_parts) for column in weight.T]
-    return np.stack(columns, axis=1).astype(np.int64)
 
 
 def _order(order: str, csr: Csr, seed: int) -> np.ndarray:
@@ -270,7 +245,7 @@ def _settle(
 ) -> None:
     """Moves single nodes, in place: first down to the caps, then to lower the cut."""
     loops: Any = _loops()
-    load = _loads(owner, weight, num_parts)
+    load = part_loads(owner, weight, num_parts)
     loss, most = 0, int(np.diff(csr[0]).max())
     light_first = walk[::-1].copy()
     while loss <= 2 * most and (load > capacity).any():
@@ -279,17 +254,6 @@ def _settle(
     for _ in range(PASSES):
         if loops.refine(walk, *csr, weight, capacity, owner, load) == 0:
             break
-
-
-def _fill_empty(owner: np.ndarray, num_parts: int) -> np.ndarray:
-    """Gives each empty part one node of the largest part."""
-    sizes = np.bincount(owner, minlength=num_parts)
-    for part in np.flatnonzero(sizes == 0):
-        donor = int(sizes.argmax())
-        owner[np.flatnonzero(owner == donor)[-1]] = part
-        sizes[donor] -= 1
-        sizes[part] += 1
-    return owner
 
 
 def _loops() -> Any:

@@ -15,7 +15,6 @@ An edge and its attributes live with the owner of its target.
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -34,22 +33,22 @@ from pyg_distcomm.partition.arrays import (
     read_array,
     write_array,
 )
+from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.partition.kinds import Kind, attribute_kinds
 from pyg_distcomm.partition.layout import (
-    FORMAT,
-    META,
     OWNER,
-    VERSION,
     Meta,
     Verify,
     check_file,
+    check_target,
     file_name,
     folder_meta,
     part_name,
+    put_in_place,
     write_meta,
 )
-from pyg_distcomm.partition.partition import Partition, owner_dtype
-from pyg_distcomm.partition.report import PartitionReport, report
+from pyg_distcomm.partition.partition import Grid, Partition, owner_dtype
+from pyg_distcomm.partition.report import report
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,27 +88,29 @@ def write_folder(
     *,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
+    grid: Grid | None = None,
     force: bool = False,
 ) -> PartitionReport:
     """Writes every part of `data` into the new folder `out`, or nothing at all.
 
     All is written beside `out`, flushed, and renamed at the end. `force` replaces an
-    earlier partition folder. Needs one part in memory next to the graph.
+    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. Needs one
+    part in memory next to the graph.
     Raises ValueError for a graph that does not fit the partition, for attributes that
     `attribute_kinds` refuses, and where `out` exists; TypeError for an attribute that
     is neither a dense tensor nor a plain value.
     """
     out = Path(out)
-    _check_target(out, force)
+    check_target(out, force)
     kinds = attribute_kinds(data, node_attrs, edge_attrs)
     source = _Source(data, _edges(data, partition), partition, kinds)
-    figures = report(source.edge_index, partition, _train_mask(source))
+    figures = report(source.edge_index, partition, _train_mask(source), grid)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
     aside.mkdir()
     try:
         _write_all(aside, source, figures)
-        _put_in_place(aside, out, force)
+        put_in_place(aside, out, force)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -172,7 +173,7 @@ def read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
         raise ValueError(f"{path}: {error}") from None
     if list(partition.sizes) != meta["report"]["nodes"]:
         raise ValueError(f"{path}: its parts are not as large as META.json says")
-    return partition
+    return partition.refined_from(PartitionReport.from_dict(meta["report"]).before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,19 +195,19 @@ def _write_all(out: Path, source: _Source, figures: PartitionReport) -> None:
     home = partition.owner[source.edge_index[1].long()]
     for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
         files |= _write_part(out, source, home, part)
-    meta = {
-        "format": FORMAT,
-        "version": VERSION,
-        "num_nodes": partition.num_nodes,
-        "num_edges": source.edge_index.size(1),
-        "num_parts": partition.num_parts,
-        "partition": partition.digest(),
-        "attributes": attributes,
-        "values": values,
-        "report": asdict(figures),
-        "files": files,
-    }
-    write_meta(out, json.loads(json.dumps(meta)))
+    write_meta(
+        out,
+        {
+            "num_nodes": partition.num_nodes,
+            "num_edges": source.edge_index.size(1),
+            "num_parts": partition.num_parts,
+            "partition": partition.digest(),
+            "attributes": attributes,
+            "values": values,
+            "report": asdict(figures),
+            "files": files,
+        },
+    )
 
 
 def _write_part(
@@ -231,32 +232,6 @@ def _write_part(
             write(file_name(kind, name), rows[gid.to(rows.device)])
     fsync_folder(out / folder)
     return files
-
-
-def _put_in_place(aside: Path, out: Path, force: bool) -> None:
-    _check_target(out, force)  # again: someone else may have written it meanwhile
-    old = aside.with_suffix(".old")
-    if out.exists():
-        out.rename(old)
-    try:
-        aside.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
-    fsync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _check_target(out: Path, force: bool) -> None:
-    if not out.exists():
-        return
-    if not force:
-        raise ValueError(f"{out}: exists already; give another name, or force=True")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / META).is_file()):
-        raise ValueError(
-            f"{out}: is not a partition folder, so it is not replaced; remove it first"
-        )
 
 
 def _describe(data: Data, kinds: dict[str, Kind]) -> tuple[Meta, Meta]:

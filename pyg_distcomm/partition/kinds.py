@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -43,6 +44,21 @@ def attribute_kinds(
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE
     }
+
+
+def shape_kinds(
+    shapes: Mapping[str, tuple[int, ...]],
+    num_nodes: int,
+    num_edges: int,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+) -> dict[str, Kind]:
+    """Sorts attributes of which only shapes are known, by the rules of all others."""
+    data = Data(edge_index=torch.empty(2, num_edges, device="meta"))
+    data.num_nodes = num_nodes
+    for name, shape in shapes.items():
+        data[name] = torch.empty(shape, device="meta")
+    return attribute_kinds(data, node_attrs, edge_attrs)
 
 
 def _kind(data: Data, name: str, declared: Kind | None) -> Kind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -71,7 +72,12 @@ def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
 
 
 def write_meta(out: Path, meta: Meta) -> None:
-    """Seals META.json with a digest of itself and flushes it."""
+    """Writes META.json, sealed with a digest of itself, and flushes it.
+
+    meta  num_nodes, num_edges, num_parts, partition (its digest), attributes, values,
+          report and files
+    """
+    meta = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **meta}))
     meta["digest"] = _digest(meta)
     with open(out / META, "w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1)
@@ -96,3 +102,31 @@ def load_json(path: Path) -> Meta:
     if not isinstance(meta, dict):
         raise ValueError(f"{path}: holds no object, so it is no partition's")
     return meta
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Raises unless a partition folder may be written there."""
+    if not out.exists():
+        return
+    if not force:
+        raise ValueError(f"{out}: exists already; give another name, or force=True")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / META).is_file()):
+        raise ValueError(
+            f"{out}: is not a partition folder, so it is not replaced; remove it first"
+        )
+
+
+def put_in_place(aside: Path, out: Path, force: bool) -> None:
+    """Renames a finished folder to `out`; what was there before stays until then."""
+    check_target(out, force)  # again: someone else may have written it meanwhile
+    old = aside.with_suffix(".old")
+    if out.exists():
+        out.rename(old)
+    try:
+        aside.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
+    fsync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numba import njit
 
@@ -252,6 +254,30 @@ def relieve(
             for c in range(LOADS):
                 load[home, c] -= weight[v, c]
                 load[best, c] += weight[v, c]
+
+
+@njit(nogil=True, cache=True)
+def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
+    """Deals nodes out to groups: each to the lightest that has room, ties to the first.
+
+    order [c] should fall in weight; load [groups] is what each group has and is added
+    to; group [n] is written. The groups' sizes differ by one at most.
+    """
+    each, more = order.size // load.size, order.size % load.size
+    size = np.zeros(load.size, np.int64)
+    heap = [(load[g], g) for g in range(load.size)]
+    heapq.heapify(heap)
+    for v in order:
+        while True:
+            _, g = heapq.heappop(heap)
+            if size[g] < each or more > 0:
+                break
+        more -= size[g] == each
+        size[g] += 1
+        group[v] = g
+        load[g] += weight[v]
+        if size[g] <= each:
+            heapq.heappush(heap, (load[g], g))
 
 
 @njit(nogil=True, cache=True)

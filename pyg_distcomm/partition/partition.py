@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_distcomm.partition.figures import PartitionReport
+
+Grid = tuple[int, int, int]
 Owner = Tensor | np.ndarray | Sequence[int]
 
 
@@ -21,11 +24,13 @@ class Partition:
               holds num_parts; on the CPU, possibly a memory-mapped file
     num_parts parts, some of which may own nothing
     sizes     nodes owned by each part
+    before    the figures before `refine`, where it was used; not compared by `same_as`
     """
 
     owner: Tensor
     num_parts: int
     sizes: tuple[int, ...]
+    before: PartitionReport | None = None
 
     @classmethod
     def from_owner(
@@ -77,6 +82,10 @@ class Partition:
             and torch.equal(self.owner, other.owner)
         )
 
+    def refined_from(self, before: PartitionReport | None) -> Partition:
+        """Returns the same partition, remembering the figures of an earlier one."""
+        return replace(self, before=before)
+
     def digest(self) -> str:
         """Hashes num_parts and owner: equal on two ranks when `same_as` holds."""
         state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} ".encode())
@@ -105,6 +114,19 @@ def check_num_parts(num_parts: int) -> int:
     if not 0 < num_parts < 2**31:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
     return int(num_parts)
+
+
+def check_grid(grid: Grid | None, num_parts: int) -> Grid:
+    """Returns the grid (r, s, p), (num_parts, 1, 1) if None; raises for a misfit."""
+    if grid is None:
+        return num_parts, 1, 1
+    r, s, p = (*grid, 0, 0, 0)[:3]
+    if len(grid) != 3 or min(grid) < 1 or r * s * p != num_parts:
+        raise ValueError(
+            f"grid must be three positive sizes (row, col, fiber) whose product is the "
+            f"number of parts, {num_parts}; got {tuple(grid)}"
+        )
+    return r, s, p
 
 
 def _as_vector(owner: Owner) -> Tensor:

@@ -2,129 +2,131 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
 
-from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.edges import check_edge_index, plain_edges
+from pyg_distcomm.partition.figures import PartitionReport as PartitionReport
+from pyg_distcomm.partition.partition import Grid, Partition, check_grid
 
 Counts = tuple[int, ...]
-MOST_LINES = 16  # parts that the table shows
-
-
-@dataclass(frozen=True)
-class PartitionReport:
-    """The figures of a partition, each tuple with one entry per part.
-
-    nodes      nodes owned
-    edges      edges owned, an edge living with the owner of its target
-    train      train nodes owned (zeros without a train mask)
-    edge_cut   edges whose ends have different owners
-    halo_rows  distinct nodes of other parts that are sources of own edges
-    send_rows  own rows asked for, once for each part that asks
-    """
-
-    nodes: Counts
-    edges: Counts
-    train: Counts
-    edge_cut: int
-    halo_rows: Counts
-    send_rows: Counts
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of the partition."""
-        return len(self.nodes)
-
-    @property
-    def volume(self) -> int:
-        """Rows that travel in one exchange: sum over v of lambda(v) - 1.
-
-        lambda(v) is the number of parts that own v or an edge from v.
-        """
-        return sum(self.halo_rows)
-
-    @property
-    def max_send(self) -> int:
-        """Rows that the busiest sender sends."""
-        return max(self.send_rows)
-
-    @property
-    def max_halo(self) -> int:
-        """Rows that the busiest receiver receives."""
-        return max(self.halo_rows)
-
-    @property
-    def node_imbalance(self) -> float:
-        """Largest over mean of the nodes owned."""
-        return _imbalance(self.nodes)
-
-    @property
-    def edge_imbalance(self) -> float:
-        """Largest over mean of the edges owned."""
-        return _imbalance(self.edges)
-
-    @property
-    def train_imbalance(self) -> float:
-        """Largest over mean of the train nodes owned."""
-        return _imbalance(self.train)
-
-    def bytes(self, width: int, itemsize: int = 4) -> int:
-        """Predicts the bytes of one exchange: volume * width * itemsize."""
-        return self.volume * width * itemsize
-
-    def __str__(self) -> str:
-        return "\n".join([*_table(self), *_summary(self)])
 
 
 def report(
-    edge_index: Tensor, partition: Partition, train_mask: Tensor | None = None
+    edge_index: Tensor,
+    partition: Partition,
+    train_mask: Tensor | None = None,
+    grid: Grid | None = None,
 ) -> PartitionReport:
     """Counts what each part owns, sends and receives, in time linear in the edges.
 
-    edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph.
+    edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph;
+    grid (r, s, p) adds what its blocks hold, send and receive.
     """
     check_edge_index(edge_index, partition.num_nodes)
-    plain = edge_index.detach().as_subclass(Tensor).cpu().numpy()
-    owner = partition.owner.numpy()
-    parts = partition.num_parts
-    home = owner[plain[1]]
-    away = owner[plain[0]] != home
-    halo, send = _rows(plain[0][away], home[away], owner, parts)
-    return PartitionReport(
-        nodes=partition.sizes,
-        edges=_per_part(home, parts),
-        train=_train(train_mask, owner, parts),
-        edge_cut=int(np.count_nonzero(away)),
-        halo_rows=halo,
-        send_rows=send,
-    )
-
-
-def _rows(
-    src_gid: np.ndarray, home: np.ndarray, owner: np.ndarray, num_parts: int
-) -> tuple[Counts, Counts]:
-    """Counts the distinct (home, source) pairs of the cut edges, by home and by owner.
-
-    Stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear.
-    """
-    src_gid = src_gid[np.argsort(home, kind="stable")]
-    ends = np.cumsum(np.bincount(home, minlength=num_parts))
-    halo = np.zeros(num_parts, np.int64)
-    send = np.zeros(num_parts, np.int64)
-    last = np.empty(owner.size, np.int64)  # never cleared: a part reads what it wrote
+    plain = plain_edges(edge_index).cpu().numpy()
+    home = partition.owner.numpy()[plain[1]]
+    # stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear
+    order = np.argsort(home, kind="stable")
+    count = RowCount(partition, grid)
     start = 0
-    for part, end in enumerate(ends):
-        asked = src_gid[start:end]
-        place = np.arange(asked.size)
-        last[asked] = place
-        rows = asked[last[asked] == place]
-        halo[part] = rows.size
-        send += np.bincount(owner[rows], minlength=num_parts)
-        start = end
-    return tuple(halo.tolist()), tuple(send.tolist())
+    for part, edges in enumerate(np.bincount(home, minlength=partition.num_parts)):
+        count.add(part, [plain[:, order[start : start + edges]]])
+        start += edges
+    return count.report(train_mask)
+
+
+class RowCount:
+    """Counts the rows that travel, part after part, from the edges of each part.
+
+    Memory: 25 bytes a node, and a chunk of edges; grids with s > 1: s bytes more for
+    each node of one part.
+    """
+
+    def __init__(self, partition: Partition, grid: Grid | None = None) -> None:
+        """Begins with no edges."""
+        parts, n = partition.num_parts, partition.num_nodes
+        self._partition = partition
+        self._owner = partition.owner.numpy()
+        self._grid = check_grid(grid, parts)
+        r, s, _ = self._grid
+        self._cut = 0
+        self._edges = np.zeros(parts, np.int64)
+        self._send, self._halo = np.zeros((2, parts), np.int64)
+        self._blocks, self._block_send, self._block_halo = np.zeros((3, r, s), np.int64)
+        # never cleared: a part, and a process row, reads what it wrote itself
+        self._by_part, self._by_row = np.full((2, n), -1, np.int32)
+        self._place = np.empty(n, np.int64)
+        self._lid = np.empty(n if s > 1 else 0, np.int64)
+
+    def add(self, part: int, chunks: Iterable[np.ndarray]) -> None:
+        """Counts the edges `[2, c]` of one part; parts must come in ascending order."""
+        _, s, p = self._grid
+        sums = np.zeros(0, np.bool_)
+        if s > 1:
+            gid = self._partition.gids(part).numpy()
+            self._lid[gid] = np.arange(gid.size)
+            sums = np.zeros(gid.size * s, np.bool_)
+        for src, dst in chunks:
+            self._edges[part] += src.size
+            owner = self._owner[src].astype(np.int64)
+            away = src[owner != part]
+            self._cut += away.size
+            new = self._new(away, self._by_part, part)
+            self._halo[part] += new.size
+            self._send += np.bincount(self._owner[new], minlength=self._send.size)
+            self._add_rows(part // (s * p), src[owner // (s * p) != part // (s * p)])
+            self._add_blocks(part, owner // p % s, dst, sums)
+
+    def _new(self, gid: np.ndarray, seen: np.ndarray, stamp: int) -> np.ndarray:
+        """Picks the ids that do not bear the stamp yet, each once, and stamps them."""
+        gid = gid[seen[gid] != stamp]
+        place = np.arange(gid.size)
+        self._place[gid] = place
+        gid = gid[self._place[gid] == place]
+        seen[gid] = stamp
+        return gid
+
+    def _add_rows(self, i: int, away: np.ndarray) -> None:
+        _, s, p = self._grid
+        new = self._owner[self._new(away, self._by_row, i)].astype(np.int64)
+        np.add.at(self._block_send, (new // (s * p), new // p % s), 1)
+        np.add.at(self._block_halo[i], new // p % s, 1)
+
+    def _add_blocks(
+        self, part: int, col: np.ndarray, dst: np.ndarray, sums: np.ndarray
+    ) -> None:
+        _, s, p = self._grid
+        i, j = part // (s * p), part // p % s
+        self._blocks[i] += np.bincount(col, minlength=s)
+        if s == 1:
+            return
+        away = col != j
+        key = self._lid[dst[away]] * s + col[away]
+        key = np.unique(key[~sums[key]])
+        sums[key] = True
+        self._block_send[i] += np.bincount(key % s, minlength=s)
+        self._block_halo[i, j] += key.size
+
+    def report(self, train_mask: Tensor | None = None) -> PartitionReport:
+        """Returns the figures of all that was counted."""
+        r, s, p = self._grid
+        figures = PartitionReport(
+            nodes=self._partition.sizes,
+            edges=tuple(self._edges.tolist()),
+            train=_train(train_mask, self._owner, self._send.size),
+            edge_cut=self._cut,
+            halo_rows=tuple(self._halo.tolist()),
+            send_rows=tuple(self._send.tolist()),
+            before=self._partition.before,
+        )
+        if s * p == 1:
+            return figures
+        blocks = (self._blocks, self._block_send, self._block_halo)
+        flat = (tuple(block.reshape(-1).tolist()) for block in blocks)
+        return figures.on_grid((r, s, p), *flat)
 
 
 def _train(train_mask: Tensor | None, owner: np.ndarray, num_parts: int) -> Counts:
@@ -136,45 +138,4 @@ def _train(train_mask: Tensor | None, owner: np.ndarray, num_parts: int) -> Coun
             f"train_mask must be bool [{owner.size}], one entry per node, got "
             f"{train_mask.dtype} {list(train_mask.shape)}"
         )
-    return _per_part(owner[mask], num_parts)
-
-
-def _per_part(part: np.ndarray, num_parts: int) -> Counts:
-    return tuple(np.bincount(part, minlength=num_parts).tolist())
-
-
-def _imbalance(counts: Counts) -> float:
-    total = sum(counts)
-    return max(counts) * len(counts) / total if total else 1.0
-
-
-def _table(figures: PartitionReport) -> list[str]:
-    names = ("nodes", "edges", "train", "halo rows", "sent rows")
-    columns = (
-        figures.nodes,
-        figures.edges,
-        figures.train,
-        figures.halo_rows,
-        figures.send_rows,
-    )
-    lines = ["part" + "".join(f"{name:>12}" for name in names)]
-    for part, row in enumerate(zip(*columns, strict=True)):
-        if part == MOST_LINES:
-            lines.append(f" ... {figures.num_parts - MOST_LINES} more parts")
-            break
-        lines.append(f"{part:>4}" + "".join(f"{count:>12,}" for count in row))
-    return [*lines, " all" + "".join(f"{sum(column):>12,}" for column in columns)]
-
-
-def _summary(figures: PartitionReport) -> list[str]:
-    edges, nodes = sum(figures.edges), sum(figures.nodes)
-    share = figures.edge_cut / max(edges, 1)
-    return [
-        f"edge cut  {figures.edge_cut:,} of {edges:,} ({share:.1%})",
-        f"volume    {figures.volume:,} rows an exchange "
-        f"({figures.volume / max(nodes, 1):.3f} a node), "
-        f"{figures.bytes(1):,} bytes a float32 feature",
-        f"busiest   sends {figures.max_send:,} rows, receives {figures.max_halo:,}",
-        f"max/mean  nodes {figures.node_imbalance:.3f}, edges "
-        f"{figures.edge_imbalance:.3f}, train {figures.train_imbalance:.3f}",
-    ]
+    return tuple(np.bincount(owner[mask], minlength=num_parts).tolist())

@@ -1,0 +1,296 @@
+"""Edges in files, read in chunks: .npy, members of .npz, and lines of text."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from pyg_distcomm.partition.stream import CHUNK
+
+TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
+BLOCK = 1 << 23  # bytes of text in memory at once
+MOST_NODES = 2**31 - 1
+BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
+
+Opener = Callable[[], IO[bytes]]
+
+
+def is_text(path: Path) -> bool:
+    """Says whether a name is that of a list of edges, packed by gzip or not."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if suffixes[-1:] == [".gz"]:
+        suffixes.pop()
+    return suffixes[-1:] != [] and suffixes[-1] in TEXT
+
+
+@contextmanager
+def opened(name: str, opener: Opener) -> Iterator[IO[bytes]]:
+    """Opens a file for reading; what goes wrong inside is a ValueError with its name."""
+    try:
+        with opener() as file:
+            yield file
+    except FileNotFoundError:
+        raise ValueError(f"{name}: missing") from None
+    except BAD_FILE as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name}: cannot be read: {error}") from None
+
+
+def plain_opener(path: Path) -> Opener:
+    """Opens a file, through gzip if its name ends in .gz."""
+    if path.suffix.lower() == ".gz":
+        return lambda: gzip.open(path, "rb")  # type: ignore[return-value]
+    return lambda: open(path, "rb")
+
+
+def member_opener(path: Path, member: str) -> Opener:
+    """Opens a member of an .npz file."""
+
+    def opener() -> IO[bytes]:
+        with zipfile.ZipFile(path) as archive:
+            return archive.open(member)
+
+    return opener
+
+
+@dataclass(frozen=True)
+class NpyHead:
+    """What the first bytes of a .npy file say, and how many they are."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    fortran: bool
+    size: int
+
+    @staticmethod
+    def read(name: str, opener: Opener) -> NpyHead:
+        """Reads them; raises ValueError, naming the file."""
+        with opened(name, opener) as file:
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }.get(version)
+            if read is None:
+                raise ValueError(f"{name}: .npy version {version} is not known")
+            shape, fortran, dtype = read(file)
+            if dtype.hasobject:
+                raise ValueError(f"{name}: holds Python objects; save plain numbers")
+            return NpyHead(dtype, shape, fortran, file.tell())
+
+
+class EdgeFile:
+    """Edges of a .npy file or of a member of an .npz file, `[2, m]` or `[m, 2]`.
+
+    Only one chunk is in memory. Ids are compared with the number of nodes as they are
+    read. A file with two edges is read as `[2, m]`, unless `tall`.
+    """
+
+    def __init__(self, name: str, opener: Opener, tall: bool | None = None) -> None:
+        """Reads the head of the file; raises ValueError unless it holds edges."""
+        self.name, self._opener = name, opener
+        self.head = head = NpyHead.read(name, opener)
+        self._nodes = MOST_NODES
+        if len(head.shape) != 2 or 2 not in head.shape or head.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name}: holds {head.dtype} {list(head.shape)}, but edges are integers "
+                "[2, num_edges] or [num_edges, 2]"
+            )
+        tall = head.shape[0] != 2 if tall is None else tall
+        self.num_edges = head.shape[0] if tall else head.shape[1]
+        self._paired = tall != head.fortran  # source and target side by side
+
+    def limit(self, num_nodes: int) -> None:
+        """Sets the number of nodes, which ids must stay below."""
+        self._nodes = num_nodes
+
+    def chunks(self, what: str) -> Iterator[np.ndarray]:
+        """Yields arrays `[2, c]`, int64, in order, and says so in a bar."""
+        bar = tqdm(
+            desc=what, total=self.num_edges, unit=" edges", disable=None, leave=False
+        )
+        with bar, opened(self.name, self._opener) as file:
+            second: Any = None
+            file.seek(self.head.size)
+            if not self._paired:
+                second = self._opener()
+                second.seek(self.head.size + self.num_edges * self.head.dtype.itemsize)
+            try:
+                for start in range(0, self.num_edges, CHUNK):
+                    count = min(CHUNK, self.num_edges - start)
+                    pair = self._read(file, second, count)
+                    self._check(pair, start)
+                    yield pair
+                    bar.update(count)
+            finally:
+                if second is not None:
+                    second.close()
+
+    def _read(
+        self, file: IO[bytes], second: IO[bytes] | None, count: int
+    ) -> np.ndarray:
+        if second is None:
+            flat = read_rows(self.name, file, self.head.dtype, 2 * count)
+            return np.array(flat.reshape(count, 2).T, np.int64, order="C")
+        ends = [
+            read_rows(self.name, end, self.head.dtype, count) for end in (file, second)
+        ]
+        return np.stack(ends).astype(np.int64)
+
+    def _check(self, pair: np.ndarray, start: int) -> None:
+        bad = (pair < 0) | (pair >= self._nodes)
+        if not bad.any():
+            return
+        end, edge = (int(k[0]) for k in np.nonzero(bad))
+        found = int(pair[end, edge])
+        wanted = f"0 .. {self._nodes - 1}"
+        raise ValueError(
+            f"{self.name}: edge {start + edge} has the node {found}, but ids are {wanted}"
+        )
+
+
+def read_rows(name: str, file: IO[bytes], dtype: np.dtype, count: int) -> np.ndarray:
+    """Reads so many numbers; raises ValueError, naming the file, where it is short."""
+    want = count * dtype.itemsize
+    data = file.read(want)
+    if len(data) < want:
+        raise ValueError(f"{name}: ends early: {want - len(data)} bytes are missing")
+    return np.frombuffer(data, dtype)
+
+
+def spool_text(
+    path: Path, out: Path, *, num_nodes: int | None = None, undirected: bool = False
+) -> tuple[EdgeFile, int]:
+    """Reads a list of edges once, into the .npy file `out`, `[m, 2]`.
+
+    A line holds a source and a target, between which are spaces, tabs, commas or
+    semicolons; "#" and "%" begin comments, and the first line of a .csv or .tsv may name
+    its columns. With `undirected`, an edge is followed by its reverse, unless it is a
+    self-loop. Returns the edges, and the largest id. Raises ValueError with the file,
+    the line, what it holds and what it should hold.
+    """
+    limit = MOST_NODES if num_nodes is None else num_nodes
+    total = path.stat().st_size if path.is_file() else 0
+    bar = tqdm(
+        desc="reading edges",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=None,
+        leave=False,
+    )
+    largest = -1
+    with bar, PairWriter(out) as writer, opened(str(path), plain_opener(path)) as file:
+        for pairs in _text_pairs(path, file, limit):
+            if pairs.size:
+                largest = max(largest, int(pairs.max()))
+            writer.write(both_ways(pairs) if undirected else pairs)
+            bar.update(_told(file) - bar.n)
+    return EdgeFile(str(out), plain_opener(out), tall=True), largest
+
+
+def _told(file: IO[bytes]) -> int:
+    raw = getattr(file, "fileobj", None)  # gzip: where it is in the packed file
+    return int((raw or file).tell())
+
+
+def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]:
+    # Numba takes a second to import
+    loops: Any = importlib.import_module("pyg_distcomm.partition.parse_loops")
+    line, rest, first = 0, b"", path.name.lower().removesuffix(".gz")
+    head = first.endswith((".csv", ".tsv"))
+    while block := file.read(BLOCK):
+        text = rest + block
+        cut = text.rfind(b"\n") + 1
+        text, rest = text[:cut], text[cut:]
+        if len(rest) > BLOCK:
+            raise ValueError(f"{path}: line {line + 1}: longer than {BLOCK} bytes")
+        if head and text:
+            text, skipped = _without_names(text)
+            line, head = line + skipped, False
+        pairs, line = _parse(loops, path, text, line, limit)
+        yield pairs
+    if rest:
+        text = _without_names(rest + b"\n")[0] if head else rest + b"\n"
+        yield _parse(loops, path, text, line, limit)[0]
+
+
+def _without_names(text: bytes) -> tuple[bytes, int]:
+    """Drops a first line of names of columns, and comments before it."""
+    at = lines = 0
+    while at < len(text):
+        end = text.index(b"\n", at) + 1
+        row = text[at:end].strip()
+        at, lines = end, lines + 1
+        if row and row[:1] not in (b"#", b"%"):
+            named = row[:1].isalpha() or row[:1] in b"\"'_"
+            return (text[at:], lines) if named else (text, 0)
+    return text, 0
+
+
+def _parse(
+    loops: Any, path: Path, text: bytes, line: int, limit: int
+) -> tuple[np.ndarray, int]:
+    out = np.empty((text.count(b"\n"), 2), np.int64)
+    if not text:
+        return out, line
+    raw = np.frombuffer(text, np.uint8)
+    found, lines, wrong, begin, end = loops.pairs(raw, limit, out)
+    if wrong != loops.FINE:
+        got = text[begin:end].decode(errors="replace").strip()[:80]
+        wanted = "two node ids, source and target"
+        if wrong == loops.TOO_LARGE:
+            wanted = f"node ids of 0 .. {limit - 1}"
+        raise ValueError(
+            f"{path}: line {line + lines + 1}: got {got!r}, wanted {wanted}"
+        )
+    return out[:found], line + lines
+
+
+def both_ways(pairs: np.ndarray) -> np.ndarray:
+    """Puts its reverse after each edge `[m, 2]` that is no self-loop."""
+    twice = np.repeat(pairs, 2, axis=0)
+    twice[1::2] = pairs[:, ::-1]
+    keep = np.ones(len(twice), np.bool_)
+    keep[1::2] = pairs[:, 0] != pairs[:, 1]
+    return twice[keep]
+
+
+class PairWriter:
+    """Writes an .npy file `[m, 2]` whose length is known at the end."""
+
+    def __init__(self, path: Path) -> None:
+        """Begins the file."""
+        self._path, self._rows = path, 0
+
+    def __enter__(self) -> PairWriter:
+        self._file = open(self._path, "wb")
+        self._head()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.seek(0)
+        self._head()
+        self._file.close()
+
+    def _head(self) -> None:
+        # written twice, so its length must not depend on the number of rows
+        text = repr({"descr": "<i8", "fortran_order": False, "shape": (self._rows, 2)})
+        line = text.encode().ljust(117) + b"\n"
+        self._file.write(b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line)
+
+    def write(self, pairs: np.ndarray) -> None:
+        """Appends pairs `[c, 2]`."""
+        self._file.write(np.ascontiguousarray(pairs, "<i8").tobytes())
+        self._rows += len(pairs)

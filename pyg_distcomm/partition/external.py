@@ -1,0 +1,304 @@
+"""Partitions a graph that is in files, a chunk at a time, into a partition folder.
+
+[Note: out of core] Memory is what the cutter needs for the nodes, and a chunk. Edges are
+read once more, and each goes to the next free place in the files of its part, so that a
+part's edges keep their order without a sort; rows of attributes likewise. What travels
+is counted by reading the parts back, one after another.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from pyg_distcomm.partition.arrays import ArrayFile, flush_files, write_array
+from pyg_distcomm.partition.columns import Column, RowReader, torch_name
+from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
+from pyg_distcomm.partition.figures import PartitionReport
+from pyg_distcomm.partition.kinds import Kind, shape_kinds
+from pyg_distcomm.partition.layout import (
+    OWNER,
+    Meta,
+    check_target,
+    file_name,
+    part_name,
+    put_in_place,
+    write_meta,
+)
+from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
+from pyg_distcomm.partition.report import RowCount
+from pyg_distcomm.partition.sources import GraphFiles, open_source
+from pyg_distcomm.partition.stream import stream
+
+NEED_NO_EDGES = ("block", "random")
+
+
+def partition_files(
+    source: str | Path,
+    out: str | Path,
+    num_parts: int,
+    method: str | Owner = "stream",
+    *,
+    seed: int = 0,
+    refine: bool = False,
+    grid: Grid | None = None,
+    num_nodes: int | None = None,
+    undirected: bool = False,
+    split: str | None = None,
+    node_files: Mapping[str, str | Path] | None = None,
+    edge_files: Mapping[str, str | Path] | None = None,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+    force: bool = False,
+) -> PartitionReport:
+    """Writes every part of a graph in files into the new folder `out`, or nothing.
+
+    source      see `open_source`, as for num_nodes, undirected, split, node_files and
+                edge_files
+    method      "stream", "block", "random" and given owners take memory for the nodes
+                and a chunk; the others, and `refine`, for all edges too (not features)
+    grid        (r, s, p) of the ranks, for "permutation", `refine` and the figures
+    node_attrs, edge_attrs  kinds of attributes that their sizes do not tell
+    force       replaces an earlier partition folder
+
+    All is written beside `out`, flushed, and renamed at the end. See [Note: out of core].
+    Raises ValueError, naming the file and where it is wrong, and TypeError for owners
+    that are no integers.
+    """
+    out = Path(out)
+    num_parts = check_num_parts(num_parts)
+    if isinstance(method, str) and method not in METHODS:
+        raise ValueError(
+            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}"
+        )
+    check_target(out, force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    spool = aside / "spool"
+    spool.mkdir(parents=True)
+    try:
+        graph = open_source(
+            source,
+            spool,
+            num_nodes=num_nodes,
+            undirected=undirected,
+            split=split,
+            node_files=node_files,
+            edge_files=edge_files,
+        )
+        kinds = _kinds(graph, node_attrs, (*edge_attrs, *(edge_files or ())))
+        partition = _cut(graph, num_parts, method, seed, refine, grid)
+        figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
+        put_in_place(aside, out, force)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return figures
+
+
+def _kinds(
+    graph: GraphFiles, node_attrs: Iterable[str], edge_attrs: Iterable[str]
+) -> dict[str, Kind]:
+    return shape_kinds(
+        {name: column.shape for name, column in graph.columns.items()},
+        graph.num_nodes,
+        graph.edges_in_file(),
+        node_attrs,
+        edge_attrs,
+    )
+
+
+def _cut(
+    graph: GraphFiles,
+    num_parts: int,
+    method: str | Owner,
+    seed: int,
+    refine: bool,
+    grid: Grid | None,
+) -> Partition:
+    if method == "stream" and not refine:
+        return stream(graph.edges, graph.num_nodes, num_parts, seed=seed)
+    named = isinstance(method, str)
+    edge_index = torch.empty(2, 0, dtype=torch.int64)
+    if refine or (named and method not in NEED_NO_EDGES):
+        edge_index = torch.empty(2, graph.edges.num_edges, dtype=torch.int64)
+        start = 0
+        for pair in graph.edges.chunks("reading edges"):
+            edge_index[:, start : start + pair.shape[1]] = torch.from_numpy(pair)
+            start += pair.shape[1]
+    mask = graph.columns.get("train_mask")
+    train = None
+    if mask is not None and mask.dtype == np.bool_ and mask.shape == (graph.num_nodes,):
+        train = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *mask.rows()]))
+    return cut(
+        edge_index,
+        graph.num_nodes,
+        num_parts,
+        method,
+        seed=seed,
+        train_mask=train,
+        refine=refine,
+        grid=grid,
+    )
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Writes the parts of one graph into the folder `out`."""
+
+    out: Path
+    graph: GraphFiles
+    partition: Partition
+    kinds: dict[str, Kind]
+
+    def write(self, grid: Grid | None, spool: Path) -> PartitionReport:
+        """Writes all files and META.json; returns the figures."""
+        partition, out = self.partition, self.out
+        write_array(out / OWNER, partition.owner)
+        for part in range(partition.num_parts):
+            (out / part_name(part)).mkdir()
+            gid = out / part_name(part) / "node_gid.npy"
+            write_array(gid, partition.gids(part))
+        edges = self._edges()
+        train = None
+        for name, kind in self.kinds.items():
+            column = self.graph.columns[name]
+            if kind == "node":
+                self._node_rows(name, column)
+            elif kind == "edge":
+                self._edge_rows(name, column, edges)
+            else:
+                native = column.dtype.newbyteorder("=")
+                whole = np.concatenate(list(column.rows())).astype(native, copy=False)
+                write_array(out / file_name(kind, name), torch.from_numpy(whole))
+            if name == "train_mask" and kind == "node" and len(column.shape) == 1:
+                train = torch.from_numpy(np.concatenate(list(column.rows())))
+        bool_mask = train is not None and train.dtype == torch.bool
+        figures = self._count(edges, grid, train if bool_mask else None)
+        shutil.rmtree(spool)
+        write_meta(out, self._meta(figures))
+        return figures
+
+    def _edges(self) -> np.ndarray:
+        """Writes the edges of all parts; returns how many each has."""
+        owner, parts = self.partition.owner.numpy(), self.partition.num_parts
+        size = np.zeros(parts, np.int64)
+        for _, dst in self.graph.edges.chunks("counting the edges of parts"):
+            size += np.bincount(owner[dst], minlength=parts)
+        gid = self._files("edge_gid.npy", np.dtype(np.int64), [(int(m),) for m in size])
+        ends = self._files(
+            "edge_index.npy", np.dtype(np.int64), [(2, int(m)) for m in size]
+        )
+        done, start = np.zeros(parts, np.int64), 0
+        for pair in self.graph.edges.chunks("writing edges"):
+            for part, here in _by_part(owner[pair[1]], parts):
+                at, last = int(done[part]), int(size[part])
+                gid[part].write(at, start + here)
+                ends[part].write(at, pair[0, here])
+                ends[part].write(last + at, pair[1, here])
+                done[part] += here.size
+            start += pair.shape[1]
+        return size
+
+    def _node_rows(self, name: str, column: Column) -> None:
+        owner = self.partition.owner.numpy()
+        sizes = [(count, *column.shape[1:]) for count in self.partition.sizes]
+        files = self._files(file_name("node", name), column.dtype, sizes)
+        start, width = 0, int(np.prod(column.shape[1:]))
+        done = np.zeros(self.partition.num_parts, np.int64)
+        bar = tqdm(desc=name, total=owner.size, unit=" rows", disable=None, leave=False)
+        with bar:
+            for rows in column.rows():
+                home = owner[start : start + len(rows)]
+                for part, here in _by_part(home, done.size):
+                    files[part].write(int(done[part]) * width, rows[here])
+                    done[part] += here.size
+                start += len(rows)
+                bar.update(len(rows))
+
+    def _edge_rows(self, name: str, column: Column, size: np.ndarray) -> None:
+        owner = self.partition.owner.numpy()
+        sizes = [(int(count), *column.shape[1:]) for count in size]
+        files = self._files(file_name("edge", name), column.dtype, sizes)
+        reader, width = RowReader(column), int(np.prod(column.shape[1:]))
+        done = np.zeros(size.size, np.int64)
+        for pair, row in self._edges_and_rows(name):
+            rows = reader.take(int(row[0]), int(row[-1]) + 1)[row - row[0]]
+            for part, here in _by_part(owner[pair[1]], size.size):
+                files[part].write(int(done[part]) * width, rows[here])
+                done[part] += here.size
+        reader.finish()
+
+    def _edges_and_rows(self, what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields chunks of edges, and the row of the file that each edge came from."""
+        loops = others = 0
+        for pair in self.graph.edges.chunks(what):
+            if not self.graph.doubled:
+                yield pair, np.arange(others, others + pair.shape[1])
+                others += pair.shape[1]
+                continue
+            # an edge and its reverse follow one another; a self-loop stands alone
+            loop = pair[0] == pair[1]
+            before_loops = loops + np.cumsum(loop) - loop
+            before_others = others + np.cumsum(~loop) - ~loop
+            yield pair, before_loops + before_others // 2
+            loops += int(np.count_nonzero(loop))
+            others += int(np.count_nonzero(~loop))
+
+    def _files(
+        self, name: str, dtype: np.dtype, shapes: list[tuple[int, ...]]
+    ) -> list[ArrayFile]:
+        folders = (self.out / part_name(part) for part in range(len(shapes)))
+        return [
+            ArrayFile(folder / name, dtype, shape)
+            for folder, shape in zip(folders, shapes, strict=True)
+        ]
+
+    def _count(
+        self, size: np.ndarray, grid: Grid | None, train: torch.Tensor | None
+    ) -> PartitionReport:
+        count = RowCount(self.partition, grid)
+        for part in tqdm(range(size.size), "counting rows", disable=None, leave=False):
+            file = self.out / part_name(part) / "edge_index.npy"
+            if size[part]:
+                count.add(
+                    part, EdgeFile(str(file), plain_opener(file)).chunks(f"part {part}")
+                )
+        return count.report(train)
+
+    def _meta(self, figures: PartitionReport) -> Meta:
+        columns = {name: self.graph.columns[name] for name in self.kinds}
+        return {
+            "num_nodes": self.partition.num_nodes,
+            "num_edges": self.graph.edges.num_edges,
+            "num_parts": self.partition.num_parts,
+            "partition": self.partition.digest(),
+            "attributes": {
+                name: {
+                    "kind": self.kinds[name],
+                    "dtype": torch_name(column.name, column.dtype),
+                    "shape": [*column.shape],
+                }
+                for name, column in columns.items()
+            },
+            "values": self.graph.values,
+            "report": asdict(figures),
+            "files": flush_files(self.out),
+        }
+
+
+def _by_part(home: np.ndarray, parts: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each part that occurs, and where it does, ascending."""
+    order = np.argsort(home, kind="stable")
+    counts = np.bincount(home, minlength=parts)
+    ends = np.cumsum(counts)
+    for part in np.flatnonzero(counts):
+        yield int(part), order[ends[part] - counts[part] : ends[part]]

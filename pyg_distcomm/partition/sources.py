@@ -1,0 +1,339 @@
+"""A graph in files: what its edges are, and which attributes lie beside them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyg_distcomm.partition.columns import (
+    ArrayColumn,
+    Column,
+    NpyColumn,
+    TextColumn,
+)
+from pyg_distcomm.partition.edge_files import (
+    BAD_FILE,
+    TEXT,
+    EdgeFile,
+    PairWriter,
+    both_ways,
+    is_text,
+    member_opener,
+    plain_opener,
+    spool_text,
+)
+
+ENDINGS = (".csv.gz", ".csv", ".npy")
+MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+
+
+@dataclass
+class GraphFiles:
+    """A graph whose edges, features and labels stay in their files until they are read.
+
+    edges     the edges, in chunks; `doubled` if each is followed by its reverse
+    columns   attributes by name; a row of the edges is that of the file, not doubled
+    values    plain values
+    """
+
+    edges: EdgeFile
+    num_nodes: int
+    doubled: bool = False
+    columns: dict[str, Column] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def edges_in_file(self) -> int:
+        """Counts the edges before their reverses were added."""
+        if not self.doubled:
+            return self.edges.num_edges
+        loops = 0
+        for src, dst in self.edges.chunks("counting edges"):
+            loops += int(np.count_nonzero(src == dst))
+        return (self.edges.num_edges - loops) // 2 + loops
+
+
+def is_source(name: str) -> bool:
+    """Says whether a name is that of edges in a file, or of an OGB-style folder."""
+    path = Path(name)
+    return is_text(path) or path.suffix in (".npy", ".npz") or path.is_dir()
+
+
+def open_source(
+    path: str | Path,
+    spool: Path,
+    *,
+    num_nodes: int | None = None,
+    undirected: bool = False,
+    split: str | None = None,
+    node_files: Mapping[str, str | Path] | None = None,
+    edge_files: Mapping[str, str | Path] | None = None,
+) -> GraphFiles:
+    """Opens a graph; text is read once, into a file of the folder `spool`.
+
+    path        an edge list (.txt, .csv, .tsv, .el, .edges; .gz), a .npy file of edges,
+                an .npz file with edge_index and attributes, or a folder of OGB's:
+                raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
+                edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
+                in raw/data.npz
+    num_nodes   where it is not told by the files and nodes without edges come last
+    undirected  each edge stands for both directions (as OGB's add_inverse_edge)
+    split       which folder of split/, if there are several
+    node_files, edge_files  .npy files by the name of the attribute
+
+    Raises ValueError, naming the file, for what is missing, damaged or at odds.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = _Folder(path, spool, num_nodes, undirected, split).read()
+    elif not path.is_file():
+        raise ValueError(f"{path}: missing")
+    elif path.suffix == ".npz":
+        found = _from_npz(path, spool, num_nodes, undirected)
+    else:
+        found = _with_edges(path, spool, num_nodes, undirected)
+    for name, file in {**(node_files or {}), **(edge_files or {})}.items():
+        found.columns[name] = NpyColumn(str(file), plain_opener(Path(file)))
+    for name in node_files or {}:
+        _check_rows(found.columns[name], found.num_nodes, "nodes")
+    return found
+
+
+def _check_rows(column: Column, count: int, what: str) -> None:
+    if not column.shape or column.shape[0] != count:
+        raise ValueError(
+            f"{column.name}: has the shape {list(column.shape)}, but there are {count} "
+            f"{what}"
+        )
+
+
+def _with_edges(
+    path: Path, spool: Path, num_nodes: int | None, undirected: bool
+) -> GraphFiles:
+    if is_text(path):
+        edges, largest = spool_text(
+            path, spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
+        )
+        count = largest + 1 if num_nodes is None else num_nodes
+        return GraphFiles(edges, count, undirected)
+    if path.suffix != ".npy":
+        raise ValueError(
+            f"{path}: edges are read from .npy, .npz, {', '.join(TEXT)} (.gz) or a folder"
+        )
+    edges = EdgeFile(str(path), plain_opener(path))
+    return _counted(edges, spool, num_nodes, undirected)
+
+
+def _counted(
+    edges: EdgeFile, spool: Path, num_nodes: int | None, undirected: bool
+) -> GraphFiles:
+    """Finds the number of nodes, and writes the reverse edges, in one pass if needed."""
+    if num_nodes is not None:
+        edges.limit(num_nodes)
+    if not undirected and num_nodes is not None:
+        return GraphFiles(edges, num_nodes)
+    largest = -1
+    if undirected:
+        file = spool / "edges.npy"
+        with PairWriter(file) as writer:
+            for pair in edges.chunks("adding reverse edges"):
+                largest = max(largest, int(pair.max()))
+                writer.write(both_ways(pair.T))
+        edges = EdgeFile(str(file), plain_opener(file), tall=True)
+    else:
+        for pair in edges.chunks("counting nodes"):
+            largest = max(largest, int(pair.max()))
+    count = largest + 1 if num_nodes is None else num_nodes
+    edges.limit(count)
+    return GraphFiles(edges, count, undirected)
+
+
+def _members(path: Path) -> dict[str, NpyColumn]:
+    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except BAD_FILE as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    return {
+        name.removesuffix(".npy"): NpyColumn(
+            f"{path}:{name}", member_opener(path, name)
+        )
+        for name in names
+        if name.endswith(".npy") and name != "edge_index.npy"
+    }
+
+
+def _edges_of_npz(path: Path) -> EdgeFile:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except BAD_FILE as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if "edge_index.npy" not in names:
+        raise ValueError(f"{path}: has no edge_index [2, num_edges]")
+    return EdgeFile(f"{path}:edge_index", member_opener(path, "edge_index.npy"))
+
+
+def _from_npz(
+    path: Path, spool: Path, num_nodes: int | None, undirected: bool
+) -> GraphFiles:
+    edges, columns = _edges_of_npz(path), _members(path)
+    told = columns.pop("num_nodes", None)
+    if num_nodes is None and told is not None:
+        num_nodes = int(next(told.rows()).reshape(-1)[0])
+    for name in ("x", "y", "pos"):
+        if num_nodes is None and name in columns and columns[name].shape:
+            num_nodes = columns[name].shape[0]
+    found = _counted(edges, spool, num_nodes, undirected)
+    for name, column in columns.items():
+        if column.shape:
+            found.columns[name] = column
+        else:
+            found.values[name] = next(column.rows()).item()
+    return found
+
+
+class _Folder:
+    """A folder as OGB lays them out, text or binary; heterogeneous ones are refused."""
+
+    def __init__(
+        self,
+        root: Path,
+        spool: Path,
+        num_nodes: int | None,
+        undirected: bool,
+        split: str | None,
+    ) -> None:
+        self.root, self.spool, self.undirected = root, spool, undirected
+        self.num_nodes, self.split = num_nodes, split
+        self.raw = root / "raw" if (root / "raw").is_dir() else root
+        archive = self.raw / "data.npz"
+        self.packed: dict[str, NpyColumn] = {}
+        self.archive = archive if archive.is_file() else None
+        if self.archive is not None:
+            self.packed = _members(archive)
+
+    def read(self) -> GraphFiles:
+        if self.num_nodes is None:
+            self.num_nodes = self._told_nodes()
+        found = self._edges()
+        num_edges = found.edges_in_file()
+        for name, key, count, real in (
+            ("x", "node_feat", found.num_nodes, True),
+            ("y", "node_label", found.num_nodes, None),
+            ("node_year", "node_year", found.num_nodes, None),
+            ("edge_attr", "edge_feat", num_edges, True),
+        ):
+            column = self._column(key, count, real)
+            if column is not None:
+                _check_rows(column, count, "nodes" if key[:4] == "node" else "edges")
+                found.columns[name] = column
+        for mask, array in self._masks(found.num_nodes).items():
+            found.columns[mask] = ArrayColumn(f"{self.root}: {mask}", array)
+        return found
+
+    def _file(self, key: str, *endings: str) -> Path | None:
+        """Finds raw/KEY or ROOT/KEY, spelt with "_" or "-"."""
+        for folder in (self.raw, self.root):
+            for stem in (key, key.replace("_", "-")):
+                for ending in endings:
+                    path = folder / (stem + ending)
+                    if path.is_file():
+                        return path
+        return None
+
+    def _column(self, key: str, count: int, real: bool | None) -> Column | None:
+        if key in self.packed:
+            return self.packed[key]
+        path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
+        if path is None:
+            return None
+        if path.suffix == ".npy":
+            return NpyColumn(str(path), plain_opener(path))
+        if path.suffix == ".npz":
+            members = _members(path)
+            if key not in members:
+                raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
+            return members[key]
+        return TextColumn(path, count, real=real)
+
+    def _told_nodes(self) -> int | None:
+        counts = None
+        if "num_nodes_list" in self.packed:
+            counts = next(self.packed["num_nodes_list"].rows()).reshape(-1)
+        path = self._file("num_node_list", ".csv.gz", ".csv")
+        if counts is None and path is not None:
+            text = TextColumn(path, 1, real=False)
+            counts = np.concatenate(list(text.rows())).reshape(-1)
+        if counts is not None:
+            if len(counts) != 1:
+                raise ValueError(
+                    f"{path or self.archive}: is of {len(counts)} graphs, wanted one"
+                )
+            return int(counts[0])
+        path = self._file("node_feat", ".npy") or self._file("node_label", ".npy")
+        return (
+            None if path is None else NpyColumn(str(path), plain_opener(path)).shape[0]
+        )
+
+    def _edges(self) -> GraphFiles:
+        if self.archive is not None:
+            edges = _edges_of_npz(self.archive)
+            return _counted(edges, self.spool, self.num_nodes, self.undirected)
+        path = self._file("edge", ".csv.gz", ".csv", ".npy")
+        path = path or self._file("edge_index", ".npy")
+        if path is None:
+            raise ValueError(
+                f"{self.root}: has no edges; wanted raw/edge.csv.gz, raw/edge_index.npy or "
+                "raw/data.npz (heterogeneous graphs are not read)"
+            )
+        return _with_edges(path, self.spool, self.num_nodes, self.undirected)
+
+    def _masks(self, num_nodes: int) -> dict[str, np.ndarray]:
+        home = self.root / "split"
+        names = (
+            sorted(p.name for p in home.iterdir() if p.is_dir())
+            if home.is_dir()
+            else []
+        )
+        if not names and self.split is None:
+            return {}
+        split = self.split if self.split is not None else names[0]
+        if split not in names or (self.split is None and len(names) > 1):
+            raise ValueError(
+                f"{home}: holds the splits {', '.join(names) or 'none'}; name one of them "
+                f"with split, got {self.split!r}"
+            )
+        masks = {}
+        for part, mask in MASKS.items():
+            files = (home / split / (part + ending) for ending in ENDINGS)
+            path = next((file for file in files if file.is_file()), None)
+            if path is not None:
+                masks[mask] = _mask(path, num_nodes)
+        return masks
+
+
+def _mask(path: Path, num_nodes: int) -> np.ndarray:
+    """Turns a list of node ids into a mask."""
+    column: Column
+    if path.suffix == ".npy":
+        column = NpyColumn(str(path), plain_opener(path))
+    else:
+        column = TextColumn(path, None, real=False)
+    mask = np.zeros(num_nodes, np.bool_)
+    for ids in column.rows():
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"{path}: holds {ids.dtype}, wanted node ids")
+        bad = ids[(ids < 0) | (ids >= num_nodes)]
+        if bad.size:
+            raise ValueError(
+                f"{path}: names node {int(bad.reshape(-1)[0])}, but ids are "
+                f"0 .. {num_nodes - 1}"
+            )
+        mask[ids.reshape(-1)] = True
+    return mask

@@ -1,0 +1,583 @@
+"""Graphs in files: every format, a chunk at a time, and what is refused."""
+
+import gzip
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import worlds
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm.cli import main
+from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.partition import columns, edge_files, external, stream, stream_loops
+from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.folder import read_part, write_folder
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.verify import verify_folder
+
+N, M = 50, 300
+
+
+def graph(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    data = Data(
+        x=torch.randn(N, 5, generator=g),
+        edge_index=torch.randint(0, N, (2, M), generator=g),
+        edge_attr=torch.randn(M, 2, generator=g),
+        y=torch.randint(0, 3, (N,), generator=g),
+        train_mask=torch.rand(N, generator=g) < 0.4,
+    )
+    data.edge_index[:, 5] = 7  # a self-loop
+    data.edge_index[0, 0] = N - 1  # so that the largest id tells the number
+    return data
+
+
+def same_folders(got, want, parts):
+    assert verify_folder(got) == []
+    for part in range(parts):
+        a, b = read_part(got, part), read_part(want, part)
+        assert a.partition.same_as(b.partition)
+        assert a.num_edges_global == b.num_edges_global
+        for name in ("node_gid", "edge_gid", "edge_index"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for kind in ("node", "edge", "graph"):
+            left, right = getattr(a, kind), getattr(b, kind)
+            assert left.keys() == right.keys()
+            for name, value in left.items():
+                if isinstance(value, torch.Tensor):
+                    assert value.dtype == right[name].dtype, name
+                    assert torch.equal(value, right[name]), name
+                else:
+                    assert value == right[name]
+
+
+def as_text(edges, between=" "):
+    return "".join(f"{u}{between}{v}\n" for u, v in edges.t().tolist())
+
+
+def write_text(path, text):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", newline="") as file:
+        file.write(text)
+    return path
+
+
+FORMATS = {
+    "e.txt": lambda p, e: write_text(p, "# a comment\n\n% two\n" + as_text(e)),
+    "e.el": lambda p, e: write_text(p, as_text(e, "\t")[:-1]),  # no last newline
+    "e.csv": lambda p, e: write_text(p, "source,target\n" + as_text(e, ",")),
+    "e.tsv": lambda p, e: write_text(
+        p, "# x\n" + as_text(e, "\t").replace("\n", "\r\n")
+    ),
+    "e.txt.gz": lambda p, e: write_text(p, as_text(e, " ; ")),
+    "e.csv.gz": lambda p, e: write_text(p, as_text(e, ", ")),
+    "wide.npy": lambda p, e: np.save(p, e.numpy()),
+    "tall.npy": lambda p, e: np.save(p, e.t().contiguous().numpy()),
+    "fortran.npy": lambda p, e: np.save(p, np.asfortranarray(e.numpy())),
+    "small.npy": lambda p, e: np.save(p, e.numpy().astype(np.uint8)),
+    "e.npz": lambda p, e: np.savez(p, edge_index=e.numpy()),
+    "packed.npz": lambda p, e: np.savez_compressed(p, edge_index=e.t().numpy()),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("chunk", [7, 1 << 18])
+def test_every_format_gives_the_same_parts(tmp_path, monkeypatch, name, chunk):
+    monkeypatch.setattr(edge_files, "CHUNK", chunk)
+    monkeypatch.setattr(edge_files, "BLOCK", 64 * chunk)
+    edges = graph().edge_index
+    FORMATS[name](tmp_path / name, edges)
+    owners = cut(edges, N, 3, "random")
+    data = Data(edge_index=edges, num_nodes=N)
+    want = write_folder(tmp_path / "want", data, owners)
+    got = partition_files(tmp_path / name, tmp_path / "got", 3, owners.owner)
+    assert got == want
+    same_folders(tmp_path / "got", tmp_path / "want", 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "got", "want"])
+
+
+@pytest.mark.parametrize("chunk", [5, 1 << 18])
+def test_attributes_of_an_npz_travel(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(edge_files, "CHUNK", chunk)
+    monkeypatch.setattr(columns, "BYTES", 16 * chunk)
+    data = graph()
+    data.table, data.name, data.k = torch.arange(3), "g", 2.5
+    arrays = {k: np.asarray(v) for k, v in data.to_dict().items()}
+    for name in ("x", "table"):  # as another machine may have saved them
+        arrays[name] = arrays[name].astype(arrays[name].dtype.newbyteorder(">"))
+    np.savez_compressed(tmp_path / "g.npz", **arrays)
+    owners = cut(data.edge_index, N, 4, "ldg")
+    want = write_folder(tmp_path / "want", data, owners)
+    got = partition_files(tmp_path / "g.npz", tmp_path / "got", 4, owners.owner)
+    assert got == want
+    assert got.train != (0,) * 4
+    same_folders(tmp_path / "got", tmp_path / "want", 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("refine", [False, True])
+def test_files_are_cut_as_in_memory(tmp_path, monkeypatch, method, refine):
+    monkeypatch.setattr(edge_files, "CHUNK", 33)
+    monkeypatch.setattr(stream, "CHUNK", 70)
+    data = graph(3)
+    arrays = {k: v.numpy() for k, v in data.to_dict().items()}
+    np.savez(tmp_path / "g.npz", **arrays)
+    grid = (2, 2, 1)
+    mask = data.train_mask
+    owners = cut(
+        data.edge_index, N, 4, method, seed=2, train_mask=mask, refine=refine, grid=grid
+    )
+    got = partition_files(
+        tmp_path / "g.npz",
+        tmp_path / "got",
+        4,
+        method,
+        seed=2,
+        refine=refine,
+        grid=grid,
+    )
+    assert got == report(data.edge_index, owners, mask, grid)
+    assert read_part(tmp_path / "got", 0).partition.same_as(owners)
+
+
+@pytest.mark.parametrize("form", ["txt", "npy", "npz"])
+def test_undirected_edges_get_their_reverse(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(edge_files, "CHUNK", 8)
+    data = graph()
+    edges, keep = data.edge_index, data.edge_index[0] != data.edge_index[1]
+    want, rows = [], []
+    for k, (u, v) in enumerate(edges.t().tolist()):
+        want += [[u, v]] if u == v else [[u, v], [v, u]]
+        rows += [k] if u == v else [k, k]
+    whole = Data(
+        edge_index=torch.tensor(want).t(), edge_attr=data.edge_attr[rows], num_nodes=N
+    )
+    assert 0 < keep.sum() < M
+    path = tmp_path / f"e.{form}"
+    if form == "txt":
+        write_text(path, as_text(edges))
+    elif form == "npy":
+        np.save(path, edges.numpy())
+    else:
+        np.savez(path, edge_index=edges.numpy(), num_nodes=N)
+    np.save(tmp_path / "w.npy", data.edge_attr.numpy())
+    owners = cut(edges, N, 3, "random")
+    write_folder(tmp_path / "want", whole, owners)
+    partition_files(
+        path,
+        tmp_path / "got",
+        3,
+        owners.owner,
+        undirected=True,
+        edge_files={"edge_attr": tmp_path / "w.npy"},
+    )
+    same_folders(tmp_path / "got", tmp_path / "want", 3)
+
+
+def ogb(root, data, binary=False):
+    raw, split = root / "raw", root / "split" / "time"
+    raw.mkdir(parents=True)
+    split.mkdir(parents=True)
+    if binary:
+        np.savez_compressed(
+            raw / "data.npz",
+            edge_index=data.edge_index.numpy(),
+            node_feat=data.x.numpy(),
+            edge_feat=data.edge_attr.numpy(),
+            num_nodes_list=np.array([N]),
+            num_edges_list=np.array([M]),
+        )
+        np.savez_compressed(
+            raw / "node-label.npz", node_label=data.y.view(-1, 1).numpy()
+        )
+    else:
+        write_text(raw / "edge.csv.gz", as_text(data.edge_index, ","))
+        write_text(raw / "num-node-list.csv.gz", f"{N}\n")
+        write_text(raw / "num-edge-list.csv.gz", f"{M}\n")
+        for key, rows in (("node-feat", data.x), ("edge-feat", data.edge_attr)):
+            lines = "".join(",".join(map(repr, r)) + "\n" for r in rows.tolist())
+            write_text(raw / f"{key}.csv.gz", lines)
+        labels = "".join(f"{y}\n" for y in data.y.tolist())
+        write_text(raw / "node-label.csv.gz", labels)
+    for name, mask in (("train", data.train_mask), ("valid", ~data.train_mask)):
+        ids = "".join(f"{v}\n" for v in mask.nonzero().view(-1).tolist())
+        write_text(split / f"{name}.csv.gz", ids)
+    write_text(split / "test.csv.gz", "")
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_folder_of_ogbs(tmp_path, binary):
+    data = graph()
+    ogb(tmp_path / "arxiv", data, binary)
+    owners = cut(data.edge_index, N, 3, "random")
+    partition_files(tmp_path / "arxiv", tmp_path / "got", 3, owners.owner)
+    whole = Data(
+        x=data.x,
+        y=data.y.view(-1, 1),
+        edge_attr=data.edge_attr,
+        train_mask=data.train_mask,
+        val_mask=~data.train_mask,
+        test_mask=torch.zeros(N, dtype=torch.bool),
+        edge_index=data.edge_index,
+    )
+    write_folder(tmp_path / "want", whole, owners)
+    same_folders(tmp_path / "got", tmp_path / "want", 3)
+
+
+def test_a_folder_with_mapped_features(tmp_path):
+    data = graph()
+    root = tmp_path / "lsc"
+    root.mkdir()
+    np.save(root / "edge_index.npy", data.edge_index.numpy())
+    np.save(root / "node_feat.npy", data.x.half().numpy())
+    np.save(root / "node_label.npy", np.full(N, np.nan, np.float32))
+    partition_files(root, tmp_path / "got", 2, "block")
+    share = read_part(tmp_path / "got", 1)
+    assert share.node["x"].dtype == torch.float16
+    assert torch.equal(share.node["x"], data.x.half()[25:])
+    assert share.node["y"].isnan().all()
+
+
+def _csv(root, text):
+    return lambda: write_text(root / "e.csv", text)
+
+
+WRONG = {
+    "a letter": ("e.txt", "0 1\n# x\n2 b\n", "line 3: got '2 b', wanted two node ids"),
+    "one id": ("e.txt", "0 1\n3\n", "line 2: got '3', wanted two node ids"),
+    "three": ("e.csv", "a,b\n0,1\n1,2,3\n", "line 3: got '1,2,3', wanted two node ids"),
+    "negative": ("e.txt", "0 -1\n", "line 1: got '0 -1', wanted two node ids"),
+    "huge": (
+        "e.txt",
+        "0 1\n0 2147483647\n",
+        "line 2: got '0 2147483647', wanted node ids",
+    ),
+    "large": ("e.txt", "0 1\n0 9\n", "line 2: got '0 9', wanted node ids of 0 .. 4"),
+    "header": ("e.txt", "source target\n0 1\n", "line 1: got 'source target'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("packed", [False, True])
+def test_wrong_lines_are_named(tmp_path, name, packed):
+    file, text, words = WRONG[name]
+    path = write_text(tmp_path / (file + ".gz" * packed), text)
+    count = 5 if name == "large" else None
+    with pytest.raises(ValueError, match=words) as caught:
+        partition_files(path, tmp_path / "out", 2, num_nodes=count)
+    assert str(path) in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_line_is_right_behind_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(edge_files, "BLOCK", 40)
+    path = write_text(
+        tmp_path / "e.txt", "# x\n" + "10 11\n" * 500 + "1 x\n" + "1 2\n" * 9
+    )
+    with pytest.raises(ValueError, match="line 502: got '1 x'"):
+        partition_files(path, tmp_path / "out", 2)
+    path = write_text(tmp_path / "e.txt", "1" * 200)
+    with pytest.raises(ValueError, match="line 1: longer than"):
+        partition_files(path, tmp_path / "out", 2)
+
+
+def damage(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def test_wrong_files_are_named_and_leave_nothing(tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    edges = graph().edge_index
+
+    def refused(words, path, **options):
+        with pytest.raises(ValueError, match=words):
+            partition_files(path, out, 2, "stream", **options)
+        assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+    refused("none.txt: missing", source / "none.txt")
+    refused("has no edges; wanted", source)
+    np.save(source / "f.npy", np.zeros((2, 3)))
+    refused(r"holds float64 \[2, 3\], but edges are integers", source / "f.npy")
+    np.save(source / "e.npy", np.array([[0, 1], [1, -2], [7, 3]]))
+    refused("edge 1 has the node -2", source / "e.npy")
+    np.save(source / "e.npy", np.array([[0, 1], [1, 2], [7, 3]]))
+    refused(r"edge 2 has the node 7, but ids are 0 .. 4", source / "e.npy", num_nodes=5)
+    np.save(source / "big.npy", edges.numpy())
+    damage(source / "big.npy")
+    refused("big.npy: ends early: .* bytes are missing", source / "big.npy")
+    np.savez_compressed(source / "z.npz", edge_index=edges.numpy())
+    damage(source / "z.npz")
+    refused("z.npz: cannot be read", source / "z.npz")
+    np.savez(source / "no.npz", x=np.zeros(3))
+    refused("has no edge_index", source / "no.npz")
+    np.savez(source / "s.npz", edge_index=edges.numpy(), names=np.array(["a", "b"]))
+    refused("names.npy: holds <U1; a partition folder keeps", source / "s.npz")
+    np.savez(source / "x.npz", edge_index=edges.numpy(), x=np.zeros((9, 2)))
+    refused("has the node", source / "x.npz")
+    np.savez(source / "y.npz", edge_index=edges.numpy(), y=np.zeros(7), num_nodes=N)
+    refused("'y' fits neither the 50 nodes nor the 300 edges", source / "y.npz")
+    write_text(source / "t.txt.gz", as_text(edges))
+    damage(source / "t.txt.gz")
+    refused("t.txt.gz: cannot be read", source / "t.txt.gz")
+    np.save(source / "feat.npy", np.zeros((7, 2)))
+    text = write_text(source / "t.txt", as_text(edges))
+    refused(
+        r"feat.npy: has the shape \[7, 2\], but there are 50 nodes",
+        text,
+        node_files={"x": source / "feat.npy"},
+    )
+    np.save(source / "feat.npy", np.asfortranarray(np.zeros((N, 2))))
+    refused("lies column by column", text, node_files={"x": source / "feat.npy"})
+    with pytest.raises(ValueError, match="unknown partition method 'best'"):
+        partition_files(text, out, 2, "best")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("raw/node-feat.csv.gz", "1,2\n" * 49, "has 49 rows, wanted 50"),
+        ("raw/node-feat.csv.gz", "1,2\n" * 51, "has 51 rows, wanted 50"),
+        ("raw/node-feat.csv.gz", "1,2\n3\n" * 25, "line 2: got '3', wanted 2 numbers"),
+        ("raw/node-feat.csv.gz", "1,2\n3,a\n" * 25, "line 2: got '3,a', wanted 2 numb"),
+        (
+            "raw/node-label.csv.gz",
+            "1\n" * 70 + "1.5\n",
+            "line 71: got '1.5', wanted 1 wh",
+        ),
+        ("raw/num-node-list.csv.gz", "20\n30\n", "has 2 rows, wanted 1"),
+        ("raw/num-node-list.csv.gz", "20\n", "wanted node ids of 0 .. 19"),
+        ("split/time/train.csv.gz", "3\n50\n", "names node 50, but ids are 0 .. 49"),
+        (
+            "split/time/train.csv.gz",
+            "3\nx\n",
+            "line 2: got 'x', wanted 1 whole numbers",
+        ),
+    ],
+)
+def test_wrong_folders_of_ogbs_are_named(tmp_path, file, content, words):
+    ogb(tmp_path / "g", graph())
+    write_text(tmp_path / "g" / file, content)
+    with pytest.raises(ValueError, match=words) as caught:
+        partition_files(tmp_path / "g", tmp_path / "out", 2)
+    where = "edge.csv.gz" if "node ids of" in words else file.rpartition("/")[2]
+    assert where in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["g"]
+
+
+def test_one_split_must_be_named(tmp_path):
+    ogb(tmp_path / "g", graph())
+    (tmp_path / "g" / "split" / "random").mkdir()
+    with pytest.raises(ValueError, match="holds the splits random, time; name one"):
+        partition_files(tmp_path / "g", tmp_path / "out", 2)
+    figures = partition_files(tmp_path / "g", tmp_path / "out", 2, split="time")
+    assert sum(figures.train) == int(graph().train_mask.sum())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    path = write_text(tmp_path / "e.txt", as_text(graph().edge_index))
+    partition_files(path, tmp_path / "out", 2)
+    before = read_part(tmp_path / "out", 0).partition.digest()
+
+    def full(self, at, array):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(external.ArrayFile, "write", full)
+    with pytest.raises(OSError, match="no space"):
+        partition_files(path, tmp_path / "out", 3, force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["e.txt", "out"]
+    assert read_part(tmp_path / "out", 0).partition.digest() == before
+
+
+def test_small_graphs_in_files(tmp_path):
+    for k, (pairs, count, parts) in enumerate(
+        [([], 3, 2), ([], 1, 4), ([[0, 0]], None, 3), ([[0, 1], [1, 0]], None, 2)]
+    ):
+        text = "".join(f"{u} {v}\n" for u, v in pairs)
+        path = write_text(tmp_path / f"{k}.txt", text)
+        out = tmp_path / f"out{k}"
+        for method in METHODS:
+            figures = partition_files(
+                path, out, parts, method, num_nodes=count, force=True
+            )
+            assert sum(figures.edges) == len(pairs)
+            assert verify_folder(out) == []
+
+
+def test_the_command_takes_files(tmp_path, capsys):
+    data = graph()
+    path = str(write_text(tmp_path / "e.csv.gz", as_text(data.edge_index, ",")))
+    np.save(tmp_path / "x.npy", data.x.numpy())
+    np.save(tmp_path / "w.npy", data.edge_attr[:, 0].numpy())
+    out = str(tmp_path / "out")
+    flags = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
+    files = ["--node-file", f"x={tmp_path}/x.npy", "--edge-file", f"w={tmp_path}/w.npy"]
+    assert main(["partition", path, out, *flags, *files, "--checksums"]) == 0
+    table, err = capsys.readouterr()
+    assert err == ""
+    for words in ("most rows sent", "on a grid of 2 x 2 x 1", "max/mean"):
+        assert words in table
+    share = read_part(out, 2)
+    assert torch.equal(share.node["x"], data.x[share.node_gid])
+    assert torch.equal(share.edge["w"], data.edge_attr[share.edge_gid, 0])
+    assert main(["inspect", out]) == 0
+    assert table in capsys.readouterr().out
+    assert main(["partition", path, out, "--parts", "2", "--method", "stream"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["partition", "Cora", out + "2", "--parts", "2", "--undirected"]) == 2
+    assert "--undirected: for edges in files, not for 'Cora'" in capsys.readouterr().err
+    assert main(["partition", path, out + "2", "--parts", "2", "--node-file", "x"]) == 2
+    assert "got 'x', wanted NAME=FILE.npy" in capsys.readouterr().err
+
+
+def _trained(data, mesh):
+    torch.manual_seed(0)
+    conv = DistGCNConv(5, 3)
+    model = pdc.replicate(conv, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        loss = torch.nn.functional.cross_entropy(
+            out[data.train_mask], data.y[data.train_mask]
+        )
+        loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in conv.parameters()]
+
+
+def _load_and_train(folder):
+    mesh = worlds.mesh()
+    share = pdc.load_partition(folder, mesh, verify="checksums")
+    owners = share.edge_index.nodes.partition
+    again = pdc.partition(graph(), mesh, owners)
+    for a, b in zip(_trained(share, mesh), _trained(again, mesh), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_training_from_files_is_that_from_memory(tmp_path, size):
+    data = graph()
+    arrays = {k: v.numpy() for k, v in data.to_dict().items()}
+    np.savez(tmp_path / "g.npz", **arrays)
+    partition_files(tmp_path / "g.npz", tmp_path / "out", size, "stream")
+    worlds.run(_load_and_train, size, str(tmp_path / "out"))
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import numpy as np
+from pyg_distcomm.partition.external import partition_files
+def peak():  # not ru_maxrss, which a child inherits from its parent
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if "VmHWM" in line)
+home, n, m = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+small = home / "small.npy"
+np.save(small, np.random.default_rng(0).integers(0, 99, (2, 600000)))
+partition_files(small, home / "small", 4, num_nodes=99)
+before = peak()
+partition_files(
+    home / "big.npy", home / "big", 4, num_nodes=n, node_files={"x": home / "x.npy"}
+)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
+    """Peak memory above a small run's is below 320 bytes a node; files are 4 times that."""
+    n, m, width = 100_000, 6_000_000, 128
+    rng = np.random.default_rng(0)
+    big = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.int64, (2, m))
+    for end in big:
+        end[:] = rng.integers(0, n, m)
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (n, width))
+    x[:] = np.arange(n)[:, None]
+    del big, x
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path), str(n), str(m)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown = int(run.stdout)
+    files = sum((tmp_path / name).stat().st_size for name in ("big.npy", "x.npy"))
+    assert grown < 320 * n
+    assert files > 4 * 320 * n
+    share = read_part(tmp_path / "big", 3)
+    assert torch.equal(share.node["x"][:, 5], share.node_gid.float())
+
+
+def communities(count, size, degree, seed=0):
+    """Communities with few edges between them, nodes and edges in random order."""
+    g = torch.Generator().manual_seed(seed)
+    n = count * size
+    source = torch.randint(0, n, (n * degree,), generator=g)
+    near = source // size * size + torch.randint(0, size, source.shape, generator=g)
+    far = torch.rand(source.shape, generator=g) < 0.05
+    target = torch.where(far, torch.randint(0, n, source.shape, generator=g), near)
+    place = torch.randperm(n, generator=g)
+    return place[torch.stack([source, target])], n
+
+
+@pytest.mark.parametrize("num_parts", [2, 5, 8, 20])
+def test_streaming_finds_communities(num_parts):
+    edges, n = communities(40, 50, 8)
+    figures = report(edges, cut(edges, n, num_parts, "stream"))
+    blind = report(edges, cut(edges, n, num_parts, "random"))
+    assert figures.volume < 0.5 * blind.volume
+    assert figures.node_imbalance <= max(1.03, -(-n // num_parts) * num_parts / n)
+    assert figures.edge_imbalance < 1.08
+
+
+@pytest.mark.parametrize("parts", [3, 8, 9, 14])
+def test_votes_are_never_too_high(parts):
+    g = torch.Generator().manual_seed(parts)
+    edges = torch.randint(0, 30, (2, 900), generator=g).numpy()
+    owner = torch.randint(0, parts, (30,), generator=g).numpy()
+    own = np.zeros(30, np.int32)
+    seats = min(parts, stream.SEATS)
+    seat, count = np.zeros((2, 30, seats), np.int32)
+    found = stream_loops.vote(*edges, owner, own, seat, count)
+    votes = np.zeros((30, parts), int)
+    for u, v in edges.T:
+        if u != v:
+            votes[u, owner[v]] += 1
+            votes[v, owner[u]] += 1
+    assert found == (owner[edges[0]] != owner[edges[1]]).sum()
+    assert (own == votes[np.arange(30), owner]).all()
+    for v in range(30):
+        for part, number in zip(seat[v], count[v], strict=True):
+            assert number <= votes[v, part] * (part != owner[v]) or number == 0
+            if parts <= stream.SEATS and number:
+                assert number == votes[v, part]
+
+
+def test_streaming_options():
+    edges, n = communities(4, 20, 4)
+    mixed = torch.randint(0, n, (2, 400), generator=torch.Generator().manual_seed(0))
+    one, other = (cut(mixed, n, 4, "stream", seed=seed, balance=1.2) for seed in (0, 1))
+    assert not one.same_as(other)
+    with pytest.raises(ValueError, match=r"got 0\.9, give 1 or more"):
+        cut(edges, n, 4, "stream", balance=0.9)
+    tight = cut(edges, n, 4, "stream", balance=1.0)
+    assert tight.sizes == (20,) * 4
+    assert isinstance(stream.stream(stream.TensorEdges(edges), 3 * n, 5), Partition)
+
+
+def test_a_folder_does_not_hide_a_data_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert (
+        main(["partition", "digits", "out", "--parts", "2", "--method", "block"]) == 0
+    )
+    assert "899" in capsys.readouterr().out

@@ -1,0 +1,254 @@
+"""Refinement for the slowest rank, random double permutation, and their figures."""
+
+import numpy as np
+import problems
+import pytest
+import real
+import torch
+from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
+
+from pyg_distcomm.partition import refine_loops, refine_reference
+from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.edges import capacities, node_weights, part_loads
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.refine import refine
+from pyg_distcomm.partition.report import report
+
+DATA = real.SHARED.exists()
+
+
+def skewed(num_nodes, num_edges, seed=0):
+    """A directed graph whose sources, but not targets, have hubs."""
+    dice = torch.rand(num_edges, generator=rng(seed))
+    source = (dice**4 * num_nodes).long().clamp(max=num_nodes - 1)
+    target = torch.randint(0, num_nodes, (num_edges,), generator=rng(seed + 1))
+    place = torch.randperm(num_nodes, generator=rng(seed + 2))
+    return torch.stack([place[source], target])
+
+
+def brute_rows(edge_index, partition):
+    """Rows sent and received by each part, from sets."""
+    owner = partition.owner.tolist()
+    pairs = {(u, owner[v]) for u, v in edge_index.t().tolist()}
+    away = [(owner[u], q) for u, q in pairs if owner[u] != q]
+    sent = [sum(a == part for a, _ in away) for part in range(partition.num_parts)]
+    got = [sum(q == part for _, q in away) for part in range(partition.num_parts)]
+    return tuple(sent), tuple(got)
+
+
+SMALL = {name: make() for name, make in problems.GRAPHS.items()}
+EDGES = {name: (data.edge_index, data.num_nodes) for name, data in SMALL.items()}
+EDGES |= {
+    "skewed": (skewed(50, 200), 50),
+    "cliques": (cliques(3, 9)[0], 27),
+    "star out": (star(30), 31),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("num_parts", [2, 3, 12])
+@pytest.mark.parametrize("doublings", [0, 1, 3])
+def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
+    edge_index, n = EDGES[name]
+    owner = torch.randint(0, num_parts, (n,), generator=rng(4)).numpy()
+    weight = node_weights(edge_index, (np.arange(n) % 3 == 0).astype(np.int64))
+    carried = part_loads(owner, weight, num_parts)
+    capacity = np.maximum(capacities(weight, num_parts, 1.1), carried.max(0))
+    order = torch.randperm(n, generator=rng(5)).numpy()
+    pairs = {(u, v) for u, v in edge_index.t().tolist() if u != v}
+    state = refine_reference.State(owner.tolist(), pairs, weight, capacity, num_parts)
+    rows = refine_loops.distinct_sources(*edge_index.numpy(), n)
+    held = refine_loops.hold(*rows, owner, num_parts)
+    load = refine_loops.rows(owner, num_parts, held)
+    most = int(load[:num_parts].sum())
+    first = np.array([load[:num_parts].max(), load[num_parts:].max()])
+    for _ in range(3):
+        want = refine_reference.sweep(
+            state, order.tolist(), first.tolist(), most, doublings
+        )
+        got = refine_loops.sweep(
+            order,
+            *rows,
+            owner,
+            held,
+            load,
+            weight,
+            capacity,
+            carried,
+            first,
+            most,
+            doublings,
+        )
+        assert got == want
+        assert owner.tolist() == state.owner
+        assert load.tolist() == [*state.rows()[0], *state.rows()[1]]
+        assert (carried == part_loads(owner, weight, num_parts)).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
+def test_never_worse_and_always_the_same(method, name, num_parts):
+    edge_index, n = GRAPHS[name]
+    train = torch.rand(n, generator=rng()) < 0.3
+    plain = cut(edge_index, n, num_parts, method, train_mask=train)
+    found, again = (
+        cut(edge_index, n, num_parts, method, train_mask=train, refine=True)
+        for _ in range(2)
+    )
+    assert found.same_as(again)
+    old, new = (report(edge_index, p, train) for p in (plain, found))
+    assert found.before == new.before == old
+    assert (old.send_rows, old.halo_rows) == brute_rows(edge_index, plain)
+    assert (new.send_rows, new.halo_rows) == brute_rows(edge_index, found)
+    assert new.max_send <= old.max_send
+    assert new.max_halo <= old.max_halo
+    assert new.volume <= old.volume
+    if n >= num_parts:
+        assert min(found.sizes) > 0
+    for was, now, loose in (
+        (old.nodes, new.nodes, 1.05),
+        (old.edges, new.edges, 1.1),
+        (old.train, new.train, 1.1),
+    ):
+        assert max(now) <= max(*was, -(-sum(was) * loose // num_parts))
+
+
+def test_a_bad_cut_of_cliques_is_mended():
+    edge_index, clique = cliques(4, 30)
+    owner = clique.clone()
+    moved = torch.tensor([int((clique == part).nonzero()[7]) for part in range(4)])
+    owner[moved] = owner[moved.roll(1)]
+    found = refine(edge_index, Partition.from_owner(owner, 4), balance=1.2)
+    figures = report(edge_index, found)
+    assert figures.before.max_send > 30
+    assert figures.max_send <= 2  # the joins of the cliques
+    assert figures.volume == 6
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_directed_graphs_lower_both_maxima(flip):
+    edge_index = skewed(3000, 9000)
+    edge_index = edge_index.flip(0) if flip else edge_index
+    figures = report(edge_index, cut(edge_index, 3000, 6, "random", refine=True))
+    assert figures.max_send < 0.85 * figures.before.max_send
+    assert figures.max_halo < 0.85 * figures.before.max_halo
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not DATA, reason="needs ../shared/data")
+@pytest.mark.parametrize("method", ["metis", "ldg", "random", "block"])
+@pytest.mark.parametrize(("name", "num_parts"), [("Computers", 8), ("CS", 4)])
+def test_the_busiest_rank_of_real_graphs_sends_less(name, num_parts, method):
+    data = real.read(real.path(name))
+    mask = data.train_mask
+    found = cut(
+        data.edge_index, data.num_nodes, num_parts, method, train_mask=mask, refine=True
+    )
+    figures = report(data.edge_index, found, mask)
+    assert figures.max_send < 0.9 * figures.before.max_send
+    assert figures.max_halo < 0.95 * figures.before.max_halo
+
+
+def test_an_owner_vector_is_refined_and_its_imbalance_kept():
+    edge_index = random_graph(200, 900)
+    owner = (torch.arange(200) % 7 == 0).long()
+    found = cut(edge_index, 200, 2, owner, refine=True)
+    assert max(found.sizes) <= max(Partition.from_owner(owner, 2).sizes)
+    assert found.before.nodes == (171, 29)
+
+
+GRIDS = [(8, 1, 1), (4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 2, 4), (4, 1, 2)]
+
+
+def brute_blocks(edge_index, partition, grid):
+    """Nonzeros, sent and received rows of each block, from sets."""
+    r, s, p = grid
+    place = [(q // (s * p), q // p % s) for q in partition.owner.tolist()]
+    nonzeros, sent, got = (np.zeros((r, s), int) for _ in range(3))
+    rows, sums = set(), set()
+    for u, v in edge_index.t().tolist():
+        nonzeros[place[v][0], place[u][1]] += 1
+        rows.add((u, place[v][0]))
+        sums.add((v, place[u][1]))
+    for u, i in rows:
+        if i != place[u][0]:
+            sent[place[u]] += 1
+            got[i, place[u][1]] += 1
+    for v, j in sums:
+        if j != place[v][1]:
+            sent[place[v][0], j] += 1
+            got[place[v]] += 1
+    return [tuple(a.reshape(-1).tolist()) for a in (nonzeros, sent, got)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", ["repeats", "directed star out", "sparse", "one node"])
+def test_blocks_are_counted(name, grid):
+    edge_index, n = GRAPHS[name]
+    partition = cut(edge_index, n, 8, "random")
+    figures = report(edge_index, partition, grid=grid)
+    nonzeros, sent, got = brute_blocks(edge_index, partition, grid)
+    if grid[0] == 8:
+        assert figures.grid == ()
+        assert (figures.edges, figures.send_rows, figures.halo_rows) == (
+            nonzeros,
+            sent,
+            got,
+        )
+    else:
+        assert (figures.blocks, figures.block_send, figures.block_halo) == (
+            nonzeros,
+            sent,
+            got,
+        )
+        assert "on a grid of" in str(figures)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_refinement_is_no_worse_on_the_grid(grid):
+    edge_index = random_graph(300, 900, seed=9)
+    for method in ("metis", "random", "permutation"):
+        found = cut(edge_index, 300, 8, method, refine=True, grid=grid)
+        figures = report(edge_index, found, grid=grid)
+        assert figures.busiest <= figures.before.busiest
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_double_permutation_evens_out_the_blocks(grid):
+    dice = torch.rand(2, 60000, generator=rng(3))
+    edge_index = (dice**2 * 4000).long()  # hubs on both sides, others on each
+    edge_index[1] = 3999 - edge_index[1]
+    found = cut(edge_index, 4000, 8, "permutation", grid=grid)
+    figures = report(edge_index, found, grid=grid)
+    random = report(edge_index, cut(edge_index, 4000, 8, "random"), grid=grid)
+    block = report(edge_index, cut(edge_index, 4000, 8, "block"), grid=grid)
+    assert figures.block_imbalance < 1.05
+    assert figures.block_imbalance <= random.block_imbalance
+    assert figures.block_imbalance <= block.block_imbalance
+    assert max(found.sizes) - min(found.sizes) <= 3
+    other = cut(edge_index, 4000, 8, "permutation", grid=grid, seed=1)
+    assert not found.same_as(other)
+
+
+def test_wrong_grids_are_refused():
+    for grid in [(2, 2, 1), (8, 1), (-8, -1, 1)]:
+        with pytest.raises(ValueError, match="product is the number of parts, 8"):
+            cut(random_graph(99, 99), 99, 8, "permutation", grid=grid)
+    with pytest.raises(ValueError, match=r"got 0\.5, give 1 or more"):
+        refine(random_graph(99, 99), cut(NONE, 99, 2, "block"), balance=0.5)
+
+
+def test_the_figures_compare_before_and_after():
+    edge_index = random_graph(400, 1600)
+    found = cut(edge_index, 400, 4, "random", refine=True)
+    text = str(report(edge_index, found, grid=(2, 2, 1)))
+    for words in (
+        "most rows sent",
+        "most rows received",
+        "sent rows, max/mean",
+        "edges, max/mean",
+        "block nonzeros, max/mean",
+        "on a grid of 2 x 2 x 1",
+    ):
+        assert words in text
