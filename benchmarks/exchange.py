@@ -1,6 +1,7 @@
 """How fast rows travel: the package's exchange beside torch's own collectives.
 
     sudo python benchmarks/exchange.py [--ranks 2 4 8] [--rates bare 1gbit] [--write FILE.md]
+    sudo python benchmarks/exchange.py --scale 16 --ranks 4    # epochs of a GCN instead
 
 Ranks in namespaces joined by links of a given rate (`network.py`). Every way to move the
 same bytes takes its turn, in the same processes; each turn begins together. "MB/s" is what
@@ -19,9 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import epoch
 import network
 import torch
 import torch.distributed as dist
@@ -32,6 +34,16 @@ from pyg_distcomm.ledger import format_table
 from pyg_distcomm.wire import Axis
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Exchanges by one collective inside the block, as gloo's all_to_all does."""
+    much, wire._MUCH = wire._MUCH, 1 << 60  # nothing is much
+    try:
+        yield
+    finally:
+        wire._MUCH = much
 
 
 def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], float]]:
@@ -49,6 +61,10 @@ def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], flo
     def ours() -> object:
         return wire.all_to_all(x, counts, counts, axis, most=each).wait()
 
+    def before() -> object:
+        with as_before():
+            return ours()
+
     def collective() -> object:
         out = torch.empty_like(x)
         return dist.all_to_all_single(out, x, counts, counts, group=group)
@@ -64,6 +80,7 @@ def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], flo
 
     return {
         "ours": (ours, received),
+        "before": (before, received),
         "all_to_all": (collective, received),
         "isend, irecv": (lambda: messages(False), received),
         "irecv, isend": (lambda: messages(True), received),
@@ -89,6 +106,43 @@ def by_messages(
         work.wait()
 
 
+def slowest(every: list[list[float]]) -> list[float]:
+    """Returns how long each turn took: it lasts until its slowest rank is through."""
+    return [max(turn) for turn in zip(*every, strict=True)]
+
+
+def epochs(rates: list[str], rounds: int, scale: int, out: str) -> None:
+    """Runs on a rank: epochs of a GCN at every rate, after and before in turn."""
+    torch.set_num_threads(1)
+    mesh = pdc.init()
+    share = pdc.partition(epoch.graph(scale), mesh)
+    model = pdc.replicate(epoch.GCN(epoch.DistGCNConv), mesh)
+    train = epoch.trainer(model, share.x, share.edge_index, share.y)
+    train()
+    found: dict[tuple[str, str], list[float]] = {}
+    for rate in rates:
+        wire.barrier(mesh.world)
+        network.shape(rate)
+        for turn in range(rounds):
+            turns = [("ours", contextlib.nullcontext), ("before", as_before)]
+            for name, context in turns[:: -1 if turn % 2 else 1]:
+                wire.barrier(mesh.world)
+                mesh.ledger.reset()
+                with context():
+                    found.setdefault((rate, name), []).append(train())
+    every = wire.all_gather_object((found, mesh.ledger.bytes()), mesh.world)
+    if mesh.rank == 0:
+        slow = {key: slowest([one[key] for one, _ in every]) for key in found}
+        most = max(sent for _, sent in every) / 2**20
+        rows = []
+        for rate in rates:
+            ours, before = slow[rate, "ours"], slow[rate, "before"]
+            ratio = statistics.median(b / o for o, b in zip(ours, before, strict=True))
+            medians = statistics.median(ours), statistics.median(before)
+            rows.append((rate, *medians, ratio, most))
+        Path(out).write_text(json.dumps(rows))
+
+
 def rank_main(rates: list[str], rounds: int, out: str) -> None:
     """Runs on a rank: every way, at every size and rate, in turn."""
     torch.set_num_threads(1)
@@ -112,14 +166,7 @@ def rank_main(rates: list[str], rounds: int, out: str) -> None:
                         found.setdefault((rate, size, name), []).append(spent)
     every = wire.all_gather_object(found, mesh.world)
     if mesh.rank == 0:
-        rows = [
-            # a turn lasts until its slowest rank is through
-            (
-                *key,
-                [max(turn) for turn in zip(*(one[key] for one in every), strict=True)],
-            )
-            for key in found
-        ]
+        rows = [(*key, slowest([one[key] for one in every])) for key in found]
         sizes = {f"{name} {size}": bytes for (name, size), bytes in moved.items()}
         Path(out).write_text(json.dumps([rows, sizes]))
 
@@ -134,12 +181,10 @@ def table(ranks: int, rows: list[list], sizes: dict[str, float]) -> str:
             sizes[f"{name} {size}"] / statistics.median(turns[rate, size, name]) / 1e6
             for name in names
         ]
-        pairs = zip(
-            turns[rate, size, "all_to_all"], turns[rate, size, "ours"], strict=True
-        )
+        pairs = zip(turns[rate, size, "before"], turns[rate, size, "ours"], strict=True)
         ratio = statistics.median(theirs / mine for theirs, mine in pairs)
         lines.append((rate, f"{size >> 10} KiB", *speed, ratio))
-    head = (f"{ranks} ranks", "size", *names, "ours/all_to_all")
+    head = (f"{ranks} ranks", "size", *names, "ours/before")
     return format_table(head, lines)
 
 
@@ -149,9 +194,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", nargs="+", default=[network.BARE, "1gbit"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--scale", type=int, help="of the R-MAT graph, for epochs")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank and args.scale:
+        return epochs(args.rates, args.rounds, args.scale, args.rank)
     if args.rank:
         return rank_main(args.rates, args.rounds, args.rank)
     tables = []
@@ -166,16 +214,27 @@ def main() -> None:
                 status = net.run(again, {"PYTHONPATH": home})
             if status:
                 sys.exit(status)
-            tables.append(table(ranks, *json.loads(Path(out).read_text())))
+            found = json.loads(Path(out).read_text())
+            head = (
+                f"{ranks} ranks",
+                "s/epoch, ours",
+                "before",
+                "before/ours",
+                "MiB/epoch",
+            )
+            tables.append(
+                format_table(head, found) if args.scale else table(ranks, *found)
+            )
             print(tables[-1], end="\n\n", flush=True)
     if args.write:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         text = "\n\n".join(tables)
         args.write.write_text(
             f"`sudo python benchmarks/exchange.py --ranks {' '.join(map(str, args.ranks))} "
-            f"--rates {' '.join(args.rates)} --rounds {args.rounds}`; {versions}; one thread "
-            f"a rank on {os.cpu_count()} cores; medians of the slowest rank, ways in turn; "
-            f"MB/s received by a rank.\n\n```\n{text}\n```\n"
+            f"--rates {' '.join(args.rates)} --rounds {args.rounds}"
+            f"{f' --scale {args.scale}' if args.scale else ''}`; {versions}; one thread a "
+            f"rank on {os.cpu_count()} cores; medians of the slowest rank, ways in turn."
+            f"\n\n```\n{text}\n```\n"
         )
 
 
