@@ -90,6 +90,7 @@ class BulkLoading(_PyGLoader):
         self._join()
 
     spread: Spread | None = None  # for a graph that is spread over the ranks
+    batch_bytes = 0  # of a minibatch, once one is known
     #: where the time of the epoch under way, or the last one, has gone; see `Phases`
     phases: Phases = Phases()
 

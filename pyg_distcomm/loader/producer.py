@@ -47,7 +47,6 @@ class Producer:
         self._together = together and not own
         self._alone = together and own  # each minibatch is collective: one at a time
         self._width = threads.width() if ours and not own else 1
-        self._bytes = 0
 
     def stages(self) -> list[Stage]:
         """Returns what makes a bulk, one function after the other."""
@@ -87,14 +86,15 @@ class Producer:
         most = MOST * self._width
         if self._together or self._spread is not None:
             most = max(most, MOST_SPREAD)
-        if not self._bytes:  # how large a minibatch is shows after the first bulk
+        size = self._loader.batch_bytes
+        if not size:  # how large a minibatch is shows after the first bulk
             return (
                 self._width if self._spread is None else max(self._width, FIRST_SPREAD)
             )
         room = min(BUDGET, _free_memory() // 8)
         # beside those that wait: one in use, one in the making, and the rows for it
         beside = 2 if self._spread is None else 3
-        fits = room // (self._bytes * (self._loader._extras.prefetch + beside))
+        fits = room // (size * (self._loader._extras.prefetch + beside))
         return max(self._width, min(most, fits))
 
     # Stages: a bulk for a bulk --------------------------------------------------------
@@ -215,9 +215,9 @@ class Producer:
         return self._assembly(out, pools), getattr(out, "padding", None)
 
     def _weigh(self, found: list[Any]) -> None:
-        """Notes how large a minibatch is, once one is known."""
-        if not self._bytes and found:
-            self._bytes = max(get_data_size(found[0][0]), 1)
+        """Notes how large a minibatch is, once one is known: later epochs know it too."""
+        if not self._loader.batch_bytes and found:
+            self._loader.batch_bytes = max(get_data_size(found[0][0]), 1)
 
     def _spread_out(self, work: Any, count: int) -> None:
         with threads.limited(self._width):
