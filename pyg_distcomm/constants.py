@@ -36,7 +36,9 @@ class Ordering:
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {self.order!r}")
 
-    def takes_first(self, width_in: int, width_out: int, grads: tuple[bool, bool]) -> bool:
+    def takes_first(
+        self, width_in: int, width_out: int, grads: tuple[bool, bool]
+    ) -> bool:
         """Says whether a layer computes (A X) W, and not A (X W).
 
         Args:

@@ -28,7 +28,7 @@ from pyg_distcomm.tensor import DistTensor
 def partition(
     data: Data | HeteroData,
     mesh: Mesh,
-    method: Any = "metis",
+    method: Any = None,
     *,
     seed: int = 0,
     oblivious: bool = False,
@@ -47,7 +47,8 @@ def partition(
         mesh: the ranks, from `pdc.init`.
         method: "metis", "ldg", "random", "block", the owner of each node, or a
             Partition; for a HeteroData also a dictionary of owners by node type. METIS
-            falls back to "ldg" where pymetis is not installed.
+            falls back to "ldg" where pymetis is not installed. None is "metis", or as
+            planned where `init("auto")` has planned this graph.
         seed: the seed of the cutter.
         oblivious: exchange whole blocks instead of the rows the sparsity needs: the
             baseline of [Tripathy20].
@@ -58,14 +59,33 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     if isinstance(data, HeteroData):
-        return _partition_hetero(data, mesh, method, seed, oblivious)
+        return _partition_hetero(
+            data, mesh, "metis" if method is None else method, seed, oblivious
+        )
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     _agree(problem, mesh)
     _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
-    owners = _cut_once(data, mesh, method, seed)
+    if method is None and _is_planned(data, mesh):
+        share = _share_of(data, kinds, mesh.owners, mesh.rank)
+        return _as_planned(_assemble(share, mesh, oblivious or mesh.plan.oblivious))
+    owners = _cut_once(data, mesh, "metis" if method is None else method, seed)
     share = _share_of(data, kinds, owners, mesh.rank)
     return _assemble(share, mesh, oblivious)
+
+
+def _is_planned(data: Data, mesh: Mesh) -> bool:
+    return mesh.owners is not None and mesh.owners.num_nodes == data.num_nodes
+
+
+def _as_planned(share: Data) -> Data:
+    """Gives layers the order of products that the mesh was chosen for."""
+    edge_index: Any = share.edge_index
+    ordering = edge_index.nodes.mesh.plan.ordering
+    share.edge_index = edge_index.with_ordering(
+        ordering.order, keep_inputs=ordering.keep_inputs
+    )
+    return share
 
 
 def _partition_hetero(

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, grids, owners
-from torch_geometric.nn import GATConv, GINConv
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, Sequential
 
 import pyg_distcomm as pdc
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.plan.planner import plan
-from pyg_distcomm.plan.training import training_of, training_of_model
+from pyg_distcomm.plan.training import training_of
 
 WIDTHS = (7, 5, 9, 4)
 LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -74,7 +74,13 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
     data = GRAPHS[graph]()
     owner = owners(cutter, data, size)
     plans = plan(
-        data, WIDTHS, size, partition=owner, layers=layer, dtype=torch.float64, grid=grid
+        data,
+        WIDTHS,
+        size,
+        partition=owner,
+        layers=layer,
+        dtype=torch.float64,
+        grid=grid,
     )
     training = training_of(WIDTHS, layer, itemsize=8)
     counted = worlds.run(trained, size, grid, graph, owner, layer, switches)
@@ -124,3 +130,196 @@ def test_bytes_are_those_of_the_ledger_on_every_grid(size, graph, cutter, layer)
 def test_bytes_of_every_graph(size, graph, cutter, layer):
     for grid in grids(size):
         same_as_ledger(size, grid, graph, cutter, layer, SWITCHES)
+
+
+def by_halo(owner):
+    mesh = worlds.mesh()
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, owner)
+    torch.manual_seed(0)
+    model = pdc.replicate(pdc.convert(mixed().double()), mesh)
+    return late_epoch(model, share.x, share.edge_index, share.y)
+
+
+def mixed():
+    inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU())
+    return Net([GATConv(7, 3, heads=2), GINConv(inner), GCNConv(5, 4)])
+
+
+def test_any_layer_is_read_from_the_model_and_runs_on_one_grid():
+    data = GRAPHS["directed"]()
+    owner = owners("random", data, 4)
+    plans = pdc.plan(data, ranks=4, model=mixed(), partition=owner, dtype=torch.float64)
+    assert {p.grid for p in plans} == {(4, 1, 1)}
+    assert all("halo exchange" in p.reason for p in plans.refused)
+    assert len({p.grid for p in plans.refused}) == len(grids(4)) - 1
+    best = plans.of((4, 1, 1), oblivious=False)
+    assert best.orders[:2] == ("halo", "halo")
+    for rank, got in enumerate(worlds.run(by_halo, 4, owner)):
+        sums = best.sum_bytes["parameters"] + got["rest"]
+        assert got["exchange"] == best.bytes_by_rank[rank] - sums
+        assert got["parameters"] == best.sum_bytes["parameters"]
+        assert got["rest"] == best.sum_bytes["loss"]
+
+
+def normed():
+    return Sequential(
+        "x, edge_index",
+        [
+            (SAGEConv(7, 6), "x, edge_index -> x"),
+            (torch.nn.BatchNorm1d(6), "x -> x"),
+            (torch.nn.ReLU(), "x -> x"),
+            (SAGEConv(6, 4, project=True), "x, edge_index -> x"),
+        ],
+    )
+
+
+def with_norm(owner):
+    mesh = worlds.mesh(grid=(2, 1, 2))
+    share = pdc.partition(GRAPHS["undirected"](), mesh, owner)
+    torch.manual_seed(0)
+    model = pdc.replicate(pdc.convert(normed().double()), mesh)
+    return late_epoch(model, share.x, share.edge_index, share.y)
+
+
+def test_batch_norms_and_projections_are_read_from_the_model():
+    data = GRAPHS["undirected"]()
+    owner = owners("random", data, 4)
+    plans = pdc.plan(
+        data, ranks=4, model=normed(), partition=owner, dtype=torch.float64
+    )
+    best = plans.of((2, 1, 2), oblivious=False)
+    for rank, got in enumerate(worlds.run(with_norm, 4, owner)):
+        assert (
+            sum(got[k] for k in ("exchange", "parameters", "rest"))
+            == (best.bytes_by_rank[rank])
+        )
+        assert got["rest"] == best.sum_bytes["loss"] + best.sum_bytes["norms"]
+
+
+def wide_sums():
+    mesh = worlds.mesh()
+    share = pdc.partition(GRAPHS["tiny"](), mesh, "block")
+    model = pdc.replicate(stack(DistGCNConv, WIDE), mesh)
+    return late_epoch(model, share.x, share.edge_index, share.y)["parameters"]
+
+
+WIDE = (7, 700, 900, 3)
+
+
+def test_parameters_are_summed_in_buckets():
+    training = training_of(WIDE, itemsize=8)
+    assert len(training.buckets()) > 1
+    want = sum(training.sums(3)["parameters"])
+    assert worlds.run(wide_sums, 3) == [want] * 3
+
+
+@pytest.mark.parametrize("inputs", ["changing", "trained"])
+def test_inputs_that_change_are_not_kept(inputs):
+    orders = training_of([602, 16, 41], inputs=inputs).orders(Ordering())
+    assert orders == ("last", "first")
+    products = training_of([16, 602], inputs=inputs).products(Ordering())
+    assert [p.transposed for p in products] == [False] + [True] * (inputs == "trained")
+
+
+def test_refusals_have_reasons():
+    data = GRAPHS["undirected"]()
+    plans = pdc.plan(data, [50, 16, 4], 6, partition="random")
+    assert [m.algorithm for m in plans.misfits] == ["3d"]
+    assert "q * t * p" in plans.misfits[0].reason
+    assert "3d" in str(plans)
+    small = plans.best.memory - 1
+    tight = pdc.plan(data, [50, 16, 4], 6, partition="random", memory=small)
+    assert all(p.memory <= small for p in tight)
+    assert any("may use" in p.reason for p in tight.refused)
+    assert len(tight) + len(tight.refused) == len(plans)
+    with pytest.raises(ValueError, match="no plan can be run"):
+        _ = pdc.plan(data, [50, 16, 4], 6, partition="random", memory=1).best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "ranks=P"),
+        ({"ranks": 0}, "above 0"),
+        ({"ranks": 4, "widths": None}, "either widths"),
+        ({"ranks": 4, "widths": [3]}, "at least two"),
+        ({"ranks": 4, "layers": "gat"}, "layers are gcn, sage, halo"),
+        ({"ranks": 4, "layers": ["gcn"]}, "1 kinds of layers"),
+        ({"ranks": 4, "grid": (3, 1, 1)}, "does not have 4 ranks"),
+        ({"ranks": 4, "algorithm": "4d"}, "not known"),
+        ({"ranks": 4, "inputs": "old"}, "inputs must be"),
+        ({"ranks": 4, "partition": torch.zeros(3, dtype=torch.long)}, "entries"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pdc.plan(GRAPHS["undirected"](), **{"widths": [7, 5, 4], **arguments})
+
+
+def automatic(case):
+    data = GRAPHS["undirected"]()
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    mesh = pdc.init(
+        "auto", data=data, model=stack(DistGCNConv, WIDTHS), machine=machine, timeout=60
+    )
+    share = pdc.partition(data, mesh)
+    torch.manual_seed(0)
+    model = pdc.replicate(stack(DistGCNConv, WIDTHS), mesh)
+    got = late_epoch(model, share.x, share.edge_index, share.y)
+    total = sum(got[k] for k in ("exchange", "parameters", "rest"))
+    return (
+        mesh.grid,
+        mesh.plan.grid,
+        total,
+        mesh.plan.bytes_by_rank[mesh.rank],
+        mesh.rank,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_auto_takes_the_best_plan_on_all_ranks(size):
+    data = GRAPHS["undirected"]()
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    plans = pdc.plan(data, WIDTHS, size, machine=machine)
+    found = worlds.run(automatic, size, None)
+    assert {one[0] for one in found} == {one[1] for one in found} == {plans.best.grid}
+
+
+def refusals():
+    data = GRAPHS["undirected"]()
+    with pytest.raises(ValueError, match="give the graph as data"):
+        pdc.init("auto")
+    with pytest.raises(ValueError, match="for algorithm='auto'"):
+        pdc.init("1d", data=data)
+    with pytest.raises(ValueError, match="leave grid"):
+        pdc.init("auto", data=data, widths=[7, 4], replication=2)
+    with pytest.raises(ValueError, match="no plan can be run"):
+        pdc.init(
+            "auto", data=data, widths=[7, 4], machine=pdc.Machine(memory=1), timeout=60
+        )
+
+
+def test_auto_refuses_on_all_ranks():
+    worlds.run(refusals, 2)
+
+
+def measured():
+    mesh = worlds.mesh(grid=(2, 1, 1))
+    machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2)
+    assert not mesh.ledger.entries
+    return machine.to_dict()
+
+
+def test_calibration_is_the_same_on_all_ranks_and_survives_a_file(tmp_path):
+    one, other = worlds.run(measured, 2)
+    assert one == other
+    machine = pdc.Machine.from_dict(one)
+    assert machine.bandwidth > 0
+    assert machine.latency > 0
+    machine.save(tmp_path / "machine.json")
+    again = pdc.Machine.load(tmp_path / "machine.json")
+    assert again == machine
+    (tmp_path / "machine.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"machine\.json: holds no machine"):
+        pdc.Machine.load(tmp_path / "machine.json")

@@ -54,8 +54,9 @@ def in_best_order(
         if product is not None:
             return F.linear(product, lin.weight, bias)
     grad = torch.is_grad_enabled()
-    grads = grad and x.requires_grad, grad and (
-        x.requires_grad or lin.weight.requires_grad
+    grads = (
+        grad and x.requires_grad,
+        grad and (x.requires_grad or lin.weight.requires_grad),
     )
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return F.linear(_by_row(multiply, x.to_local()), lin.weight, bias)

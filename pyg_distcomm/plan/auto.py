@@ -80,10 +80,12 @@ def init(
             "either widths=[features, hidden, ..., output] or model=..."
         )
     if grid is not None or replication is not None:
-        raise ValueError("algorithm='auto' finds the grid; leave grid and replication out")
+        raise ValueError(
+            "algorithm='auto' finds the grid; leave grid and replication out"
+        )
     mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
     if machine is None:
-        machine = _measured(mesh, data, widths, memory)
+        machine = calibrate(mesh) if mesh.size > 1 else Machine()
     best, owner = _chosen(
         mesh,
         data,
@@ -101,17 +103,10 @@ def init(
     return mesh
 
 
-def _measured(
-    mesh: Mesh, data: Data, widths: Sequence[int] | None, memory: float | None
-) -> Machine:
-    if mesh.size == 1:
-        return Machine(memory=memory)
-    return calibrate(mesh)
-
-
 def _chosen(mesh: Mesh, data: Data, **asked: Any) -> tuple[Plan, Partition | None]:
     """Plans on rank 0, and tells the others; raises on all ranks, or on none."""
-    found, problem, kind = None, None, ValueError
+    found, problem = None, None
+    kind: type[Exception] = ValueError
     if mesh.rank == 0:
         try:
             plans = plan(data, ranks=mesh.size, **asked)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch_geometric.data import Data
@@ -40,7 +41,7 @@ def calibrate(
     ledger.
 
     Args:
-        mesh: the ranks; each of its axes is measured, and all of them together.
+        mesh: the ranks: all of them together are measured, and each axis with fewer.
         widths: at which products are timed; those of the model, best of all.
         rows, degree: of the matrix that is multiplied, a rank.
         repeats: how often each is timed.
@@ -51,7 +52,7 @@ def calibrate(
     found = {}
     for name in AXES:
         axis: wire.Axis = getattr(quiet, name)
-        if axis.size > 1:
+        if 1 < axis.size < mesh.size or (name == "world" and mesh.size > 1):
             found[name] = _wire(axis, quiet, repeats)
     world = found.get("world", Wire(0.0, 1e12))
     axes = {name: each for name, each in found.items() if name != "world"}
@@ -129,11 +130,9 @@ def _rates(
     for width in widths:
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
         w = torch.rand(WIDE, width, generator=rng).to(mesh.device)
-        took = _timed(
-            lambda x=x: kernels.spmm(rowptr, col, value, x), mesh, repeats
-        )
+        took = _timed(partial(kernels.spmm, rowptr, col, value, x), mesh, repeats)
         sparse.append((width, len(col) * width / took))
-        took = _timed(lambda w=w: wide @ w, mesh, repeats)
+        took = _timed(partial(torch.mm, wide, w), mesh, repeats)
         dense.append((width, 2 * rows * WIDE * width / took))
     pick = torch.randperm(rows, generator=rng).to(mesh.device)
     took = _timed(lambda: kernels.gather_rows(wide, pick), mesh, repeats)

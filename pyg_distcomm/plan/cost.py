@@ -71,7 +71,7 @@ def passage(
         itemsize: bytes of a number on the fiber.
         row_bytes: bytes of a row on the wire by its width, as a codec writes it.
     """
-    r, s, p = flow.grid
+    p = flow.grid[2]
     width = np.array(balanced_split(product.width, p))[None, None, :]
     size = np.array([row_bytes[w] for w in width.ravel()])[None, None, :]
     gather, scatter = flow.rows_in, flow.sums_out
@@ -119,7 +119,10 @@ def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Mo
     if p == 1:
         none = np.zeros_like(n)
         return Move("fiber", none, none, none)
-    away, others = n * (total - width) * item, (flow.fiber[:, :, None] - n) * width * item
+    away, others = (
+        n * (total - width) * item,
+        (flow.fiber[:, :, None] - n) * width * item,
+    )
     if flow.nodes.shape[2] == 1:  # a law of degrees: no rank is empty
         busy = np.full((1, 1, 1), p)
     else:

@@ -140,9 +140,7 @@ class CutEdges:
         r, s, p = grid
         nodes = self.nodes.reshape(r, s, p)
         fiber = nodes.sum(2)
-        rows_in, sums_out = (
-            _whole_blocks(fiber) if oblivious else self._sparse(r, s, p)
-        )
+        rows_in, sums_out = _whole_blocks(fiber) if oblivious else self._sparse(r, s, p)
         edges = self.edges.copy()
         if add_loops:
             edges[np.diag_indices(self.size)] += self.nodes - self.loops
@@ -173,7 +171,9 @@ class CutEdges:
         return rows_in.turned(), sums_out
 
 
-def distinct(group: Array, gid: Array, groups: int, num_nodes: int) -> tuple[Array, Array]:
+def distinct(
+    group: Array, gid: Array, groups: int, num_nodes: int
+) -> tuple[Array, Array]:
     """Returns the distinct pairs of a group and a node, in order of the group.
 
     Sorting by group is a radix sort for few groups, so the time is linear.

@@ -138,6 +138,8 @@ class Machine:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Machine:
         """Makes a machine of what `to_dict` returned."""
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"a machine is a mapping, got {type(plain).__name__}")
         known = {f.name for f in fields(Machine)}
         strange = sorted(set(plain) - known)
         if strange:

@@ -82,7 +82,7 @@ def plan(
     found = []
     for one in _grids(size, algorithm, grid):
         found += _plans_of(one, source, training, machine, dtype)
-    judged = [_judged(each, training, limit) for each in found]
+    judged = [_judged(each, limit) for each in found]
     ranked = sorted((p for p in judged if p.reason is None), key=_merit)
     refused = sorted((p for p in judged if p.reason is not None), key=_merit)
     names = () if grid is not None else misfits(size, algorithm)
@@ -100,7 +100,9 @@ def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
     if mesh is not None and mesh.size != ranks:
-        raise ValueError(f"ranks={ranks}, but the mesh has {mesh.size}; give one of them")
+        raise ValueError(
+            f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
+        )
     return ranks
 
 
@@ -181,7 +183,9 @@ def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid
             f"algorithm={algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
         )
     sides = [d for d in range(1, size + 1) if size % d == 0]
-    every = [(r, s, size // (r * s)) for r in sides for s in sides if size % (r * s) == 0]
+    every = [
+        (r, s, size // (r * s)) for r in sides for s in sides if size % (r * s) == 0
+    ]
     if algorithm is None:
         return every
     return [one for one in every if _fits(one, algorithm)]
@@ -202,6 +206,8 @@ def _plans_of(
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of one grid, one for each different way to train on it."""
+    if training.runs_by_halo and grid[1:] != (1, 1):
+        return [Plan(grid, reason=HALO_GRIDS)]
     found = []
     loops = training.adds_loops
     needed = source.flow(grid, False, loops)
@@ -241,7 +247,9 @@ def _plan(
     sums = sum(cost.sums.values())
     by_rank = tuple(round(float(n)) + sums for n in cost.exchange.ravel())
     every = len(by_rank) == size
-    total = sum(by_rank) if every else round((float(cost.exchange.mean()) + sums) * size)
+    total = (
+        sum(by_rank) if every else round((float(cost.exchange.mean()) + sums) * size)
+    )
     return Plan(
         grid,
         orders,
@@ -258,17 +266,12 @@ def _plan(
     )
 
 
-def _judged(found: Plan, training: Training, limit: float | None) -> Plan:
-    """Gives a plan that cannot be run its reason."""
-    if training.runs_by_halo and found.grid[1:] != (1, 1):
-        return replace(found, reason=HALO_GRIDS)
-    if limit is not None and found.memory > limit:
-        return replace(
-            found,
-            reason=f"needs {show_bytes(found.memory)} a rank, and may use "
-            f"{show_bytes(limit)}",
-        )
-    return found
+def _judged(found: Plan, limit: float | None) -> Plan:
+    """Gives a plan that does not fit its reason."""
+    if found.reason is not None or limit is None or found.memory <= limit:
+        return found
+    need, may = show_bytes(found.memory), show_bytes(limit)
+    return replace(found, reason=f"needs {need} a rank, and may use {may}")
 
 
 def _merit(found: Plan) -> tuple[Any, ...]:

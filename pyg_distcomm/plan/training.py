@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
@@ -182,9 +183,7 @@ def training_of(
         raise ValueError(
             f"{len(kinds)} kinds of layers do not fit {len(pairs)} pairs of widths"
         )
-    stack = tuple(
-        Layer(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True)
-    )
+    stack = tuple(Layer(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True))
     sizes = tuple(n for layer in stack for n in layer.parameters)
     return Training(stack, sizes, inputs, itemsize)
 
@@ -256,6 +255,7 @@ def _layer(conv: torch.nn.Module, before: int | None) -> Layer:
 def _last_width(module: torch.nn.Module) -> int | None:
     linear = [m for m in module.modules() if hasattr(m, "out_features")]
     wide = [m for m in module.modules() if hasattr(m, "out_channels")]
-    last = (linear or wide or [None])[-1]
-    width = getattr(last, "out_features", getattr(last, "out_channels", None))
-    return int(width) if width is not None else None
+    if not (linear or wide):
+        return None
+    last: Any = (linear or wide)[-1]
+    return int(last.out_features if linear else last.out_channels)
