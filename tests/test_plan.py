@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from problems import GRAPHS, grids, owners
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, Sequential
 
 import pyg_distcomm as pdc
+from pyg_distcomm.cli import main
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.plan.planner import plan
@@ -323,3 +325,55 @@ def test_calibration_is_the_same_on_all_ranks_and_survives_a_file(tmp_path):
     (tmp_path / "machine.json").write_text("[]")
     with pytest.raises(ValueError, match=r"machine\.json: holds no machine"):
         pdc.Machine.load(tmp_path / "machine.json")
+
+
+def said(capsys, *flags):
+    code = main(["plan", *map(str, flags)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
+    flags = ["--widths", 7, 5, 4, "--ranks", 6]
+    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags)
+    assert code == 0
+    assert "6x1x1" in out
+    assert "3d: algorithm='3d' does not fit 6 ranks" in out
+    more = ["--bandwidth", "100mbit", "--latency", "1ms", "--memory", "24GiB", "--json"]
+    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags, *more)
+    found = json.loads(out)
+    assert found["machine"]["bandwidth"] == 12.5e6
+    assert found["machine"]["latency"] == 1e-3
+    assert found["machine"]["memory"] == 24 * 2**30
+    seconds = [one["seconds"] for one in found["plans"]]
+    assert seconds == sorted(seconds)
+
+
+def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
+    torch.save(GRAPHS["directed"](), tmp_path / "graph.pt")
+    parts = tmp_path / "parts"
+    cutting = ["--parts", "4", "--method", "random"]
+    assert main(["partition", str(tmp_path / "graph.pt"), str(parts), *cutting]) == 0
+    capsys.readouterr()
+    flags = ["--widths", 7, 5, "--json", "--algorithm", "2d"]
+    code, out, _ = said(capsys, parts, *flags)
+    assert code == 0
+    want = pdc.plan(GRAPHS["directed"](), [7, 5], 4, partition="random").of((2, 2, 1))
+    (one,) = [p for p in json.loads(out)["plans"] if p["orders"] == list(want.orders)][
+        :1
+    ]
+    assert one["grid"] == [2, 2, 1]
+    assert one["bytes"] == want.bytes
+    code, out, _ = said(capsys, "--nodes", 1e8, "--edges", 1e9, *flags, "--ranks", 4096)
+    assert code == 0
+    assert json.loads(out)["plans"][0]["grid"] == [64, 64, 1]
+    code, _, err = said(capsys, parts, *flags, "--ranks", 3)
+    assert code == 2
+    assert "does not fit" in err
+    code, _, err = said(capsys, "--widths", 7, 5)
+    assert code == 2
+    assert "--nodes N and --edges M" in err
+    code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
+    assert code == 2
+    assert "--latency='5 parsecs' is no number of seconds" in err

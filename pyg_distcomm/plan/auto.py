@@ -68,25 +68,15 @@ def init(
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
     joining = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
+    problem = _misuse(algorithm, (replication, grid), data, (widths, model))
+    if problem is not None:
+        raise ValueError(problem)
     if algorithm != "auto":
-        if data is not None or widths is not None or model is not None:
-            raise ValueError(
-                f"data, widths and model are for algorithm='auto', got {algorithm!r}"
-            )
         return grids.init(algorithm, replication=replication, grid=grid, **joining)  # type: ignore[arg-type]
-    if data is None or (widths is None) == (model is None):
-        raise ValueError(
-            "algorithm='auto' plans before it chooses: give the graph as data=..., and "
-            "either widths=[features, hidden, ..., output] or model=..."
-        )
-    if grid is not None or replication is not None:
-        raise ValueError(
-            "algorithm='auto' finds the grid; leave grid and replication out"
-        )
     mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
     if machine is None:
         machine = calibrate(mesh) if mesh.size > 1 else Machine()
-    best, owner = _chosen(
+    best, owners = _chosen(
         mesh,
         data,
         widths=widths,
@@ -99,11 +89,29 @@ def init(
     )
     if best.grid != mesh.grid:
         mesh = grids.init(grid=best.grid, **joining)  # type: ignore[arg-type]
-    mesh.plan, mesh.owners = best, owner
+    mesh.plan, mesh.owners = best, owners
     return mesh
 
 
-def _chosen(mesh: Mesh, data: Data, **asked: Any) -> tuple[Plan, Partition | None]:
+def _misuse(
+    algorithm: str, shape: tuple[Any, Any], data: Any, sizes: tuple[Any, Any]
+) -> str | None:
+    """Says what does not go together, if anything."""
+    planned = [value is not None for value in (data, *sizes)]
+    if algorithm != "auto":
+        told = f"data, widths and model are for algorithm='auto', got {algorithm!r}"
+        return told if any(planned) else None
+    if shape != (None, None):
+        return "algorithm='auto' finds the grid; leave grid and replication out"
+    if data is None or planned[1] == planned[2]:
+        return (
+            "algorithm='auto' plans before it chooses: give the graph as data=..., and "
+            "either widths=[features, hidden, ..., output] or model=..."
+        )
+    return None
+
+
+def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None]:
     """Plans on rank 0, and tells the others; raises on all ranks, or on none."""
     found, problem = None, None
     kind: type[Exception] = ValueError

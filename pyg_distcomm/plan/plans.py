@@ -180,10 +180,14 @@ class Plans(Sequence[Plan]):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        parts = [f"graph     {self.graph}", str(self.machine), "", _table(self.ranked)]
-        left = len(self.ranked) - MOST_LINES
-        if left > 0:
-            parts.append(f"... {left} slower plans")
+        first = {plan.grid: plan for plan in reversed(self.ranked)}
+        shown = [plan for plan in self.ranked if first[plan.grid] is plan][:MOST_LINES]
+        parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
+        if len(self.ranked) > len(shown):
+            left = len(self.ranked) - len(shown)
+            parts.append(
+                f"the best of each grid; {left} more are predicted to be slower"
+            )
         said = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in self.refused]
         said += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
         if said:
@@ -221,7 +225,7 @@ def _table(plans: Sequence[Plan]) -> str:
             f"{plan.seconds:.4g}",
             show_bytes(plan.memory),
         )
-        for plan in plans[:MOST_LINES]
+        for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
 
