@@ -123,7 +123,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         Machine() if arguments.machine is None else Machine.load(arguments.machine)
     )
     if {"bandwidth", "latency"} & set(given):
-        machine = replace(machine, axes={}, source=f"{machine.source}, link given")
+        machine = replace(
+            machine, lines={}, sums=None, source=f"{machine.source}, link given"
+        )
     return replace(machine, **given)  # type: ignore[arg-type]
 
 

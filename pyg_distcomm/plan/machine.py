@@ -16,6 +16,7 @@ import numpy as np
 from pyg_distcomm.mesh import Grid
 
 Points = tuple[tuple[int, float], ...]
+Line = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,40 @@ class Rate:
 
 @dataclass(frozen=True)
 class Wire:
-    """One axis: seconds a message takes to begin, bytes a second each way at once."""
+    """One axis: seconds a message takes to begin, bytes a second each way at once.
+
+    Args:
+        latency: seconds a message.
+        bandwidth: bytes a second, of exchanges longer than any in `curve`.
+        curve: (bytes, seconds beside latency) of measured exchanges, ascending: links
+            and back ends are seldom straight lines.
+    """
 
     latency: float
     bandwidth: float
+    curve: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_positive("bandwidth", self.bandwidth)
+        _check_seconds("latency", self.latency)
+        object.__setattr__(self, "curve", tuple((int(b), t) for b, t in self.curve))
 
     def seconds(self, messages: Any, sent: Any, received: Any) -> Any:
         """Returns the seconds of one exchange: alpha messages + bytes / beta.
 
         Both ways run at once, so the fuller one counts.
         """
-        return self.latency * messages + np.maximum(sent, received) / self.bandwidth
+        size = np.maximum(sent, received)
+        if not self.curve:
+            return self.latency * messages + size / self.bandwidth
+        sizes, took = zip((0, 0.0), *self.curve, strict=True)
+        beyond = np.maximum(size - sizes[-1], 0) / self.bandwidth
+        return self.latency * messages + np.interp(size, sizes, took) + beyond
+
+    def __str__(self) -> str:
+        return (
+            f"{self.latency * 1e6:,.0f} us a message, {self.bandwidth / 1e6:,.1f} MB/s"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,8 +100,9 @@ class Machine:
         stream: bytes a second that row by row operations read and write.
         overhead: seconds a layer takes in an epoch beside its work.
         memory: bytes a rank may use; None for no limit.
-        axes: `Wire`s of single axes ("row", "col", "fiber", "world") on `grid`.
-        grid: the grid that `axes` were measured on; other grids take the first two.
+        lines: `Wire`s of the lines of a grid, by (size, stride): so many ranks, each so
+            far from the last; others take the first two arguments.
+        sums: the `Wire` of all-reduces, if it is another.
         source: where the figures come from.
 
     The default is a cluster of commodity machines on Ethernet of 1 Gbit/s.
@@ -90,8 +115,8 @@ class Machine:
     stream: float = 5e9
     overhead: float = 0.0
     memory: float | None = None
-    axes: Mapping[str, Wire] = field(default_factory=dict)
-    grid: Grid | None = None
+    lines: Mapping[Line, Wire] = field(default_factory=dict)
+    sums: Wire | None = None
     source: str = "assumed"
 
     def __post_init__(self) -> None:
@@ -102,18 +127,25 @@ class Machine:
         for name in ("bandwidth", "stream"):
             _check_positive(name, getattr(self, name))
         for name in ("latency", "overhead"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
+            _check_seconds(name, getattr(self, name))
         if self.memory is not None:
             _check_positive("memory", self.memory)
-        object.__setattr__(self, "axes", MappingProxyType(dict(self.axes)))
+        object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
 
     def wire(self, axis: str, grid: Grid) -> Wire:
         """Returns the figures of an axis of a grid."""
-        if axis in self.axes and (axis == "world" or grid == self.grid):
-            return self.axes[axis]
-        return Wire(self.latency, self.bandwidth)
+        r, s, p = grid
+        lines = {
+            "row": (r, s * p),
+            "col": (s, p),
+            "fiber": (p, 1),
+            "world": (r * s * p, 1),
+        }
+        return self.lines.get(lines[axis], Wire(self.latency, self.bandwidth))
+
+    def sum_wire(self) -> Wire:
+        """Returns the figures of all-reduces."""
+        return self.sums or Wire(self.latency, self.bandwidth)
 
     def multiply_seconds(self, nonzeros: Any, width: Any) -> Any:
         """Returns the seconds of a sparse product."""
@@ -131,8 +163,11 @@ class Machine:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("spmm", "gemm"):
             plain[name] = [list(point) for point in plain[name].points]
-        plain["axes"] = {name: asdict(wire) for name, wire in self.axes.items()}
-        plain["grid"] = None if self.grid is None else list(self.grid)
+        plain["lines"] = [
+            {"size": size, "stride": stride, **asdict(wire)}
+            for (size, stride), wire in self.lines.items()
+        ]
+        plain["sums"] = None if self.sums is None else asdict(self.sums)
         return plain
 
     @staticmethod
@@ -148,11 +183,12 @@ class Machine:
         for name in ("spmm", "gemm"):
             if isinstance(values.get(name), Sequence):
                 values[name] = Rate(tuple((int(w), float(r)) for w, r in values[name]))
-        axes = values.get("axes") or {}
-        values["axes"] = {name: Wire(**wire) for name, wire in axes.items()}
-        if values.get("grid") is not None:
-            r, s, p = values["grid"]
-            values["grid"] = (r, s, p)
+        values["lines"] = {
+            (int(w["size"]), int(w["stride"])): _wire_of(w)
+            for w in values.get("lines", ())
+        }
+        if values.get("sums") is not None:
+            values["sums"] = _wire_of(values["sums"])
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
@@ -177,13 +213,12 @@ class Machine:
     def __str__(self) -> str:
         lines = [
             f"machine   {self.source}",
-            f"link      {self.latency * 1e6:,.0f} us a message, "
-            f"{self.bandwidth / 1e6:,.1f} MB/s each way",
+            f"link      {Wire(self.latency, self.bandwidth)} each way",
         ]
-        for name, wire in self.axes.items():
-            lines.append(
-                f"  {name:<7} {wire.latency * 1e6:,.0f} us, {wire.bandwidth / 1e6:,.1f} MB/s"
-            )
+        for (size, stride), wire in self.lines.items():
+            lines.append(f"  {size} ranks, {stride} apart: {wire}")
+        if self.sums is not None:
+            lines.append(f"  all-reduce: {self.sums}")
         for name in ("spmm", "gemm"):
             rate = getattr(self, name)
             each = ", ".join(f"{r / 1e9:.3g} at width {w}" for w, r in rate.points)
@@ -192,6 +227,23 @@ class Machine:
             f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer"
         )
         return "\n".join(lines)
+
+
+def lines_of(size: int) -> list[Line]:
+    """Lists the axes, of two ranks or more, that grids of so many ranks have."""
+    sides = [d for d in range(2, size + 1) if size % d == 0]
+    return [
+        (d, k) for d in sides for k in range(1, size // d + 1) if size // d % k == 0
+    ]
+
+
+def _wire_of(plain: Mapping[str, Any]) -> Wire:
+    return Wire(plain["latency"], plain["bandwidth"], plain.get("curve", ()))
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds from 0 on, got {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:
