@@ -42,7 +42,16 @@ MACHINE = pdc.Machine(
     memory=80 * 2**30,
     source="assumed: one accelerator of 80 GiB a rank, 200 Gbit/s each",
 )
-NAMES = ("1d", "1.5d", "2d", "3d", "feature")
+LINES = {  # of the plot: colour, style, width; what comes later is drawn on top
+    "CAGNET 1d": ("tab:gray", "--", 1.2),
+    "CAGNET 2d": ("tab:gray", ":", 1.8),
+    "best": ("gold", "-", 7),
+    "1d": ("tab:red", "-", 1.5),
+    "1.5d": ("tab:purple", "-", 3),
+    "2d": ("tab:blue", "-", 1.2),
+    "3d": ("tab:green", "-", 1.5),
+    "feature": ("tab:brown", "-", 1.5),
+}
 SMALL = (14, 8, (64, 16, 32))  # scale, edges drawn a node, widths
 
 
@@ -234,24 +243,19 @@ def draw(every: dict[str, dict[str, list[tuple]]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(2, len(every), figsize=(10, 7), sharex=True)
     for column, (shape, lines) in zip(axes.T, every.items(), strict=True):
-        for name, rows in lines.items():
-            if name == "grid":
-                continue
-            style = "--" if name.startswith("CAGNET") else "-"
-            wide = 3 if name == "best" else 1.2
+        for name, (color, style, wide) in LINES.items():
             for axis, field, unit in zip(column, (2, 1), (1e3, 2**-20), strict=True):
-                values = [row[field] * unit for row in rows]
-                sizes = [row[0] for row in rows]
-                axis.loglog(
-                    sizes, values, style, marker=".", lw=wide, label=name, base=10
-                )
+                values = [row[field] * unit for row in lines.get(name, ())]
+                sizes = [row[0] for row in lines.get(name, ())]
+                look = {"color": color, "ls": style, "lw": wide, "marker": "."}
+                axis.loglog(sizes, values, label=name, **look)
         column[0].set_title(shape)
         column[1].set_xlabel("ranks")
     axes[0, 0].set_ylabel("milliseconds an epoch")
     axes[1, 0].set_ylabel("MiB a rank receives")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=72)
 
 
 def main() -> None:

@@ -13,11 +13,15 @@ from problems import GRAPHS, grids, owners
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, Sequential
 
 import pyg_distcomm as pdc
+from pyg_distcomm import bench
 from pyg_distcomm.cli import main
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+from pyg_distcomm.plan.law import Degrees, PowerLaw
+from pyg_distcomm.plan.machine import Rate, Wire, lines_of
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.training import training_of
+from pyg_distcomm.price import dense_words
 
 WIDTHS = (7, 5, 9, 4)
 LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -377,3 +381,122 @@ def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
     code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
     assert code == 2
     assert "--latency='5 parsecs' is no number of seconds" in err
+
+
+def test_a_wire_follows_its_curve_and_then_its_bandwidth():
+    plain = Wire(1e-3, 1e6)
+    assert plain.seconds(2, 3e6, 1e6) == pytest.approx(2e-3 + 3.0)  # both ways at once
+    curved = Wire(1e-3, 1e6, ((1000, 0.5), (2000, 0.6)))
+    sizes = [0, 500, 1500, 2000, 1002000]
+    want = [0.0, 0.25, 0.55, 0.6, 1.6]
+    found = [float(curved.seconds(0, size, 0)) for size in sizes]
+    assert found == pytest.approx(want)
+
+
+def test_a_rate_is_straight_in_seconds_between_its_widths():
+    rate = Rate(((10, 100.0), (20, 400.0)))
+    found = [float(rate.seconds(3, width)) for width in (0, 10, 15, 20, 40)]
+    assert found == pytest.approx([0, 0.3, 3 * 0.075, 0.15, 0.3])
+    with pytest.raises(ValueError, match="ascending"):
+        Rate(((20, 1.0), (10, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"latency": -1.0}, "latency must be"),
+        ({"bandwidth": 0.0}, "bandwidth must be"),
+        ({"spmm": float("inf")}, "a rate must be"),
+        ({"memory": -1}, "memory must be"),
+    ],
+)
+def test_a_machine_makes_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pdc.Machine(**arguments)
+
+
+def test_lines_are_the_axes_of_all_grids():
+    for size in (1, 2, 4, 6, 8, 12):
+        want = set()
+        for r, s, p in grids(size):
+            want |= {(n, k) for n, k in ((r, s * p), (s, p), (p, 1)) if n > 1}
+        assert set(lines_of(size)) == want
+
+
+def test_figures_of_a_line_count_for_its_axis_only():
+    slow = pdc.Machine(latency=0.0, lines={(2, 2): Wire(0.0, 1.0)})
+    graph = pdc.RandomGraph(1000, 8000)
+    seconds = {p.grid: p.seconds for p in pdc.plan(graph, [8, 4], 4, machine=slow)}
+    assert max(seconds, key=seconds.__getitem__) in {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
+    assert seconds[4, 1, 1] < 1 < seconds[2, 2, 1]
+
+
+def test_an_epoch_takes_as_long_as_its_exchanges_where_they_dominate():
+    data, widths = GRAPHS["directed"](), (8, 4, 12, 4)
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15}
+    machine = pdc.Machine(latency=0.0, bandwidth=1.0, **swift)
+    plans = pdc.plan(data, widths, 4, partition="block", machine=machine)
+    one = plans.of((1, 1, 4), orders=("kept", "first", "last"))
+    assert one.seconds == pytest.approx(one.bytes)  # every rank has as many
+    slow = pdc.Machine(latency=1.0, bandwidth=1e15, **swift)
+    one = pdc.plan(data, widths, 4, partition="block", machine=slow).of((1, 1, 4))
+    # loss, its gradient and the parameters: three sums of 2 log2 4 steps
+    assert one.seconds == pytest.approx(one.messages + 3 * 4)
+
+
+@pytest.mark.parametrize(("law", "off"), [("uniform", 0.01), ("rmat", 0.01)])
+def test_a_law_gives_the_mean_of_real_graphs(law, off):
+    if law == "rmat":
+        row, col, n = bench.rmat(12, 4)
+        edge_index = torch.stack([row, col])
+    else:
+        n = 4096
+        g = torch.Generator().manual_seed(0)
+        edge_index = torch.randint(n, (2, 8 * n), generator=g)
+    real = pdc.plan(edge_index, [16, 8, 12], 8, partition=torch.randperm(n) % 8)
+    mean = pdc.plan(pdc.RandomGraph(n, edge_index.size(1), law), [16, 8, 12], 8)
+    for one in real:
+        same = {"orders": one.orders, "oblivious": one.oblivious}
+        want = mean.of(one.grid, **same).total_bytes
+        assert want == pytest.approx(one.total_bytes, rel=off), one
+
+
+def test_laws_agree_where_degrees_are_given():
+    degrees = torch.randint(0, 9, (5000,), generator=torch.Generator().manual_seed(0))
+    law = Degrees(tuple(degrees.tolist()))
+    graph = pdc.RandomGraph(5000, int(degrees.sum()), law)
+    want = 1 - float((0.75 ** degrees.double()).mean())
+    assert graph.fill(4) == pytest.approx(want)
+    poisson = PowerLaw(1e9)  # all means alike
+    assert pdc.RandomGraph(5000, 40000, poisson).fill(4) == pytest.approx(
+        pdc.RandomGraph(5000, 40000).fill(4), rel=1e-3
+    )
+    for wrong in ({"nodes": 0}, {"edges": -1}, {"law": "zipf"}):
+        with pytest.raises(ValueError, match=r"must be a whole number|not known"):
+            pdc.RandomGraph(**{"nodes": 5, "edges": 5, **wrong})
+
+
+def test_words_stay_below_the_bound_for_dense_halos():
+    n, f, size = 960, 16, 8
+    plans = pdc.plan(pdc.RandomGraph(n, 10**7), [f, f], size, inputs="changing")
+    for grid in grids(size):
+        if grid[:2] == (1, 1):
+            continue
+        one = plans.of(grid, oblivious=True, orders=("first",))
+        assert one.exchange_bytes == pytest.approx(
+            4 * dense_words(n, f, grid), rel=1e-6
+        )
+
+
+def test_thousands_of_ranks_are_planned_in_closed_form():
+    graph = pdc.RandomGraph(111_000_000, 1_600_000_000, "powerlaw")
+    plans = pdc.plan(graph, [128, 256, 172], 4096)
+    assert len({plan.grid for plan in plans}) == 91
+    # no halo is larger than the edges that cross it, or than all rows
+    edges, rows = 2 * 4 * 172 * graph.edges / 4096, 2 * 4 * 172 * graph.nodes
+    one = plans.of((4096, 1, 1), oblivious=False, orders=("kept", "last"))
+    assert 0.5 * edges < one.exchange_bytes < edges
+    one = plans.of((4096, 1, 1), oblivious=True, orders=("kept", "last"))
+    assert one.exchange_bytes == pytest.approx(rows * (1 - 1 / 4096))
+    with pytest.raises(ValueError, match="RandomGraph"):
+        pdc.plan(GRAPHS["tiny"](), [7, 4], 5000, partition="block")
