@@ -110,7 +110,7 @@ class Machine:
 
     latency: float = 50e-6
     bandwidth: float = 117e6
-    spmm: Rate | float = 1e9
+    spmm: Rate | float = 2e9
     gemm: Rate | float = 20e9
     stream: float = 5e9
     overhead: float = 0.0

@@ -211,8 +211,8 @@ def _plans_of(
     found = []
     loops = training.adds_loops
     needed = source.flow(grid, False, loops)
-    has_halo = grid[:2] != (1, 1)
-    for oblivious in (False, True) if has_halo else (False,):
+    blocks = grid[:2] != (1, 1) and any(each.kind != "halo" for each in training.layers)
+    for oblivious in (False, True) if blocks else (False,):
         flow = source.flow(grid, True, loops) if oblivious else needed
         seen = set()
         for ordering in _orderings():

@@ -188,13 +188,25 @@ class Plans(Sequence[Plan]):
             parts.append(
                 f"the best of each grid; {left} more are predicted to be slower"
             )
-        said = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in self.refused]
-        said += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
-        if said:
-            parts += ["", "refused:", *(f"  {line}" for line in said[:MOST_LINES])]
-        if len(said) > MOST_LINES:
-            parts.append(f"  ... {len(said) - MOST_LINES} more")
+        lines = self._refusals()
+        if lines:
+            parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
+        if len(lines) > MOST_LINES:
+            parts.append(f"  ... {len(lines) - MOST_LINES} more")
         return "\n".join(parts)
+
+    def _refusals(self) -> list[str]:
+        """Says why, of each grid that cannot be used at all, its leanest plan is refused."""
+        usable = {plan.grid for plan in self.ranked}
+        lean: dict[Grid, Plan] = {}
+        for plan in sorted(self.refused, key=lambda plan: plan.memory):
+            if plan.grid not in usable:
+                lean.setdefault(plan.grid, plan)
+        lines = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in lean.values()]
+        left = len(self.refused) - len(lean)
+        if left:
+            lines.append(f"{left} orderings and halos that take more memory")
+        return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
 
     def __repr__(self) -> str:
         best = self.ranked[0] if self.ranked else "none can be run"
