@@ -39,7 +39,7 @@ def calibrate(
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
-    Medians, of the slowest rank; equal on all ranks. Bandwidths are those of all ranks
+    Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of all ranks
     sending to all others at once. Nothing is added to the ledger.
 
     Args:
@@ -74,14 +74,8 @@ def _uncounted(mesh: Mesh) -> Mesh:
     return replace(mesh, ledger=ledger, **axes)
 
 
-def _slowest(seconds: float, mesh: Mesh) -> float:
-    """Returns the longest of all ranks' times, on all of them."""
-    mine = torch.tensor([seconds], dtype=torch.float64)
-    return float(wire.all_reduce(mine, mesh.world, "max"))
-
-
 def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
-    """Returns the median seconds of something all ranks do at once."""
+    """Returns the median seconds of something all ranks do at once, until all are done."""
     work()
     found = []
     for _ in range(repeats):
@@ -89,7 +83,10 @@ def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
         start = time.perf_counter()
         work()
         found.append(time.perf_counter() - start)
-    return _slowest(statistics.median(found), mesh)
+    slowest = wire.all_reduce(
+        torch.tensor(found, dtype=torch.float64), mesh.world, "max"
+    )
+    return statistics.median(slowest.tolist())
 
 
 def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
