@@ -105,7 +105,7 @@ def rows_of(
     fastest, rows = min(medians.values()), []
     auto = next(plan.grid for plan in plans if plan.grid in took)
     for grid, every in took.items():
-        plan = plans.of(grid, oblivious=False)
+        plan = plans.of(grid, halo="auto")
         middle = medians[grid]
         low, _, high = statistics.quantiles(every, n=4)
         rows.append(

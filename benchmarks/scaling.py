@@ -216,9 +216,9 @@ def check(size: int = 8) -> str:
     every = pdc.launch(counted, size, grids, threads=1)
     rows = []
     for k, grid in enumerate(grids):
-        one = plans.of(grid, oblivious=False)
+        one = plans.of(grid, halo="auto")
         ledger = tuple(found[k] for found in every)
-        mean = law.of(grid, oblivious=False).total_bytes
+        mean = law.of(grid, halo="rows").total_bytes
         equal = "yes" if ledger == one.bytes_by_rank else "NO"
         name = "x".join(map(str, grid))
         off = f"{mean / max(sum(ledger), 1) - 1:+.2%}"

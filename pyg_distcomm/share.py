@@ -68,7 +68,7 @@ def partition(
     assert data.edge_index is not None
     if method is None and _is_planned(data, mesh):
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
-        return _as_planned(_assemble(share, mesh, oblivious or mesh.plan.oblivious))
+        return _as_planned(_assemble(share, mesh, oblivious), oblivious)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed)
     share = _share_of(data, kinds, owners, mesh.rank)
     return _assemble(share, mesh, oblivious)
@@ -78,12 +78,14 @@ def _is_planned(data: Data, mesh: Mesh) -> bool:
     return mesh.owners is not None and mesh.owners.num_nodes == data.num_nodes
 
 
-def _as_planned(share: Data) -> Data:
-    """Gives layers the order of products that the mesh was chosen for."""
+def _as_planned(share: Data, oblivious: bool) -> Data:
+    """Gives layers the halo and the order of products that the mesh was chosen for."""
     edge_index: Any = share.edge_index
-    ordering = edge_index.nodes.mesh.plan.ordering
+    plan = edge_index.nodes.mesh.plan
+    if not oblivious:
+        edge_index = edge_index.with_halo(plan.halo)
     share.edge_index = edge_index.with_ordering(
-        ordering.order, keep_inputs=ordering.keep_inputs
+        plan.ordering.order, keep_inputs=plan.ordering.keep_inputs
     )
     return share
 

@@ -39,8 +39,8 @@ def calibrate(
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
-    Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of all ranks
-    sending to all others at once. Nothing is added to the ledger.
+    Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of
+    all ranks sending to all others at once. Nothing is added to the ledger.
 
     Args:
         mesh: the ranks; the lines of every grid of so many are measured.
@@ -102,7 +102,9 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
         each = max(1, total // len(line))
         counts = [each if rank in line else 0 for rank in range(mesh.size)]
         message = torch.zeros(sum(counts), dtype=torch.uint8)
-        return lambda: wire.all_to_all(message, counts, counts, mesh.world).wait()
+        return lambda: wire.all_to_all(
+            message, counts, counts, mesh.world, most=each
+        ).wait()
 
     return _curve(exchange, len(line), mesh, repeats)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.exchange.codec import Codec
-from pyg_distcomm.plan.flow import Array, Flow, Side
+from pyg_distcomm.plan.flow import Flow
 from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.shared import Array, Side
 from pyg_distcomm.plan.training import Product, Training
 from pyg_distcomm.price import balanced_split
 
@@ -35,14 +36,15 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """One product: its four exchanges, and the nonzeros that each step multiplies.
+    """One product: its exchanges, and the nonzeros that each step multiplies.
 
+    gather, scatter        exchanges of rows, and of sums
     early, between, late   times the width: beside the gather, then, beside the scatter
     """
 
     split: Move
-    gather: Move
-    scatter: Move
+    gather: tuple[Move, ...]
+    scatter: tuple[Move, ...]
     join: Move
     width: Array
     early: Array
@@ -50,9 +52,9 @@ class Passage:
     late: Array
 
     @property
-    def moves(self) -> tuple[Move, Move, Move, Move]:
+    def moves(self) -> tuple[Move, ...]:
         """All exchanges, in order."""
-        return self.split, self.gather, self.scatter, self.join
+        return self.split, *self.gather, *self.scatter, self.join
 
     @property
     def received(self) -> Array:
@@ -75,36 +77,43 @@ def passage(
     p = flow.grid[2]
     width = np.array(balanced_split(product.width, p))[None, None, :]
     size = np.array([row_bytes[w] for w in width.ravel()])[None, None, :]
-    gather, scatter = flow.rows_in, flow.sums_out
-    own, own_ghost, out_own, out_ghost = flow.nonzeros
-    early, late = own + out_own, own_ghost
+    sides, axes = flow.sides, ("row", "col")
+    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
     if product.transposed:
-        gather, scatter = scatter, gather
-        early, late = own + own_ghost, out_own
-    axes = ("col", "row") if product.transposed else ("row", "col")
+        sides, axes = sides.mirrored, ("col", "row")
+        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
+    one, two = axes
     return Passage(
         _fiber(flow, product.width, width, itemsize, leaving=True),
-        _move(axes[0], gather.ghosts, gather.lent, gather.readers, width, size),
-        _move(axes[1], scatter.lent, scatter.ghosts, scatter.sources, width, size),
+        (_there(one, sides.ghost, width, size), _there(two, sides.far, width, size)),
+        (_back(two, sides.out, width, size), _back(one, sides.sums, width, size)),
         _fiber(flow, product.width, width, itemsize, leaving=False),
         width,
-        early[:, :, None],
+        (own + out_own + sum_own)[:, :, None],
         out_ghost[:, :, None],
-        late[:, :, None],
+        (own_ghost + own_far)[:, :, None],
     )
 
 
 def halo_passage(flow: Flow, product: Product, row_bytes: dict[int, int]) -> Passage:
     """Prices one exchange of `HaloConv`: rows come, or their sums go home."""
-    side, width = flow.rows_in, np.array([[[product.width]]])
+    side, width = flow.sides.ghost, np.array([[[product.width]]])
     size, none = np.array([[[row_bytes[product.width]]]]), np.zeros((1, 1, 1), np.int64)
     still = Move("world", none, none, none)
     here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
     if product.transposed:
-        back = _move("world", side.lent, side.ghosts, side.sources, width, size)
-        return Passage(still, still, back, still, width, none, here, none)
-    there = _move("world", side.ghosts, side.lent, side.readers, width, size)
-    return Passage(still, there, still, still, width, none, here, none)
+        back = (_back("world", side, width, size),)
+        return Passage(still, (), back, still, width, none, here, none)
+    there = (_there("world", side, width, size),)
+    return Passage(still, there, (), still, width, none, here, none)
+
+
+def _there(axis: str, side: Side, width: Array, size: Array) -> Move:
+    return _move(axis, side.ghosts, side.lent, side.readers, width, size)
+
+
+def _back(axis: str, side: Side, width: Array, size: Array) -> Move:
+    return _move(axis, side.lent, side.ghosts, side.sources, width, size)
 
 
 def _move(
@@ -147,11 +156,12 @@ def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
         out: Array = machine.multiply_seconds(nonzeros, found.width)
         return out
 
+    gather, scatter = (sum(map(wire, m)) for m in (found.gather, found.scatter))
     steps = (
         wire(found.split),
-        np.maximum(wire(found.gather), work(found.early)),
+        np.maximum(gather, work(found.early)),
         work(found.between),
-        np.maximum(wire(found.scatter), work(found.late)),
+        np.maximum(scatter, work(found.late)),
         wire(found.join),
     )
     return float(sum(step.max() for step in steps))
@@ -299,7 +309,7 @@ def _halo_bytes(
     p = flow.grid[2]
     share = -(-width // p)
     size = codec.row_bytes(share, dtype)  # type: ignore[arg-type]
-    rows = sum(_traffic(side) for side in (flow.rows_in, flow.sums_out))
+    rows = sum(_traffic(side) for side in flow.sides.all)
     inside = flow.fiber * share * item * 2 if p > 1 else 0
     return (rows * size + inside)[:, :, None]  # type: ignore[operator,index]
 

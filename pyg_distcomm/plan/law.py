@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.mesh import Grid
-from pyg_distcomm.plan.flow import Array, Flow, Side
+from pyg_distcomm.plan.flow import Flow
+from pyg_distcomm.plan.shared import Array, Side, Sides
 
 POINTS = 4096  # quantiles of a power law
 
@@ -150,7 +151,7 @@ class RandomGraph:
         law = LAWS[self.law] if isinstance(self.law, str) else self.law
         return 1 - law.missing(self.nodes, self.edges, 1 / parts)
 
-    def flow(self, grid: Grid, oblivious: bool, add_loops: bool) -> Flow:
+    def flow(self, grid: Grid, halo: str, add_loops: bool) -> Flow:
         """Returns the mean rows of one product on a grid, for every rank the same.
 
             ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
@@ -159,7 +160,8 @@ class RandomGraph:
         """
         r, s, p = grid
         n, m = self.nodes, self.edges
-        full = oblivious
+        full = halo == "blocks"
+        none = Side(*(_each(0) for _ in range(4)))
         rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
         sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
         block, own = m / (r * s), 1 / (r * s)
@@ -169,13 +171,19 @@ class RandomGraph:
             _each(n / (r * s * p))[:, :, None],
             _each(n / (r * s)),
             _each(m / (r * s * p))[:, :, None],
-            Side(_each(rows), _each(rows), _each(r - 1), _each(r - 1)),
-            Side(_each(sums), _each(sums), _each(s - 1), _each(s - 1)),
+            Sides(
+                Side(_each(rows), _each(rows), _each(r - 1), _each(r - 1)),
+                Side(_each(sums), _each(sums), _each(s - 1), _each(s - 1)),
+                none,
+                none,
+            ),
             (
                 _each(block * own + loops),
                 _each(block * (1 / s - own)),
                 _each(block * (1 / r - own)),
                 _each(block * (1 - 1 / r) * (1 - 1 / s)),
+                _each(0),
+                _each(0),
             ),
         )
 

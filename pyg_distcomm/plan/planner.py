@@ -14,6 +14,7 @@ from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.exchange.codec import Codec, Plain
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
+from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.cost import Cost, epoch_cost
@@ -209,11 +210,9 @@ def _plans_of(
     if training.runs_by_halo and grid[1:] != (1, 1):
         return [Plan(grid, reason=HALO_GRIDS)]
     found = []
-    loops = training.adds_loops
-    needed = source.flow(grid, False, loops)
-    blocks = grid[:2] != (1, 1) and any(each.kind != "halo" for each in training.layers)
-    for oblivious in (False, True) if blocks else (False,):
-        flow = source.flow(grid, True, loops) if oblivious else needed
+    ghosts = _ghosts(source) if training.runs_by_halo else None
+    for halo in _halos(grid, source, training):
+        flow = source.flow(grid, halo, training.adds_loops)
         seen = set()
         for ordering in _orderings():
             orders = training.orders(ordering)
@@ -223,10 +222,30 @@ def _plans_of(
             products = training.products(ordering)
             for name, codec in CODECS.items():
                 cost = epoch_cost(
-                    (flow, needed), training, products, orders, codec, dtype, machine
+                    (flow, ghosts or flow),
+                    training,
+                    products,
+                    orders,
+                    codec,
+                    dtype,
+                    machine,
                 )
-                found.append(_plan(grid, ordering, orders, oblivious, name, cost, flow))
+                found.append(_plan(grid, ordering, orders, halo, name, cost))
     return found
+
+
+def _ghosts(source: CutEdges | RandomGraph) -> Flow | None:
+    return source.halo_flow() if isinstance(source, CutEdges) else None
+
+
+def _halos(
+    grid: Grid, source: CutEdges | RandomGraph, training: Training
+) -> tuple[str, ...]:
+    """Lists what may travel: all there is, but for laws of degrees and for one way."""
+    if isinstance(source, RandomGraph):
+        return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
+    products = any(each.kind != "halo" for each in training.layers)
+    return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
 
 def _orderings() -> list[Ordering]:
@@ -238,10 +257,9 @@ def _plan(
     grid: Grid,
     ordering: Ordering,
     orders: tuple[str, ...],
-    oblivious: bool,
+    halo: str,
     codec: str,
     cost: Cost,
-    flow: Flow,
 ) -> Plan:
     size = grid[0] * grid[1] * grid[2]
     sums = sum(cost.sums.values())
@@ -254,7 +272,7 @@ def _plan(
         grid,
         orders,
         ordering,
-        oblivious,
+        halo,
         codec,
         by_rank if every else (max(by_rank),),
         round(float(cost.exchange.max())),
@@ -277,7 +295,8 @@ def _judged(found: Plan, limit: float | None) -> Plan:
 def _merit(found: Plan) -> tuple[Any, ...]:
     """Fastest first; of equals the one with fewer bytes, then the simplest."""
     r, s, p = found.grid
-    return found.seconds, found.bytes, found.oblivious, found.memory, s * p, p, -r
+    halo = HALOS.index(found.halo)
+    return found.seconds, found.bytes, halo, found.memory, s * p, p, -r
 
 
 def _words(training: Training) -> str:

@@ -26,7 +26,7 @@ class Plan:
         orders: of each layer "kept" (A X is kept), "first" ((A X) W), "last" (A (X W)),
             or "halo" (rows are brought to their edges).
         ordering: the switches that give these orders.
-        oblivious: whether whole blocks travel.
+        halo: what travels, as `DistEdgeIndex.with_halo` has it.
         codec: how rows are written on the wire.
         bytes_by_rank: received in an epoch, all told; one mean for a law of degrees.
         exchange_bytes: of them in products, on the busiest rank.
@@ -41,7 +41,7 @@ class Plan:
     grid: Grid
     orders: tuple[str, ...] = ()
     ordering: Ordering = Ordering()
-    oblivious: bool = False
+    halo: str = "auto"
     codec: str = "plain"
     bytes_by_rank: tuple[int, ...] = (0,)
     exchange_bytes: int = 0
@@ -71,8 +71,8 @@ class Plan:
     def __str__(self) -> str:
         sides = " x ".join(map(str, self.grid))
         said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
-        if self.oblivious:
-            said += ", oblivious"
+        if self.halo != "auto":
+            said += f", halo {self.halo}"
         return (
             f"{said}: {show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
@@ -86,7 +86,7 @@ class Plan:
             "orders": list(self.orders),
             "order": self.ordering.order,
             "keep_inputs": self.ordering.keep_inputs,
-            "oblivious": self.oblivious,
+            "halo": self.halo,
             "codec": self.codec,
             "bytes": self.bytes,
             "total_bytes": self.total_bytes,
@@ -216,7 +216,7 @@ class Plans(Sequence[Plan]):
 def _odd(plan: Plan) -> str:
     words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
     words += [] if plan.ordering.keep_inputs else ["nothing kept"]
-    words += ["oblivious"] if plan.oblivious else []
+    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
     return f", {', '.join(words)}" if words else ""
 
 
@@ -228,7 +228,7 @@ def _table(plans: Sequence[Plan]) -> str:
             plan.algorithm,
             "x".join(map(str, plan.grid)),
             " ".join(plan.orders),
-            "whole" if plan.oblivious else "needed",
+            plan.halo,
             plan.codec,
             show_bytes(plan.bytes),
             show_bytes(plan.total_bytes),

@@ -16,7 +16,6 @@ from pyg_distcomm.wire import ring_words
 
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets of gradients
 LOSS_WORDS, LOSS_ITEM = 2, 8  # a mean is a sum and a count, in float64
 NORM_SUMS = 4  # of a batch norm, each as wide as its channels
 
@@ -142,20 +141,10 @@ class Training:
             return {"parameters": [], "loss": [], "norms": []}
         item = self.itemsize
         return {
-            "parameters": [ring_words(n, size) * item for n in self.buckets()],
+            "parameters": [ring_words(sum(self.parameters), size) * item],
             "loss": [ring_words(LOSS_WORDS, size) * LOSS_ITEM] * 2,
             "norms": [ring_words(c, size) * item for c in self.norms] * NORM_SUMS,
         }
-
-    def buckets(self) -> list[int]:
-        """Returns the numbers in each of DDP's buckets, filled from the last gradient."""
-        found, full = [0], FIRST_BUCKET
-        for size in reversed(self.parameters):
-            if found[-1] * self.itemsize >= full:
-                found.append(0)
-                full = BUCKET
-            found[-1] += size
-        return [n for n in found if n]
 
 
 def training_of(
