@@ -16,8 +16,8 @@ import numpy as np
 
 from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.plan.flow import Flow
+from pyg_distcomm.plan.links import Array, Side
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.shared import Array, Side
 from pyg_distcomm.plan.training import Product, Training
 from pyg_distcomm.price import balanced_split
 

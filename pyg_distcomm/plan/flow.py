@@ -10,7 +10,7 @@ from torch import Tensor
 from pyg_distcomm.mesh import Grid
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.shared import Array, Side, Sides, shared_out
+from pyg_distcomm.plan.links import Array, Side, Sides, shared_out
 
 MOST_RANKS = 4096  # a table of ranks by ranks is kept
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyg_distcomm.mesh import Grid
 from pyg_distcomm.plan.flow import Flow
-from pyg_distcomm.plan.shared import Array, Side, Sides
+from pyg_distcomm.plan.links import Array, Side, Sides
 
 POINTS = 4096  # quantiles of a power law
 

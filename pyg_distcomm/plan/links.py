@@ -79,7 +79,9 @@ class _Block:
     """The nonzeros of a block whose ends have different owners, as they are shared out.
 
     Shapes [e]: source, target (ids), row_of (process row of the source's owner), col_of
-    (process column of the target's owner).
+    (process column of the target's owner), given (whether handed over). Summed are the
+    targets of those handed over to process rows; forwarded, with their rows, the sources
+    of those handed over to process columns.
     """
 
     source: Tensor
@@ -88,6 +90,15 @@ class _Block:
     col_of: Tensor
     given: Tensor
     summed: Tensor
+    forwarded: tuple[Tensor, Tensor]
+
+    def choose(
+        self, near: Tensor, far: Tensor, place: Tensor, open_: Tensor, halo: str
+    ) -> int:
+        """Decides which of the open nonzeros are handed over; returns the words left."""
+        chosen, words = handed(near[open_], far[open_], place[open_], halo)
+        self.given = torch.zeros_like(open_).masked_scatter(open_, chosen)
+        return words
 
     def keep(self, which: Tensor) -> None:
         """Drops the other nonzeros."""
@@ -95,9 +106,56 @@ class _Block:
         self.row_of, self.col_of = self.row_of[which], self.col_of[which]
 
 
+@dataclass(frozen=True, eq=False)
+class _Wants:
+    """Rows that ranks of a line ask of one another, `[line, asking, asked]`, and nonzeros.
+
+    nonzeros [5, r, s]: own_ghost, out_own, out_ghost, sum_own, own_far
+    """
+
+    ghost: Array
+    out: Array
+    sums: Array
+    far: Array
+    nonzeros: Array
+
+    def give_rows(self, block: _Block, i: int, j: int, whole: bool) -> None:
+        """Hands nonzeros to the process rows of their sources."""
+        given, r = block.given & (not whole), self.ghost.shape[1]
+        block.summed = block.target[given]
+        self.sums[j, :, i] = _distinct(block.row_of[given], block.summed, r)
+        self.nonzeros[3, :, j] += torch.bincount(
+            block.row_of[given], minlength=r
+        ).numpy()
+        block.keep(~given)
+
+    def give_columns(self, block: _Block, i: int, j: int, whole: bool) -> None:
+        """Hands nonzeros to the process columns of their targets."""
+        given, s = block.given & (not whole), self.out.shape[1]
+        block.forwarded = block.source[given], block.row_of[given]
+        self.far[i, :, j] = _distinct(block.col_of[given], block.source[given], s)
+        self.nonzeros[4, i, :] += torch.bincount(
+            block.col_of[given], minlength=s
+        ).numpy()
+        block.keep(~given)
+
+    def take(self, block: _Block, i: int, j: int, summed_at: Tensor) -> None:
+        """Counts what the nonzeros that stay need, and what was promised for others."""
+        forwarded, rows = block.forwarded
+        columns = torch.cat([block.source, forwarded])
+        place = torch.cat([block.row_of, rows])
+        self.ghost[j, i] = _distinct(place, columns, self.ghost.shape[1], i)
+        targets = torch.cat([block.target, block.summed])
+        place = torch.cat([block.col_of, summed_at])
+        self.out[i, j] = _distinct(place, targets, self.out.shape[1], j)
+        in_row, in_col = block.col_of == j, block.row_of == i
+        kinds = (in_row & ~in_col, ~in_row & in_col, ~in_row & ~in_col)
+        self.nonzeros[:3, i, j] = [int(which.sum()) for which in kinds]
+
+
 def shared_out(
     edges: tuple[Array, Array], owner: Array, fiber: Array, grid: Grid, halo: str
-) -> tuple[Sides, tuple[Array, Array, Array, Array, Array]]:
+) -> tuple[Sides, tuple[Array, ...]]:
     """Returns the links of all ranks, and the nonzeros of their blocks but the own ones.
 
     Args:
@@ -113,56 +171,38 @@ def shared_out(
     """
     r, s, _ = grid
     blocks = _blocks(edges, owner, grid)
-    ghost, sums = np.zeros((2, s, r, r), np.int64)
-    out, far = np.zeros((2, r, s, s), np.int64)
-    counts = np.zeros((5, r, s), np.int64)
+    want = _Wants(
+        np.zeros((s, r, r), np.int64),
+        np.zeros((r, s, s), np.int64),
+        np.zeros((s, r, r), np.int64),
+        np.zeros((r, s, s), np.int64),
+        np.zeros((5, r, s), np.int64),
+    )
     words = np.zeros((r, s), np.int64)
     for (i, j), block in blocks.items():
-        away = block.row_of != i
-        chosen, words[i, j] = handed(
-            block.source[away], block.target[away], block.row_of[away], halo
-        )
-        block.given = torch.zeros_like(away).masked_scatter(away, chosen)
+        near, far, place = block.source, block.target, block.row_of
+        words[i, j] = block.choose(near, far, place, place != i, halo)
     whole_in = _whole(words.T, fiber.T, halo)
     for (i, j), block in blocks.items():
-        given = block.given & (not whole_in[j])
-        block.summed = block.target[given]
-        sums[j, :, i] = _distinct(block.row_of[given], block.summed, r)
-        counts[3, :, j] += torch.bincount(block.row_of[given], minlength=r).numpy()
-        block.keep(~given)
-        away, paid = block.col_of != j, torch.isin(block.target, block.summed)
-        open_ = away & ~paid
-        chosen, new = handed(
-            block.target[open_], block.source[open_], block.col_of[open_], halo
-        )
-        words[i, j] = new + len(torch.unique(block.target[away & paid]))
-        block.given = torch.zeros_like(open_).masked_scatter(open_, chosen)
+        want.give_rows(block, i, j, bool(whole_in[j]))
+        near, far, place = block.target, block.source, block.col_of
+        away, paid = place != j, torch.isin(near, block.summed)
+        words[i, j] = block.choose(near, far, place, away & ~paid, halo)
+        words[i, j] += len(torch.unique(near[away & paid]))
     whole_out = _whole(words, fiber, halo)
     for (i, j), block in blocks.items():
-        given = block.given & (not whole_out[i])
-        forwarded, rows = block.source[given], block.row_of[given]
-        far[i, :, j] = _distinct(block.col_of[given], forwarded, s)
-        counts[4, i, :] += torch.bincount(block.col_of[given], minlength=s).numpy()
-        block.keep(~given)
-        columns = torch.cat([block.source, forwarded])
-        ghost[j, i] = _distinct(torch.cat([block.row_of, rows]), columns, r, i)
-        targets = torch.cat([block.target, block.summed])
-        place = torch.from_numpy(owner)[targets] // grid[2] % s
-        out[i, j] = _distinct(place, targets, s, j)
-        in_row, in_col = block.col_of == j, block.row_of == i
-        for k, which in enumerate(
-            (in_row & ~in_col, ~in_row & in_col, ~in_row & ~in_col)
-        ):
-            counts[k, i, j] = int(which.sum())
-    _fill(ghost, fiber.T, whole_in)
-    _fill(out, fiber, whole_out)
+        want.give_columns(block, i, j, bool(whole_out[i]))
+        place = torch.from_numpy(owner)[block.summed] // grid[2] % s
+        want.take(block, i, j, place)
+    _fill(want.ghost, fiber.T, whole_in)
+    _fill(want.out, fiber, whole_out)
     sides = Sides(
-        _side(ghost, whole_in).turned(),
-        _side(out, whole_out),
-        Side.of(sums, True).turned(),
-        Side.of(far, True),
+        _side(want.ghost, whole_in).turned(),
+        _side(want.out, whole_out),
+        Side.of(want.sums, True).turned(),
+        Side.of(want.far, True),
     )
-    return sides, tuple(counts)  # type: ignore[return-value]
+    return sides, tuple(want.nonzeros)
 
 
 def _blocks(
@@ -184,6 +224,7 @@ def _blocks(
             torch.from_numpy(home[which] // p % s),
             none,
             none,
+            (none, none),
         )
     return found
 
