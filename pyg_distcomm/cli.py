@@ -25,6 +25,7 @@ from pyg_distcomm.partition.pyg_folder import (
 )
 from pyg_distcomm.partition.sources import is_source
 from pyg_distcomm.partition.verify import verify_folder
+from pyg_distcomm.plan import command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,7 +48,7 @@ def _parser() -> _Parser:
     parser = _Parser(prog="pyg-distcomm", description="Distributed full-graph training")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each command is one function that adds its arguments and sets `run`
-    for add in (_add_partition, _add_inspect, _add_doctor, _add_bench):
+    for add in (_add_partition, _add_inspect, _add_plan, _add_doctor, _add_bench):
         add(commands)
     return parser
 
@@ -120,6 +121,12 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="compare the contents of every file too",
     )
     parser.set_defaults(run=_inspect)
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser("plan", help=command.TEXT, description=command.TEXT)
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:

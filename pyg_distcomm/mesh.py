@@ -143,6 +143,8 @@ class Mesh:
             (the ranks again, on a process group of DDP's own).
         ledger: what has travelled.
         step: how many keyed training calls (dropout) there have been.
+        plan: the `Plan` that chose the grid, where algorithm="auto" did.
+        owners: who owns which node in that plan, a Partition.
     """
 
     grid: Grid
@@ -156,6 +158,8 @@ class Mesh:
     data: Axis
     ledger: Ledger
     step: int = 0
+    plan: Any = None
+    owners: Any = None
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
 
     @property

@@ -29,7 +29,7 @@ from pyg_distcomm.topology import Topology
 def partition(
     data: Data | HeteroData,
     mesh: Mesh,
-    method: Any = "metis",
+    method: Any = None,
     *,
     seed: int = 0,
     refine: bool = False,
@@ -50,7 +50,8 @@ def partition(
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "block", the owner of each node, or a Partition;
             for a HeteroData also a dictionary of owners by node type. METIS falls back
-            to "ldg" where pymetis is not installed.
+            to "ldg" where pymetis is not installed. None is "metis", or as planned where
+            `init("auto")` has planned this graph.
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
@@ -63,14 +64,34 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     if isinstance(data, HeteroData):
+        method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     _agree(problem, mesh)
     _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
-    owners = _cut_once(data, mesh, method, seed, refine)
+    if method is None and not refine and _is_planned(data, mesh):
+        share = _share_of(data, kinds, mesh.owners, mesh.rank)
+        return _as_planned(_assemble(share, mesh, oblivious), oblivious)
+    owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
     return _assemble(share, mesh, oblivious)
+
+
+def _is_planned(data: Data, mesh: Mesh) -> bool:
+    return mesh.owners is not None and mesh.owners.num_nodes == data.num_nodes
+
+
+def _as_planned(share: Data, oblivious: bool) -> Data:
+    """Gives layers the halo and the order of products that the mesh was chosen for."""
+    edge_index: Any = share.edge_index
+    plan = edge_index.nodes.mesh.plan
+    if not oblivious:
+        edge_index = edge_index.with_halo(plan.halo)
+    share.edge_index = edge_index.with_ordering(
+        plan.ordering.order, keep_inputs=plan.ordering.keep_inputs
+    )
+    return share
 
 
 def _partition_hetero(

@@ -29,6 +29,7 @@ FLOORS = (
     "sampling",
     "loader",
     "share share_hetero checkpoint datasets nn",
+    "plan",
     "doctor bench bench_gcn",
     "cli __init__",
 )
@@ -45,7 +46,7 @@ KNOWS_PYG = {
     "partition.folder",
     "partition.pyg_folder",
 }
-PYG_ROOMS = ("nn.", "sampling.", "loader.")
+PYG_ROOMS = ("nn.", "sampling.", "loader.", "plan.")
 LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
 LATE |= {"torch_sparse", "pyg_lib", "fcntl"}
 COLLECTIVES = re.compile(

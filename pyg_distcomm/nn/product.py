@@ -49,17 +49,16 @@ def in_best_order(
     """
     if is_lazy(lin.weight):
         lin(x)  # takes its width from x, through its own hooks
-    order = ordering.order
-    if ordering.keep_inputs and order != "last":
+    if ordering.keep_inputs and ordering.order != "last":
         product = known(x, lambda: _by_row(multiply, x.to_local()))
         if product is not None:
             return F.linear(product, lin.weight, bias)
     grad = torch.is_grad_enabled()
-    before = lin.in_channels * (1 + (grad and x.requires_grad))
-    after = lin.out_channels * (
-        1 + (grad and (x.requires_grad or lin.weight.requires_grad))
+    grads = (
+        grad and x.requires_grad,
+        grad and (x.requires_grad or lin.weight.requires_grad),
     )
-    if order == "first" or (order == "auto" and before <= after):
+    if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return F.linear(_by_row(multiply, x.to_local()), lin.weight, bias)
     out = _by_row(multiply, F.linear(x.to_local(), lin.weight))
     return out if bias is None else out.add_(bias)  # a fresh tensor: nobody saved it

@@ -1,0 +1,130 @@
+"""init, with algorithm="auto": the grid that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch_geometric.data import Data
+
+from pyg_distcomm import mesh as grids
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Grid, Mesh
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.calibrate import calibrate
+from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.planner import plan
+from pyg_distcomm.plan.plans import Plan
+from pyg_distcomm.plan.training import INPUTS
+
+
+def init(
+    algorithm: str = "1d",
+    *,
+    replication: int | None = None,
+    grid: Grid | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    timeout: float = 300.0,
+    data: Data | None = None,
+    widths: Sequence[int] | None = None,
+    model: torch.nn.Module | None = None,
+    layers: str | Sequence[str] = "gcn",
+    inputs: str = INPUTS[0],
+    method: Any = "metis",
+    machine: Machine | None = None,
+    memory: float | None = None,
+) -> Mesh:
+    """Joins the run and returns its mesh.
+
+    Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
+    `pdc.launch`, in a process group the caller has made, or alone, with none at all.
+
+        mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
+        data = pdc.partition(dataset[0], mesh)      # cut as planned
+
+    "auto" measures the links and the processors (see `calibrate`), plans on rank 0, and
+    takes the best plan that fits (see `plan`); it is kept as `mesh.plan`, and `partition`
+    follows it.
+
+    Args:
+        algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
+        replication: c of the 1.5D algorithm.
+        grid: an explicit grid `(row, col, fiber)`, instead of a name.
+        backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
+        device: where this rank computes; its CUDA device with NCCL, else the CPU.
+        seed: the seed of dropout and of everything else that is keyed.
+        timeout: seconds a rank waits for the others before it raises.
+        data: for "auto", the whole graph; rank 0's counts.
+        widths, model: for "auto", the widths of the features, hidden layers and output,
+            or the model, from which they are read.
+        layers, inputs, memory: for "auto", see `plan`.
+        method: for "auto", how `partition` will cut the graph, and from which seed.
+        machine: for "auto", the figures, instead of measuring them.
+
+    Raises:
+        ValueError: if the grid does not fit; the message lists the sizes that do.
+    """
+    joining = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
+    problem = _misuse(algorithm, (replication, grid), data, (widths, model))
+    if problem is not None:
+        raise ValueError(problem)
+    if algorithm != "auto":
+        return grids.init(algorithm, replication=replication, grid=grid, **joining)  # type: ignore[arg-type]
+    mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
+    if machine is None:
+        machine = calibrate(mesh) if mesh.size > 1 else Machine()
+    best, owners = _chosen(
+        mesh,
+        data,
+        widths=widths,
+        model=model,
+        layers=layers,
+        inputs=inputs,
+        machine=machine,
+        memory=memory,
+        partition=method,
+    )
+    if best.grid != mesh.grid:
+        mesh = grids.init(grid=best.grid, **joining)  # type: ignore[arg-type]
+    mesh.plan, mesh.owners = best, owners
+    return mesh
+
+
+def _misuse(
+    algorithm: str, shape: tuple[Any, Any], data: Any, sizes: tuple[Any, Any]
+) -> str | None:
+    """Says what does not go together, if anything."""
+    planned = [value is not None for value in (data, *sizes)]
+    if algorithm != "auto":
+        told = f"data, widths and model are for algorithm='auto', got {algorithm!r}"
+        return told if any(planned) else None
+    if shape != (None, None):
+        return "algorithm='auto' finds the grid; leave grid and replication out"
+    if data is None or planned[1] == planned[2]:
+        return (
+            "algorithm='auto' plans before it chooses: give the graph as data=..., and "
+            "either widths=[features, hidden, ..., output] or model=..."
+        )
+    return None
+
+
+def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None]:
+    """Plans on rank 0, and tells the others; raises on all ranks, or on none."""
+    found, problem = None, None
+    kind: type[Exception] = ValueError
+    if mesh.rank == 0:
+        try:
+            plans = plan(data, ranks=mesh.size, **asked)
+            owners = plans.partition
+            found = plans.best, None if owners is None else owners.owner.numpy()
+        except (TypeError, ValueError) as error:
+            problem, kind = str(error), type(error)
+    kind = wire.broadcast_object(kind, mesh.world)
+    wire.agree(problem, mesh.world, kind)
+    best, owner = wire.broadcast_object(found, mesh.world)
+    if owner is None:
+        return best, None
+    return best, Partition.from_owner(owner, mesh.size)

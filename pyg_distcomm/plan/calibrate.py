@@ -1,0 +1,197 @@
+"""calibrate: measures what a run computes with and talks over, in a few seconds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import kernels, wire
+from pyg_distcomm.ledger import Ledger
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.plan.cost import sum_messages
+from pyg_distcomm.plan.machine import Machine, Rate, Wire, lines_of
+from pyg_distcomm.share import partition
+
+SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
+FEW = 3  # times that such a row is timed
+LONG = 0.1  # seconds that exchanges of a size are timed, in a row
+WIDE = 256  # the other side of a dense product, at least
+AXES = ("world", "row", "col", "fiber", "data")
+STEP = 4  # how much longer than the one before an exchange of a curve is
+
+
+def calibrate(
+    mesh: Mesh,
+    widths: Sequence[int] = (4, 16, 64, 256),
+    *,
+    rows: int = 1 << 14,
+    degree: int = 16,
+    repeats: int = 7,
+) -> Machine:
+    """Measures latency, bandwidth and rates, all ranks at the same time; collective.
+
+    Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of
+    all ranks sending to all others at once. Nothing is added to the ledger.
+
+    Args:
+        mesh: the ranks; the lines of every grid of so many are measured.
+        widths: at which products are timed; those of the model, best of all.
+        rows, degree: of the matrix that is multiplied, a rank.
+        repeats: how often each is timed.
+
+    Price: a few seconds, most of them for slow links.
+    """
+    quiet = _uncounted(mesh)
+    lines = {line: _wire(*line, quiet, repeats) for line in lines_of(mesh.size)}
+    every = lines.get((mesh.size, 1), Wire(0.0, 1e12))
+    spmm, gemm, stream = _rates(quiet, sorted(set(widths)), rows, degree, repeats)
+    return Machine(
+        every.latency,
+        every.bandwidth,
+        spmm,
+        gemm,
+        stream,
+        _overhead(quiet, repeats),
+        lines=lines,
+        sums=_sums(quiet, repeats) if mesh.size > 1 else None,
+        source=f"measured on {mesh.size} ranks",
+    )
+
+
+def _uncounted(mesh: Mesh) -> Mesh:
+    """The same mesh with a ledger of its own."""
+    ledger = Ledger()
+    axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in AXES}
+    return replace(mesh, ledger=ledger, **axes)
+
+
+def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
+    """Returns the median seconds of something all ranks do at once, until all are done."""
+    work()
+    found = []
+    for _ in range(repeats):
+        wire.barrier(mesh.world)
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    slowest = wire.all_reduce(
+        torch.tensor(found, dtype=torch.float64), mesh.world, "max"
+    )
+    return statistics.median(slowest.tolist())
+
+
+def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
+    """Times exchanges in which each rank of a line sends as much to every other.
+
+    All lines at once, over the process group of the world: what a rank sends to ranks
+    of other lines is nothing.
+    """
+    first = mesh.rank // (size * stride) * (size * stride) + mesh.rank % stride
+    line = {first + k * stride for k in range(size)} - {mesh.rank}
+
+    def exchange(total: int) -> Callable[[], object]:
+        each = max(1, total // len(line))
+        counts = [each if rank in line else 0 for rank in range(mesh.size)]
+        message = torch.zeros(sum(counts), dtype=torch.uint8)
+        return lambda: wire.all_to_all(
+            message, counts, counts, mesh.world, most=each
+        ).wait()
+
+    return _curve(exchange, len(line), mesh, repeats)
+
+
+def _sums(mesh: Mesh, repeats: int) -> Wire:
+    """Times all-reduces; sizes are those of what a rank receives."""
+
+    def reduce(size: int) -> Callable[[], object]:
+        values = torch.zeros(max(1, size * mesh.size // (8 * (mesh.size - 1))))
+        return lambda: wire.all_reduce(values, mesh.world)
+
+    return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
+
+
+def _curve(
+    work: Callable[[int], Callable[[], object]], messages: int, mesh: Mesh, repeats: int
+) -> Wire:
+    """Times work of each size many times in a row, so that bursts do not count."""
+    latency = _timed(work(SMALL * messages), mesh, repeats) / messages
+    points, size, took, before = [], LEAST, 0.0, 0.0
+    while took < LONG and size <= MOST:
+        before, took = took, max(took, _in_a_row(work(size), mesh))
+        points.append((size, max(took - latency * messages, 0.0)))
+        size *= 2
+    # the last point is twice as long as the one before it
+    return Wire(
+        latency, points[-1][0] / 2 / max(took - before, 1e-3 * took), tuple(points)
+    )
+
+
+def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
+    """Returns the seconds of one, when as many follow one another as take a while."""
+    times = max(1, round(LONG / max(_timed(work, mesh, 1), 1e-6)))
+
+    def every() -> None:
+        for _ in range(times):
+            work()
+
+    return _timed(every, mesh, FEW) / times
+
+
+def _rates(
+    mesh: Mesh, widths: list[int], rows: int, degree: int, repeats: int
+) -> tuple[Rate, Rate, float]:
+    rng = torch.Generator().manual_seed(0)
+    col = torch.randint(rows, (rows * degree,), generator=rng)
+    row = torch.arange(rows).repeat_interleave(degree)
+    rowptr, col, _ = kernels.coo_to_csr(row, col, rows)
+    value = torch.rand(len(col), generator=rng).to(mesh.device)
+    rowptr, col = rowptr.to(mesh.device), col.to(rowptr.dtype).to(mesh.device)
+    sparse, dense, most = [], [], max(WIDE, *widths)
+    wide = torch.rand(rows, most, generator=rng).to(mesh.device)
+    for width in widths:
+        x = torch.rand(rows, width, generator=rng).to(mesh.device)
+        w = torch.rand(width, most, generator=rng).to(mesh.device)
+        took = _timed(partial(kernels.spmm, rowptr, col, value, x), mesh, repeats)
+        sparse.append((width, len(col) * width / took))
+        took = _timed(partial(_linear_step, wide, w, x), mesh, repeats)
+        dense.append((width, 4 * rows * most * width / took))
+    pick = torch.randperm(rows, generator=rng).to(mesh.device)
+    took = _timed(lambda: kernels.gather_rows(wide, pick), mesh, repeats)
+    return Rate(tuple(sparse)), Rate(tuple(dense)), 2 * wide.nbytes / took
+
+
+def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
+    """X W and its dW, as a layer of `torch.nn` has them."""
+    torch.nn.functional.linear(x, w)
+    torch.mm(g.t(), x)
+
+
+def _overhead(mesh: Mesh, repeats: int) -> float:
+    """Returns the seconds of a layer, forward and backward, that has next to no rows."""
+    nodes = 2 * mesh.size
+    none = torch.empty(2, 0, dtype=torch.int64)
+    data = Data(x=torch.ones(nodes, 4), edge_index=none, num_nodes=nodes)
+    share = partition(data, mesh, "block")
+    convs = torch.nn.ModuleList(DistGCNConv(4, 4) for _ in range(4))
+    optimizer = torch.optim.Adam(convs.parameters())
+
+    def epoch() -> None:
+        optimizer.zero_grad()
+        x = share.x
+        for conv in convs:
+            x = conv(x, share.edge_index).relu()
+        x.to_local().sum().backward()
+        optimizer.step()
+
+    for _ in itertools.repeat(None, 2):
+        epoch()
+    return _timed(epoch, mesh, repeats) / len(convs)

@@ -1,0 +1,251 @@
+"""Machine: what ranks compute with and talk over, in seconds; measured, or given by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pyg_distcomm.mesh import Grid
+
+Points = tuple[tuple[int, float], ...]
+Line = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Work a second as a function of width: straight lines between measured points.
+
+    Lines run through seconds a row against width, as memory and arithmetic have it;
+    beyond the last point the rate stays what it was there.
+
+    Args:
+        points: (width, numbers a second), widths ascending.
+    """
+
+    points: Points
+
+    def __post_init__(self) -> None:
+        widths = [w for w, _ in self.points]
+        if not widths or widths != sorted(set(widths)) or widths[0] < 1:
+            raise ValueError(f"a Rate needs ascending widths, got {widths}")
+        for _, rate in self.points:
+            _check_positive("a rate", rate)
+
+    def seconds(self, rows: Any, width: Any) -> Any:
+        """Returns the seconds for so many rows (or nonzeros) of so many numbers."""
+        widths = np.array([w for w, _ in self.points], np.float64)
+        each = widths / np.array([rate for _, rate in self.points])
+        wide = np.asarray(width, np.float64)
+        inside = np.interp(wide, widths, each)
+        beyond = np.where(wide > widths[-1], wide / widths[-1], 1.0)
+        return np.where(wide > 0, inside * beyond * rows, 0.0)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One axis: seconds a message takes to begin, bytes a second each way at once.
+
+    Args:
+        latency: seconds a message.
+        bandwidth: bytes a second, of exchanges longer than any in `curve`.
+        curve: (bytes, seconds beside latency) of measured exchanges, ascending: links
+            and back ends are seldom straight lines.
+    """
+
+    latency: float
+    bandwidth: float
+    curve: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_positive("bandwidth", self.bandwidth)
+        _check_seconds("latency", self.latency)
+        object.__setattr__(self, "curve", tuple((int(b), t) for b, t in self.curve))
+
+    def seconds(self, messages: Any, sent: Any, received: Any) -> Any:
+        """Returns the seconds of one exchange: alpha messages + bytes / beta.
+
+        Both ways run at once, so the fuller one counts.
+        """
+        size = np.maximum(sent, received)
+        if not self.curve:
+            return self.latency * messages + size / self.bandwidth
+        sizes, took = zip((0, 0.0), *self.curve, strict=True)
+        beyond = np.maximum(size - sizes[-1], 0) / self.bandwidth
+        return self.latency * messages + np.interp(size, sizes, took) + beyond
+
+    def __str__(self) -> str:
+        return (
+            f"{self.latency * 1e6:,.0f} us a message, {self.bandwidth / 1e6:,.1f} MB/s"
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The figures from which `plan` predicts seconds.
+
+    Args:
+        latency: seconds a message takes beside its bytes.
+        bandwidth: bytes a second that a rank sends, and receives at the same time.
+        spmm: nonzeros times width a second of a sparse product, or a `Rate`.
+        gemm: multiplications and additions a second of a dense product, or a `Rate` by
+            its narrower width.
+        stream: bytes a second that row by row operations read and write.
+        overhead: seconds a layer takes in an epoch beside its work.
+        memory: bytes a rank may use; None for no limit.
+        lines: `Wire`s of the lines of a grid, by (size, stride): so many ranks, each so
+            far from the last; others take the first two arguments.
+        sums: the `Wire` of all-reduces, if it is another.
+        source: where the figures come from.
+
+    The default is a cluster of commodity machines on Ethernet of 1 Gbit/s.
+    """
+
+    latency: float = 50e-6
+    bandwidth: float = 117e6
+    spmm: Rate | float = 2e9
+    gemm: Rate | float = 20e9
+    stream: float = 5e9
+    overhead: float = 0.0
+    memory: float | None = None
+    lines: Mapping[Line, Wire] = field(default_factory=dict)
+    sums: Wire | None = None
+    source: str = "assumed"
+
+    def __post_init__(self) -> None:
+        for name in ("spmm", "gemm"):
+            value = getattr(self, name)
+            if not isinstance(value, Rate):
+                object.__setattr__(self, name, Rate(((1, value),)))
+        for name in ("bandwidth", "stream"):
+            _check_positive(name, getattr(self, name))
+        for name in ("latency", "overhead"):
+            _check_seconds(name, getattr(self, name))
+        if self.memory is not None:
+            _check_positive("memory", self.memory)
+        object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
+
+    def wire(self, axis: str, grid: Grid) -> Wire:
+        """Returns the figures of an axis of a grid."""
+        r, s, p = grid
+        lines = {
+            "row": (r, s * p),
+            "col": (s, p),
+            "fiber": (p, 1),
+            "world": (r * s * p, 1),
+        }
+        return self.lines.get(lines[axis], Wire(self.latency, self.bandwidth))
+
+    def sum_wire(self) -> Wire:
+        """Returns the figures of all-reduces."""
+        return self.sums or Wire(self.latency, self.bandwidth)
+
+    def multiply_seconds(self, nonzeros: Any, width: Any) -> Any:
+        """Returns the seconds of a sparse product."""
+        assert isinstance(self.spmm, Rate)
+        return self.spmm.seconds(nonzeros, width)
+
+    def linear_seconds(self, rows: Any, width_in: int, width_out: int) -> Any:
+        """Returns the seconds of `[rows, width_in] @ [width_in, width_out]`."""
+        assert isinstance(self.gemm, Rate)
+        narrow, wide = sorted((width_in, width_out))
+        return self.gemm.seconds(2 * wide * rows, narrow)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, as `from_dict` takes them."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("spmm", "gemm"):
+            plain[name] = [list(point) for point in plain[name].points]
+        plain["lines"] = [
+            {"size": size, "stride": stride, **asdict(wire)}
+            for (size, stride), wire in self.lines.items()
+        ]
+        plain["sums"] = None if self.sums is None else asdict(self.sums)
+        return plain
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Machine:
+        """Makes a machine of what `to_dict` returned."""
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"a machine is a mapping, got {type(plain).__name__}")
+        known = {f.name for f in fields(Machine)}
+        strange = sorted(set(plain) - known)
+        if strange:
+            raise ValueError(f"a machine has no {', '.join(strange)}")
+        values = dict(plain)
+        for name in ("spmm", "gemm"):
+            if isinstance(values.get(name), Sequence):
+                values[name] = Rate(tuple((int(w), float(r)) for w, r in values[name]))
+        values["lines"] = {
+            (int(w["size"]), int(w["stride"])): _wire_of(w)
+            for w in values.get("lines", ())
+        }
+        if values.get("sums") is not None:
+            values["sums"] = _wire_of(values["sums"])
+        return Machine(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the figures as JSON, whole or not at all."""
+        path = Path(path)
+        aside = path.with_name(f"{path.name}.part{os.getpid()}")
+        aside.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        aside.replace(path)
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: naming the file, if it holds something else.
+        """
+        try:
+            return Machine.from_dict(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: holds no machine: {error}") from None
+
+    def __str__(self) -> str:
+        lines = [
+            f"machine   {self.source}",
+            f"link      {Wire(self.latency, self.bandwidth)} each way",
+        ]
+        for (size, stride), wire in self.lines.items():
+            lines.append(f"  {size} ranks, {stride} apart: {wire}")
+        if self.sums is not None:
+            lines.append(f"  all-reduce: {self.sums}")
+        for name in ("spmm", "gemm"):
+            rate = getattr(self, name)
+            each = ", ".join(f"{r / 1e9:.3g} at width {w}" for w, r in rate.points)
+            lines.append(f"{name:<9} 1e9/s: {each}")
+        lines.append(
+            f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer"
+        )
+        return "\n".join(lines)
+
+
+def lines_of(size: int) -> list[Line]:
+    """Lists the axes, of two ranks or more, that grids of so many ranks have."""
+    sides = [d for d in range(2, size + 1) if size % d == 0]
+    return [
+        (d, k) for d in sides for k in range(1, size // d + 1) if size // d % k == 0
+    ]
+
+
+def _wire_of(plain: Mapping[str, Any]) -> Wire:
+    return Wire(plain["latency"], plain["bandwidth"], plain.get("curve", ()))
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds from 0 on, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")

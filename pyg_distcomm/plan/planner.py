@@ -1,0 +1,306 @@
+"""plan: every way to train a graph on so many ranks, with what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm.constants import ORDERS, Ordering
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.codec import Codec, Plain
+from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
+from pyg_distcomm.ops.cover import HALOS
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.cost import Cost, epoch_cost
+from pyg_distcomm.plan.flow import CutEdges, Flow
+from pyg_distcomm.plan.law import RandomGraph
+from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
+from pyg_distcomm.plan.training import Training, training_of, training_of_model
+
+CODECS: dict[str, Codec] = {"plain": Plain()}  # what layers can send with
+HALO_GRIDS = (
+    "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
+)
+
+
+def plan(
+    graph: Data | Tensor | RandomGraph,
+    widths: Sequence[int] | None = None,
+    ranks: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    model: torch.nn.Module | None = None,
+    layers: str | Sequence[str] = "gcn",
+    inputs: str = "constant",
+    machine: Machine | None = None,
+    memory: float | None = None,
+    partition: Any = "metis",
+    seed: int = 0,
+    algorithm: str | None = None,
+    grid: Grid | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Plans:
+    """Lists every grid, ordering and halo for training a graph, with its costs, ranked.
+
+    Nothing is sent, and every rank that calls it gets the same: bytes are those that the
+    ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
+    third epoch on, when products of constant inputs are kept). Of a `RandomGraph` they
+    are means.
+
+    Args:
+        graph: the whole graph, its edge_index, or a `RandomGraph` by size and law.
+        widths: of the features, the hidden layers and the output, as [602, 16, 41].
+        ranks: how many; those of `mesh` if left out.
+        mesh: only counted.
+        model: instead of widths: its layers, parameters and batch norms are read.
+        layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
+        inputs: "constant" features, "changing" ones (input dropout), or "trained".
+        machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
+        memory: bytes a rank may use beside its interpreter; default `machine.memory`.
+        partition: as `pdc.partition` takes it: a method, the owners, or a Partition.
+        seed: of the cutter.
+        algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
+        grid: only this grid.
+        dtype: of the features.
+
+    Returns:
+        `Plans`: a sequence, the fastest first, with `best` and `refused`.
+
+    Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
+    """
+    size = _ranks(ranks, mesh, partition)
+    training = _training(graph, widths, model, layers, inputs, dtype)
+    machine = machine or Machine()
+    limit = machine.memory if memory is None else memory
+    source, words, owners = _source(graph, size, partition, seed)
+    found = []
+    for one in _grids(size, algorithm, grid):
+        found += _plans_of(one, source, training, machine, dtype)
+    judged = [_judged(each, limit) for each in found]
+    ranked = sorted((p for p in judged if p.reason is None), key=_merit)
+    refused = sorted((p for p in judged if p.reason is not None), key=_merit)
+    names = () if grid is not None else misfits(size, algorithm)
+    said = f"{words}, {size} ranks; {_words(training)}"
+    return Plans(tuple(ranked), tuple(refused), names, said, machine, owners)
+
+
+def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
+    if ranks is None:
+        if mesh is not None:
+            return mesh.size
+        if isinstance(partition, Partition):
+            return partition.num_parts
+        raise ValueError("plan needs ranks=P, or the mesh whose ranks it is for")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
+    if mesh is not None and mesh.size != ranks:
+        raise ValueError(
+            f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
+        )
+    return ranks
+
+
+def _training(
+    graph: Any,
+    widths: Sequence[int] | None,
+    model: torch.nn.Module | None,
+    layers: str | Sequence[str],
+    inputs: str,
+    dtype: torch.dtype,
+) -> Training:
+    if (widths is None) == (model is None):
+        raise ValueError(
+            "plan needs either widths=[features, hidden, ..., output] or model=..."
+        )
+    if model is not None:
+        features = graph.num_features if isinstance(graph, Data) else None
+        read = training_of_model(model, features or None, inputs)
+        return replace(read, itemsize=dtype.itemsize)
+    assert widths is not None
+    return training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+
+
+def _source(
+    graph: Any, size: int, partition: Any, seed: int
+) -> tuple[CutEdges | RandomGraph, str, Partition | None]:
+    """Returns what flows are counted from, what it is, and who owns which node."""
+    if isinstance(graph, RandomGraph):
+        words = f"{graph.nodes:,} nodes, {graph.edges:,} edges, law {graph.law}"
+        return graph, words, None
+    edge_index, nodes, mask = _edges(graph, partition)
+    if isinstance(partition, Partition):
+        owners = partition
+    else:
+        owners = cut(edge_index, nodes, size, partition, seed=seed, train_mask=mask)
+    if owners.num_parts != size or owners.num_nodes != nodes:
+        raise ValueError(
+            f"{owners} does not fit a graph of {nodes} nodes on {size} ranks"
+        )
+    words = f"{nodes:,} nodes, {edge_index.size(1):,} edges"
+    return CutEdges.of(edge_index, owners), words, owners
+
+
+def _edges(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
+    edge_index = graph.edge_index if isinstance(graph, Data) else graph
+    if isinstance(edge_index, DistEdgeIndex):
+        raise TypeError(
+            "plan takes the whole graph, and this is a rank's share; plan before "
+            "pdc.partition"
+        )
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            "plan takes a torch_geometric.data.Data, an edge_index [2, num_edges] or a "
+            f"RandomGraph, got {type(graph).__name__}"
+        )
+    if isinstance(graph, Data):
+        if graph.num_nodes is None:
+            raise ValueError("data.num_nodes is not known; set it, or give data.x")
+        mask = graph.get("train_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
+        return edge_index.cpu(), int(graph.num_nodes), mask
+    if isinstance(partition, Partition):
+        return edge_index.cpu(), partition.num_nodes, None
+    if isinstance(partition, str):
+        nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
+        return edge_index.cpu(), nodes, None
+    return edge_index.cpu(), len(partition), None
+
+
+def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid]:
+    if grid is not None:
+        r, s, p = grid
+        if r * s * p != size:
+            raise ValueError(f"grid={tuple(grid)} does not have {size} ranks")
+        return [(r, s, p)]
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm={algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
+        )
+    sides = [d for d in range(1, size + 1) if size % d == 0]
+    every = [
+        (r, s, size // (r * s)) for r in sides for s in sides if size % (r * s) == 0
+    ]
+    if algorithm is None:
+        return every
+    return [one for one in every if _fits(one, algorithm)]
+
+
+def _fits(grid: Grid, algorithm: str) -> bool:
+    # every (P/c, c, 1) is a 1.5D grid for c of its own, those of other names too
+    if algorithm == "1.5d":
+        return grid[2] == 1 and grid[1] > 1
+    return name_of(grid) == algorithm
+
+
+def _plans_of(
+    grid: Grid,
+    source: CutEdges | RandomGraph,
+    training: Training,
+    machine: Machine,
+    dtype: torch.dtype,
+) -> list[Plan]:
+    """Returns the plans of one grid, one for each different way to train on it."""
+    if training.runs_by_halo and grid[1:] != (1, 1):
+        return [Plan(grid, reason=HALO_GRIDS)]
+    found = []
+    ghosts = _ghosts(source) if training.runs_by_halo else None
+    for halo in _halos(grid, source, training):
+        flow = source.flow(grid, halo, training.adds_loops)
+        seen = set()
+        for ordering in _orderings():
+            orders = training.orders(ordering)
+            if orders in seen:
+                continue
+            seen.add(orders)
+            products = training.products(ordering)
+            for name, codec in CODECS.items():
+                cost = epoch_cost(
+                    (flow, ghosts or flow),
+                    training,
+                    products,
+                    orders,
+                    codec,
+                    dtype,
+                    machine,
+                )
+                found.append(_plan(grid, ordering, orders, halo, name, cost))
+    return found
+
+
+def _ghosts(source: CutEdges | RandomGraph) -> Flow | None:
+    return source.halo_flow() if isinstance(source, CutEdges) else None
+
+
+def _halos(
+    grid: Grid, source: CutEdges | RandomGraph, training: Training
+) -> tuple[str, ...]:
+    """Lists what may travel: all there is, but for laws of degrees and for one way."""
+    if isinstance(source, RandomGraph):
+        return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
+    products = any(each.kind != "halo" for each in training.layers)
+    return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
+
+
+def _orderings() -> list[Ordering]:
+    names = ("auto", *(name for name in ORDERS if name != "auto"))
+    return [Ordering(order, keep) for order in names for keep in (True, False)]
+
+
+def _plan(
+    grid: Grid,
+    ordering: Ordering,
+    orders: tuple[str, ...],
+    halo: str,
+    codec: str,
+    cost: Cost,
+) -> Plan:
+    size = grid[0] * grid[1] * grid[2]
+    sums = sum(cost.sums.values())
+    by_rank = tuple(round(float(n)) + sums for n in cost.exchange.ravel())
+    every = len(by_rank) == size
+    total = (
+        sum(by_rank) if every else round((float(cost.exchange.mean()) + sums) * size)
+    )
+    return Plan(
+        grid,
+        orders,
+        ordering,
+        halo,
+        codec,
+        by_rank if every else (max(by_rank),),
+        round(float(cost.exchange.max())),
+        cost.sums,
+        total,
+        round(float(cost.messages.max())),
+        cost.seconds,
+        round(float(cost.memory.max())),
+    )
+
+
+def _judged(found: Plan, limit: float | None) -> Plan:
+    """Gives a plan that does not fit its reason."""
+    if found.reason is not None or limit is None or found.memory <= limit:
+        return found
+    need, may = show_bytes(found.memory), show_bytes(limit)
+    return replace(found, reason=f"needs {need} a rank, and may use {may}")
+
+
+def _merit(found: Plan) -> tuple[Any, ...]:
+    """Fastest first; of equals the one with fewer bytes, then the simplest."""
+    r, s, p = found.grid
+    halo = HALOS.index(found.halo)
+    return found.seconds, found.bytes, halo, found.memory, s * p, p, -r
+
+
+def _words(training: Training) -> str:
+    widths = [training.layers[0].width_in, *(one.width_out for one in training.layers)]
+    kinds = [one.kind for one in training.layers]
+    names = kinds[0] if len(set(kinds)) == 1 else "-".join(kinds)
+    return f"{names} {'-'.join(map(str, widths))}, {training.inputs} inputs"

@@ -1,0 +1,277 @@
+"""Plan and Plans: what one choice would cost, and all of them, ranked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from pyg_distcomm.constants import Ordering
+from pyg_distcomm.ledger import format_table
+from pyg_distcomm.mesh import ALGORITHMS, Grid, resolve_grid
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.machine import Machine
+
+MOST_LINES = 24  # plans that the table shows
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, and what an epoch of it costs (from the third epoch on).
+
+    Args:
+        grid: (r, s, p).
+        orders: of each layer "kept" (A X is kept), "first" ((A X) W), "last" (A (X W)),
+            or "halo" (rows are brought to their edges).
+        ordering: the switches that give these orders.
+        halo: what travels, as `DistEdgeIndex.with_halo` has it.
+        codec: how rows are written on the wire.
+        bytes_by_rank: received in an epoch, all told; one mean for a law of degrees.
+        exchange_bytes: of them in products, on the busiest rank.
+        sum_bytes: of them in all-reduces, by what is summed; the same on every rank.
+        total_bytes: over all ranks.
+        messages: sent in products by the busiest rank.
+        seconds: predicted for an epoch.
+        memory: bytes on the fullest rank, beside the interpreter's.
+        reason: why it is refused; None for one that can be run.
+    """
+
+    grid: Grid
+    orders: tuple[str, ...] = ()
+    ordering: Ordering = Ordering()
+    halo: str = "auto"
+    codec: str = "plain"
+    bytes_by_rank: tuple[int, ...] = (0,)
+    exchange_bytes: int = 0
+    sum_bytes: dict[str, int] = field(default_factory=dict)
+    total_bytes: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+    reason: str | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        r, s, p = self.grid
+        return r * s * p
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the busiest rank receives in an epoch, sums of gradients too."""
+        return max(self.bytes_by_rank)
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the grid, as `init` knows it, or "grid"."""
+        return name_of(self.grid)
+
+    def __str__(self) -> str:
+        sides = " x ".join(map(str, self.grid))
+        said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
+        if self.halo != "auto":
+            said += f", halo {self.halo}"
+        return (
+            f"{said}: {show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
+            f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return {
+            "algorithm": self.algorithm,
+            "grid": list(self.grid),
+            "orders": list(self.orders),
+            "order": self.ordering.order,
+            "keep_inputs": self.ordering.keep_inputs,
+            "halo": self.halo,
+            "codec": self.codec,
+            "bytes": self.bytes,
+            "total_bytes": self.total_bytes,
+            "exchange_bytes": self.exchange_bytes,
+            "sum_bytes": dict(self.sum_bytes),
+            "messages": self.messages,
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """An algorithm that no grid of so many ranks has, and why."""
+
+    algorithm: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return {"algorithm": self.algorithm, "reason": self.reason}
+
+
+@dataclass(frozen=True, eq=False)
+class Plans(Sequence[Plan]):
+    """All plans that can be run, the fastest first; `print` shows them as a table.
+
+    Args:
+        ranked: what can be run.
+        refused: what cannot, each with its reason.
+        misfits: names of algorithms without a grid.
+        graph: the graph in words.
+        machine: the figures for seconds.
+        partition: who owns which node; None for a law of degrees.
+    """
+
+    ranked: tuple[Plan, ...]
+    refused: tuple[Plan, ...]
+    misfits: tuple[Misfit, ...]
+    graph: str
+    machine: Machine
+    partition: Partition | None = None
+
+    @property
+    def best(self) -> Plan:
+        """The plan predicted to be the fastest of those that can be run.
+
+        Raises:
+            ValueError: if there is none; the message has the reasons.
+        """
+        if self.ranked:
+            return self.ranked[0]
+        reasons = [f"{name_of(p.grid)} {p.grid}: {p.reason}" for p in self.refused]
+        reasons += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
+        raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
+
+    @overload
+    def __getitem__(self, key: int) -> Plan: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, key: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.ranked[key]
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.ranked)
+
+    def of(self, grid: Grid, **choice: Any) -> Plan:
+        """Returns the first plan of a grid, refused or not, with these attributes."""
+        for plan in (*self.ranked, *self.refused):
+            has = all(getattr(plan, name) == value for name, value in choice.items())
+            if plan.grid == tuple(grid) and has:
+                return plan
+        raise ValueError(f"no plan has grid {tuple(grid)} and {choice}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        return {
+            "graph": self.graph,
+            "machine": self.machine.to_dict(),
+            "plans": [plan.to_dict() for plan in self.ranked],
+            "refused": [plan.to_dict() for plan in self.refused],
+            "misfits": [misfit.to_dict() for misfit in self.misfits],
+        }
+
+    def to_json(self) -> str:
+        """Returns the plans as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        first = {plan.grid: plan for plan in reversed(self.ranked)}
+        shown = [plan for plan in self.ranked if first[plan.grid] is plan][:MOST_LINES]
+        parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
+        if len(self.ranked) > len(shown):
+            left = len(self.ranked) - len(shown)
+            parts.append(
+                f"the best of each grid; {left} more are predicted to be slower"
+            )
+        lines = self._refusals()
+        if lines:
+            parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
+        if len(lines) > MOST_LINES:
+            parts.append(f"  ... {len(lines) - MOST_LINES} more")
+        return "\n".join(parts)
+
+    def _refusals(self) -> list[str]:
+        """Says why, of each grid that cannot be used at all, its leanest plan is refused."""
+        usable = {plan.grid for plan in self.ranked}
+        lean: dict[Grid, Plan] = {}
+        for plan in sorted(self.refused, key=lambda plan: plan.memory):
+            if plan.grid not in usable:
+                lean.setdefault(plan.grid, plan)
+        lines = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in lean.values()]
+        left = len(self.refused) - len(lean)
+        if left:
+            lines.append(f"{left} orderings and halos that take more memory")
+        return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
+
+    def __repr__(self) -> str:
+        best = self.ranked[0] if self.ranked else "none can be run"
+        return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
+
+
+def _odd(plan: Plan) -> str:
+    words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
+    words += [] if plan.ordering.keep_inputs else ["nothing kept"]
+    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
+    return f", {', '.join(words)}" if words else ""
+
+
+def _table(plans: Sequence[Plan]) -> str:
+    head = ("algorithm", "grid", "orders", "halo", "codec", "bytes, most", "bytes, all")
+    head += ("of products", "messages", "seconds", "memory")  # type: ignore[assignment]
+    rows = [
+        (
+            plan.algorithm,
+            "x".join(map(str, plan.grid)),
+            " ".join(plan.orders),
+            plan.halo,
+            plan.codec,
+            show_bytes(plan.bytes),
+            show_bytes(plan.total_bytes),
+            show_bytes(plan.exchange_bytes),
+            plan.messages,
+            f"{plan.seconds:.4g}",
+            show_bytes(plan.memory),
+        )
+        for plan in plans
+    ]
+    return format_table(head, rows) if rows else "no plan can be run"
+
+
+def show_bytes(count: float) -> str:
+    """Writes a number of bytes with a unit."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:,.0f} {UNITS[unit]}" if unit == 0 else f"{value:.4g} {UNITS[unit]}"
+
+
+def name_of(grid: Grid) -> str:
+    """Returns the name `resolve_grid` has for a grid, or "grid"."""
+    r, s, p = grid
+    if s == p == 1:
+        return "1d"
+    if r == s == 1:
+        return "feature"
+    for name in ("2d", "3d"):
+        try:
+            if resolve_grid(r * s * p, name) == grid:
+                return name
+        except ValueError:
+            continue
+    return "1.5d" if p == 1 else "grid"
+
+
+def misfits(size: int, wanted: str | None) -> tuple[Misfit, ...]:
+    """Lists the algorithms that have no grid of so many ranks."""
+    found = []
+    for name in ALGORITHMS if wanted is None else (wanted,):
+        try:
+            resolve_grid(size, name)
+        except ValueError as error:
+            found.append(Misfit(name, str(error)))
+    return tuple(found)

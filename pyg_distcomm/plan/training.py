@@ -1,0 +1,250 @@
+"""Training: what one epoch of a model multiplies with the graph, and sums over ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
+
+from pyg_distcomm.constants import Ordering
+from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.wire import ring_words
+
+INPUTS = ("constant", "changing", "trained")
+KINDS = ("gcn", "sage", "halo")
+LOSS_WORDS, LOSS_ITEM = 2, 8  # a mean is a sum and a count, in float64
+NORM_SUMS = 4  # of a batch norm, each as wide as its channels
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: X' = A X W and the like, or rows of X brought to where edges end.
+
+    Args:
+        kind: "gcn", "sage" (mean and sum), or "halo": any other, run by `HaloConv`.
+        width_in, width_out: features that go in and come out.
+        fresh: whether its input is computed, so a gradient goes on to it, also where
+            the layer is the first.
+    """
+
+    kind: str
+    width_in: int
+    width_out: int
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"layers are {', '.join(KINDS)}; got {self.kind!r}")
+        if min(self.width_in, self.width_out) < 1:
+            raise ValueError(
+                f"widths must be at least 1, got {self.width_in} and {self.width_out}"
+            )
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Sizes of weights and bias, in the order of PyG's layers."""
+        weight, bias = self.width_in * self.width_out, self.width_out
+        return (weight, bias, weight) if self.kind == "sage" else (bias, weight)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One application of the graph: its width, its direction, and how it travels.
+
+    Args:
+        layer: the number of its layer.
+        width: features.
+        transposed: whether it is one of the backward pass.
+        halo: whether rows travel alone, as `HaloConv` has it.
+    """
+
+    layer: int
+    width: int
+    transposed: bool
+    halo: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """A full-graph epoch: forward, a mean loss, backward, and a sum of gradients.
+
+    Args:
+        layers: in order.
+        parameters: sizes of all that train, in the order of the model.
+        inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
+            are "trained".
+        itemsize: bytes of a number.
+        norms: channels of each batch norm.
+    """
+
+    layers: tuple[Layer, ...]
+    parameters: tuple[int, ...]
+    inputs: str = "constant"
+    itemsize: int = 4
+    norms: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.inputs not in INPUTS:
+            raise ValueError(f"inputs must be one of {INPUTS}, got {self.inputs!r}")
+        if not self.layers:
+            raise ValueError("an epoch needs at least one layer")
+
+    @property
+    def runs_by_halo(self) -> bool:
+        """Whether some layer needs its edges whole, so a grid (P, 1, 1)."""
+        return any(layer.kind == "halo" for layer in self.layers)
+
+    @property
+    def adds_loops(self) -> bool:
+        """Whether self-loops join the edges."""
+        return any(layer.kind == "gcn" for layer in self.layers)
+
+    def wants_gradient(self, number: int) -> bool:
+        """Whether the backward pass goes on to the input of a layer."""
+        return number > 0 or self.inputs == "trained" or self.layers[0].fresh
+
+    def orders(self, ordering: Ordering) -> tuple[str, ...]:
+        """Returns for each layer "kept", "first", "last" or "halo"."""
+        return tuple(self._order(i, ordering) for i in range(len(self.layers)))
+
+    def _order(self, number: int, ordering: Ordering) -> str:
+        layer, grad = self.layers[number], self.wants_gradient(number)
+        if layer.kind == "halo":
+            return "halo"
+        still = number == 0 and self.inputs == "constant" and not layer.fresh
+        if still and ordering.keep_inputs and ordering.order != "last":
+            return "kept"
+        widths = layer.width_in, layer.width_out
+        return "first" if ordering.takes_first(*widths, (grad, True)) else "last"
+
+    def products(self, ordering: Ordering) -> list[Product]:
+        """Lists what an epoch multiplies, from the third on (see `Constants`)."""
+        found = []
+        for i, order in enumerate(self.orders(ordering)):
+            layer = self.layers[i]
+            if order == "kept":
+                continue
+            width = layer.width_out if order == "last" else layer.width_in
+            halo = order == "halo"
+            found.append(Product(i, width, False, halo))
+            if order == "last" or self.wants_gradient(i):
+                found.append(Product(i, width, True, halo))
+        return found
+
+    def sums(self, size: int) -> dict[str, list[int]]:
+        """Returns the bytes a rank receives in each all-reduce, by what is summed."""
+        if size == 1:
+            return {"parameters": [], "loss": [], "norms": []}
+        item = self.itemsize
+        return {
+            "parameters": [ring_words(sum(self.parameters), size) * item],
+            "loss": [ring_words(LOSS_WORDS, size) * LOSS_ITEM] * 2,
+            "norms": [ring_words(c, size) * item for c in self.norms] * NORM_SUMS,
+        }
+
+
+def training_of(
+    widths: Sequence[int],
+    layers: str | Sequence[str] = "gcn",
+    *,
+    inputs: str = "constant",
+    itemsize: int = 4,
+) -> Training:
+    """Returns the training of a stack of layers from their widths.
+
+    Args:
+        widths: of the features, the hidden layers, and the output.
+        layers: the kind of all layers ("gcn", "sage", "halo"), or of each; another
+            layer of PyG's is "halo".
+        inputs, itemsize: see `Training`.
+    """
+    pairs = list(itertools.pairwise(widths))
+    if not pairs:
+        raise ValueError(
+            f"widths={list(widths)} needs at least two: features and output"
+        )
+    kinds = [layers] * len(pairs) if isinstance(layers, str) else list(layers)
+    if len(kinds) != len(pairs):
+        raise ValueError(
+            f"{len(kinds)} kinds of layers do not fit {len(pairs)} pairs of widths"
+        )
+    stack = tuple(Layer(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True))
+    sizes = tuple(n for layer in stack for n in layer.parameters)
+    return Training(stack, sizes, inputs, itemsize)
+
+
+def training_of_model(
+    model: torch.nn.Module, num_features: int | None, inputs: str = "constant"
+) -> Training:
+    """Reads the layers of a model, in the order in which it holds them.
+
+    Args:
+        model: of PyG's layers or ours, each used once an epoch.
+        num_features: what layers of unknown (lazy) width get.
+        inputs: see `Training`.
+    """
+    found = [_bare(m) for m in model.modules() if _is_layer(m)]
+    distinct = list({id(m): m for m in found}.values())
+    if not distinct:
+        raise ValueError(
+            f"{type(model).__name__} has no message passing layer to plan for; give "
+            "widths=[...]"
+        )
+    layers: list[Layer] = []
+    for conv in distinct:
+        layers.append(_layer(conv, layers[-1].width_out if layers else num_features))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
+    known = () if lazy else tuple(p.numel() for p in trained)
+    item = 4 if lazy or not trained else trained[0].element_size()
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d)]
+    return Training(
+        tuple(layers),
+        known or tuple(n for layer in layers for n in layer.parameters),
+        inputs,
+        item,
+        tuple(m.num_features for m in norms),
+    )
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, (MessagePassing, HaloConv))
+
+
+def _bare(module: torch.nn.Module) -> torch.nn.Module:
+    return module.conv if isinstance(module, HaloConv) else module
+
+
+def _layer(conv: torch.nn.Module, before: int | None) -> Layer:
+    width_in, width_out = (getattr(conv, f"{w}_channels", None) for w in ("in", "out"))
+    if isinstance(width_in, (tuple, list)):
+        width_in = width_in[0]
+    width_in = before if width_in in (None, -1) else width_in
+    if width_out is None and isinstance(getattr(conv, "nn", None), torch.nn.Module):
+        width_out = _last_width(conv.nn)  # type: ignore[arg-type]
+    if width_in is None or width_out is None:
+        raise ValueError(
+            f"the widths of {type(conv).__name__} cannot be read from it; give "
+            "widths=[...] and layers=[...]"
+        )
+    if getattr(conv, "concat", False) and hasattr(conv, "heads"):
+        width_out *= conv.heads  # type: ignore[operator]
+    aggr = getattr(conv, "aggr", None)
+    if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
+        return Layer("gcn", width_in, width_out)
+    if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
+        return Layer("sage", width_in, width_out, bool(conv.project))
+    return Layer("halo", width_in, width_out)
+
+
+def _last_width(module: torch.nn.Module) -> int | None:
+    linear = [m for m in module.modules() if hasattr(m, "out_features")]
+    wide = [m for m in module.modules() if hasattr(m, "out_channels")]
+    if not (linear or wide):
+        return None
+    last: Any = (linear or wide)[-1]
+    return int(last.out_features if linear else last.out_channels)

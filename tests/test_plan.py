@@ -1,0 +1,488 @@
+"""The planner: bytes of an epoch as the ledger counts them, before anything is sent."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import GRAPHS, grids, owners
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, Sequential
+
+import pyg_distcomm as pdc
+from pyg_distcomm import bench
+from pyg_distcomm.cli import main
+from pyg_distcomm.constants import ORDERS, Ordering
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
+from pyg_distcomm.ops.cover import HALOS
+from pyg_distcomm.plan.law import Degrees, PowerLaw
+from pyg_distcomm.plan.machine import Rate, Wire, lines_of
+from pyg_distcomm.plan.planner import plan
+from pyg_distcomm.plan.training import training_of
+from pyg_distcomm.price import dense_words
+
+WIDTHS = (7, 5, 9, 4)
+LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
+SWITCHES = list(itertools.product(ORDERS, (True, False), HALOS))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x, edge_index):
+        for layer in self.layers[:-1]:
+            x = layer(x, edge_index).relu()
+        return self.layers[-1](x, edge_index)
+
+
+def stack(layer, widths):
+    return Net([layer(a, b) for a, b in itertools.pairwise(widths)]).double()
+
+
+def late_epoch(model, x, edges, y):
+    """Trains three epochs, and returns the ledger of the last, by what travelled."""
+    ledger = edges.nodes.mesh.ledger
+    for _ in range(3):
+        ledger.reset()
+        model.zero_grad()
+        out = model(x, edges)
+        F.cross_entropy(out, y % out.size(1)).backward()
+    names = {op for op, _ in ledger.entries}
+    sums = ledger.bytes("all_reduce")
+    return {
+        "exchange": ledger.bytes() - sums,
+        "parameters": ledger.bytes("all_reduce", "data"),
+        "rest": ledger.bytes("all_reduce", "world"),
+        "messages": ledger.messages() - ledger.messages("all_reduce"),
+        "names": sorted(names),
+    }
+
+
+def trained(grid, graph, owner, layer, switches):
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS[graph]()
+    share = pdc.partition(data, mesh, owner)
+    torch.manual_seed(0)
+    model = pdc.replicate(stack(LAYERS[layer], WIDTHS), mesh)
+    found = []
+    for order, keep, halo in switches:
+        edges = share.edge_index.with_halo(halo)
+        edges = edges.with_ordering(order, keep_inputs=keep)
+        found.append(late_epoch(model, share.x, edges, share.y))
+    return found
+
+
+def same_as_ledger(size, grid, graph, cutter, layer, switches):
+    data = GRAPHS[graph]()
+    owner = owners(cutter, data, size)
+    plans = plan(
+        data,
+        WIDTHS,
+        size,
+        partition=owner,
+        layers=layer,
+        dtype=torch.float64,
+        grid=grid,
+    )
+    training = training_of(WIDTHS, layer, itemsize=8)
+    counted = worlds.run(trained, size, grid, graph, owner, layer, switches)
+    for k, (order, keep, halo) in enumerate(switches):
+        orders = training.orders(Ordering(order, keep))
+        halo = halo if grid[:2] != (1, 1) else "auto"  # else there is none
+        one = plans.of(grid, orders=orders, halo=halo)
+        rest = one.sum_bytes["loss"] + one.sum_bytes["norms"]
+        messages = []
+        for rank, each in enumerate(counted):
+            got = each[k]
+            sums = one.sum_bytes["parameters"] + rest
+            assert got["exchange"] == one.bytes_by_rank[rank] - sums, (rank, one, got)
+            assert got["parameters"] == one.sum_bytes["parameters"]
+            assert got["rest"] == rest
+            messages.append(got["messages"])
+        assert max(messages) == one.messages
+        assert one.total_bytes == sum(one.bytes_by_rank)
+
+
+CASES = [
+    (1, "undirected", "block", "gcn"),
+    (2, "directed", "random", "sage"),
+    (3, "loops_and_copies", "empty_rank", "gcn"),
+    (4, "star", "lopsided", "gcn"),
+    (4, "directed", "metis", "gcn"),
+    (6, "isolated", "random", "sage"),
+    (6, "undirected", "ldg", "gcn"),
+    (8, "tiny", "block", "gcn"),
+    (8, "directed", "random", "gcn"),
+]
+
+
+@pytest.mark.parametrize(("size", "graph", "cutter", "layer"), CASES)
+def test_bytes_are_those_of_the_ledger_on_every_grid(size, graph, cutter, layer):
+    for number, grid in enumerate(grids(size)):
+        # a quarter of the switches on every grid
+        some = [s for k, s in enumerate(SWITCHES) if k % 4 == number % 4]
+        same_as_ledger(size, grid, graph, cutter, layer, some)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("cutter", ["random", "metis", "empty_rank", "lopsided"])
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_bytes_of_every_graph(size, graph, cutter, layer):
+    for grid in grids(size):
+        same_as_ledger(size, grid, graph, cutter, layer, SWITCHES)
+
+
+def by_halo(owner):
+    mesh = worlds.mesh()
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, owner)
+    torch.manual_seed(0)
+    model = pdc.replicate(pdc.convert(mixed().double()), mesh)
+    return late_epoch(model, share.x, share.edge_index, share.y)
+
+
+def mixed():
+    inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU())
+    return Net([GATConv(7, 3, heads=2), GINConv(inner), GCNConv(5, 4)])
+
+
+def test_any_layer_is_read_from_the_model_and_runs_on_one_grid():
+    data = GRAPHS["directed"]()
+    owner = owners("random", data, 4)
+    plans = pdc.plan(data, ranks=4, model=mixed(), partition=owner, dtype=torch.float64)
+    assert {p.grid for p in plans} == {(4, 1, 1)}
+    assert all("halo exchange" in p.reason for p in plans.refused)
+    assert len({p.grid for p in plans.refused}) == len(grids(4)) - 1
+    best = plans.of((4, 1, 1), halo="auto")
+    assert best.orders[:2] == ("halo", "halo")
+    for rank, got in enumerate(worlds.run(by_halo, 4, owner)):
+        sums = best.sum_bytes["parameters"] + got["rest"]
+        assert got["exchange"] == best.bytes_by_rank[rank] - sums
+        assert got["parameters"] == best.sum_bytes["parameters"]
+        assert got["rest"] == best.sum_bytes["loss"]
+
+
+def normed():
+    return Sequential(
+        "x, edge_index",
+        [
+            (SAGEConv(7, 6), "x, edge_index -> x"),
+            (torch.nn.BatchNorm1d(6), "x -> x"),
+            (torch.nn.ReLU(), "x -> x"),
+            (SAGEConv(6, 4, project=True), "x, edge_index -> x"),
+        ],
+    )
+
+
+def with_norm(owner):
+    mesh = worlds.mesh(grid=(2, 1, 2))
+    share = pdc.partition(GRAPHS["undirected"](), mesh, owner)
+    torch.manual_seed(0)
+    model = pdc.replicate(pdc.convert(normed().double()), mesh)
+    return late_epoch(model, share.x, share.edge_index, share.y)
+
+
+def test_batch_norms_and_projections_are_read_from_the_model():
+    data = GRAPHS["undirected"]()
+    owner = owners("random", data, 4)
+    plans = pdc.plan(
+        data, ranks=4, model=normed(), partition=owner, dtype=torch.float64
+    )
+    best = plans.of((2, 1, 2), halo="auto")
+    for rank, got in enumerate(worlds.run(with_norm, 4, owner)):
+        assert (
+            sum(got[k] for k in ("exchange", "parameters", "rest"))
+            == (best.bytes_by_rank[rank])
+        )
+        assert got["rest"] == best.sum_bytes["loss"] + best.sum_bytes["norms"]
+
+
+@pytest.mark.parametrize("inputs", ["changing", "trained"])
+def test_inputs_that_change_are_not_kept(inputs):
+    orders = training_of([602, 16, 41], inputs=inputs).orders(Ordering())
+    assert orders == ("last", "first")
+    products = training_of([16, 602], inputs=inputs).products(Ordering())
+    assert [p.transposed for p in products] == [False] + [True] * (inputs == "trained")
+
+
+def test_refusals_have_reasons():
+    data = GRAPHS["undirected"]()
+    plans = pdc.plan(data, [50, 16, 4], 6, partition="random")
+    assert [m.algorithm for m in plans.misfits] == ["3d"]
+    assert "q * t * p" in plans.misfits[0].reason
+    assert "3d" in str(plans)
+    small = plans.best.memory - 1
+    tight = pdc.plan(data, [50, 16, 4], 6, partition="random", memory=small)
+    assert all(p.memory <= small for p in tight)
+    assert any("may use" in p.reason for p in tight.refused)
+    assert len(tight) + len(tight.refused) == len(plans)
+    with pytest.raises(ValueError, match="no plan can be run"):
+        _ = pdc.plan(data, [50, 16, 4], 6, partition="random", memory=1).best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "ranks=P"),
+        ({"ranks": 0}, "above 0"),
+        ({"ranks": 4, "widths": None}, "either widths"),
+        ({"ranks": 4, "widths": [3]}, "at least two"),
+        ({"ranks": 4, "layers": "gat"}, "layers are gcn, sage, halo"),
+        ({"ranks": 4, "layers": ["gcn"]}, "1 kinds of layers"),
+        ({"ranks": 4, "grid": (3, 1, 1)}, "does not have 4 ranks"),
+        ({"ranks": 4, "algorithm": "4d"}, "not known"),
+        ({"ranks": 4, "inputs": "old"}, "inputs must be"),
+        ({"ranks": 4, "partition": torch.zeros(3, dtype=torch.long)}, "entries"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pdc.plan(GRAPHS["undirected"](), **{"widths": [7, 5, 4], **arguments})
+
+
+def automatic(case):
+    data = GRAPHS["undirected"]()
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    mesh = pdc.init(
+        "auto", data=data, model=stack(DistGCNConv, WIDTHS), machine=machine, timeout=60
+    )
+    share = pdc.partition(data, mesh)
+    torch.manual_seed(0)
+    model = pdc.replicate(stack(DistGCNConv, WIDTHS), mesh)
+    got = late_epoch(model, share.x, share.edge_index, share.y)
+    total = sum(got[k] for k in ("exchange", "parameters", "rest"))
+    return (
+        mesh.grid,
+        mesh.plan.grid,
+        total,
+        mesh.plan.bytes_by_rank[mesh.rank],
+        mesh.rank,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_auto_takes_the_best_plan_on_all_ranks(size):
+    data = GRAPHS["undirected"]()
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    plans = pdc.plan(data, WIDTHS, size, machine=machine)
+    found = worlds.run(automatic, size, None)
+    assert {one[0] for one in found} == {one[1] for one in found} == {plans.best.grid}
+
+
+def refusals():
+    data = GRAPHS["undirected"]()
+    with pytest.raises(ValueError, match="give the graph as data"):
+        pdc.init("auto")
+    with pytest.raises(ValueError, match="for algorithm='auto'"):
+        pdc.init("1d", data=data)
+    with pytest.raises(ValueError, match="leave grid"):
+        pdc.init("auto", data=data, widths=[7, 4], replication=2)
+    with pytest.raises(ValueError, match="no plan can be run"):
+        pdc.init(
+            "auto", data=data, widths=[7, 4], machine=pdc.Machine(memory=1), timeout=60
+        )
+
+
+def test_auto_refuses_on_all_ranks():
+    worlds.run(refusals, 2)
+
+
+def measured():
+    mesh = worlds.mesh(grid=(2, 1, 1))
+    machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2)
+    assert not mesh.ledger.entries
+    return machine.to_dict()
+
+
+def test_calibration_is_the_same_on_all_ranks_and_survives_a_file(tmp_path):
+    one, other = worlds.run(measured, 2)
+    assert one == other
+    machine = pdc.Machine.from_dict(one)
+    assert machine.bandwidth > 0
+    assert machine.latency > 0
+    machine.save(tmp_path / "machine.json")
+    again = pdc.Machine.load(tmp_path / "machine.json")
+    assert again == machine
+    (tmp_path / "machine.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"machine\.json: holds no machine"):
+        pdc.Machine.load(tmp_path / "machine.json")
+
+
+def said(capsys, *flags):
+    code = main(["plan", *map(str, flags)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
+    flags = ["--widths", 7, 5, 4, "--ranks", 6]
+    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags)
+    assert code == 0
+    assert "6x1x1" in out
+    assert "3d: algorithm='3d' does not fit 6 ranks" in out
+    more = ["--bandwidth", "100mbit", "--latency", "1ms", "--memory", "24GiB", "--json"]
+    code, out, _ = said(capsys, tmp_path / "graph.pt", *flags, *more)
+    found = json.loads(out)
+    assert found["machine"]["bandwidth"] == 12.5e6
+    assert found["machine"]["latency"] == 1e-3
+    assert found["machine"]["memory"] == 24 * 2**30
+    seconds = [one["seconds"] for one in found["plans"]]
+    assert seconds == sorted(seconds)
+
+
+def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
+    torch.save(GRAPHS["directed"](), tmp_path / "graph.pt")
+    parts = tmp_path / "parts"
+    cutting = ["--parts", "4", "--method", "random"]
+    assert main(["partition", str(tmp_path / "graph.pt"), str(parts), *cutting]) == 0
+    capsys.readouterr()
+    flags = ["--widths", 7, 5, "--json", "--algorithm", "2d"]
+    code, out, _ = said(capsys, parts, *flags)
+    assert code == 0
+    want = pdc.plan(GRAPHS["directed"](), [7, 5], 4, partition="random").of((2, 2, 1))
+    (one,) = [p for p in json.loads(out)["plans"] if p["orders"] == list(want.orders)][
+        :1
+    ]
+    assert one["grid"] == [2, 2, 1]
+    assert one["bytes"] == want.bytes
+    code, out, _ = said(capsys, "--nodes", 1e8, "--edges", 1e9, *flags, "--ranks", 4096)
+    assert code == 0
+    assert json.loads(out)["plans"][0]["grid"] == [64, 64, 1]
+    code, _, err = said(capsys, parts, *flags, "--ranks", 3)
+    assert code == 2
+    assert "does not fit" in err
+    code, _, err = said(capsys, "--widths", 7, 5)
+    assert code == 2
+    assert "--nodes N and --edges M" in err
+    code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
+    assert code == 2
+    assert "--latency='5 parsecs' is no number of seconds" in err
+
+
+def test_a_wire_follows_its_curve_and_then_its_bandwidth():
+    plain = Wire(1e-3, 1e6)
+    assert plain.seconds(2, 3e6, 1e6) == pytest.approx(2e-3 + 3.0)  # both ways at once
+    curved = Wire(1e-3, 1e6, ((1000, 0.5), (2000, 0.6)))
+    sizes = [0, 500, 1500, 2000, 1002000]
+    want = [0.0, 0.25, 0.55, 0.6, 1.6]
+    found = [float(curved.seconds(0, size, 0)) for size in sizes]
+    assert found == pytest.approx(want)
+
+
+def test_a_rate_is_straight_in_seconds_between_its_widths():
+    rate = Rate(((10, 100.0), (20, 400.0)))
+    found = [float(rate.seconds(3, width)) for width in (0, 10, 15, 20, 40)]
+    assert found == pytest.approx([0, 0.3, 3 * 0.075, 0.15, 0.3])
+    with pytest.raises(ValueError, match="ascending"):
+        Rate(((20, 1.0), (10, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"latency": -1.0}, "latency must be"),
+        ({"bandwidth": 0.0}, "bandwidth must be"),
+        ({"spmm": float("inf")}, "a rate must be"),
+        ({"memory": -1}, "memory must be"),
+    ],
+)
+def test_a_machine_makes_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pdc.Machine(**arguments)
+
+
+def test_lines_are_the_axes_of_all_grids():
+    for size in (1, 2, 4, 6, 8, 12):
+        want = set()
+        for r, s, p in grids(size):
+            want |= {(n, k) for n, k in ((r, s * p), (s, p), (p, 1)) if n > 1}
+        assert set(lines_of(size)) == want
+
+
+def test_figures_of_a_line_count_for_its_axis_only():
+    slow = pdc.Machine(latency=0.0, lines={(2, 2): Wire(0.0, 1.0)})
+    graph = pdc.RandomGraph(1000, 8000)
+    seconds = {p.grid: p.seconds for p in pdc.plan(graph, [8, 4], 4, machine=slow)}
+    assert max(seconds, key=seconds.__getitem__) in {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
+    assert seconds[4, 1, 1] < 1 < seconds[2, 2, 1]
+
+
+def test_an_epoch_takes_as_long_as_its_exchanges_where_they_dominate():
+    data, widths = GRAPHS["directed"](), (8, 4, 12, 4)
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15}
+    machine = pdc.Machine(latency=0.0, bandwidth=1.0, **swift)
+    plans = pdc.plan(data, widths, 4, partition="block", machine=machine)
+    one = plans.of((1, 1, 4), orders=("kept", "first", "last"))
+    assert one.seconds == pytest.approx(one.bytes)  # every rank has as many
+    slow = pdc.Machine(latency=1.0, bandwidth=1e15, **swift)
+    one = pdc.plan(data, widths, 4, partition="block", machine=slow).of((1, 1, 4))
+    # loss, its gradient and the parameters: three sums of 2 log2 4 steps
+    assert one.seconds == pytest.approx(one.messages + 3 * 4)
+
+
+@pytest.mark.parametrize(("law", "off"), [("uniform", 0.01), ("rmat", 0.01)])
+def test_a_law_gives_the_mean_of_real_graphs(law, off):
+    if law == "rmat":
+        row, col, n = bench.rmat(12, 4)
+        edge_index = torch.stack([row, col])
+    else:
+        n = 4096
+        g = torch.Generator().manual_seed(0)
+        edge_index = torch.randint(n, (2, 8 * n), generator=g)
+    real = pdc.plan(edge_index, [16, 8, 12], 8, partition=torch.randperm(n) % 8)
+    mean = pdc.plan(pdc.RandomGraph(n, edge_index.size(1), law), [16, 8, 12], 8)
+    for one in real:
+        if one.halo not in ("rows", "blocks"):
+            continue
+        same = {"orders": one.orders, "halo": one.halo}
+        want = mean.of(one.grid, **same).total_bytes
+        assert want == pytest.approx(one.total_bytes, rel=off), one
+
+
+def test_laws_agree_where_degrees_are_given():
+    degrees = torch.randint(0, 9, (5000,), generator=torch.Generator().manual_seed(0))
+    law = Degrees(tuple(degrees.tolist()))
+    graph = pdc.RandomGraph(5000, int(degrees.sum()), law)
+    want = 1 - float((0.75 ** degrees.double()).mean())
+    assert graph.fill(4) == pytest.approx(want)
+    poisson = PowerLaw(1e9)  # all means alike
+    assert pdc.RandomGraph(5000, 40000, poisson).fill(4) == pytest.approx(
+        pdc.RandomGraph(5000, 40000).fill(4), rel=1e-3
+    )
+    for wrong in ({"nodes": 0}, {"edges": -1}, {"law": "zipf"}):
+        with pytest.raises(ValueError, match=r"must be a whole number|not known"):
+            pdc.RandomGraph(**{"nodes": 5, "edges": 5, **wrong})
+
+
+def test_words_stay_below_the_bound_for_dense_halos():
+    n, f, size = 960, 16, 8
+    plans = pdc.plan(pdc.RandomGraph(n, 10**7), [f, f], size, inputs="changing")
+    for grid in grids(size):
+        if grid[:2] == (1, 1):
+            continue
+        one = plans.of(grid, halo="blocks", orders=("first",))
+        assert one.exchange_bytes == pytest.approx(
+            4 * dense_words(n, f, grid), rel=1e-6
+        )
+
+
+def test_thousands_of_ranks_are_planned_in_closed_form():
+    graph = pdc.RandomGraph(111_000_000, 1_600_000_000, "powerlaw")
+    plans = pdc.plan(graph, [128, 256, 172], 4096)
+    assert len({plan.grid for plan in plans}) == 91
+    # no halo is larger than the edges that cross it, or than all rows
+    edges, rows = 2 * 4 * 172 * graph.edges / 4096, 2 * 4 * 172 * graph.nodes
+    one = plans.of((4096, 1, 1), halo="rows", orders=("kept", "last"))
+    assert 0.5 * edges < one.exchange_bytes < edges
+    one = plans.of((4096, 1, 1), halo="blocks", orders=("kept", "last"))
+    assert one.exchange_bytes == pytest.approx(rows * (1 - 1 / 4096))
+    with pytest.raises(ValueError, match="RandomGraph"):
+        pdc.plan(GRAPHS["tiny"](), [7, 4], 5000, partition="block")
