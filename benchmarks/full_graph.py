@@ -57,6 +57,7 @@ class Case:
         keep: whether A X is kept for the features.
         cutter: how nodes are partitioned.
         naive: multiplies as CAGNET's reference code does.
+        auto: takes the plan made for the link it is on; anew at each rate.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     keep: bool = True
     cutter: str = "random"
     naive: bool = False
+    auto: bool = False
 
 
 def cases(size: int) -> list[Case]:
@@ -82,6 +84,7 @@ def cases(size: int) -> list[Case]:
         name = " x ".join(map(str, grid))
         found.append(Case(f"{name}, ordered, kept", grid))
     found.append(Case("1D, METIS", cutter="metis"))
+    found.append(Case("auto", auto=True))
     return found
 
 
@@ -160,11 +163,15 @@ class Found:
 
 def way_of(case: Case, data: Data, widths: Sequence[int]) -> tuple[pdc.Mesh, Callable]:
     """Builds one way to train; returns its mesh, and what trains an epoch."""
-    grid = case.grid or (int(os.environ["WORLD_SIZE"]), 1, 1)
-    mesh = pdc.init(grid=grid)
-    share = pdc.partition(data, mesh, case.cutter)
-    edges = share.edge_index.with_halo(case.halo)
-    edges = edges.with_ordering(case.order, keep_inputs=case.keep)
+    if case.auto:
+        mesh = pdc.init("auto", data=data, widths=list(widths), method=case.cutter)
+        share = pdc.partition(data, mesh)
+        edges = share.edge_index
+    else:
+        mesh = pdc.init(grid=case.grid or (int(os.environ["WORLD_SIZE"]), 1, 1))
+        share = pdc.partition(data, mesh, case.cutter)
+        edges = share.edge_index.with_halo(case.halo)
+        edges = edges.with_ordering(case.order, keep_inputs=case.keep)
     torch.manual_seed(0)
     net = GCN(widths, NaiveConv if case.naive else DistGCNConv)
     model = pdc.replicate(net, mesh)
@@ -186,16 +193,21 @@ def rank_main(args: argparse.Namespace) -> None:
     widths = SHAPES[args.shape]
     data = graph(args.scale, args.degree, widths)
     every = [c for c in cases(int(os.environ["WORLD_SIZE"])) if args.only in c.name]
-    ways = [way_of(case, data, widths) for case in every]
-    world = ways[0][0].world
-    losses = []
-    for _, epoch in ways:  # plans, compiles, sees the features twice
-        losses.append([epoch() for _ in range(3)])
+    fixed = {c.name: way_of(c, data, widths) for c in every if not c.auto}
+    world = next(iter(fixed.values()))[0].world
+    # plans, compiles, sees the features twice
+    losses = {name: [epoch() for _ in range(3)] for name, (_, epoch) in fixed.items()}
     table = {}
     for rate in args.rates:
         wire.barrier(world)
         network.shape(rate)
         wire.barrier(world)
+        for case in [c for c in every if c.auto]:
+            fixed[case.name] = way_of(case, data, widths)
+            losses[case.name] = [fixed[case.name][1]() for _ in range(3)]
+            if world.rank == 0:
+                print(f"{rate}: auto takes {fixed[case.name][0].plan}", flush=True)
+        ways = list(fixed.values())
         found = [Found([]) for _ in ways]
         for _ in range(args.rounds):
             for (mesh, epoch), one in zip(ways, found, strict=True):
@@ -210,8 +222,9 @@ def rank_main(args: argparse.Namespace) -> None:
         table[rate] = [asdict(one) for one in found]
     network.shape(network.BARE)
     if world.rank == 0:
-        names = [case.name for case in every]
-        text = json.dumps({"names": names, "found": table, "losses": losses})
+        every_loss = list(losses.values())
+        found = {"names": list(fixed), "found": table, "losses": every_loss}
+        text = json.dumps(found)
         Path(args.result).write_text(text)
 
 
