@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyg_distcomm.exchange.codec import CODECS, Cast, Plain, Quantise, codec_of
+from pyg_distcomm.exchange.codecs import CODECS, Cast, Plain, Quantise, codec_of
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EVERY = [Plain(), *CODECS.values()]

@@ -17,7 +17,7 @@ from torch_geometric.data.feature_store import AttrView
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
 from pyg_distcomm.channel import open_channel
-from pyg_distcomm.exchange.codec import Plain, Quantise
+from pyg_distcomm.exchange.codecs import Plain, Quantise
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
