@@ -29,7 +29,7 @@ class Quantise(Codec):
     arrive exactly (float64 rows of fewer than 33/b columns: to 2^-(19 + b f) of it).
 
     Price: b f / 8 + 4 bytes a row; only a message as a whole is filled up to bytes.
-    Differs from [Zhang23] Sec. 4, as its authors' code has it, in what leads a row: they
+    Differs from the Low-bit Module of [Zhang23], its authors' code, in what leads a row: they
     send the reciprocal of D, which overflows for small rows, and round it after codes
     were taken. Their one bit is b = 1, stochastic; so is QSGD's rounding ([Alistarh17]
     Sec. 3.1), which has levels between 0 and the norm instead.
