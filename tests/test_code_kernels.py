@@ -55,7 +55,7 @@ def test_quantise(bits, dtype, random):
             noise = (KEY, gids(count)) if random else None
             messages, bad = [], []
             for op in (code_reference.quantise, code_cpu.quantise):
-                size = codes.message_bytes(count, f, bits)
+                size = codes.message_bytes(count, f, bits, dtype.itemsize)
                 out = torch.full((size,), 9, dtype=torch.uint8)
                 bad.append(op(x, index, bits, noise, out))
                 messages.append(out)
@@ -72,7 +72,7 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
     m, f = 4001, 51
     x, gid = odd_rows(m, 2 * f, torch.float32)[:, 1 : f + 1], gids(m)
     for bits in (1, 2, 4, 8):
-        size = codes.message_bytes(m, f, bits)
+        size = codes.message_bytes(m, f, bits, 4)
         big = torch.zeros(size + 16, dtype=torch.uint8)
         part = big[3 : 3 + size]
         wanted = torch.empty(size, dtype=torch.uint8)
@@ -185,8 +185,8 @@ def test_bad_arguments():
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match="out must be 20 contiguous bytes"):
         codes.quantise(x, None, 1, None, torch.empty(21, dtype=torch.uint8))
+    out = torch.empty(20, dtype=torch.uint8)
     with pytest.raises(ValueError, match="each of the 4 rows, got 3"):
-        out = torch.empty(20, dtype=torch.uint8)
         codes.quantise(x, None, 1, (0, torch.arange(3)), out)
     with pytest.raises(IndexError, match="there are 4 rows"):
         codes.compact(x, torch.tensor([4]))

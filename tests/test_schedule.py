@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -53,7 +54,7 @@ def test_ramps_start_end_fall_and_stay(kind):
             s = kind(epochs, 64.0, 2.0, slope)
             rates = [s.rate(t) for t in range(2 * epochs + 5)]
             assert rates[0] == 64.0
-            assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+            assert all(a >= b for a, b in itertools.pairwise(rates))
             assert min(rates) >= 2.0
             if slope >= 1 and epochs > 2:
                 assert s.rate(epochs - 1) == pytest.approx(2.0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import choice_loops, code_loops, memory, threads
-from .code_reference import META, Noise, wrong_length
+from .code_reference import META, Noise, rest_begins, wrong_length
 from .compile import ready
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
@@ -34,11 +34,11 @@ def quantise(
         out.zero_()
         return -1
     bad = np.empty(-(-m // 8), np.int64)
-    meta, codes = _cut(out, META * m)
+    parts = _parts(out, m, f, bits)
     storage, ld, at = _rows(x, index)
     key, gid = (0, None) if noise is None else (noise[0], _vector(noise[1]))
     numbers = (storage, storage.view(f"int{8 * x.itemsize}"), ld, at, f, m, bits)
-    _run(code_loops.quantise, (*numbers, key, gid, meta, codes, bad), m, f)
+    _run(code_loops.quantise, (*numbers, key, gid, *parts, bad), m, f)
     worst = bad[bad >= 0]
     return int(worst[0]) if len(worst) else -1
 
@@ -49,7 +49,7 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     target = _target(out)
     if m * f:
         storage, ld, _ = _rows(target, None)
-        args = (*_cut(message, META * m), f, m, bits, storage, ld)
+        args = (*_parts(message, m, f, bits), f, m, bits, storage, ld)
         _run(code_loops.dequantise, args, m, f)
     return _delivered(target, out)
 
@@ -201,6 +201,12 @@ def _delivered(target: Tensor, out: Tensor) -> Tensor:
     if target.data_ptr() != out.data_ptr():
         out.detach().copy_(target)
     return out
+
+
+def _parts(message: Tensor, rows: int, width: int, bits: int) -> tuple[Array, ...]:
+    """Returns what leads the rows, their codes, and the rest of constants if any."""
+    flat, end = message.numpy(), rest_begins(rows, width, bits)
+    return flat[: META * rows], flat[META * rows : end], flat[end:]
 
 
 def _cut(message: Tensor, at: int) -> tuple[Array, Array]:

@@ -166,6 +166,7 @@ def quantise(
     gid: Array | None,
     meta: Array,
     out: Array,
+    tail: Array,
     bad: Array,
     begin: int,
     end: int,
@@ -182,6 +183,8 @@ def quantise(
     for g in range(begin, end):
         bad[g] = -1
         count = min(8, rows - 8 * g)
+        if len(tail):
+            tail[32 * g : 32 * g + 4 * count] = 0
         for k in range(count):
             r, to = 8 * g + k, k * f
             at = ld * (r if index is None else np.int64(index[r]))
@@ -189,7 +192,7 @@ def quantise(
             low = np.float64(pair[0]) + 0.0
             high = np.float64(pair[1]) + 0.0
             if low == high and np.isfinite(high):
-                same(low, x.itemsize, bits, f, codes, to, meta, r)
+                same(low, x.itemsize, bits, f, codes, to, meta, tail, r)
                 continue
             z_bits = bf16_down(low, number, number_bits)
             number_bits[0] = np.int32(np.uint32(z_bits) << np.uint32(16))
@@ -240,6 +243,7 @@ def same(
     codes: Array,
     to: Any,
     meta: Array,
+    tail: Array,
     r: Any,
 ) -> None:
     """Writes a row of one and the same number."""
@@ -258,12 +262,16 @@ def same(
     for c in range(min(f, (32 + bits) // bits)):
         place = np.uint64(40 - (c + 1) * bits)
         codes[to + c] = (left >> place) & np.uint64(2**bits - 1)
+    if len(tail):
+        for i in range(4):
+            tail[4 * r + i] = word >> np.uint64(8 * i) & np.uint64(255)
 
 
 @jit
 def dequantise(
-    message: Array,
+    meta: Array,
     packed: Array,
+    tail: Array,
     f: int,
     rows: int,
     bits: int,
@@ -283,10 +291,14 @@ def dequantise(
         for k in range(min(8, rows - 8 * g)):
             r, to = 8 * g + k, k * f
             at = r * ld
-            first = np.int64(message[4 * r]) | np.int64(message[4 * r + 1]) << 8
-            second = np.int64(message[4 * r + 2]) | np.int64(message[4 * r + 3]) << 8
+            first = np.int64(meta[4 * r]) | np.int64(meta[4 * r + 1]) << 8
+            second = np.int64(meta[4 * r + 2]) | np.int64(meta[4 * r + 3]) << 8
             if first >= 0x8000:
-                value = constant(first, second, codes, to, f, bits, out.itemsize)
+                rest = np.uint64(0)
+                if len(tail):
+                    for i in range(4):
+                        rest |= np.uint64(tail[4 * r + i]) << np.uint64(8 * i)
+                value = constant(first, second, rest, codes, to, f, bits, out.itemsize)
                 for c in range(f):
                     out[np.uint64(at + c)] = kind(value)
                 continue
@@ -309,13 +321,20 @@ def fill(codes: Array, to: Any, f: Any, z: Any, d: Any, out: Array, at: Any) -> 
 
 @jit
 def constant(
-    first: Any, second: Any, codes: Array, to: Any, f: Any, bits: Any, size: Any
+    first: Any,
+    second: Any,
+    rest: Any,
+    codes: Array,
+    to: Any,
+    f: Any,
+    bits: Any,
+    size: Any,
 ) -> float:
     """Reads the number of a row that `same` wrote."""
     word = np.uint64(0)
     for c in range(min(f, (32 + bits) // bits)):
         word |= np.uint64(codes[to + c]) << np.uint64(40 - (c + 1) * bits)
-    word = word >> np.uint64(7) | np.uint64(second) << np.uint64(33)
+    word = rest | word >> np.uint64(7) | np.uint64(second) << np.uint64(33)
     word |= np.uint64(first & 0x7FFF) << np.uint64(49)
     one = np.empty(1, np.uint64)
     if size == 8:

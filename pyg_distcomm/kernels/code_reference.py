@@ -12,7 +12,8 @@ bits of the first byte, and only the last byte may have bits left over.
 and a number x between them is a code q in 0 .. B that is read as z + q D. Four bytes
 lead each row: D, whose sign is free, then z. A row of one and the same number c sets
 that sign instead. Its other 31 bits are the first of c, written as 64 bits (as 32, and
-then zeros, in float32), and the next 33 bits are its codes, as far as they go.
+then zeros, in float32), and the next 33 bits are its codes, as far as they go. Where
+float64 rows have fewer, the last 32 bits of each row come after all codes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .reference import keyed_hashes
 
 META = 4  # bytes that lead a quantised row
 FLAG = -(2**15)  # the sign of D, as int16
+TAIL = 33  # bits of a constant that do not fit in META
 WIDEST = 3e38  # a difference above which float32 is left for float64
 MAX_WIDTH = 1 << 20  # columns a keyed choice is made of
 Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
@@ -31,8 +33,14 @@ Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
 _MASK31 = (1 << 31) - 1
 
 
-def message_bytes(rows: int, width: int, bits: int) -> int:
-    """Returns the bytes of quantised rows."""
+def message_bytes(rows: int, width: int, bits: int, itemsize: int) -> int:
+    """Returns the bytes of quantised rows, of numbers of `itemsize` bytes."""
+    start = rest_begins(rows, width, bits)
+    return start + (META * rows if itemsize == 8 and width * bits < TAIL else 0)
+
+
+def rest_begins(rows: int, width: int, bits: int) -> int:
+    """Returns where the codes end."""
     return META * rows + -(-rows * width * bits // 8)
 
 
@@ -47,7 +55,7 @@ def quantise(
     bytes a row, then the codes. A row that has a NaN, an infinity, or no z or D in bf16
     is written to be read as NaN.
 
-    Shapes: x [n, f] of float32 or float64; out [message_bytes(m, f, b)], uint8.
+    Shapes: x [n, f] of float32 or float64; out as long as `message_bytes` says, uint8.
     Returns the first row that could not be written, or -1.
     """
     x = _rows(x, index)
@@ -71,7 +79,11 @@ def quantise(
     second = torch.where(same, (word >> 33).to(torch.int16), second)
     meta = torch.stack([first, second], 1)
     out[: META * m] = meta.view(torch.uint8).view(-1)
-    out[META * m :] = pack_bits(codes.to(torch.uint8).view(-1), bits)
+    end = rest_begins(m, f, bits)
+    out[META * m : end] = pack_bits(codes.to(torch.uint8).view(-1), bits)
+    if end < len(out):
+        rest = word.masked_fill(~same, 0).to(torch.int32)
+        out[end:] = rest.view(torch.uint8)
     return int(bad.nonzero()[0]) if bool(bad.any()) else -1
 
 
@@ -83,7 +95,8 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     m, f = out.shape
     if not out.numel():
         return out
-    codes = unpack_bits(message[META * m :], bits, m * f).view(m, f).long()
+    end = rest_begins(m, f, bits)
+    codes = unpack_bits(message[META * m : end], bits, m * f).view(m, f).long()
     meta = message[: META * m].clone().view(torch.int16).view(m, 2)
     first, second = meta.unbind(1)
     step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
@@ -91,6 +104,8 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     same = first < 0
     head = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
     word = head[same] | _joined(codes[same], bits)
+    if end < len(message):
+        word |= message[end:].clone().view(torch.int32)[same].long() & 0xFFFFFFFF
     if out.dtype == torch.float32:
         constant = (word >> 32).to(torch.int32).view(torch.float32)
     else:

@@ -29,7 +29,7 @@ def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
     """Writes rows as a few bits a number; see `code_reference.quantise`."""
-    wanted = message_bytes(_count(x, index), x.size(1), bits)
+    wanted = message_bytes(_count(x, index), x.size(1), bits, x.element_size())
     if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
         raise ValueError(
             f"out must be {wanted} contiguous bytes, got {list(out.shape)} of {out.dtype}"
@@ -43,7 +43,7 @@ def quantise(
 
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     """Reads rows of a few bits a number; see `code_reference.dequantise`."""
-    wanted = message_bytes(len(out), out.size(1), bits)
+    wanted = message_bytes(len(out), out.size(1), bits, out.element_size())
     if len(message) != wanted:
         raise ValueError(wrong_length(len(message), wanted))
     return _pick(code_reference.dequantise, out)(message, bits, out)

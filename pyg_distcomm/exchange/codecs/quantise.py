@@ -26,9 +26,10 @@ class Quantise(Codec):
 
     and half a unit of the type of x beside. z and D are bf16; codes are taken against the
     rounded pair, so every number lies between levels. Zeros and other rows of one number
-    arrive exactly (float64 rows of fewer than 33/b columns: to 2^-(19 + b f) of it).
+    arrive exactly.
 
-    Price: b f / 8 + 4 bytes a row; only a message as a whole is filled up to bytes.
+    Price: b f / 8 + 4 bytes a row, and 4 more in float64 below 33 bits of codes; only a
+    message as a whole is filled up to bytes.
     Differs from the Low-bit Module of [Zhang23], its authors' code, in what leads a row: they
     send the reciprocal of D, which overflows for small rows, and round it after codes
     were taken. Their one bit is b = 1, stochastic; so is QSGD's rounding ([Alistarh17]
@@ -69,7 +70,8 @@ class Quantise(Codec):
         self, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> int:
         """Returns the bytes of a message, exactly."""
-        return codes.message_bytes(rows, width, self.bits) if width else 0
+        size = dtype.itemsize
+        return codes.message_bytes(rows, width, self.bits, size) if width else 0
 
     def encode(
         self,
