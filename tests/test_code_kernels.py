@@ -175,7 +175,7 @@ def test_first_nonfinite(dtype, two_threads):
 
 
 def test_noise_is_uniform_and_its_columns_are_independent():
-    bits = code_reference.noise_bits(KEY, torch.arange(20_000), 5).double() / 2.0**31
+    bits = code_reference.noise_bits(KEY, torch.arange(20_000), 5).double() / 2.0**16
     assert bits.mean(0) == pytest.approx([0.5] * 5, abs=4 * (1 / 12 / 20_000) ** 0.5)
     together = torch.corrcoef(bits.t()) - torch.eye(5)
     assert float(together.abs().max()) < 4 / 20_000**0.5

@@ -42,15 +42,24 @@ def top_columns(
     end: int,
 ) -> None:
     """Finds the largest magnitudes, compared as the integers `x` of their bits."""
-    size = np.empty(f, np.int64)
-    positive = np.int64((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
+    kind = x.dtype.type
+    size = np.empty(f, x.dtype)
+    positive = kind((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
     for r in range(begin, end):
         at = ld * (r if index is None else np.int64(index[r]))
         for c in range(f):
-            size[c] = np.int64(x[np.uint64(at + c)]) & positive
-        least = np.partition(size, f - count)[f - count]
+            size[np.uint64(c)] = kind(x[np.uint64(at + c)] & positive)
+        # bit by bit, the greatest number that `count` magnitudes or more reach
+        least, reach = kind(0), f
+        for bit in range(8 * x.itemsize - 2, -1, -1):
+            trial = kind(np.int64(least) | np.int64(1) << np.int64(bit))
+            found = reaching(size, trial)
+            if found >= count:
+                least, reach = trial, found
+            if reach == count:
+                break
         equal = count
-        for c in range(f):
+        for c in range(f if reach > count else 0):
             equal -= size[c] > least
         to = r * count
         for c in range(f):
@@ -58,6 +67,15 @@ def top_columns(
                 equal -= size[c] == least
                 columns[to] = c
                 to += 1
+
+
+@jit
+def reaching(size: Array, least: Any) -> int:
+    """Counts the numbers that are not below `least`."""
+    total = np.int32(0)
+    for c in range(len(size)):
+        total += np.int32(size[np.uint64(c)] >= least)
+    return total
 
 
 @jit

@@ -15,6 +15,8 @@ from .loops import hash_row, jit, mix
 
 Array: TypeAlias = Any  # of one dimension, contiguous
 WIDEST = 3e38  # see `code_reference.WIDEST`
+LEAST = 1e-37  # see `code_reference.LEAST`
+UNIT = 2.0**16  # parts of a step, the grain of random rounding
 
 
 @jit
@@ -123,10 +125,10 @@ def draw_noise(key: int, gid: int, words: Array, count: int) -> None:
 
 @jit
 def nearest(
-    x: Array, at: Any, f: Any, z: Any, step: Any, top: Any, q: Array, to: Any
+    x: Array, at: Any, f: Any, z: Any, inverse: Any, top: Any, q: Array, to: Any
 ) -> None:
     for c in range(f):
-        t = np.rint((x[np.uint64(at + c)] - z) / step)
+        t = np.rint((x[np.uint64(at + c)] - z) * inverse)
         q[np.uint64(to + c)] = np.uint8(min(np.int32(t), np.int32(top)))
 
 
@@ -136,21 +138,63 @@ def either(
     at: Any,
     f: Any,
     z: Any,
-    step: Any,
+    inverse: Any,
     top: Any,
     noise: Array,
     scale: Any,
     q: Array,
     to: Any,
 ) -> None:
-    """Rounds up with the chance of the fraction, else down; `noise` has 32 bits each."""
+    """Rounds up with the chance of the fraction, else down; `noise` has 16 bits each."""
     for c in range(f):
-        t = (x[np.uint64(at + c)] - z) / step
-        down = np.floor(t)
-        chance = np.int32((t - down) * scale)
-        u = np.int32(noise[np.uint64(c)] >> np.uint32(1))
-        code = np.int32(down) + np.int32(u < chance)
-        q[np.uint64(to + c)] = np.uint8(min(code, np.int32(top)))
+        t = (x[np.uint64(at + c)] - z) * inverse
+        whole = np.int32(np.rint(t * scale)) + np.int32(noise[np.uint64(c)])
+        code = np.int32(whole) >> np.int32(16)
+        q[np.uint64(to + c)] = np.uint8(min(np.int32(code), np.int32(top)))
+
+
+@jit
+def find_levels(
+    x: Array,
+    xi: Array,
+    start: Array,
+    f: Any,
+    top: Any,
+    low: Array,
+    step: Array,
+    meta: Array,
+    first: Any,
+) -> int:
+    """Finds minimum and step of the rows that begin at `start`, and writes them.
+
+    Fills `low` and `step` in float64. A step of 0 means a row of the number `low`, and
+    one below 0 a row that cannot be written. Returns the first such row, or -1.
+    """
+    pair, number = np.empty(16, x.dtype), np.empty(1, np.float32)
+    bits, number_bits = pair.view(xi.dtype), number.view(np.int32)
+    rest = xi.dtype.type((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
+    for k in range(len(start)):
+        bits[2 * k], bits[2 * k + 1] = bounds(xi, start[k], f, rest)
+    bad = -1
+    for k in range(len(start)):
+        least = np.float64(pair[2 * k]) + 0.0
+        most = np.float64(pair[2 * k + 1]) + 0.0
+        if least == most and np.isfinite(most):
+            low[k], step[k] = least, 0.0
+            continue
+        z = bf16_down(least, number, number_bits)
+        number_bits[0] = np.int32(np.uint32(z) << np.uint32(16))
+        low[k] = np.float64(number[0])
+        d = bf16_up((most - low[k]) / top, number, number_bits)
+        number_bits[0] = np.int32(np.uint32(d) << np.uint32(16))
+        step[k] = np.float64(number[0])
+        if np.isfinite(low[k]) and np.isfinite(step[k]) and np.isfinite(most):
+            write_meta(meta, first + k, d, z)
+        else:
+            step[k] = -1.0
+            write_meta(meta, first + k, 0, 0x7FC0)
+            bad = first + k if bad < 0 else bad
+    return bad
 
 
 @jit
@@ -174,54 +218,39 @@ def quantise(
     """Writes groups begin .. end-1 of eight rows; `xi` are the bits of `x`."""
     words = np.zeros(f, np.uint64)
     codes = words.view(np.uint8)
-    noise = np.empty((f + 1) // 2, np.uint64)
-    halves = noise.view(np.uint32)
-    pair, number = np.empty(2, x.dtype), np.empty(1, np.float32)
-    pair_bits, number_bits = pair.view(xi.dtype), number.view(np.int32)
-    rest = xi.dtype.type((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
-    scale, top = x.dtype.type(2.0**31), 2**bits - 1
+    noise = np.empty((f + 3) // 4, np.uint64)
+    quarters = noise.view(np.uint16)
+    start, low, step = np.empty(8, np.int64), np.empty(8), np.empty(8)
+    kind, top = x.dtype.type, 2**bits - 1
     for g in range(begin, end):
-        bad[g] = -1
         count = min(8, rows - 8 * g)
+        for k in range(count):
+            r = 8 * g + k
+            start[k] = ld * (r if index is None else np.int64(index[r]))
+        bad[g] = find_levels(x, xi, start[:count], f, top, low, step, meta, 8 * g)
         if len(tail):
             tail[32 * g : 32 * g + 4 * count] = 0
         for k in range(count):
-            r, to = 8 * g + k, k * f
-            at = ld * (r if index is None else np.int64(index[r]))
-            pair_bits[0], pair_bits[1] = bounds(xi, at, f, rest)
-            low = np.float64(pair[0]) + 0.0
-            high = np.float64(pair[1]) + 0.0
-            if low == high and np.isfinite(high):
-                same(low, x.itemsize, bits, f, codes, to, meta, tail, r)
-                continue
-            z_bits = bf16_down(low, number, number_bits)
-            number_bits[0] = np.int32(np.uint32(z_bits) << np.uint32(16))
-            z = number[0]
-            span = high - np.float64(z)
-            d_bits = bf16_up(span / top, number, number_bits)
-            number_bits[0] = np.int32(np.uint32(d_bits) << np.uint32(16))
-            d = number[0]
-            if not (np.isfinite(z) and np.isfinite(d) and np.isfinite(high)):
-                if bad[g] < 0:
-                    bad[g] = r
+            at, to, z, d = start[k], k * f, low[k], step[k]
+            if d <= 0.0:
                 codes[to : to + f] = 0
-                write_meta(meta, r, 0, 0x7FC0)
+                if d == 0.0:
+                    same(z, x.itemsize, bits, f, codes, to, meta, tail, 8 * g + k)
                 continue
-            write_meta(meta, r, d_bits, z_bits)
+            inverse = 1.0 / d  # for this row alone: it is not sent
+            wide = d * top > WIDEST or d < LEAST
             if gid is None:
-                if span > WIDEST:
-                    nearest(x, at, f, np.float64(z), np.float64(d), top, codes, to)
+                if wide:
+                    nearest(x, at, f, z, inverse, top, codes, to)
                 else:
-                    kz, kd = x.dtype.type(z), x.dtype.type(d)
-                    nearest(x, at, f, kz, kd, top, codes, to)
+                    nearest(x, at, f, kind(z), kind(inverse), top, codes, to)
             else:
-                draw_noise(key, gid[r], noise, len(noise))
-                if span > WIDEST:
-                    wide, wide_d = np.float64(z), np.float64(d)
-                    either(x, at, f, wide, wide_d, top, halves, 2.0**31, codes, to)
+                draw_noise(key, gid[8 * g + k], noise, len(noise))
+                if wide:
+                    either(x, at, f, z, inverse, top, quarters, UNIT, codes, to)
                 else:
-                    kz, kd = x.dtype.type(z), x.dtype.type(d)
-                    either(x, at, f, kz, kd, top, halves, scale, codes, to)
+                    near, unit = kind(inverse), kind(UNIT)
+                    either(x, at, f, kind(z), near, top, quarters, unit, codes, to)
         codes[count * f :] = 0
         pack_group(codes, words, bits, out, g * f * bits)
 
@@ -257,7 +286,6 @@ def same(
         word = np.uint64(narrow.view(np.uint32)[0]) << np.uint64(32)
     first = np.int64(word >> np.uint64(49)) | 0x8000
     write_meta(meta, r, first, np.int64(word >> np.uint64(33)) & 0xFFFF)
-    codes[to : to + f] = 0
     left = (word & np.uint64((1 << 33) - 1)) << np.uint64(7)
     for c in range(min(f, (32 + bits) // bits)):
         place = np.uint64(40 - (c + 1) * bits)

@@ -25,8 +25,9 @@ from .reference import keyed_hashes
 
 META = 4  # bytes that lead a quantised row
 FLAG = -(2**15)  # the sign of D, as int16
+LEAST = 1e-37  # a step D below which it is left, too
 TAIL = 33  # bits of a constant that do not fit in META
-WIDEST = 3e38  # a difference above which float32 is left for float64
+WIDEST = 3e38  # a range B D above which float32 is left for float64
 MAX_WIDTH = 1 << 20  # columns a keyed choice is made of
 Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
 
@@ -49,7 +50,7 @@ def quantise(
 ) -> int:
     """Writes rows as codes, to nearest or, with `noise`, up or down at random.
 
-        t = (x - z) / D,   q = round(t)  or  floor(t) + (u < floor((t mod 1) 2^31))
+        t = (x - z) (1/D),   q = round(t)  or  floor(t) + (u < floor((t mod 1) 2^31))
 
     and not above B, with u the 31 bits of `noise_bits`: the mean of z + q D is x. Four
     bytes a row, then the codes. A row that has a NaN, an infinity, or no z or D in bf16
@@ -66,10 +67,11 @@ def quantise(
     low, high = (t + 0.0 for t in torch.aminmax(x, dim=1))  # a zero has no sign here
     z = _rounded(low.double(), up=False)
     span = high.double() - z.double()
-    step = _rounded(span / (2**bits - 1), up=True)
+    top = 2**bits - 1
+    step = _rounded(span / top, up=True)
     same = (low == high) & high.isfinite()
     bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
-    codes = _codes(x, z, step, span, noise).clamp_(max=2**bits - 1)
+    codes = _codes(x, z, step, top, noise).clamp_(max=top)
     codes[bad] = 0.0
     word = _word(low)
     codes[same] = _tail(word[same], bits, f).to(codes.dtype)
@@ -114,33 +116,29 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     return out
 
 
-def _codes(
-    x: Tensor, z: Tensor, step: Tensor, span: Tensor, noise: Noise | None
-) -> Tensor:
+def _codes(x: Tensor, z: Tensor, step: Tensor, top: int, noise: Noise | None) -> Tensor:
     """Returns the codes of rows, as float64, before they are cut off at B."""
-    t = ((x - z.to(x.dtype)[:, None]) / step.to(x.dtype)[:, None]).double()
-    wide = span > WIDEST
-    far = x[wide].double() - z[wide].double()[:, None]
-    t[wide] = far / step[wide].double()[:, None]
-    t = t.nan_to_num_(0.0)  # 0 / 0 in rows of one number
+    inverse = 1.0 / step.double()
+    t = (x - z.to(x.dtype)[:, None]).mul_(inverse.to(x.dtype)[:, None]).double()
+    far = (step.double() * top > WIDEST) | (step < LEAST)
+    t[far] = (x[far].double() - z[far].double()[:, None]) * inverse[far][:, None]
+    t = t.nan_to_num_(0.0)  # zero times infinity in rows of one number
     if noise is None:
         return t.round_()
-    down = t.floor()
-    chance = ((t - down) * 2.0**31).long()
-    return down + (noise_bits(*noise, x.size(1)) < chance)
+    parts = (t * 2.0**16).round_() + noise_bits(*noise, x.size(1))
+    return (parts / 2.0**16).floor_()
 
 
 def noise_bits(key: int, gid: Tensor, width: int) -> Tensor:
-    """Draws 31 random bits for each (key, global id, column), two columns a hash.
+    """Draws 16 random bits for each (key, global id, column), four columns a hash.
 
-        h = mix(mix(key ^ mix(gid[v] + G)) + (c // 2 + 1) G)
-        bits[v, c] = h >>> 1 mod 2^31  if c is even,  h >>> 33  if it is odd
+        bits[v, c] = h[v, c // 4] >>> 16 (c mod 4)  modulo 2^16
 
-    with mix and G those of `reference.keyed_bits`. Shapes: gid [m]; bits [m, width].
+    with h the hashes of `reference.keyed_hashes`. Shapes: gid [m]; bits [m, width].
     """
-    h = keyed_hashes(key, gid, (width + 1) // 2)
-    pair = torch.stack([(h >> 1) & _MASK31, (h >> 33) & _MASK31], 2)
-    return pair.view(len(gid), -1)[:, :width]
+    h = keyed_hashes(key, gid, (width + 3) // 4)
+    place = 16 * torch.arange(4, device=gid.device)
+    return (h.unsqueeze(2) >> place & 0xFFFF).view(len(gid), -1)[:, :width]
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
