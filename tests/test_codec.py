@@ -146,11 +146,14 @@ def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
                 for key in range(draws)
             ]
         )
-        allowed = 4 * errors.pow(2).mean(0).sqrt() / math.sqrt(draws)
+        error = errors.pow(2).mean(0).sqrt() / math.sqrt(draws)
         # what is rounded away once in thousands of draws has no normal mean
-        jump = errors.abs().amax((0, 2))[:, None]
-        assert bool((errors.mean(0).abs() <= allowed + 6 * jump / draws).all())
-        assert float(jump.max()) > 0
+        slack = 6 / draws * errors.abs().amax((0, 2))[:, None]
+        far = (errors.mean(0).abs() - slack) / error.clamp(min=1e-300)
+        # of 16,000 means one is beyond 4 by chance, of 1,700,000 one beyond 5
+        assert int((far > 4).sum()) <= 1
+        assert float(far.max()) < 5
+        assert float(slack.max()) > 0
 
 
 @pytest.mark.parametrize("bits", BITS)

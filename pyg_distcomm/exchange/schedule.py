@@ -95,9 +95,9 @@ class Linear(Ramp):
 
         c(t) = max(c_max - slope t (c_max - c_min) / (T - 2), c_min)
 
-    [Cervino24], experiments, as the authors' code computes it; their scripts end at
-    c_min = 1.5, the paper at 1. Most of the ramp passes at ratios that send next to nothing: slope 5
-    with c_min = 1 saves a fifth of the numbers.
+    As the authors' code for the experiments of [Cervino24] computes it; their scripts end
+    at c_min = 1.5, the paper at 1. Most of the ramp passes at ratios that send next to
+    nothing: slope 5 with c_min = 1 saves a fifth of the numbers.
     """
 
     slope: float = 5.0

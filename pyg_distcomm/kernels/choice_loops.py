@@ -70,7 +70,7 @@ def top_columns(
 
 
 @jit
-def reaching(size: Array, least: Any) -> int:
+def reaching(size: Array, least: Any) -> Any:
     """Counts the numbers that are not below `least`."""
     total = np.int32(0)
     for c in range(len(size)):

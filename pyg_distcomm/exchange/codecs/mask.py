@@ -30,10 +30,10 @@ class ColumnMask(Stage):
     sends rows as they are, bit for bit.
 
     Price: k numbers a row.
-    Differs from the compression mechanism of [Cervino24] in keeping at least one column and in reseeding no
-    generator. Their text speaks of random columns, their scripts send the first ones;
-    both are here, and blocks of rows with columns of their own beside, whose errors
-    average out in sums over neighbours as those of one mask do not.
+    Differs from the compression mechanism of [Cervino24] in keeping at least one column
+    and in reseeding no generator. Their text speaks of random columns, their scripts send
+    the first ones; both are here, and blocks of rows with columns of their own beside,
+    whose errors average out in sums over neighbours as those of one mask do not.
 
     Args:
         rate: the compression ratio c >= 1; a schedule may set another.

@@ -18,10 +18,10 @@ class Quantise(Codec):
     """Sends each number as one of 2^b levels between the bounds of its row.
 
         z = min x rounded down,  D = (max x - z) / B rounded up,   B = 2^b - 1
-        t = (x - z) / D,         x' = z + q D
+        t = (x - z) / D,         x' = z + q D   (1/D is taken, and kept, by the sender)
 
         nearest     q = round(t)                            |x' - x| <= D/2
-        stochastic  q = floor(t) + (u < t mod 1)            E x' = x
+        stochastic  q = floor(t) + (u < t mod 1)            E x' = x, to 2^-17 D
                     Var x' = D^2 f (1 - f),  f = t mod 1    <= D^2/4
 
     and half a unit of the type of x beside. z and D are bf16; codes are taken against the
