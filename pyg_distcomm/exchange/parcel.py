@@ -27,9 +27,9 @@ def parcel_bytes(
     return [codec.wire_bytes(count, width, dtype) if count else 0 for count in counts]
 
 
-def header_bytes(codec: Codec, counts: Sequence[int]) -> int:
-    """Returns what telling all peers the sizes of their messages takes."""
-    return 0 if codec.sized else HEADER * len(counts)
+def header_bytes(codec: Codec, peers: int) -> int:
+    """Returns what telling the sizes of messages to other ranks takes."""
+    return 0 if codec.sized else HEADER * peers
 
 
 def pack(
