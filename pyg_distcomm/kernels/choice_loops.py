@@ -235,7 +235,7 @@ def expand(
     flags = words.view(np.uint8)
     found = np.zeros(8 * f + 1, out.dtype)
     found_bytes = found.view(np.uint8)
-    size, zero = out.itemsize, out.dtype.type(0)
+    size, kind = out.itemsize, out.dtype.type
     for g in range(begin, end):
         unpack_group(packed, g * f, 1, flags, words)
         at = first[g] * size
@@ -245,7 +245,7 @@ def expand(
         for k in range(min(8, rows - 8 * g)):
             base = (8 * g + k) * ld
             for c in range(f):
-                flag = flags[np.uint64(k * f + c)]
-                value = found[np.uint64(total)]
-                out[np.uint64(base + c)] = value if flag else zero
+                flag = np.int64(flags[np.uint64(k * f + c)])
+                # minus one has all bits: the number, or none of it, and no branch
+                out[np.uint64(base + c)] = found[np.uint64(total)] & kind(-flag)
                 total += flag
