@@ -50,11 +50,11 @@ def quantise(
 ) -> int:
     """Writes rows as codes, to nearest or, with `noise`, up or down at random.
 
-        t = (x - z) (1/D),   q = round(t)  or  floor(t) + (u < floor((t mod 1) 2^31))
+        t = (x - z) (1/D),   q = round(t)  or  floor((round(2^16 t) + u) / 2^16)
 
-    and not above B, with u the 31 bits of `noise_bits`: the mean of z + q D is x. Four
-    bytes a row, then the codes. A row that has a NaN, an infinity, or no z or D in bf16
-    is written to be read as NaN.
+    and not above B, with u the 16 bits of `noise_bits`, so that the mean of z + q D is x
+    to 2^-17 D. Four bytes a row, then the codes. A row that has a NaN, an infinity, or no
+    z or D in bf16 is written to be read as NaN.
 
     Shapes: x [n, f] of float32 or float64; out as long as `message_bytes` says, uint8.
     Returns the first row that could not be written, or -1.
