@@ -120,7 +120,7 @@ def _codes(x: Tensor, z: Tensor, step: Tensor, top: int, noise: Noise | None) ->
     """Returns the codes of rows, as float64, before they are cut off at B."""
     inverse = 1.0 / step.double()
     t = (x - z.to(x.dtype)[:, None]).mul_(inverse.to(x.dtype)[:, None]).double()
-    far = (step.double() * top > WIDEST) | (step < LEAST)
+    far = (step.double() * top > WIDEST) | (step.double() < LEAST)
     t[far] = (x[far].double() - z[far].double()[:, None]) * inverse[far][:, None]
     t = t.nan_to_num_(0.0)  # zero times infinity in rows of one number
     if noise is None:
