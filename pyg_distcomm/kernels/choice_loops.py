@@ -241,7 +241,7 @@ def expand(
         at = first[g] * size
         for i in range((first[g + 1] - first[g]) * size):
             found_bytes[np.uint64(i)] = values[np.uint64(at + i)]
-        total = 0
+        total: Any = 0
         for k in range(min(8, rows - 8 * g)):
             base = (8 * g + k) * ld
             for c in range(f):
