@@ -1,222 +1,262 @@
-"""Codecs: how rows of floating-point numbers are written on the wire.
+"""Codec: how rows of floating-point numbers are written on the wire.
 
-A message is a matrix of bytes with one row for each row sent, so that it can be cut by
-destination before anything is decoded. What a row holds is up to the codec alone.
+[Note: one message] What a rank sends to one peer in one exchange is a message: bytes of
+numbers and of what describes them, side by side. Its length is known on both ends from
+the number of rows, or, where it depends on values (`sized` is False), is sent ahead in
+`HEADER` bytes. `parcel.py` puts the messages for all peers into one tensor.
+
+[Note: gradients] Where what arrives is a linear map C of the rows, gradients go back
+through its transpose. Every linear codec is symmetric, so the same codec with the same
+key does both: what arrives of a gradient g is C^T g. Codecs that round are passed
+straight through, and write the gradient as rows of its own.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-_META = 4  # bytes of a row's minimum and step, in bf16
+from pyg_distcomm.kernels import codes
+
+HEADER = 8  # bytes of a size that is sent ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Where the randomness of a message comes from; both ends have the same.
+
+    Args:
+        key: of what both ends choose alike: columns. A gradient has the key of the rows
+            it answers. In [0, 2^63), as `random.fold` makes them.
+        gid: the global id of each row `[m]`.
+        noise: the key of rounding, which only the sender needs: it should differ between
+            directions and, where sums are sent, between senders. The default is `key`.
+    """
+
+    key: int
+    gid: Tensor
+    noise: int | None = None
+
+    def part(self, begin: int, end: int) -> Draw:
+        """Returns the draw of rows begin .. end-1."""
+        return Draw(self.key, self.gid[begin:end], self.noise)
+
+    @property
+    def rounding(self) -> tuple[int, Tensor]:
+        """The key and ids that rounding is drawn from."""
+        return self.key if self.noise is None else self.noise, self.gid
+
+
+@dataclass(eq=False)
+class State:
+    """What both ends remember of the rows of a link: the last values decoded, `[m, f]`."""
+
+    last: Tensor
+
+    def part(self, begin: int, end: int) -> State:
+        """Returns the state of rows begin .. end-1, in the same memory."""
+        return State(self.last[begin:end])
+
+    def reset(self) -> None:
+        """Forgets the values: both ends must, between the same two messages."""
+        self.last.zero_()
 
 
 class Codec(abc.ABC):
     """Writes rows as bytes and reads them again.
 
-    linear    decode(encode(.)) is a linear function of the rows
-    unbiased  its mean over the codec's own draws is the row
+    A codec is a value: what changes from message to message is given with each call.
+    Rows are `[m, f]` of a floating-point type; for what rounds, computed in float32 or
+    float64. Every method is a plain function of tensors, without autograd, and leaves
+    torch's generators as they are.
     """
 
-    linear: ClassVar[bool]
-    unbiased: ClassVar[bool]
+    @property
+    def linear(self) -> bool:
+        """Whether decode(encode(.)) is a linear function of the rows."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether its mean over draws is the row."""
+        return False
+
+    @property
+    def stateful(self) -> bool:
+        """Whether both ends keep a `State`."""
+        return False
+
+    @property
+    def sized(self) -> bool:
+        """Whether `wire_bytes` is exact; otherwise it is a bound, and a header goes ahead."""
+        return True
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it needs a `Draw`."""
+        return False
 
     @abc.abstractmethod
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of one row of `width` numbers, exactly."""
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of a message; the most there can be if not `sized`."""
 
     @abc.abstractmethod
-    def encode(self, x: Tensor) -> Tensor:
-        """Returns the message of `x` `[m, f]`: uint8 `[m, row_bytes(f, x.dtype)]`."""
+    def encode(
+        self,
+        x: Tensor,
+        draw: Draw | None = None,
+        *,
+        index: Tensor | None = None,
+        out: Tensor | None = None,
+        state: State | None = None,
+        where: str = "",
+    ) -> Tensor:
+        """Writes rows as one message.
+
+        Args:
+            x: rows `[n, f]`.
+            draw: where randomness comes from, for codecs that are `keyed`.
+            index: which rows of x are sent `[m]`; all of them without it.
+            out: bytes to write into; the message is how it begins.
+            state: for codecs that are `stateful`.
+            where: which layer this is, for errors.
+
+        Raises:
+            ValueError: for rows that cannot be written; nothing has changed then.
+        """
 
     @abc.abstractmethod
     def decode(
-        self, message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None = None
+        self,
+        message: Tensor,
+        out: Tensor,
+        draw: Draw | None = None,
+        *,
+        state: State | None = None,
     ) -> Tensor:
-        """Returns the rows `[m, width]` of a message, written to `out` if given."""
+        """Reads a message into `out` `[m, f]`, and returns it."""
+
+    def adjoint(self, g: Tensor, draw: Draw | None = None) -> Tensor:
+        """Returns C^T g `[m, f]`, what a gradient becomes; see [Note: gradients].
+
+        C is the linear part of decode(encode(.)) for this draw, the identity in codecs
+        that round. For gradients that travel by another codec than the rows did.
+        """
+        return g
+
+    def with_rate(self, rate: float) -> Codec:
+        """Returns the same codec at another compression ratio, a schedule's.
+
+        Raises:
+            ValueError: if it has none.
+        """
+        raise ValueError(
+            f"{self!r} has no rate to schedule; one that has is ColumnMask(rate)"
+        )
 
 
-@dataclass(frozen=True)
-class Plain(Codec):
-    """Sends the bytes of the numbers, whatever they are."""
+class Stage(Codec):
+    """A codec that makes rows narrower, and leaves their numbers for another to write."""
 
-    linear = unbiased = True
+    @abc.abstractmethod
+    def narrowed(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Returns the width and the type of narrow rows."""
 
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of one row: those it has in memory."""
-        return width * dtype.itemsize
+    @abc.abstractmethod
+    def narrow(self, x: Tensor, draw: Draw | None, index: Tensor | None) -> Tensor:
+        """Returns the narrow rows `[m, k]`."""
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Returns the bytes of `x`, without copying a contiguous one."""
-        return _bytes_of(x.contiguous())
+    @abc.abstractmethod
+    def widen(self, y: Tensor, out: Tensor, draw: Draw | None) -> Tensor:
+        """Puts narrow rows into `out` `[m, f]`."""
+
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of narrow rows as they are."""
+        count, kind = self.narrowed(width, dtype)
+        return rows * count * kind.itemsize
+
+    def encode(
+        self,
+        x: Tensor,
+        draw: Draw | None = None,
+        *,
+        index: Tensor | None = None,
+        out: Tensor | None = None,
+        state: State | None = None,
+        where: str = "",
+    ) -> Tensor:
+        """Writes the bytes of narrow rows."""
+        return written(self.narrow(x, draw, index), out)
 
     def decode(
-        self, message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None = None
+        self,
+        message: Tensor,
+        out: Tensor,
+        draw: Draw | None = None,
+        *,
+        state: State | None = None,
     ) -> Tensor:
-        """Returns the rows that were sent, bit for bit."""
-        out = _place(message, width, dtype, out)
-        _bytes_of(out).copy_(message)
-        return out
+        """Reads narrow rows."""
+        shape = self.narrowed(out.size(1), out.dtype)
+        return self.widen(read(message, len(out), *shape), out, draw)
 
 
-@dataclass(frozen=True)
-class Cast(Codec):
-    """Sends each number rounded to a narrower type.
-
-    The relative error is at most 2^-8 for bfloat16, and 2^-11 for float16 from 6e-5 to
-    65504; greater magnitudes arrive as infinities, smaller ones are off by up to 3e-8.
-
-    Args:
-        dtype: torch.float16 or torch.bfloat16.
-    """
-
-    dtype: torch.dtype
-
-    linear = unbiased = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"Cast sends torch.float16 or torch.bfloat16, got {self.dtype}"
-            )
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns two bytes a number."""
-        return 2 * width
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Returns the rounded numbers."""
-        return _bytes_of(x.to(self.dtype).contiguous())
-
-    def decode(
-        self, message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        """Returns the rounded numbers as `dtype`."""
-        narrow = Plain().decode(message, width, self.dtype)
-        return _place(message, width, dtype, out).copy_(narrow)
-
-
-@dataclass(frozen=True)
-class Quantise(Codec):
-    """Sends each number as one of 2^bits levels between the bounds of its row.
-
-        z = min x rounded down,  D = (max x - z) / B rounded up,   B = 2^bits - 1
-        q = round((x - z) / D),  x' = z + q D
-
-    z and D are bf16 and lead the row's bytes; codes are taken against the rounded pair,
-    so |x' - x| <= D/2, and half a unit of the type of x beside. The step is not sent as a
-    reciprocal, as in [Zhang23], which overflows for small rows.
-
-    Where z rounded is the minimum itself the minimum is exact: so are rows of zeros, and
-    constant rows of a value that bf16 holds. Another constant is off by at most 1.6e-5
-    of itself. A row with a NaN, an infinity or a number below -3.3e38 arrives as NaN
-    throughout.
-
-    Args:
-        bits: 8.
-    """
-
-    bits: int = 8
-
-    linear = unbiased = False
-
-    def __post_init__(self) -> None:
-        if self.bits != 8:
-            raise ValueError(f"Quantise knows 8 bits, got bits={self.bits!r}")
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns a byte a number, and four for the row's minimum and step."""
-        return width + _META
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Returns the minimum and step of each row, then its codes."""
-        shape = len(x), self.row_bytes(x.size(1), x.dtype)
-        message = torch.empty(shape, dtype=torch.uint8, device=x.device)
-        if x.numel() == 0:
-            return message.zero_()
-        x = x if x.dtype == torch.float64 else x.float()
-        low, step = self._bounds(x)
-        meta = torch.stack([low, step], 1)
-        message[:, :_META] = _bytes_of(meta)
-        low, step = (t.to(x.dtype).unsqueeze(1) for t in (low, step))
-        # a step of zero is a constant row: its codes are zero, whatever 0 / 0 is
-        codes = (x - low).div_(step).round_().nan_to_num_(0.0)
-        message[:, _META:] = codes.clamp_(0, 2**self.bits - 1)
-        return message
-
-    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns z and D of each row, as bf16 `[m]`; NaN and zero if it has none."""
-        low, high = (t.double() for t in torch.aminmax(x, dim=1))
-        z = _rounded(low, up=False)
-        step = _rounded((high - z.double()) / (2**self.bits - 1), up=True)
-        bad = ~(z.isfinite() & step.isfinite() & high.isfinite())
-        return z.masked_fill(bad, float("nan")), step.masked_fill(bad, 0.0)
-
-    def decode(
-        self, message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        """Returns z + q D for each code, computed in float32 or float64."""
-        out = _place(message, width, dtype, out)
-        if out.numel() == 0:
-            return out
-        # a clone, since a single row counts as contiguous whatever its stride
-        meta = message[:, :_META].clone(memory_format=torch.contiguous_format)
-        meta = meta.view(torch.bfloat16)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        low, step = meta.to(wide).unsqueeze(-1).unbind(1)
-        return out.copy_(torch.addcmul(low, message[:, _META:].to(wide), step))
-
-
-CODECS: Mapping[str, Codec] = MappingProxyType(
-    {
-        "fp16": Cast(torch.float16),
-        "bf16": Cast(torch.bfloat16),
-        "int8": Quantise(8),
-    }
-)
-
-
-def codec_of(wire: str | Codec | None) -> Codec:
-    """Returns the codec of a name; None is `Plain`.
+def drawn(codec: Codec, draw: Draw | None, rows: int) -> Draw:
+    """Returns a draw that fits.
 
     Raises:
-        ValueError: for another name; it lists those there are.
+        ValueError: if there is none, or one of other rows.
     """
-    if wire is None:
-        return Plain()
-    if isinstance(wire, Codec):
-        return wire
-    if wire not in CODECS:
+    if draw is None:
         raise ValueError(
-            f"wire={wire!r} is not known; choose one of {', '.join(CODECS)}, a Codec, or "
-            "None to send rows as they are"
+            f"{codec!r} draws at random: give draw=Draw(key, gid), the same on both ends"
         )
-    return CODECS[wire]
+    if len(draw.gid) != rows:
+        raise ValueError(
+            f"a draw names the rows of its message: got {len(draw.gid)} ids for {rows} rows"
+        )
+    return draw
 
 
-def _rounded(x: Tensor, up: bool) -> Tensor:
-    """Rounds to bf16, never below (`up`) or never above."""
-    near = x.to(torch.bfloat16)
-    beyond = near.double() < x if up else near.double() > x
-    end = torch.full_like(near, float("inf") if up else float("-inf"))
-    return torch.where(beyond, torch.nextafter(near, end), near)
+def count_of(x: Tensor, index: Tensor | None) -> int:
+    """Returns how many rows are meant."""
+    return len(x) if index is None else len(index)
 
 
-def _bytes_of(x: Tensor) -> Tensor:
-    """Returns a contiguous `[m, f]` as its bytes, uint8 `[m, f * itemsize]`."""
-    return x.view(torch.uint8)
-
-
-def _place(
-    message: Tensor, width: int, dtype: torch.dtype, out: Tensor | None
-) -> Tensor:
+def room(size: int, like: Tensor, out: Tensor | None) -> Tensor:
+    """Returns `size` bytes to write a message in: how `out` begins, if it is given."""
     if out is None:
-        return torch.empty(len(message), width, dtype=dtype, device=message.device)
-    return out
+        return torch.empty(size, dtype=torch.uint8, device=like.device)
+    if out.dtype != torch.uint8 or out.dim() != 1 or len(out) < size:
+        raise ValueError(
+            f"out must be a vector of {size} bytes or more, got {list(out.shape)} of "
+            f"{out.dtype}"
+        )
+    return out[:size]
+
+
+def written(y: Tensor, out: Tensor | None) -> Tensor:
+    """Returns the bytes of a matrix as they are in memory, in `out` if it is given."""
+    flat = y.contiguous().view(-1).view(torch.uint8)
+    return flat if out is None else room(len(flat), y, out).copy_(flat)
+
+
+def read(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix whose bytes are given, in their memory where that can be.
+
+    Raises:
+        ValueError: if there are more or fewer.
+    """
+    wanted = rows * width * dtype.itemsize
+    if len(message) != wanted:
+        raise ValueError(codes.wrong_length(len(message), wanted))
+    if message.storage_offset() % dtype.itemsize or not message.is_contiguous():
+        message = message.clone(memory_format=torch.contiguous_format)
+    return message.view(dtype).view(rows, width)

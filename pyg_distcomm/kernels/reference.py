@@ -135,11 +135,15 @@ def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     modulo 2**64, with A, B and G the constants of splitmix64.
     Shapes: gid [k]; bits [k, cols], int32 in 0 .. 2**24 - 1.
     """
+    return _shift(keyed_hashes(key, gid, cols), 64 - HASH_BITS).to(torch.int32)
+
+
+def keyed_hashes(key: int, gid: Tensor, count: int) -> Tensor:
+    """Returns all 64 bits of the hash in `keyed_bits`, for columns 0 .. count-1."""
     gamma = _signed(0x9E3779B97F4A7C15)
     row = _mix(_mix(gid.long() + gamma) ^ key)
-    step = torch.arange(1, cols + 1, device=gid.device) * gamma
-    hashed = _mix(row[:, None] + step)
-    return _shift(hashed, 64 - HASH_BITS).to(torch.int32)
+    step = torch.arange(1, count + 1, device=gid.device) * gamma
+    return _mix(row[:, None] + step)
 
 
 def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Messages of a fetch: which ids are asked of whom, and how rows lie in the answer.
 
 An answer holds, for each rank it goes to, the rows of one attribute after the other:
-`counts[group][rank]` rows of `row_bytes` bytes each, and nothing else.
+`counts[group][rank]` rows as their codec writes them, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.exchange.codec import Codec, Plain
+from pyg_distcomm.exchange.codecs import Codec, Plain
 from pyg_distcomm.loader.shards import take_rows, width_of, words_of
 
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
@@ -36,26 +36,24 @@ class Column:
     values: Tensor
     codec: Codec
 
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one row in a message."""
-        return self.codec.row_bytes(width_of(self.values), self.values.dtype)
+    def bytes_of(self, count: int) -> int:
+        """Returns the bytes of `count` rows for one rank."""
+        return self.codec.wire_bytes(count, width_of(self.values), self.values.dtype)
 
     def write(self, part: Tensor, place: Tensor) -> None:
-        """Puts the rows at `place` `[k]` into a part of a message, `[k * row_bytes]`."""
+        """Puts the rows at `place` `[k]` into a part of a message, `[bytes_of(k)]`."""
         words, count = words_of(self.values), len(place)
         plain = isinstance(self.codec, Plain)
         if plain and part.storage_offset() % words.element_size() == 0:
             kernels.gather_rows(words, place, part.view(words.dtype).view(count, -1))
         else:
             rows = take_rows(self.values, place).view(count, width_of(self.values))
-            part.view(count, -1).copy_(self.codec.encode(rows))
+            self.codec.encode(rows, out=part)
 
     def read(self, part: Tensor, out: Tensor) -> None:
         """Decodes a part of a message into contiguous rows `[k, ...]`."""
         flat = out.view(len(out), width_of(self.values))
-        message = part.view(len(out), self.row_bytes)
-        self.codec.decode(message, flat.size(1), out.dtype, flat)
+        self.codec.decode(part, flat)
 
 
 def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
@@ -73,7 +71,7 @@ def unpack_ids(ids: Tensor, asked: Counts) -> list[Tensor]:
 def message_bytes(columns: Sequence[Column], counts: Counts) -> list[int]:
     """Returns the bytes for each rank."""
     return [
-        sum(c.row_bytes * counts[c.group][rank] for c in columns)
+        sum(c.bytes_of(counts[c.group][rank]) for c in columns)
         for rank in range(len(counts[0]))
     ]
 
@@ -109,7 +107,7 @@ def _parts(
     for rank in range(len(counts[0])):
         for column in columns:
             begin, end = first[column.group][rank : rank + 2]
-            size = (end - begin) * column.row_bytes
+            size = column.bytes_of(end - begin)
             if size:
                 yield column, slice(begin, end), slice(at, at + size)
             at += size

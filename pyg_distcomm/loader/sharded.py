@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import FeatureStore, TensorAttr
 
 from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.exchange.codec import Codec, Plain, codec_of
+from pyg_distcomm.exchange.codecs import Codec, Plain, codec_of
 from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
 from pyg_distcomm.loader.hot import hottest, rows_kept
 from pyg_distcomm.loader.message import Column, message_bytes
@@ -46,6 +46,22 @@ class RowsAttr(TensorAttr):
         return getattr(self, key) is not _UNSET
 
 
+def _known_size(wire: Wire) -> Codec:
+    """Returns a codec whose messages an asker can cut, and read, by itself.
+
+    Raises:
+        ValueError: for one that has other sizes, keys or a memory.
+    """
+    codec = codec_of(wire)
+    if not codec.sized or codec.keyed or codec.stateful:
+        raise ValueError(
+            f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
+            "on values, draws at random, or remembers rows; choose 'fp16', 'bf16', 'int8' "
+            "or Quantise(bits)"
+        )
+    return codec
+
+
 class ShardedStore(FeatureStore):
     """Rows of groups over the blocks of a channel (abstract; see `DistFeatureStore`)."""
 
@@ -58,8 +74,8 @@ class ShardedStore(FeatureStore):
     ) -> None:
         super().__init__(RowsAttr)
         by_name = wire if isinstance(wire, Mapping) else {}
-        self._codecs = {name: codec_of(one) for name, one in by_name.items()}
-        self._codec = codec_of(None if isinstance(wire, Mapping) else wire)
+        self._codecs = {name: _known_size(one) for name, one in by_name.items()}
+        self._codec = _known_size(None if isinstance(wire, Mapping) else wire)
         self.channel = open_channel(channel) if isinstance(channel, Mesh) else channel
         rank = self.channel.world.rank
         self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"

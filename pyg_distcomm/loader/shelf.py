@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm import wire
 from pyg_distcomm.channel import Channel
-from pyg_distcomm.exchange.codec import Codec, Plain
+from pyg_distcomm.exchange.codecs import Codec, Plain
 from pyg_distcomm.loader.shards import (
     Index,
     as_rows,
@@ -131,8 +131,8 @@ def add_rows(
         kind = "nodes" if shelf.group is NODES else str(shelf.group)
         rows = on_disk(rows, folder, kind, name)
     shelf.values[name] = rows
-    plain = Plain().row_bytes(width_of(rows), rows.dtype)
-    smaller = codec.row_bytes(width_of(rows), rows.dtype) < plain
+    shape = width_of(rows), rows.dtype
+    smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
     shelf.codecs[name] = codec if rows.is_floating_point() and smaller else Plain()
 
 

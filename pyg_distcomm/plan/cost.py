@@ -248,7 +248,7 @@ def sum_messages(size: int) -> int:
 
 def _row_bytes(codec: Codec, width: int, parts: int, dtype: object) -> dict[int, int]:
     sizes = {width // parts, -(-width // parts)}
-    return {w: codec.row_bytes(w, dtype) for w in sizes}  # type: ignore[arg-type]
+    return {w: codec.wire_bytes(1, w, dtype) for w in sizes}  # type: ignore[arg-type]
 
 
 def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
@@ -308,7 +308,7 @@ def _halo_bytes(
     width = max((product.width for product in products), default=0)
     p = flow.grid[2]
     share = -(-width // p)
-    size = codec.row_bytes(share, dtype)  # type: ignore[arg-type]
+    size = codec.wire_bytes(1, share, dtype)  # type: ignore[arg-type]
     rows = sum(_traffic(side) for side in flow.sides.all)
     inside = flow.fiber * share * item * 2 if p > 1 else 0
     return (rows * size + inside)[:, :, None]  # type: ignore[operator,index]

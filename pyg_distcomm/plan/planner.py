@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.exchange.codec import Codec, Plain
+from pyg_distcomm.exchange.codecs import Codec, Plain
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut

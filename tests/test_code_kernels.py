@@ -1,0 +1,194 @@
+"""Kernels of codecs: compiled ones write the bytes of their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyg_distcomm.kernels import code_cpu, code_reference, codes
+
+SHAPES = [(1, 1), (9, 1), (3, 7), (8, 8), (19, 33), (64, 100), (41, 256)]
+KEY = 2**62 + 12345
+FLOATS = (torch.float32, torch.float64)
+nan, inf = float("nan"), float("inf")
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def odd_rows(m, f, dtype, seed=0):
+    """Rows of all magnitudes, zeros, constants, and some that hold no number."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, f, generator=g, dtype=torch.float64)
+    kinds = (1.0, 1e-8, 1e4, 1e-30, 3e37, 1e-42, -0.0, nan)
+    x *= torch.tensor([kinds[k % len(kinds)] for k in range(m)]).double()[:, None]
+    if m > 12:
+        x[8], x[9] = 3.14159, -0.1
+        x[10, 0], x[11, 0] = inf, -inf
+        x[12, : f // 2] = 0.0
+        x[13, 0], x[13, -1] = -3e38, 3e38  # too wide for one bit in bf16
+    return x.to(dtype)
+
+
+def gids(m, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 10**12, (m,), generator=g)
+
+
+def same_bits(a, b):
+    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("random", [False, True])
+def test_quantise(bits, dtype, random):
+    for m, f in SHAPES:
+        x = odd_rows(m, f, dtype)
+        for index in (None, torch.randperm(m)[: m // 2 + 1]):
+            count = m if index is None else len(index)
+            noise = (KEY, gids(count)) if random else None
+            messages, bad = [], []
+            for op in (code_reference.quantise, code_cpu.quantise):
+                size = codes.message_bytes(count, f, bits, dtype.itemsize)
+                out = torch.full((size,), 9, dtype=torch.uint8)
+                bad.append(op(x, index, bits, noise, out))
+                messages.append(out)
+            assert torch.equal(*messages), (m, f)
+            assert bad[0] == bad[1]
+            rows = [
+                op(messages[0], bits, torch.full((count, f), 7.0, dtype=dtype))
+                for op in (code_reference.dequantise, code_cpu.dequantise)
+            ]
+            assert same_bits(*rows), (m, f)
+
+
+def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
+    m, f = 4001, 51
+    x, gid = odd_rows(m, 2 * f, torch.float32)[:, 1 : f + 1], gids(m)
+    for bits in (1, 2, 4, 8):
+        size = codes.message_bytes(m, f, bits, 4)
+        big = torch.zeros(size + 16, dtype=torch.uint8)
+        part = big[3 : 3 + size]
+        wanted = torch.empty(size, dtype=torch.uint8)
+        code_reference.quantise(x, None, bits, (KEY, gid), wanted)
+        codes.quantise(x, None, bits, (KEY, gid), part)
+        assert torch.equal(part, wanted)
+        assert not big[:3].any()
+        assert not big[3 + size :].any()
+        wide = torch.full((m, f + 5), 7.0)
+        codes.dequantise(part, bits, wide[:, 2 : 2 + f])  # rows that are apart
+        rows = code_reference.dequantise(wanted, bits, torch.empty(m, f))
+        assert same_bits(wide[:, 2 : 2 + f], rows)
+        assert bool((wide[:, :2] == 7).all())
+        assert bool((wide[:, 2 + f :] == 7).all())
+        turned = torch.empty(f, m).t()
+        assert same_bits(codes.dequantise(part, bits, turned), rows)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_pack_bits(bits):
+    for n in (0, 1, 7, 8, 9, 1000, 1003):
+        x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
+        packed = code_reference.pack_bits(x, bits)
+        assert len(packed) == -(-n * bits // 8)
+        assert torch.equal(packed, codes.pack_bits(x, bits))
+        for op in (code_reference.unpack_bits, codes.unpack_bits):
+            assert torch.equal(op(packed, bits, n), x)
+    with pytest.raises(ValueError, match="says itself"):
+        codes.unpack_bits(packed, bits, 5)
+
+
+@pytest.mark.parametrize("dtype", codes.HALVES, ids=str)
+def test_compact_and_expand(dtype, two_threads):
+    for m, f in (*SHAPES, (4001, 37)):
+        x = odd_rows(m, f, torch.float64)
+        x[torch.rand(m, f) < 0.6] = 0.0
+        x[0] = -0.0
+        x = x.to(dtype)
+        for index in (None, torch.randperm(m)[: m // 2 + 1]):
+            rows = x if index is None else x[index]
+            message = code_reference.compact(x, index)
+            assert torch.equal(message, code_cpu.compact(x, index))
+            nonzero = int((rows != 0).sum())
+            assert len(message) == -(-rows.numel() // 8) + nonzero * dtype.itemsize
+            for op in (code_reference.expand, code_cpu.expand):
+                out = op(message, torch.full_like(rows, 7.0))
+                assert same_bits(out, rows)
+                with pytest.raises(ValueError, match="both ends must cut"):
+                    op(message[:-1], out)
+
+
+def test_keyed_columns(two_threads):
+    ids = gids(300)
+    for width, count in ((1, 1), (7, 3), (100, 100), (256, 10), (33, 1)):
+        wanted = code_reference.keyed_columns(KEY, ids, width, count)
+        assert torch.equal(codes.keyed_columns(KEY, ids, width, count), wanted)
+        assert bool((wanted.diff(dim=1) > 0).all())
+        assert int(wanted.min()) >= 0
+        assert int(wanted.max()) < width
+        other = codes.keyed_columns(KEY + 1, ids, width, count)
+        assert count == width or not torch.equal(other, wanted)
+    with pytest.raises(ValueError, match="0 < count"):
+        codes.keyed_columns(KEY, ids, 5, 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_columns_taken_and_put(dtype, two_threads):
+    for m, f in (*SHAPES, (3000, 40)):
+        x = odd_rows(m, f, dtype).nan_to_num(1.0)
+        x = (x * 4).round() / 4 if m < 20 else x  # ties among the largest
+        for index in (None, torch.randperm(m)[: m // 2 + 1]):
+            for k in {1, (f + 1) // 2, f}:
+                top = code_reference.top_columns(x, index, k)
+                assert torch.equal(top, codes.top_columns(x, index, k))
+                which = torch.randint(0, len(top), (len(top),))
+                for lists in ((top, which), (top[:1], None)):
+                    y = code_reference.take_columns(x, index, *lists)
+                    assert torch.equal(y, codes.take_columns(x, index, *lists))
+                    out = [
+                        op(y, *lists, 1.7, torch.full((len(y), f), 7.0, dtype=dtype))
+                        for op in (code_reference.put_columns, codes.put_columns)
+                    ]
+                    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_first_nonfinite(dtype, two_threads):
+    x = torch.randn(5000, 20, dtype=dtype) * 1e30
+    assert codes.first_nonfinite(x) == -1
+    for value in (nan, -nan, inf, -inf):
+        for row in (0, 7, 4999):
+            y = x.clone()
+            y[row, 13] = value
+            y[4999, 0] = value
+            assert codes.first_nonfinite(y) == row
+            assert code_reference.first_nonfinite(y, None) == row
+            index = torch.arange(4999, -1, -1)
+            assert codes.first_nonfinite(y, index) == 0
+    assert codes.first_nonfinite(x[:0]) == -1
+
+
+def test_noise_is_uniform_and_its_columns_are_independent():
+    bits = code_reference.noise_bits(KEY, torch.arange(20_000), 5).double() / 2.0**16
+    assert bits.mean(0) == pytest.approx([0.5] * 5, abs=4 * (1 / 12 / 20_000) ** 0.5)
+    together = torch.corrcoef(bits.t()) - torch.eye(5)
+    assert float(together.abs().max()) < 4 / 20_000**0.5
+
+
+def test_bad_arguments():
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="out must be 20 contiguous bytes"):
+        codes.quantise(x, None, 1, None, torch.empty(21, dtype=torch.uint8))
+    out = torch.empty(20, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="each of the 4 rows, got 3"):
+        codes.quantise(x, None, 1, (0, torch.arange(3)), out)
+    with pytest.raises(IndexError, match="there are 4 rows"):
+        codes.compact(x, torch.tensor([4]))
+    with pytest.raises(ValueError, match="21 bytes says itself that it has 20"):
+        codes.dequantise(torch.empty(21, dtype=torch.uint8), 1, x)
