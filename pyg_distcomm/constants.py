@@ -5,6 +5,10 @@ epoch, so A X0 is the same product. Whether an input will come again is not know
 is first seen: one that dropout has made comes once, and to multiply it at its full width
 for nothing would be dear. So an input is remembered, weakly, when it is first seen, and its
 product is kept from the second time on.
+
+Activation checkpointing computes a layer again in the backward pass, and takes what that
+saves for what the forward pass saved: both must multiply alike, so where hooks look after
+saved tensors nothing is remembered and nothing taken from memory.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Constants:
                 same inputs as often.
         """
         x, weight = inputs
-        if not (_constant(x) and _constant(weight)):
+        if not (_constant(x) and _constant(weight)) or _hooked():
             return None
         kinds = self._known.setdefault(x, {})
         now = (x._version, *_state(weight))
@@ -89,6 +93,14 @@ class Constants:
 
 def _constant(t: Any) -> bool:
     return t is None or not (t.requires_grad or t.is_inference())
+
+
+def _hooked() -> bool:
+    try:  # torch has no question for it, but will not disable hooks that are in use
+        with torch.autograd.graph.disable_saved_tensors_hooks("products are looked up"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def _state(weight: Any) -> tuple[Any, ...]:

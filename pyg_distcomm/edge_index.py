@@ -180,7 +180,8 @@ class DistEdgeIndex(torch.Tensor):
                 less, forward and backward together.
             keep_inputs: whether the product with an input that does not change (a leaf
                 without gradient, the same tensor at the same version) is kept from its
-                second use on. It takes the input's memory once more.
+                second use on. It takes the input's memory once more. Not where hooks
+                look after saved tensors, as in torch's checkpointing.
         """
         twin = copy.copy(self.topology)
         twin.ordering, twin.constants = Ordering(order, keep_inputs), Constants()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS
+from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
@@ -177,3 +178,31 @@ def refused():
     share = pdc.partition(graph(3), worlds.mesh(), "random")
     with pytest.raises(ValueError, match="order must be one of"):
         share.edge_index.with_ordering("best")
+
+
+def checkpointed(layer):
+    """An epoch that computes a layer again multiplies in the order of the first time."""
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(9), mesh, "random")
+    net = Net((9, 2), layer)
+    again = Recomputed(net)
+    want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))
+    for _ in range(4):
+        for got, exact in zip(
+            step(again, share, share.edge_index)[0], want, strict=True
+        ):
+            torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
+
+
+class Recomputed(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, edge_index):
+        return checkpoint(self.net, x, edge_index, use_reentrant=False)
+
+
+@pytest.mark.parametrize("layer", [DistGCNConv, DistSAGEConv])
+def test_checkpointing_repeats_the_order(layer):
+    worlds.run(checkpointed, 2, layer)
