@@ -68,43 +68,84 @@ def all_to_all(
     """
     if axis.size == 1:
         return Pending(x if into is None else into.copy_(x), x.device, axis, op)
-    width = x[0].numel() if x.size(0) else _width(x)
     source = _staged(x.contiguous(), axis)
+    parts = source.split(list(send_counts))
+    return _begun(x, parts, recv_counts, axis, op, most, into, source)
+
+
+def all_gather_begin(
+    x: Tensor,
+    counts: Sequence[int],
+    axis: Axis,
+    op: str = "all_gather",
+    most: int | None = None,
+    *,
+    into: Tensor | None = None,
+) -> Pending:
+    """Starts to send all rows of `x` to every rank of an axis.
+
+    Args:
+        x: own rows.
+        counts: how many come from each rank; none from itself where own rows are not
+            wanted.
+        axis, op, most, into: as in `all_to_all`.
+
+    Shapes (this rank): x [n, ...], return [sum(counts), ...].
+    Price: (sum(counts) - counts[self]) times the width of a row, in words.
+    """
+    if axis.size == 1:
+        own = x[: counts[0]]
+        return Pending(own if into is None else into.copy_(own), x.device, axis, op)
+    source = _staged(x.contiguous(), axis)
+    here = counts[axis.rank]
+    parts = [source[:here] if i == axis.rank else source for i in range(axis.size)]
+    return _begun(x, parts, counts, axis, op, most, into)
+
+
+def _begun(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str,
+    most: int | None,
+    into: Tensor | None,
+    whole: Tensor | None = None,
+) -> Pending:
+    """Begins an exchange of the parts of `x`; `whole` is all of them, if it is at hand."""
+    like = parts[0]
+    width = x[0].numel() if x.size(0) else _width(x)
+    send_counts = [part.size(0) for part in parts]
     out = into
-    if out is None or out.device != source.device:
-        out = source.new_empty((sum(recv_counts), *x.shape[1:]))
+    if out is None or out.device != like.device:
+        out = like.new_empty((sum(recv_counts), *x.shape[1:]))
     traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
-    small = most is not None and most * width * source.element_size() < _MUCH
-    over_gloo = not source.is_cuda and "gloo" in _back_ends(axis)
-    begin = _messages if over_gloo and not small else _collective
-    plan = recv_counts, send_counts, axis
-    work = guarded(axis, op, lambda: begin(out, source, *plan))
+    small = most is not None and most * width * like.element_size() < _MUCH
+    if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
+        places = out.split(list(recv_counts))
+        work = guarded(axis, op, lambda: _messages(places, parts, axis))
+        return Pending(out, x.device, axis, op, work, traced, parts, into)
+    source = torch.cat(list(parts)) if whole is None else whole
+    splits = list(recv_counts), send_counts
+    work = guarded(axis, op, lambda: _collective(out, source, *splits, axis))
     return Pending(out, x.device, axis, op, work, traced, source, into)
 
 
 def _collective(
-    out: Tensor,
-    source: Tensor,
-    recv_counts: Sequence[int],
-    send_counts: Sequence[int],
-    axis: Axis,
+    out: Tensor, source: Tensor, recv: list[int], send: list[int], axis: Axis
 ) -> Any:
-    splits = list(recv_counts), list(send_counts)
-    return dist.all_to_all_single(out, source, *splits, group=axis.group, async_op=True)
+    return dist.all_to_all_single(
+        out, source, recv, send, group=axis.group, async_op=True
+    )
 
 
 def _messages(
-    out: Tensor,
-    source: Tensor,
-    recv_counts: Sequence[int],
-    send_counts: Sequence[int],
-    axis: Axis,
+    places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis
 ) -> Messages:
     # [Note: receive first]; every rank begins with its neighbour, so that not all at once
     # send to one
-    places, parts = out.split(list(recv_counts)), source.split(list(send_counts))
     peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
-    much = [i for i in peers if parts[i].numel() * source.element_size() >= _MUCH]
+    much = [i for i in peers if parts[i].nbytes >= _MUCH]
     order: list[Any] = [(dist.irecv, places, i) for i in much]
     order += [(dist.isend, parts, i) for i in peers]
     order += [(dist.irecv, places, i) for i in peers if i not in much]
@@ -114,7 +155,7 @@ def _messages(
         if rows[i].numel()
     ]
     places[axis.rank].copy_(parts[axis.rank])
-    return Messages(works, (out, source))
+    return Messages(works, (places, parts))
 
 
 def _width(x: Tensor) -> int:
@@ -225,11 +266,8 @@ def all_gather_rows(
 
     Shapes (this rank): x `[counts[rank], ...]`, return `[sum(counts), ...]`.
     Price: (sum(counts) - counts[rank]) times the width of a row, in words.
-    Blocks of unequal size travel as an all_to_all: not every back end gathers them.
     """
-    send = x.repeat(axis.size, *([1] * (x.dim() - 1))) if axis.size > 1 else x
-    ones = [x.size(0)] * axis.size
-    return all_to_all(send, ones, counts, axis, op, max(counts)).wait()
+    return all_gather_begin(x, counts, axis, op, max(counts)).wait()
 
 
 def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:

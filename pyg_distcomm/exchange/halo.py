@@ -53,7 +53,8 @@ class Halo(Link):
             want_counts: how many of them each rank of the axis has.
             have_gid: ids of the rows here, in their order in memory.
             axis: the ranks that exchange.
-            dense: only a label: whole blocks travel, as in sparsity-oblivious products.
+            dense: whole blocks travel, as in sparsity-oblivious products: what is wanted is
+                every row of every other rank, in their order.
         """
         send_counts = wire.exchange_counts(want_counts, axis)
         asked = wire.all_to_all(want_gid, want_counts, send_counts, axis, "plan").wait()
@@ -85,18 +86,15 @@ class Halo(Link):
         if self.silent:
             empty = x.new_empty((0, *x.shape[1:])) if into is None else into
             return lambda: empty
-        rows = kernels.gather_rows(x.flatten(1), self.send_slot)
-        op = "all_gather" if self.dense else "halo"
         flat = None if into is None else into.flatten(1)
-        pending = wire.all_to_all(
-            rows,
-            self.send_counts,
-            self.recv_counts,
-            self.axis,
-            op,
-            self.most,
-            into=flat,
-        )
+        if self.dense:
+            pending = wire.all_gather_begin(
+                x.flatten(1), self.recv_counts, self.axis, most=self.most, into=flat
+            )
+        else:
+            rows = kernels.gather_rows(x.flatten(1), self.send_slot)
+            plan = self.send_counts, self.recv_counts, self.axis, "halo", self.most
+            pending = wire.all_to_all(rows, *plan, into=flat)
         return lambda: (
             pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else (pending.wait())
         )
