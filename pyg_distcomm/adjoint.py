@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import wire
 from pyg_distcomm.exchange.link import Link
@@ -27,6 +28,7 @@ class _AllReduce(torch.autograd.Function):
         return wire.all_reduce(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return wire.all_reduce(g, ctx.axis), None
 
@@ -38,6 +40,7 @@ class _Exchange(torch.autograd.Function):
         return link.begin(x)()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         arrive = ctx.link.begin_transpose(g.contiguous())
         return arrive(g.new_zeros(ctx.shape)), None
@@ -51,6 +54,7 @@ class _ExchangeTranspose(torch.autograd.Function):
         return arrive(out.clone())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
         return ctx.link.begin(x.contiguous())(), x, None
 
@@ -69,6 +73,7 @@ class _AllToAll(torch.autograd.Function):
         return wire.all_to_all(x, send, recv, axis, op).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         send, recv, axis, op = ctx.plan
         pending = wire.all_to_all(g, recv, send, axis, f"{op}_transpose")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import kernels
 
@@ -19,6 +20,7 @@ class _KeyedDropout(torch.autograd.Function):
         return kernels.keyed_dropout(x, key, gid, p)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         p, gid, key = ctx.draw  # the mask is drawn again: nothing is stored
         return kernels.keyed_dropout(g.contiguous(), key, gid, p), None, None, None

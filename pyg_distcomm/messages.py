@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+_PATIENCE = 5.0  # seconds for threads to come back, where processors are busy
 _idle: list[SimpleQueue[Messages]] = []  # what threads without work listen to
 _under_way: set[Messages] = set()
 
@@ -99,11 +100,12 @@ class Messages:
 
     def give_up(self) -> None:
         """Ends the wait, and with it the connections of the group."""
-        for work in self._works[-1:]:
+        # the thread waits in this order: a wait for a later one could take its end from it
+        for work in self._works[:1]:
             try:
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:
-                self._done.wait(1.0)
+                self._done.wait(_PATIENCE)
 
 
 def _inbox() -> SimpleQueue[Messages]:

@@ -206,3 +206,24 @@ def test_no_exchange_hangs(fn, kind, text):
     with pytest.raises(kind, match=text):
         pdc.launch(fn, 2, timeout=60)
     assert time.monotonic() - start < 35
+
+
+def _leaves(absent):
+    """What rank 0 exchanges with another has arrived, with the absent rank it has not."""
+    mesh = pdc.init(timeout=30)
+    pending = None
+    if mesh.rank != absent:
+        pending = _much(mesh)
+    wire.barrier(mesh.data)
+    if mesh.rank == 0:
+        assert isinstance(pending.work, messages.Messages)
+        time.sleep(1.0)
+        pending.work.give_up()
+        assert pending.work.is_completed()
+        assert not messages._under_way
+    wire.barrier(mesh.data)
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+def test_a_process_that_leaves_keeps_no_thread_waiting(absent):
+    pdc.launch(_leaves, 3, absent, timeout=60)

@@ -280,6 +280,9 @@ def refusals():
     data = GRAPHS["undirected"]()
     with pytest.raises(ValueError, match="give the graph as data"):
         pdc.init("auto")
+    some = data if torch.distributed.get_rank() == 0 else None
+    with pytest.raises(ValueError, match=r"rank 1: .*give the graph as data"):
+        pdc.init("auto", data=some, widths=[7, 4], timeout=20)
     with pytest.raises(ValueError, match="for algorithm='auto'"):
         pdc.init("1d", data=data)
     with pytest.raises(ValueError, match="leave grid"):

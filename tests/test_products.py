@@ -10,7 +10,8 @@ import worlds
 from problems import GRAPHS, grids, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm import adjoint, wire
+from pyg_distcomm.dropout import keyed_dropout
 from pyg_distcomm.price import dense_words
 
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -267,3 +268,26 @@ def test_a_ledger_can_be_brought_home():
         assert ledger.messages("all_reduce") == 2
         ledger.note("more", "world", words=1, bytes=4, sent_bytes=4, messages=1)
         assert ledger.words("more") == 1
+
+
+def _twice():
+    """A gradient of a gradient is refused: it would lack what backward passes add."""
+    data = GRAPHS["undirected"]()
+    share = pdc.partition(data, worlds.mesh(), "random")
+    topology, halo = share.edge_index.topology, share.edge_index.topology.locals.halo
+    gid = share.edge_index.nodes.gid
+    x = share.x.to_local().clone().requires_grad_()
+    for act in (
+        lambda: topology.sum(x, None),
+        lambda: adjoint.exchange(x, halo),
+        lambda: keyed_dropout(x, 0.5, gid, 3),
+    ):
+        out = act().pow(3).sum()
+        (g,) = torch.autograd.grad(out, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="twice"):
+            (g.pow(2).sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_gradients_are_refused(size):
+    worlds.run(_twice, size)

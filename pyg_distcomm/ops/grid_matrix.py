@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import wire
 from pyg_distcomm.kernels import memory
@@ -217,6 +218,7 @@ class _Product(torch.autograd.Function):
         return z
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -57,7 +57,7 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
-        data: for "auto", the whole graph; rank 0's counts.
+        data: for "auto", the whole graph, on every rank; rank 0's counts.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
         layers, inputs, memory: for "auto", see `plan`.
@@ -69,11 +69,12 @@ def init(
     """
     joining = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
     problem = _misuse(algorithm, (replication, grid), data, (widths, model))
-    if problem is not None:
-        raise ValueError(problem)
     if algorithm != "auto":
+        if problem is not None:
+            raise ValueError(problem)
         return grids.init(algorithm, replication=replication, grid=grid, **joining)  # type: ignore[arg-type]
     mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
+    wire.agree(problem, mesh.world)
     if machine is None:
         machine = calibrate(mesh) if mesh.size > 1 else Machine()
     best, owners = _chosen(
