@@ -209,6 +209,8 @@ def test_nothing_is_left_however_it_ends(number):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background jobs ignore it, and hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     stop = time.monotonic() + 60
     while len([p for p in of(mark) if p != running.pid]) < 2:
@@ -254,6 +256,7 @@ if mesh.rank == 0:
 """
 
 
+@pytest.mark.exhaustive  # a rate, on a machine that should do nothing else
 @linked
 def test_an_exchange_uses_both_directions_of_a_link_at_once():
     done = run(
