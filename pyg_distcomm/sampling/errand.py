@@ -67,11 +67,22 @@ def errand_price(
     return Price(words=id_words * asked_by_others + asked + (2 + columns) * drawn)
 
 
+def counts_price(segments: int, ranks: int) -> Price:
+    """Prices the counts of one errand over an axis of `ranks`, in words of 8 bytes.
+
+        received = (segments + 2) (ranks - 1)
+
+    How many nodes come in each segment and what stands beside them, and how long an
+    answer is.
+    """
+    return Price(words=(segments + 2) * (ranks - 1))
+
+
 class Errand:
     """One round over an axis: ids went out when it was made, `reply` brings answers.
 
     All ranks of the axis give as many segments, for the same relations in the same
-    order. Price: see `errand_price`, and two exchanges of counts.
+    order. Price: see `errand_price` and `counts_price`.
 
     Args:
         axis: the ranks that ask each other.

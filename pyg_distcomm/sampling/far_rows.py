@@ -1,4 +1,23 @@
-"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched."""
+"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched.
+
+[Note: rows over the process row] In the Graph Partitioned algorithm of [Tripathy24] the c
+ranks of a process row hold the same rows of Q. Each multiplies by a c-th of the blocks of A,
+whose rows it gets in its process column, block by block; the partial products are added up
+by a sparse all-reduce over the process row, and each rank samples a c-th of the sum. What
+differs here:
+
+- a rank has the minibatches that it samples from the start, so ids of the rows they need go
+  to the others of the process row, and only these rows come back: a reduce-scatter;
+- a row of a node-wise Q has one nonzero, so that no two ranks have parts of one row of the
+  product, and nothing is left to add; layer-wise, partial rows are added;
+- which of the c ranks brings a row is settled by the column of its owner, not by its block,
+  so that c need not divide P/c, and they bring about as many each;
+- rows of the own block, which all c ranks hold, do not travel;
+- one all_to_allv brings all blocks, and each row once for all minibatches of all c ranks.
+
+Each rank asking its column for what itself needs would bring fewer words to a rank in all;
+this way a row comes into a process row once, which is what counts where it is a host.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +81,12 @@ class FarRows:
     ) -> tuple[Relation, list[Tensor]]:
         """Fetches whole rows of a relation, each distinct one once; collective.
 
-        With c copies of a block, the ranks of a process row pool what they want, and each
-        asks the owners of one c-th of the blocks: the stages of 1.5D in [Tripathy24].
+        With c copies of a block, the ranks of a process row pool what they want; see
+        [Note: rows over the process row].
+
+        Price: `errand_price` and `counts_price` on each axis. In the process row, it asks
+        for the distinct rows that others are to bring; in the process column, for those
+        that it is to bring for any of the process row and does not hold.
 
         Returns:
             the rows as a relation, and for each list of nodes, their places in it.
@@ -96,14 +119,13 @@ class FarRows:
     def ask_twins(self, wishes: Sequence[Wish]) -> Errand:
         """Tells each rank of the process row which rows it is to bring for all of them.
 
-        Twin j brings those of blocks j, j + c, j + 2 c, ...
+        See `Block.twin_of`.
         """
-        col = self.channel.col
         peers = [
-            self.block.block_of(self.relations[w.relation].target, w.node) % col.size
+            self.block.twin_of(self.relations[w.relation].target, w.node)
             for w in wishes
         ]
-        return Errand(col, wishes, peers, self.word)
+        return Errand(self.channel.col, wishes, peers, self.word)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""

@@ -47,10 +47,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Minibatches are those of `KeyedNeighborSampler` on the whole graph, bit for bit. All
     calls are collective: all ranks of the channel sample as many minibatches at a time.
 
-    Price of a hop: see `errand_price`. At the owner, for k minibatches of b nodes and
-    fan-out s on this rank, at most k b (1 + s) pairs of words are asked and answered, of
-    which those of this rank's own block do not travel; at the requester, the whole rows,
-    and with c > 1 the same once more inside the process row.
+    Price of a hop: see `errand_price` and `counts_price`. At the owner, for k minibatches
+    of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
+    answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
+    come from each rank of the column, once a bulk; at the requester, the whole rows, and
+    with c > 1 most of them once more inside the process row (`FarRows.fetch`).
 
     Args:
         data: a share, from `pdc.partition`.
