@@ -91,9 +91,8 @@ class Bench:
             found = []
             for size in (1, *self.args.ranks):
                 task = self.task(size, fan_out)
-                for case, one in ranks.run(
-                    cases(size, rows, self.args.bulks), task, size, self.args.rounds
-                ):
+                every = cases(size, rows, self.args.bulks, self.args.places)
+                for case, one in ranks.run(every, task, size, self.args.rounds):
                     found.append((size, case, one))
             yield times_table(fan_out, rows, found)
             travelled += [(fan_out, *f) for f in found if f[0] > 1 and rows]
@@ -158,13 +157,18 @@ class Bench:
         return format_table(head, rows)
 
 
-def cases(size: int, rows: bool, bulks: Sequence[int | str]) -> list[Case]:
+def cases(
+    size: int,
+    rows: bool,
+    bulks: Sequence[int | str],
+    places: Sequence[str] = PLACES,
+) -> list[Case]:
     """Lists the ways that so many ranks can load."""
     copies = [c for c in (1, 2, 4) if size % c == 0]
     return [
         Case(c, place, k, rows)
-        for c, place, k in product(copies, PLACES, bulks)
-        if size > 1 or place == "owner"
+        for c, place, k in product(copies, places, bulks)
+        if size > 1 or place == places[0]
     ]
 
 
@@ -253,11 +257,16 @@ def bytes_table(found: Sequence[tuple]) -> str:
 
 def title(args: argparse.Namespace, n: int, count: int) -> str:
     """Says what was run."""
+    most = f" --most {args.most}" if args.most else ""
+    bulks = f" --bulks {' '.join(map(str, args.bulks))}" * (args.bulks != BULKS)
+    places = f" --places {' '.join(args.places)}" * (args.places != PLACES)
+    fan_outs = " ".join(",".join(map(str, f)) for f in args.fan_outs)
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"`python benchmarks/partitioned.py --scale {args.scale} --degree {args.degree} "
         f"--share {args.share} --method {args.method} --ranks "
-        f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --parts "
+        f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --fan-outs {fan_outs}"
+        f"{most}{bulks}{places} --parts "
         f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread a rank; "
         f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, "
         f"{count:,} seeds in batches of {BATCH}, {WIDTH} float32 features; medians, ways "
@@ -275,6 +284,7 @@ def main() -> None:
     parser.add_argument("--method", default="metis", help="metis, ldg or random")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--fan-outs", type=_numbers, nargs="+", default=FAN_OUTS)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--bulks", type=_bulk, nargs="+", default=BULKS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

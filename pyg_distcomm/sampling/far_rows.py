@@ -21,8 +21,9 @@ this way a row comes into a process row once, which is what counts where it is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,9 +31,16 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.channel import Channel
-from pyg_distcomm.kernels.minibatch import Ask, Relation, UnweightedNode
+from pyg_distcomm.kernels.minibatch import (
+    Ask,
+    Draws,
+    Relation,
+    UnweightedNode,
+    everything,
+)
 from pyg_distcomm.sampling.blocks import Block
 from pyg_distcomm.sampling.errand import Answers, Errand, Wish, answer, columns_of
+from pyg_distcomm.wire import Axis
 
 
 class FarRows:
@@ -48,27 +56,44 @@ class FarRows:
         self.relations = block.topology.graph.relations
         wide = any(r.row.dtype == torch.int64 for r in self.relations)
         self.word = torch.int64 if wide else torch.int32
-        sampler: Any = kernels.neighbor_sampler(block.topology.graph)
-        self._draw = sampler.draw_rows
+        self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
 
     def ask(self, wishes: Sequence[Wish]) -> Errand:
         """Sends ids to the ranks of the process column that have their rows."""
+        return self._errand(self.channel.row, wishes, self.block.block_of)
+
+    def _errand(
+        self,
+        axis: Axis,
+        wishes: Sequence[Wish],
+        whom: Callable[[int, Tensor], Tensor],
+    ) -> Errand:
+        """Begins an errand to whoever has, or brings, the rows of nodes of a type."""
         peers = [
-            self.block.block_of(self.relations[w.relation].target, w.node)
-            for w in wishes
+            whom(kind, torch.cat([w.node for w in some]))
+            for kind, some in groupby(
+                wishes, lambda w: self.relations[w.relation].target
+            )
         ]
-        return Errand(self.channel.row, wishes, peers, self.word)
+        return Errand(axis, wishes, peers, self.word)
 
-    def place_of(self, wish: Wish) -> Tensor:
+    def place_of(self, r: int, node: Tensor) -> Tensor:
         """Returns where nodes that were asked of this rank have their rows."""
-        return self.block.place_of(self.relations[wish.relation].target, wish.node)
+        return self.block.place_of(self.relations[r].target, node)
 
-    def answer(self, segments: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
+    def answer(self, asks: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
         """Draws what one rank asks of this one; see `errand.answer`."""
         try:
-            return answer(self.relations, segments, self._draw, self.word, whole)
+            return answer(self.relations, asks, self._sampler, self.word, whole)
         except UnweightedNode as error:
             raise self.unweighted(error, error.relation) from None
+
+    def draws(self, errand: Errand, messages: Sequence[Tensor]) -> Draws:
+        """Answers every rank by a message; returns the draws that this one asked for."""
+        found, far = errand.arrived(messages)
+        parts = list(zip(found, errand.asked, strict=True))
+        draws: Draws = self._sampler.locate(parts, self.channel.row.rank, far)
+        return draws
 
     def unweighted(self, error: UnweightedNode, r: int) -> ValueError:
         """Returns the error with the name of its edge type."""
@@ -103,8 +128,8 @@ class FarRows:
             messages = [
                 answer(
                     [shelf],
-                    [(0, Ask(node, answers.slot[place], 0, -1))],
-                    self._draw,
+                    [(0, everything(node, answers.slot[place]))],
+                    self._sampler,
                     self.word,
                     whole=True,
                 )
@@ -121,18 +146,14 @@ class FarRows:
 
         See `Block.twin_of`.
         """
-        peers = [
-            self.block.twin_of(self.relations[w.relation].target, w.node)
-            for w in wishes
-        ]
-        return Errand(self.channel.col, wishes, peers, self.word)
+        return self._errand(self.channel.col, wishes, self.block.twin_of)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
         answers = self._column(r, nodes)
         shelf = self._shelf(r, answers)
-        start, entry, _ = self._draw(
-            shelf, None, Ask(nodes, answers.slot, 0, -1), _as_array
+        start, entry, _ = self._sampler.draw_rows(
+            shelf, None, everything(nodes, answers.slot), _as_array
         )
         picked = torch.from_numpy(entry)
         weight = None if shelf.weight is None else shelf.weight[picked]
@@ -145,8 +166,7 @@ class FarRows:
         errand = self.ask([Wish(r, wanted)])
         messages = [
             self.answer(
-                [(r, Ask(wish.node, self.place_of(wish), 0, -1))],
-                whole=True,
+                [(r, everything(wish.node, self.place_of(r, wish.node)))], whole=True
             )
             for (wish,) in errand.received
         ]
