@@ -200,13 +200,13 @@ class Drawing:
     def take(self, number: int, hop: int, draws: Draws) -> None:
         """Takes in draws made elsewhere, those of each node of the ask."""
         count = draws.count.numpy()
-        start = np.zeros(len(count) + 1, np.int64)
-        np.cumsum(count, out=start[1:])
-        edge, at = self._room(number, int(start[-1]))
+        edge, at = self._room(number, int(count.sum()))
         words = draws.near.numpy(), draws.far.numpy()
-        args = (draws.begin.numpy(), count, *words, self.index[number][0], edge, at)
+        first, _ = self.seen[self.graph.relations[number].target].frontier(hop)
+        index = self.index[number]
+        args = (draws.begin.numpy(), count, *words, first, *index, edge, at)
         ready(loops.take_rows, args)()
-        self._enter(number, hop, start, at)
+        self._label(number, at)
 
     def _room(self, number: int, total: int) -> tuple[Array, int]:
         """Makes room for the draws of a hop; returns where edge ids go, and from."""
@@ -218,12 +218,17 @@ class Drawing:
 
     def _enter(self, number: int, hop: int, start: Array, at: int) -> None:
         """Turns the sources drawn at a hop, in place, into local ids; keeps targets."""
-        relation, index = self.graph.relations[number], self.index[number]
-        source, target = self.seen[relation.source], self.seen[relation.target]
-        begin, _ = target.frontier(hop)
+        index = self.index[number]
+        begin, _ = self.seen[self.graph.relations[number].target].frontier(hop)
         ready(loops.point_to, (start, begin, index[1], at))()
-        source.label(index[0], at, index[1], target)
-        self.drawn[number].append(int(start[-1]))
+        self._label(number, at)
+
+    def _label(self, number: int, at: int) -> None:
+        """Turns the sources of draws from `at` on into local ids."""
+        relation, (source, target) = self.graph.relations[number], self.index[number]
+        ends = self.seen[relation.source], self.seen[relation.target]
+        ends[0].label(source, at, target, ends[1])
+        self.drawn[number].append(len(source) - at)
 
     def _clock(self, relation: Relation) -> Tensor | None:
         return self.graph.time[relation.source]

@@ -168,10 +168,10 @@ def draw(
                 pick = top - 1 if taken[pick] == i + 1 else pick
                 taken[pick] = i + 1
             else:
+                again = False  # no way out early: that would be a branch to guess
                 for other in range(home, home + k):
-                    if position[other] == first + pick:
-                        pick = top - 1
-                        break
+                    again |= position[other] == first + pick
+                pick = top - 1 if again else pick
             position[home + k] = first + pick
 
 
@@ -291,34 +291,24 @@ def locate(
 
 
 @jit
-def take_row(
-    words: Array, first: int, end: int, source: Array, edge: Array, k: int
-) -> None:
-    """Takes the pairs of one node in."""
-    for e in range(first, end, 2):
-        source[k] = words[e]
-        edge[k] = words[e + 1]
-        k += 1
-
-
-@jit
 def take_rows(
     begin: Array,
     count: Array,
     near: Array,
     far: Array,
+    first: int,
     source: Array,
+    target: Array,
     edge: Array,
     at: int,
 ) -> None:
-    """Takes draws in from elsewhere, node by node; see `Draws`."""
+    """Takes in draws made elsewhere, those of node i as edges to local id `first + i`."""
     for i in range(len(begin)):
-        first, words = begin[i], 2 * count[i]
-        if first >= 0:
-            take_row(far, first, first + words, source, edge, at)
-        else:
-            take_row(near, ~first, ~first + words, source, edge, at)
-        at += np.int64(count[i])
+        there = begin[i] < 0
+        words, start = (near, ~begin[i]) if there else (far, begin[i])
+        for e in range(start, start + 2 * count[i], 2):
+            source[at], target[at], edge[at] = words[e], first + i, words[e + 1]
+            at += 1
 
 
 @jit
