@@ -282,7 +282,7 @@ def locate(
 
     Node i of the message is number `order[i]` of those who asked; see `Draws`.
     """
-    at = base + len(order)
+    at = np.int64(base + len(order))
     for i in range(len(order)):
         draws = np.int64(words[i])
         count[order[i]] = draws
