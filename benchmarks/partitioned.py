@@ -38,6 +38,7 @@ from pyg_distcomm.partition.folder import write_folder
 FAN_OUTS = ((15, 10, 5), (10, 10))
 BULKS = (1, 4, 16, "auto")
 PLACES = ("owner", "requester")
+COPIES = (1, 2, 4)
 LAYERS = (1024, 1024, 1024)
 PARTS = ("grid", "layers", "memory", "peer")
 
@@ -73,7 +74,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, room: Path) -> None:
         self.args, self.room = args, room
         size = (args.scale, args.degree, args.share)
-        prepared(room, *size, [1, *args.ranks], args.method)
+        prepared(room, *size, args.ranks, args.method)
 
     def task(self, size: int, fan_out: tuple[int, ...], layers: bool = False) -> Task:
         """Returns what to load on so many ranks."""
@@ -89,11 +90,11 @@ class Bench:
         travelled: list[tuple] = []
         for fan_out, rows in product(self.args.fan_outs, (False, True)):
             found = []
-            for size in (1, *self.args.ranks):
+            for size in self.args.ranks:
                 task = self.task(size, fan_out)
-                for case, one in ranks.run(
-                    cases(size, rows, self.args.bulks), task, size, self.args.rounds
-                ):
+                args = self.args
+                every = cases(size, rows, args.bulks, args.places, args.copies)
+                for case, one in ranks.run(every, task, size, self.args.rounds):
                     found.append((size, case, one))
             yield times_table(fan_out, rows, found)
             travelled += [(fan_out, *f) for f in found if f[0] > 1 and rows]
@@ -102,7 +103,7 @@ class Bench:
     def layers(self) -> Iterator[str]:
         """Yields the table of layer-wise sampling."""
         found = []
-        for size in (1, *self.args.ranks):
+        for size in self.args.ranks:
             task = self.task(size, LAYERS, layers=True)
             every = cases(size, True, ("auto",))
             for case, one in ranks.run(every, task, size, self.args.rounds):
@@ -112,7 +113,7 @@ class Bench:
     def memory(self) -> Iterator[str]:
         """Yields what a rank holds."""
         fan_out, rows = self.args.fan_outs[0], []
-        sizes = (1, *self.args.ranks)
+        sizes = self.args.ranks
         prepared(self.room, 10, 16, 1.0, sizes, "block")
         for size in sizes:
             for case in [c for c in cases(size, True, ("auto",)) if c.copies < 4]:
@@ -158,13 +159,19 @@ class Bench:
         return format_table(head, rows)
 
 
-def cases(size: int, rows: bool, bulks: Sequence[int | str]) -> list[Case]:
+def cases(
+    size: int,
+    rows: bool,
+    bulks: Sequence[int | str],
+    places: Sequence[str] = PLACES,
+    copies: Sequence[int] = COPIES,
+) -> list[Case]:
     """Lists the ways that so many ranks can load."""
-    copies = [c for c in (1, 2, 4) if size % c == 0]
+    copies = [c for c in copies if size % c == 0]
     return [
         Case(c, place, k, rows)
-        for c, place, k in product(copies, PLACES, bulks)
-        if size > 1 or place == "owner"
+        for c, place, k in product(copies, places, bulks)
+        if size > 1 or place == places[0]
     ]
 
 
@@ -253,11 +260,17 @@ def bytes_table(found: Sequence[tuple]) -> str:
 
 def title(args: argparse.Namespace, n: int, count: int) -> str:
     """Says what was run."""
+    most = f" --most {args.most}" if args.most else ""
+    bulks = f" --bulks {' '.join(map(str, args.bulks))}" * (args.bulks != BULKS)
+    places = f" --places {' '.join(args.places)}" * (args.places != PLACES)
+    copies = f" --copies {' '.join(map(str, args.copies))}" * (args.copies != COPIES)
+    fan_outs = " ".join(",".join(map(str, f)) for f in args.fan_outs)
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"`python benchmarks/partitioned.py --scale {args.scale} --degree {args.degree} "
         f"--share {args.share} --method {args.method} --ranks "
-        f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --parts "
+        f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --fan-outs {fan_outs}"
+        f"{most}{bulks}{copies}{places} --parts "
         f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread a rank; "
         f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, "
         f"{count:,} seeds in batches of {BATCH}, {WIDTH} float32 features; medians, ways "
@@ -273,8 +286,10 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of nodes as seeds")
     parser.add_argument("--most", type=int, help="minibatches of an epoch, a rank")
     parser.add_argument("--method", default="metis", help="metis, ldg or random")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--fan-outs", type=_numbers, nargs="+", default=FAN_OUTS)
+    parser.add_argument("--copies", type=int, nargs="+", default=COPIES, help="c")
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--bulks", type=_bulk, nargs="+", default=BULKS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

@@ -73,6 +73,16 @@ def all_to_all(
     return _begun(x, parts, recv_counts, axis, op, most, into, source)
 
 
+def all_to_all_parts(
+    parts: Sequence[Tensor], recv_counts: Sequence[int], axis: Axis, op: str
+) -> Pending:
+    """Does as `all_to_all` with the rows for each rank in a tensor of their own."""
+    if axis.size == 1:
+        return Pending(parts[0], parts[0].device, axis, op)
+    staged = [_staged(part.contiguous(), axis) for part in parts]
+    return _begun(parts[0], staged, recv_counts, axis, op, None, None)
+
+
 def all_gather_begin(
     x: Tensor,
     counts: Sequence[int],

@@ -11,15 +11,63 @@ from test_partitioned_sampling import GRIDS, channel, inputs, owners
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 from pyg_distcomm.sampling.blocks import read_block
-from pyg_distcomm.sampling.errand import errand_price
+from pyg_distcomm.sampling.errand import counts_price, errand_price
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 from pyg_distcomm.sampling.partitioned_layers import (
     PartitionedLayerGraph,
     edges_price,
+    layer_counts_price,
     sums_price,
 )
 
 HOPS = [4, 3, 5]
+MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]
+
+
+class Ranks:
+    """Who has what of a graph on a grid, from all ranks' point of view."""
+
+    def __init__(self, data, size, c):
+        self.size, self.c = size, c
+        self.owner = owners(data.num_nodes, size)
+        self.degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
+
+    def column(self, rank):
+        """The other ranks that hold all blocks between them, with this one."""
+        return [q for q in range(rank % self.c, self.size, self.c) if q != rank]
+
+    def twins(self, rank):
+        """The other ranks that hold the same block."""
+        first = rank // self.c * self.c
+        return [q for q in range(first, first + self.c) if q != rank]
+
+    def holder(self, rank, gid):
+        """Which rank of its column has each row that a rank wants."""
+        return self.owner[gid] // self.c * self.c + rank % self.c
+
+    def bringer(self, rank, gid):
+        """Which rank of its process row brings each: its own block it has itself."""
+        first, column = rank // self.c * self.c, self.owner[gid] % self.c
+        own = self.holder(rank, gid) == rank
+        return torch.where(own, rank, first + column)
+
+    def pool(self, rank, wanted):
+        """The distinct rows that a rank is to bring for its process row."""
+        every = [
+            wanted[q][self.bringer(q, wanted[q]) == rank]
+            for q in [rank, *self.twins(rank)]
+        ]
+        return torch.cat(every).unique()
+
+    def errand(self, rank, wanted, who, others):
+        """The price of whole rows, asked of who has them, with others asking too."""
+        asked = wanted[rank][who(rank, wanted[rank]) != rank]
+        asking = sum(int((who(q, wanted[q]) == rank).sum()) for q in others)
+        return errand_price(len(asked), asking, int(self.degree[asked].sum()))
+
+    def rows(self, rank, wanted):
+        """The price of distinct rows over the process column, pooled already."""
+        return self.errand(rank, wanted, self.holder, self.column(rank))
 
 
 def hops(out):
@@ -29,86 +77,125 @@ def hops(out):
     return list(zip(nodes, targets, strict=False))
 
 
-def away(block, gid, here):
-    return int((block[gid] != here).sum())
+def owner_price(ranks, rank, found, hop):
+    """What a hop brings a rank where in-edges are drawn at their owner."""
+    mine = [out[hop] for out in found[rank]]
+    asked, drawn = (
+        sum(int((ranks.holder(rank, gid) != rank).sum()) for gid in part)
+        for part in zip(*mine, strict=True)
+    )
+    asking = sum(
+        int((ranks.holder(q, out[hop][0]) == rank).sum())
+        for q in ranks.column(rank)
+        for out in found[q]
+    )
+    words = 2 if hop == 0 else 1  # seeds that are given twice go with a number each
+    return errand_price(asked, asking, drawn, words)
 
 
-def column_of(rank, size, c):
-    """The ranks that hold all blocks between them, with this one."""
-    return range(rank % c, size, c)
+def requester_price(ranks, rank, found, hop):
+    """What it brings in the process column, and in the process row."""
+    wanted = {
+        q: torch.cat([o[hop][0] for o in outs]).unique() for q, outs in found.items()
+    }
+    pools = {q: ranks.pool(q, wanted) for q in found}
+    row = ranks.rows(rank, pools)
+    return row, ranks.errand(rank, wanted, ranks.bringer, ranks.twins(rank))
 
 
 def neighbours(size, c, sample_at):
     mesh = worlds.mesh()
     data, rank = batches.graph(n=300, e=4000), mesh.rank
-    owner = owners(data.num_nodes, size)
-    block, here = owner // c, rank // c
+    ranks = Ranks(data, size, c)
     whole = KeyedNeighborSampler(data, HOPS, seed=1)
     found = {
         q: [hops(whole.sample_from_nodes(i)) for i in inputs(300, q)]
         for q in range(size)
     }
-    degree = torch.bincount(data.edge_index[1], minlength=300)
-    share = pdc.partition(data, mesh, owner)
+    share = pdc.partition(data, mesh, ranks.owner)
     part = PartitionedNeighborSampler(
         share, HOPS, seed=1, channel=channel(mesh, c), sample_at=sample_at
     )
     mesh.ledger.reset()
     part.sample_bulk(inputs(300, rank))
-    others = [q for q in column_of(rank, size, c) if q != rank]
-    want = 0
+    k, others = len(found[rank]), size // c - 1
+    want = {"row": 0, "col": 0}
+    counts = {"row": 8 * k * others if sample_at == "owner" else 0, "col": 0}
     for hop in range(len(HOPS)):
-        mine = [out[hop] for out in found[rank]]
-        theirs = {q: [out[hop][0] for out in found[q]] for q in others}
         if sample_at == "owner":
-            asked = sum(away(block, node, here) for node, _ in mine)
-            drawn = sum(away(block, target, here) for _, target in mine)
-            asking = sum(
-                int((block[node] == here).sum()) for q in others for node in theirs[q]
-            )
-        else:  # each distinct row once, and all of it
-            rows = torch.cat([node for node, _ in mine]).unique()
-            asked = away(block, rows, here)
-            drawn = int(degree[rows[block[rows] != here]].sum())
-            each = [torch.cat(theirs[q]).unique() for q in others]
-            asking = sum(int((block[rows] == here).sum()) for rows in each)
-        # seeds that are given twice go with a number each
-        words = 2 if hop == 0 and sample_at == "owner" else 1
-        want += errand_price(asked, asking, drawn, words).bytes(4)
-    got = mesh.ledger.bytes("frontier", "row") + mesh.ledger.bytes("samples", "row")
-    assert got == want
-    assert mesh.ledger.messages("frontier") <= len(HOPS) * max(len(others), 0)
+            want["row"] += owner_price(ranks, rank, found, hop).bytes(4)
+            counts["row"] += counts_price(k, size // c).bytes(8)
+            continue
+        row, col = requester_price(ranks, rank, found, hop)
+        want["row"], want["col"] = (
+            want["row"] + row.bytes(4),
+            want["col"] + col.bytes(4),
+        )
+        counts["row"] += counts_price(1, size // c).bytes(8)
+        counts["col"] += counts_price(1, c).bytes(8)
+    ledger = mesh.ledger
+    for axis in want:
+        got = ledger.bytes("frontier", axis) + ledger.bytes("samples", axis)
+        assert got == want[axis]
+        assert ledger.bytes("plan", axis) == counts[axis]
+    # and nothing else
+    assert ledger.bytes() == sum(want.values()) + sum(counts.values())
+    assert ledger.messages("frontier", "row") <= len(HOPS) * others
+    assert ledger.messages("frontier", "col") <= len(HOPS) * (c - 1)
+    if size == c:
+        assert sum(want.values()) == 0
 
 
-@pytest.mark.parametrize(("size", "c"), GRIDS)
-def test_the_bytes_of_a_hop_at_the_owner(size, c):
-    worlds.run(neighbours, size, size, c, "owner")
+@pytest.mark.parametrize("sample_at", ["owner", "requester"])
+@pytest.mark.parametrize(("size", "c"), MORE)
+def test_the_bytes_of_a_hop(size, c, sample_at):
+    worlds.run(neighbours, size, size, c, sample_at)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_bytes_of_a_hop_at_the_requester(size):
-    worlds.run(neighbours, size, size, 1, "requester")
+def layer_price(ranks, data, rank, parts, who, others):
+    """What the rows of a layer, sums and edges bring, where `who` multiplies each row."""
+    source, target = data.edge_index
+    mine, columns = parts[rank], 0
+    asked = sum(int((who(rank, rows) != rank).sum()) for rows, _, _ in mine)
+    asking = {
+        q: [int((who(q, rows) == rank).sum()) for rows, _, _ in parts[q]]
+        for q in others
+    }
+    for rows, _, _ in mine:
+        for q in others:
+            at = rows[who(rank, rows) == q]
+            columns += len(source[torch.isin(target, at)].unique())
+    rows_asked = sum(map(sum, asking.values()))
+    sums = sums_price(rows_asked, len(mine) * len(others), columns)
+    sent = sum(
+        len(cols)
+        for q in others
+        for (_, cols, _), count in zip(parts[q], asking[q], strict=True)
+        if count
+    )
+    edges = sum(int((who(rank, ends) != rank).sum()) for _, _, ends in mine)
+    return sums + edges_price(sent, asked, edges)
 
 
-def layers(size, c):
+def layers(size, c, sample_at):
     mesh = worlds.mesh()
     data, rank = batches.graph(n=300, e=4000), mesh.rank
-    owner = owners(data.num_nodes, size)
-    block, here = owner // c, rank // c
+    ranks = Ranks(data, size, c)
     whole = KeyedLayerSampler(data, [20, 30], Ladies("cagnet"), weights=None)
     found = {
         q: [whole.sample_from_nodes(i) for i in inputs(300, q)] for q in range(size)
     }
-    share = pdc.partition(data, mesh, owner)
+    share = pdc.partition(data, mesh, ranks.owner)
     graph = PartitionedLayerGraph(
-        read_block(share, channel(mesh, c)), channel(mesh, c), Ladies("cagnet")
+        read_block(share, channel(mesh, c)),
+        channel(mesh, c),
+        Ladies("cagnet"),
+        sample_at=sample_at,
     )
     part = KeyedLayerSampler(graph, [20, 30], weights=None)
     mesh.ledger.reset()
     part.sample_bulk(inputs(300, rank))
-    others = [q for q in column_of(rank, size, c) if q != rank]
-    source, target = data.edge_index
-    want = 0
+    k, want = len(found[rank]), {"row": 0, "col": 0}
     for layer in range(2):
         parts = {
             q: [
@@ -117,35 +204,27 @@ def layers(size, c):
                     n[layer + 1],
                     o.node[o.col].split(o.num_sampled_edges)[layer],
                 )
-                for o in found[q]
+                for o in outs
                 for n in [o.node.split(o.num_sampled_nodes)]
             ]
-            for q in [rank, *others]
+            for q, outs in found.items()
         }
-        asked = sum(away(block, rows, here) for rows, _, _ in parts[rank])
-        asking = [
-            [int((block[rows] == here).sum()) for rows, _, _ in parts[q]]
-            for q in others
-        ]
-        columns = 0
-        for rows, _, _ in parts[rank]:
-            for q in others:
-                at = rows[block[rows] == q // c]
-                columns += len(source[torch.isin(target, at)].unique())
-        batch_count = len(parts[rank]) * len(others)
-        want += sums_price(sum(map(sum, asking)), batch_count, columns).bytes(4)
-        sent = sum(
-            len(cols)
-            for q, counts in zip(others, asking, strict=True)
-            for (_, cols, _), count in zip(parts[q], counts, strict=True)
-            if count
-        )
-        edges = sum(away(block, ends, here) for _, _, ends in parts[rank])
-        want += edges_price(sent, asked, edges).bytes(4)
-    ops = ("frontier", "sums", "columns", "edges")
-    assert sum(mesh.ledger.bytes(op, "row") for op in ops) == want
+        if sample_at == "owner":
+            who, others, axis = ranks.holder, ranks.column(rank), "row"
+        else:  # the rows of A come besides
+            who, others, axis = ranks.bringer, ranks.twins(rank), "col"
+            wanted = {q: torch.cat([r for r, _, _ in p]) for q, p in parts.items()}
+            pools = {q: ranks.pool(q, wanted) for q in parts}
+            want["row"] += ranks.rows(rank, pools).bytes(4)
+            want["row"] += counts_price(1, size // c).bytes(8)
+        want[axis] += layer_price(ranks, data, rank, parts, who, others).bytes(4)
+        want[axis] += layer_counts_price(k, len(others) + 1).bytes(8)
+    for axis, expected in want.items():
+        assert mesh.ledger.bytes(axis=axis) == expected
+    assert mesh.ledger.bytes() == sum(want.values())
 
 
-@pytest.mark.parametrize(("size", "c"), GRIDS)
-def test_the_bytes_of_a_layer(size, c):
-    worlds.run(layers, size, size, c)
+@pytest.mark.parametrize("sample_at", ["owner", "requester"])
+@pytest.mark.parametrize(("size", "c"), MORE)
+def test_the_bytes_of_a_layer(size, c, sample_at):
+    worlds.run(layers, size, size, c, sample_at)

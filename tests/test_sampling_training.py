@@ -1,13 +1,14 @@
 """Training by minibatches of a partitioned graph: its gradients, its steps, its accuracy.
 
-PyG's own NeighborLoader needs pyg-lib or torch-sparse. Where one process is compared with
-several, it samples the whole graph with this package's loaders, whose batches have the
-distribution of PyG's (`test_sampling_statistics.py`).
+Where one process is compared with several, it samples the whole graph with this package's
+loaders, whose batches have the distribution of PyG's (`test_sampling_statistics.py`). PyG's
+own NeighborLoader takes part where pyg-lib or torch-sparse, which it needs, is installed.
 """
 
 from __future__ import annotations
 
 import statistics
+from itertools import combinations
 
 import pytest
 import real
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, owners
+from torch_geometric import typing
+from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, scatter
 
@@ -212,10 +215,16 @@ def test_ranks_take_the_steps_of_one_process(size, name, cutter, seeds):
 # ------------------------------------------------------------------------- accuracy
 
 
+PEER = typing.WITH_PYG_LIB or typing.WITH_TORCH_SPARSE  # PyG's own loader can sample
+
+
 def minibatches(kind, data, seed, share=1):
     """256 seeds on all ranks; nodes of a layer in proportion to those of a minibatch."""
-    options = {"input_nodes": data.train_mask, "shuffle": True, "seed": seed}
+    options = {"input_nodes": data.train_mask, "shuffle": True}
     options["batch_size"] = 256 // share
+    if kind == "peer":  # draws by torch's generator, which `trained` has seeded
+        return NeighborLoader(data, [5, 5], **options)
+    options["seed"] = seed
     if kind == "sage":
         return DistNeighborLoader(data, [5, 5], **options)
     return DistLayerLoader(data, [1024 // share] * 2, **options)
@@ -225,8 +234,10 @@ def trained(file, kind, seed, epochs):
     """Trains on the ranks of this world, and returns scores on all test nodes.
 
     On one process it is a script of PyG's, with our loader; on several no rank samples a
-    graph that it holds, and a step takes as many seeds in all.
+    graph that it holds, and a step takes as many seeds in all. The kind "peer" is "sage"
+    with PyG's loader, on one process.
     """
+    loads, kind = kind, "sage" if kind == "peer" else kind
     mesh, data = worlds.mesh(), real.read(file, torch.float32)
     data.x = F.normalize(data.x, dim=1)
     graph = data if kind == "sage" else with_operator(data)
@@ -239,7 +250,7 @@ def trained(file, kind, seed, epochs):
     model = pdc.replicate(net, mesh)
     torch.manual_seed(100 * seed + mesh.rank)  # of dropout, apart on each rank
     opt = torch.optim.Adam(net.parameters(), lr=0.01)
-    loader = minibatches(kind, data, seed, mesh.size)
+    loader = minibatches(loads, data, seed, mesh.size)
     for _ in range(epochs):
         net.train()
         for batch in loader:
@@ -276,20 +287,25 @@ def scores(net, kind, graph):
     return found
 
 
-def both(file, kind, seed, epochs):
-    """The scores of one process, and of two ranks."""
-    args = file, kind, seed, epochs
-    one, two = (worlds.run(trained, p, *args, deadline=900)[0] for p in (1, 2))
-    return one, two
+def sides_of(file, kind, seed, epochs):
+    """The scores of one process, of two ranks, and of PyG's own loader if it is there."""
+    args = seed, epochs
+    ways = [("1 process", 1, kind), ("2 ranks", 2, kind)]
+    ways += [("PyG", 1, "peer")] * (PEER and kind == "sage")
+    return {
+        name: worlds.run(trained, p, file, how, *args, deadline=900)[0]
+        for name, p, how in ways
+    }
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("kind", ["sage", "ladies"])
 def test_accuracy_of_two_ranks_is_that_of_one_process(kind):
     # over seeds, the difference of two runs has a standard deviation of one point
-    one, two = both(real.path("Computers"), kind, 0, 5)
+    one, *others = sides_of(real.path("Computers"), kind, 0, 5).values()
     assert one["accuracy"] > 70
-    assert abs(one["accuracy"] - two["accuracy"]) < 4
+    for other in others:
+        assert abs(one["accuracy"] - other["accuracy"]) < 4
 
 
 @pytest.mark.data
@@ -299,14 +315,15 @@ def test_accuracy_of_two_ranks_is_that_of_one_process(kind):
     ("name", "epochs"), [("Computers", 20), ("CS", 6), ("tolokers", 20)]
 )
 def test_accuracy_over_five_seeds(name, epochs, kind, capsys):
-    runs = [both(real.path(name), kind, seed, epochs) for seed in range(5)]
-    for what in runs[0][0]:
-        sides = [[scored[what] for scored in side] for side in zip(*runs, strict=True)]
-        center, spread = map(statistics.mean, sides), map(statistics.stdev, sides)
-        (one, off), (two, also) = zip(center, spread, strict=True)
+    runs = [sides_of(real.path(name), kind, seed, epochs) for seed in range(5)]
+    for what in runs[0]["1 process"]:
+        found = {
+            who: (statistics.mean(every), statistics.stdev(every))
+            for who in runs[0]
+            for every in [[run[who][what] for run in runs]]
+        }
         with capsys.disabled():
-            print(
-                f"\n{name}, {kind}, {what}: 1 process {one:.2f} +- {off:.2f}, ", end=""
-            )
-            print(f"2 ranks {two:.2f} +- {also:.2f}")
-        assert abs(one - two) < off + also
+            told = ", ".join(f"{w} {m:.2f} +- {s:.2f}" for w, (m, s) in found.items())
+            print(f"\n{name}, {kind}, {what}: {told}")
+        for one, other in combinations(found.values(), 2):
+            assert abs(one[0] - other[0]) < one[1] + other[1]

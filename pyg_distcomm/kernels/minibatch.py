@@ -6,6 +6,7 @@ its place in `SampleGraph.sizes`. A homogeneous graph has one of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,12 +87,13 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """Nodes of one minibatch that draw from one relation, at one hop.
+    """Nodes of one or more minibatches that draw from one relation, at one hop.
 
     Args:
         node: their ids, int64, which key the draws.
         place: where the relation has their in-edges: row `place[i]` of its offsets.
-        key: of the minibatch's draws from this relation.
+        keys: of each minibatch's draws from this relation.
+        ends: where the nodes of each minibatch end; those of the next come after them.
         fan_out: in-edges to draw for each; -1 is all.
         replace: whether an edge may be drawn twice.
         latest: whether the latest edges are taken, rather than drawn.
@@ -101,12 +103,38 @@ class Ask:
 
     node: Tensor
     place: Tensor
-    key: int
+    keys: Sequence[int]
+    ends: Sequence[int]
     fan_out: int
     replace: bool = False
     latest: bool = False
     name: Tensor | None = None
     limit: Tensor | None = None
+
+
+def everything(node: Tensor, place: Tensor) -> Ask:
+    """Returns an ask for all in-edges of nodes."""
+    return Ask(node, place, (0,), (node.numel(),), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Draws made elsewhere: who draws, in order, and where in which message its draws are.
+
+    Shapes:
+        begin [m]: the first word of each node's in `far`; `~begin` in `near` if negative.
+        count [m]: how many there are: a source and an edge id each.
+        near, far: the words of this rank's own message, and of the others'.
+    """
+
+    begin: Tensor
+    count: Tensor
+    near: Tensor
+    far: Tensor
+
+    def of(self, first: int, end: int) -> Draws:
+        """Returns those of a range of the nodes."""
+        return Draws(self.begin[first:end], self.count[first:end], self.near, self.far)
 
 
 @dataclass(eq=False)

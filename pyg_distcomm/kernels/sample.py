@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import sample_loops as loops
+from . import threads
 from .compile import ready
 from .minibatch import (
     Ask,
+    Draws,
     Minibatch,
     Relation,
     Request,
@@ -28,7 +30,10 @@ from .minibatch import (
 )
 from .seen import Seen, Table, grown
 
+GRAIN = 1 << 14  # nodes or entries that are worth a thread
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
+
+_INDEX = torch.int64
 
 Array = NDArray[Any]
 Room = Callable[[int], tuple[Array, int]]
@@ -46,6 +51,33 @@ class Sampler:
     def draw_rows(*args: Any) -> tuple[Array, Array, int]:
         """Draws from rows for whoever asks; see `draw_rows`."""
         return draw_rows(*args)
+
+    @staticmethod
+    def write_pairs(relation: Relation, entry: Array, words: Tensor, at: int) -> None:
+        """Writes the source and id of each entry into a message, from word `at` on."""
+        args = (relation.row.numpy(), entry, words.numpy(), at)
+        threads.run_split(ready(loops.write_pairs, args, 2), len(entry), GRAIN)
+
+    @staticmethod
+    def locate(
+        messages: Sequence[tuple[Tensor, Tensor]], own: int, far: Tensor
+    ) -> Draws:
+        """Finds each node's draws in the messages that have come.
+
+        Args:
+            messages: for each rank, what it says (how many draws each node has, then the
+                pairs of all), and which of those who asked its nodes are.
+            own: which of the messages is this rank's; the others stand in `far`, in order.
+            far: their words.
+        """
+        begin, count = torch.empty((2, sum(len(p) for _, p in messages)), dtype=_INDEX)
+        base = 0
+        for rank, (words, order) in enumerate(messages):
+            near = rank == own
+            arrays = words.numpy(), order.numpy(), near, 0 if near else base
+            ready(loops.locate, (*arrays, begin.numpy(), count.numpy()))()
+            base += 0 if near else len(words)
+        return Draws(begin, count, messages[own][0], far)
 
     def __call__(self, request: Request) -> Minibatch:
         """Draws a minibatch.
@@ -144,7 +176,8 @@ class Drawing:
         return Ask(
             node=node,
             place=node,
-            key=relation_key(request.key, number),
+            keys=(relation_key(request.key, number),),
+            ends=(node.numel(),),
             fan_out=fan_out,
             replace=request.replace and fan_out > 0,
             latest=request.latest and fan_out > 0,
@@ -164,19 +197,16 @@ class Drawing:
         ready(loops.fetch, (row, relation.stride, edge, source, at))()
         self._enter(number, hop, start, at)
 
-    def take(
-        self, number: int, hop: int, slot: Tensor, offset: Tensor, pair: Tensor
-    ) -> None:
-        """Takes in draws made elsewhere: node i of the ask has row `slot[i]`.
-
-        Shapes: slot [m]; offset [rows + 1]; pair [2 t], the source and id of each edge.
-        """
-        start = np.zeros(slot.numel() + 1, np.int64)
-        np.cumsum((offset[slot + 1] - offset[slot]).numpy(), out=start[1:])
-        edge, at = self._room(number, int(start[-1]))
-        rows = slot.numpy(), offset.numpy(), pair.numpy()
-        ready(loops.take_rows, (*rows, start, self.index[number][0], edge, at))()
-        self._enter(number, hop, start, at)
+    def take(self, number: int, hop: int, draws: Draws) -> None:
+        """Takes in draws made elsewhere, those of each node of the ask."""
+        count = draws.count.numpy()
+        edge, at = self._room(number, int(count.sum()))
+        words = draws.near.numpy(), draws.far.numpy()
+        first, _ = self.seen[self.graph.relations[number].target].frontier(hop)
+        index = self.index[number]
+        args = (draws.begin.numpy(), count, *words, first, *index, edge, at)
+        ready(loops.take_rows, args)()
+        self._label(number, at)
 
     def _room(self, number: int, total: int) -> tuple[Array, int]:
         """Makes room for the draws of a hop; returns where edge ids go, and from."""
@@ -188,12 +218,17 @@ class Drawing:
 
     def _enter(self, number: int, hop: int, start: Array, at: int) -> None:
         """Turns the sources drawn at a hop, in place, into local ids; keeps targets."""
-        relation, index = self.graph.relations[number], self.index[number]
-        source, target = self.seen[relation.source], self.seen[relation.target]
-        begin, _ = target.frontier(hop)
+        index = self.index[number]
+        begin, _ = self.seen[self.graph.relations[number].target].frontier(hop)
         ready(loops.point_to, (start, begin, index[1], at))()
-        source.label(index[0], at, index[1], target)
-        self.drawn[number].append(int(start[-1]))
+        self._label(number, at)
+
+    def _label(self, number: int, at: int) -> None:
+        """Turns the sources of draws from `at` on into local ids."""
+        relation, (source, target) = self.graph.relations[number], self.index[number]
+        ends = self.seen[relation.source], self.seen[relation.target]
+        ends[0].label(source, at, target, ends[1])
+        self.drawn[number].append(len(source) - at)
 
     def _clock(self, relation: Relation) -> Tensor | None:
         return self.graph.time[relation.source]
@@ -247,18 +282,20 @@ def draw_rows(
     weight = None if relation.weight is None else relation.weight.numpy()
     start = np.empty(len(low) + 1, np.int64)
     args = (low, high, weight, ask.fan_out, ask.replace, start)
-    total = ready(loops.count, args)()
+    threads.run_split(ready(loops.count, args, 2), len(low), GRAIN)
+    total = ready(loops.add_up, (start,))()
     if total < 0:
         raise UnweightedNode(0, int(ask.node[-1 - total]))
     position, at = room(int(total))
     name = None if ask.name is None else ask.name.numpy()
-    nodes = (ask.node.numpy(), name, 0, low, high, start)
+    keys, ends = np.array(ask.keys, np.int64), np.array(ask.ends, np.int64)
+    nodes = (keys, ends, ask.node.numpy(), name, low, high, start, ask.replace)
     if weight is None:
-        ready(loops.draw, (ask.key, *nodes, ask.replace, position, at))()
+        draw = ready(loops.draw, (*nodes, position, at), 2)
     else:
         edges = relation.row.numpy(), relation.stride, weight
-        more = (ask.key, *nodes, ask.replace, *edges, position, at)
-        ready(loops.draw_weighted, more)()
+        draw = ready(loops.draw_weighted, (*nodes, *edges, position, at), 2)
+    threads.run_split(draw, len(keys), 1)
     return start, position, at
 
 
@@ -266,15 +303,16 @@ def _bounds(relation: Relation, clock: Tensor | None, ask: Ask) -> tuple[Array, 
     """Returns the entries that the nodes of an ask may draw from."""
     count = ask.place.numel()
     low, high = np.empty((2, count), np.int64)
-    colptr = relation.colptr.numpy()
-    ready(loops.bounds, (colptr, ask.place.numpy(), 0, count, low, high))()
+    args = (relation.colptr.numpy(), ask.place.numpy(), low, high)
+    threads.run_split(ready(loops.bounds, args, 2), count, GRAIN)
     time = clock if relation.time is None else relation.time
     if ask.limit is None or time is None:
         return low, high
     row = relation.row.numpy()
     timed = (row, relation.stride, time.numpy(), relation.time is None)
     keep = ask.fan_out if ask.latest else -1
-    ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high))()
+    narrow = ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high), 2)
+    threads.run_split(narrow, count, GRAIN)
     return low, high
 
 

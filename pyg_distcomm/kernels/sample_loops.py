@@ -41,14 +41,14 @@ def uniform(generator: np.uint64, draw: int | np.int64) -> float:
 
 @jit
 def bounds(
-    colptr: Array, node: Array, begin: int, end: int, low: Array, high: Array
+    colptr: Array, node: Array, low: Array, high: Array, begin: int, end: int
 ) -> None:
-    """Looks up where the in-edges of the frontier begin and end."""
+    """Looks up where the in-edges of nodes begin .. end-1 of the frontier are."""
     for i in range(begin, end):
         prefetch(colptr, np.int64(node[min(i + SOON, end - 1)]))
         v = node[i]
-        low[i - begin] = colptr[v]
-        high[i - begin] = colptr[v + 1]
+        low[i] = colptr[v]
+        high[i] = colptr[v + 1]
 
 
 @jit
@@ -61,13 +61,15 @@ def narrow(
     keep_last: int,
     low: Array,
     high: Array,
+    begin: int,
+    end: int,
 ) -> None:
     """Keeps the in-edges that are no later than a limit; of them the last few.
 
     The time of an entry is its own, or its source's if ``by_node``; the entries of one
     node ascend in it. ``keep_last`` is -1 to keep all.
     """
-    for i in range(len(low)):
+    for i in range(begin, end):
         limit = limits[i]
         first, last = low[i], high[i]
         while first < last:
@@ -90,55 +92,73 @@ def count(
     fan_out: int,
     replace: bool,
     start: Array,
-) -> int:
-    """Counts the draws of each node into offsets; -1 - i if node i cannot be drawn from.
+    begin: int,
+    end: int,
+) -> None:
+    """Counts the draws of node i as `start[i + 1]`; -1 where it cannot be drawn from.
 
     Entries of weight zero are never drawn, so they do not count, unless all are taken.
     """
-    total = 0
-    start[0] = 0
-    for i in range(len(low)):
-        choices = high[i] - low[i]
-        if weight is not None and fan_out > 0 and choices:
+    for i in range(begin, end):
+        draws, choices = 0, high[i] - low[i]
+        drawn = weight is not None and fan_out > 0 and choices > 0
+        if weight is not None and drawn:
             choices = 0
             for e in range(low[i], high[i]):
                 choices += weight[e] > 0
-            if not choices:
-                return -1 - i
         if fan_out < 0 or (choices < fan_out and not replace):
-            total += choices
+            draws = choices
         elif choices:
-            total += fan_out
-        start[i + 1] = total
-    return total
+            draws = fan_out
+        start[i + 1] = -1 if drawn and not choices else draws
+
+
+@jit
+def add_up(start: Array) -> int:
+    """Turns counts into offsets; returns their sum, or -1 - i if count i is negative."""
+    start[0] = 0
+    for i in range(len(start) - 1):
+        if start[i + 1] < 0:
+            return -1 - i
+        start[i + 1] += start[i]
+    return start[-1]
 
 
 @jit
 def draw(
-    key: int,
+    keys: Array,
+    ends: Array,
     node: Array,
     tree: Array | None,
-    begin: int,
     low: Array,
     high: Array,
     start: Array,
     replace: bool,
     position: Array,
     at: int,
+    begin: int,
+    end: int,
 ) -> None:
-    """Draws entries uniformly; without replacement by Floyd's method ([Bentley87])."""
+    """Draws entries uniformly; without replacement by Floyd's method ([Bentley87]).
+
+    For minibatches begin .. end-1, whose nodes end at `ends`.
+    """
+    head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
     widest = 0
-    for i in range(len(low)):
+    for i in range(head, tail):
         widest = max(widest, high[i] - low[i] if start[i + 1] - start[i] > FEW else 0)
     taken = np.zeros(widest, np.int32)  # the last node, from 1, that took this entry
-    for i in range(len(low)):
+    batch = begin
+    for i in range(head, tail):
+        while i >= ends[batch]:
+            batch += 1
         first, size = low[i], high[i] - low[i]
         home, draws = at + start[i], start[i + 1] - start[i]
         if draws == size and not replace:
             for k in range(draws):
                 position[home + k] = first + k
             continue
-        generator = stream(key, 0 if tree is None else tree[begin + i], node[begin + i])
+        generator = stream(keys[batch], 0 if tree is None else tree[i], node[i])
         for k in range(draws):
             top = size if replace else size - draws + k + 1
             pick = np.int64(uniform(generator, k) * top)
@@ -148,19 +168,19 @@ def draw(
                 pick = top - 1 if taken[pick] == i + 1 else pick
                 taken[pick] = i + 1
             else:
+                again = False  # no way out early: that would be a branch to guess
                 for other in range(home, home + k):
-                    if position[other] == first + pick:
-                        pick = top - 1
-                        break
+                    again |= position[other] == first + pick
+                pick = top - 1 if again else pick
             position[home + k] = first + pick
 
 
 @jit
 def draw_weighted(
-    key: int,
+    keys: Array,
+    ends: Array,
     node: Array,
     tree: Array | None,
-    begin: int,
     low: Array,
     high: Array,
     start: Array,
@@ -170,24 +190,30 @@ def draw_weighted(
     weight: Array,
     position: Array,
     at: int,
+    begin: int,
+    end: int,
 ) -> None:
     """Draws entries by weight; without replacement by exponential keys ([Efraimidis06]).
 
     With replacement, draw k takes the first entry whose running sum of weights exceeds
     its uniform number times the whole sum.
     """
+    head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
     widest = 0
-    for i in range(len(low)):
+    for i in range(head, tail):
         widest = max(widest, high[i] - low[i])
     scratch = np.empty(widest, np.float64)
-    for i in range(len(low)):
+    batch = begin
+    for i in range(head, tail):
+        while i >= ends[batch]:
+            batch += 1
         first, size = low[i], high[i] - low[i]
         home, draws = at + start[i], start[i + 1] - start[i]
         if draws == size and not replace:
             for k in range(draws):
                 position[home + k] = first + k
             continue
-        generator = stream(key, 0 if tree is None else tree[begin + i], node[begin + i])
+        generator = stream(keys[batch], 0 if tree is None else tree[i], node[i])
         if replace:
             total = 0.0
             for e in range(size):
@@ -237,22 +263,52 @@ def point_to(start: Array, begin: int, target: Array, at: int) -> None:
 
 
 @jit
+def write_pairs(
+    row: Array, entry: Array, words: Array, at: int, begin: int, end: int
+) -> None:
+    """Writes the pairs of entries begin .. end-1 into a message, from word `at` on."""
+    for k in range(begin, end):
+        prefetch(row, 2 * entry[min(k + SOON, end - 1)])
+        e = 2 * entry[k]
+        words[at + 2 * k] = row[e]
+        words[at + 2 * k + 1] = row[e + 1]
+
+
+@jit
+def locate(
+    words: Array, order: Array, near: bool, base: int, begin: Array, count: Array
+) -> None:
+    """Finds the pairs of each node in a message: how many each has, then all of them.
+
+    Node i of the message is number `order[i]` of those who asked; see `Draws`.
+    """
+    at = np.int64(base + len(order))
+    for i in range(len(order)):
+        draws = np.int64(words[i])
+        count[order[i]] = draws
+        begin[order[i]] = ~at if near else at
+        at += 2 * draws
+
+
+@jit
 def take_rows(
-    slot: Array,
-    offset: Array,
-    pair: Array,
-    start: Array,
+    begin: Array,
+    count: Array,
+    near: Array,
+    far: Array,
+    first: int,
     source: Array,
+    target: Array,
     edge: Array,
     at: int,
 ) -> None:
-    """Takes draws in from elsewhere: row i has pairs `offset[slot[i]] .. offset[..+1]-1`."""
-    for i in range(len(slot)):
-        k = at + start[i]
-        for e in range(offset[slot[i]], offset[slot[i] + 1]):
-            source[k] = pair[2 * e]
-            edge[k] = pair[2 * e + 1]
-            k += 1
+    """Takes in draws made elsewhere, those of node i as edges to local id `first + i`."""
+    for i in range(len(begin)):
+        there = begin[i] < 0
+        words, start = (near, ~begin[i]) if there else (far, begin[i])
+        for e in range(start, start + 2 * count[i], 2):
+            source[at], target[at], edge[at] = words[e], first + i, words[e + 1]
+            at += 1
 
 
 @jit

@@ -47,6 +47,15 @@ class Block:
         c = self.channel.replication
         return owner if c == 1 else owner // c
 
+    def twin_of(self, kind: int, gid: Tensor) -> Tensor:
+        """Returns which rank of the process row is to bring the row of each node, int64.
+
+        The one whose process column the node's owner is in; all have those of their block.
+        """
+        owner, c = self.partitions[kind].owner_of(gid), self.channel.replication
+        here = owner // c == self.channel.block
+        return torch.where(here, self.channel.col.rank, owner % c)
+
     def place_of(self, kind: int, gid: Tensor) -> Tensor:
         """Returns the rows of nodes that are in this block."""
         return self._index[kind](gid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_distcomm import kernels, wire
-from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import Ask, Relation, UnweightedNode
 from pyg_distcomm.price import Price
 from pyg_distcomm.wire import Axis
@@ -38,19 +37,13 @@ class Answers:
     """In-edges that came back, as rows in the order in which they arrived.
 
     Shapes: offset [m + 1]; pair [2 t], a source and an edge id each; columns [t] each;
-    slot [m], the row of each node in the order of asking; first [segments + 1], where
-    each segment's nodes begin among them.
+    slot [m], the row of each node in the order of asking.
     """
 
     offset: Tensor
     pair: Tensor
     columns: tuple[Tensor, ...]
     slot: Tensor
-    first: Tensor
-
-    def of(self, segment: int) -> Tensor:
-        """Returns the rows of one segment's nodes."""
-        return self.slot[self.first[segment] : self.first[segment + 1]]
 
 
 def errand_price(
@@ -67,11 +60,22 @@ def errand_price(
     return Price(words=id_words * asked_by_others + asked + (2 + columns) * drawn)
 
 
+def counts_price(segments: int, ranks: int) -> Price:
+    """Prices the counts of one errand over an axis of `ranks`, in words of 8 bytes.
+
+        received = (segments + 2) (ranks - 1)
+
+    How many nodes come in each segment and what stands beside them, and how long an
+    answer is.
+    """
+    return Price(words=(segments + 2) * (ranks - 1))
+
+
 class Errand:
     """One round over an axis: ids went out when it was made, `reply` brings answers.
 
     All ranks of the axis give as many segments, for the same relations in the same
-    order. Price: see `errand_price`, and two exchanges of counts.
+    order. Price: see `errand_price` and `counts_price`.
 
     Args:
         axis: the ranks that ask each other.
@@ -119,17 +123,32 @@ class Errand:
         return self._counts
 
     @property
+    def first(self) -> list[int]:
+        """Where each segment's nodes begin in the order of asking, and where all end."""
+        found: list[int] = self._first.tolist()
+        return found
+
+    @property
     def asked(self) -> list[Tensor]:
         """The places, in the order of asking, of the nodes asked of each rank."""
         return list(self._order.split(self._counts.sum(1).tolist()))
 
     def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
         """Sends a message of words to each rank of the axis; returns those for this one."""
-        sizes = [len(m) for m in messages]
-        coming = wire.exchange_counts(sizes, self._axis)
-        every = torch.cat(list(messages))
-        got = wire.all_to_all(every, sizes, coming, self._axis, op).wait()
-        return list(got.split(coming))
+        return self.arrived(messages, op)[0]
+
+    def arrived(
+        self, messages: Sequence[Tensor], op: str = "samples"
+    ) -> tuple[list[Tensor], Tensor]:
+        """Does as `exchange`; returns also all that came from others, in rank order."""
+        rank = self._axis.rank
+        coming = wire.exchange_counts([len(m) for m in messages], self._axis)
+        own, coming[rank] = messages[rank], 0  # it stays where it is
+        away = [own[:0] if i == rank else m for i, m in enumerate(messages)]
+        far = wire.all_to_all_parts(away, coming, self._axis, op).wait()
+        found = list(far.split(coming))
+        found[rank] = own
+        return found, far
 
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
@@ -152,47 +171,53 @@ class Errand:
         slot = torch.empty_like(self._order)
         slot[self._order] = torch.arange(len(slot))
         more = tuple(_narrowed(w, c) for w, c in zip(rest, columns, strict=True))
-        return Answers(offset, pair, more, slot, self._first)
+        return Answers(offset, pair, more, slot)
 
 
 def answer(
     relations: Sequence[Relation],
     asks: Sequence[tuple[int, Ask]],
-    draw: Callable[..., Any],
+    sampler: Any,
     word: torch.dtype,
     whole: bool = False,
 ) -> Tensor:
     """Draws what one rank asks for, and writes the message that answers it.
 
+    How many in-edges each node has comes first, then the pairs of all, then the columns.
+
     Args:
         relations: where the rows are.
-        asks: (relation, ask) of each segment, relations ascending.
-        draw: draws from rows (`kernels.draw_rows`).
+        asks: (relation, ask), relations ascending.
+        sampler: draws from rows and writes pairs (`kernels.neighbor_sampler`).
         word: the type of the message.
         whole: whether weights and times of the in-edges go with them.
     """
-    found: list[Any] = [None] * len(asks)
-
-    def work(k: int) -> None:
-        number, ask = asks[k]
+    found = []
+    for number, ask in asks:
         try:
-            found[k] = draw(relations[number], None, ask, _fresh)
+            start, entry, _ = sampler.draw_rows(relations[number], None, ask, _fresh)
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
-
-    threads.run(work, [(k,) for k in range(len(asks)) if len(asks[k][1].node)])
-    counts, pairs, columns = [], [], []
-    for number, relation in enumerate(relations):
-        mine = [f for f, (r, _) in zip(found, asks, strict=True) if r == number and f]
-        if not mine:
-            continue
-        counts += [torch.from_numpy(np.diff(start)) for start, _, _ in mine]
-        entry = torch.from_numpy(np.concatenate([place for _, place, _ in mine]))
-        pairs.append(_pairs(relation, entry, word))
-        if whole:
-            columns += [_widened(c[entry], word) for c in columns_of(relation)]
-    none = torch.empty(0, dtype=word)
-    return torch.cat([none, *(c.to(word) for c in counts), *pairs, *columns])
+        found.append((relations[number], torch.from_numpy(start).diff(), entry))
+    columns = [
+        _widened(column[torch.from_numpy(entry)], word)
+        for relation, _, entry in found
+        for column in (columns_of(relation) if whole else [])
+    ]
+    heads = [count for _, count, _ in found]
+    draws = sum(len(entry) for _, _, entry in found)
+    sizes = [*map(len, heads), 2 * draws, *map(len, columns)]
+    words = torch.empty(sum(sizes), dtype=word)
+    parts = words.split(sizes)
+    at = sum(map(len, heads))
+    for count, part in zip(heads, parts, strict=False):
+        part.copy_(count)
+    for column, part in zip(columns, parts[len(heads) + 1 :], strict=True):
+        part.copy_(column)
+    for relation, _, entry in found:
+        sampler.write_pairs(relation, entry, words, at)
+        at += 2 * len(entry)
+    return words
 
 
 def columns_of(relation: Relation) -> list[Tensor]:
@@ -214,14 +239,6 @@ def _narrowed(words: Tensor, kind: torch.dtype) -> Tensor:
 
 def _fresh(total: int) -> tuple[NDArray[np.int64], int]:
     return np.empty(total, np.int64), 0
-
-
-def _pairs(relation: Relation, entry: Tensor, word: torch.dtype) -> Tensor:
-    """Copies the pairs of entries, as whole words of eight bytes."""
-    if not len(entry):
-        return torch.empty(0, dtype=word)
-    pair = relation.row.view(torch.float64).view(relation.num_edges, -1)
-    return kernels.gather_rows(pair, entry).view(-1).view(relation.row.dtype).to(word)
 
 
 def _flags(wishes: Sequence[Wish]) -> int:

@@ -1,9 +1,29 @@
-"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched."""
+"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched.
+
+[Note: rows over the process row] In the Graph Partitioned algorithm of [Tripathy24] the c
+ranks of a process row hold the same rows of Q. Each multiplies by a c-th of the blocks of A,
+whose rows it gets in its process column, block by block; the partial products are added up
+by a sparse all-reduce over the process row, and each rank samples a c-th of the sum. What
+differs here:
+
+- a rank has the minibatches that it samples from the start, so ids of the rows they need go
+  to the others of the process row, and only these rows come back: a reduce-scatter;
+- a row of a node-wise Q has one nonzero, so that no two ranks have parts of one row of the
+  product, and nothing is left to add; layer-wise, partial rows are added;
+- which of the c ranks brings a row is settled by the column of its owner, not by its block,
+  so that c need not divide P/c, and they bring about as many each;
+- rows of the own block, which all c ranks hold, do not travel;
+- one all_to_allv brings all blocks, and each row once for all minibatches of all c ranks.
+
+Each rank asking its column for what itself needs would bring fewer words to a rank in all;
+this way a row comes into a process row once, which is what counts where it is a host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,9 +31,16 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.channel import Channel
-from pyg_distcomm.kernels.minibatch import Ask, Relation, UnweightedNode
+from pyg_distcomm.kernels.minibatch import (
+    Ask,
+    Draws,
+    Relation,
+    UnweightedNode,
+    everything,
+)
 from pyg_distcomm.sampling.blocks import Block
 from pyg_distcomm.sampling.errand import Answers, Errand, Wish, answer, columns_of
+from pyg_distcomm.wire import Axis
 
 
 class FarRows:
@@ -29,27 +56,44 @@ class FarRows:
         self.relations = block.topology.graph.relations
         wide = any(r.row.dtype == torch.int64 for r in self.relations)
         self.word = torch.int64 if wide else torch.int32
-        sampler: Any = kernels.neighbor_sampler(block.topology.graph)
-        self._draw = sampler.draw_rows
+        self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
 
     def ask(self, wishes: Sequence[Wish]) -> Errand:
         """Sends ids to the ranks of the process column that have their rows."""
+        return self._errand(self.channel.row, wishes, self.block.block_of)
+
+    def _errand(
+        self,
+        axis: Axis,
+        wishes: Sequence[Wish],
+        whom: Callable[[int, Tensor], Tensor],
+    ) -> Errand:
+        """Begins an errand to whoever has, or brings, the rows of nodes of a type."""
         peers = [
-            self.block.block_of(self.relations[w.relation].target, w.node)
-            for w in wishes
+            whom(kind, torch.cat([w.node for w in some]))
+            for kind, some in groupby(
+                wishes, lambda w: self.relations[w.relation].target
+            )
         ]
-        return Errand(self.channel.row, wishes, peers, self.word)
+        return Errand(axis, wishes, peers, self.word)
 
-    def place_of(self, wish: Wish) -> Tensor:
+    def place_of(self, r: int, node: Tensor) -> Tensor:
         """Returns where nodes that were asked of this rank have their rows."""
-        return self.block.place_of(self.relations[wish.relation].target, wish.node)
+        return self.block.place_of(self.relations[r].target, node)
 
-    def answer(self, segments: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
+    def answer(self, asks: list[tuple[int, Ask]], whole: bool = False) -> Tensor:
         """Draws what one rank asks of this one; see `errand.answer`."""
         try:
-            return answer(self.relations, segments, self._draw, self.word, whole)
+            return answer(self.relations, asks, self._sampler, self.word, whole)
         except UnweightedNode as error:
             raise self.unweighted(error, error.relation) from None
+
+    def draws(self, errand: Errand, messages: Sequence[Tensor]) -> Draws:
+        """Answers every rank by a message; returns the draws that this one asked for."""
+        found, far = errand.arrived(messages)
+        parts = list(zip(found, errand.asked, strict=True))
+        draws: Draws = self._sampler.locate(parts, self.channel.row.rank, far)
+        return draws
 
     def unweighted(self, error: UnweightedNode, r: int) -> ValueError:
         """Returns the error with the name of its edge type."""
@@ -62,8 +106,12 @@ class FarRows:
     ) -> tuple[Relation, list[Tensor]]:
         """Fetches whole rows of a relation, each distinct one once; collective.
 
-        With c copies of a block, the ranks of a process row pool what they want, and each
-        asks the owners of one c-th of the blocks: the stages of 1.5D in [Tripathy24].
+        With c copies of a block, the ranks of a process row pool what they want; see
+        [Note: rows over the process row].
+
+        Price: `errand_price` and `counts_price` on each axis. In the process row, it asks
+        for the distinct rows that others are to bring; in the process column, for those
+        that it is to bring for any of the process row and does not hold.
 
         Returns:
             the rows as a relation, and for each list of nodes, their places in it.
@@ -80,8 +128,8 @@ class FarRows:
             messages = [
                 answer(
                     [shelf],
-                    [(0, Ask(node, answers.slot[place], 0, -1))],
-                    self._draw,
+                    [(0, everything(node, answers.slot[place]))],
+                    self._sampler,
                     self.word,
                     whole=True,
                 )
@@ -96,21 +144,16 @@ class FarRows:
     def ask_twins(self, wishes: Sequence[Wish]) -> Errand:
         """Tells each rank of the process row which rows it is to bring for all of them.
 
-        Twin j brings those of blocks j, j + c, j + 2 c, ...
+        See `Block.twin_of`.
         """
-        col = self.channel.col
-        peers = [
-            self.block.block_of(self.relations[w.relation].target, w.node) % col.size
-            for w in wishes
-        ]
-        return Errand(col, wishes, peers, self.word)
+        return self._errand(self.channel.col, wishes, self.block.twin_of)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
         answers = self._column(r, nodes)
         shelf = self._shelf(r, answers)
-        start, entry, _ = self._draw(
-            shelf, None, Ask(nodes, answers.slot, 0, -1), _as_array
+        start, entry, _ = self._sampler.draw_rows(
+            shelf, None, everything(nodes, answers.slot), _as_array
         )
         picked = torch.from_numpy(entry)
         weight = None if shelf.weight is None else shelf.weight[picked]
@@ -123,8 +166,7 @@ class FarRows:
         errand = self.ask([Wish(r, wanted)])
         messages = [
             self.answer(
-                [(r, Ask(wish.node, self.place_of(wish), 0, -1))],
-                whole=True,
+                [(r, everything(wish.node, self.place_of(r, wish.node)))], whole=True
             )
             for (wish,) in errand.received
         ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,10 +48,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Minibatches are those of `KeyedNeighborSampler` on the whole graph, bit for bit. All
     calls are collective: all ranks of the channel sample as many minibatches at a time.
 
-    Price of a hop: see `errand_price`. At the owner, for k minibatches of b nodes and
-    fan-out s on this rank, at most k b (1 + s) pairs of words are asked and answered, of
-    which those of this rank's own block do not travel; at the requester, the whole rows,
-    and with c > 1 the same once more inside the process row.
+    Price of a hop: see `errand_price` and `counts_price`. At the owner, for k minibatches
+    of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
+    answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
+    come from each rank of the column, once a bulk; at the requester, the whole rows, and
+    with c > 1 most of them once more inside the process row (`FarRows.fetch`).
 
     Args:
         data: a share, from `pdc.partition`.
@@ -171,25 +173,19 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         k, fan_outs = len(drawings), self._fan_outs()
         messages = []
         for peer, theirs in enumerate(errand.received):
-            segments = [
-                (
-                    wish.relation,
-                    self._ask(
-                        wish,
-                        relation_key(keys[peer][s % k], wish.relation),
-                        fan_outs[wish.relation][hop],
-                    ),
-                )
-                for s, wish in enumerate(theirs)
-            ]
+            segments = []
+            for n, r in enumerate(where):
+                wanted = theirs[n * k : (n + 1) * k]
+                drawn_by = [relation_key(key, r) for key in keys[peer]]
+                segments.append((r, self._ask(wanted, drawn_by, fan_outs[r][hop])))
             messages.append(self._rows.answer(segments))
-        answers = errand.reply(messages)
+        draws, first = self._rows.draws(errand, messages), errand.first
 
         def take(i: int) -> None:
             for n, r in enumerate(where):
                 if asks[r][i] is not None:
-                    slot = answers.of(n * k + i)
-                    drawings[i].take(r, hop, slot, answers.offset, answers.pair)
+                    s = n * k + i
+                    drawings[i].take(r, hop, draws.of(first[s], first[s + 1]))
 
         threads.run(take, [(i,) for i in range(k)])
 
@@ -214,19 +210,26 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         for drawing, ask, place in zip(drawings, asks, places, strict=True):
             drawing.induce(r, relation, replace(ask, place=place))
 
-    def _ask(self, wish: Wish, key: int, fan_out: int) -> Ask:
-        """Returns what another rank wishes as an ask of this rank's rows."""
-        drawn = fan_out > 0
+    def _ask(self, wishes: Sequence[Wish], keys: Sequence[int], fan_out: int) -> Ask:
+        """Returns what another rank wishes of a relation as an ask of this rank's rows."""
+        node, drawn = torch.cat([w.node for w in wishes]), fan_out > 0
         return Ask(
-            node=wish.node,
-            place=self.block.place_of(self._relations[wish.relation].target, wish.node),
-            key=key,
+            node=node,
+            place=self._rows.place_of(wishes[0].relation, node),
+            keys=keys,
+            ends=list(accumulate(len(w.node) for w in wishes)),
             fan_out=fan_out,
             replace=self.replace and drawn,
             latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
-            name=wish.name,
-            limit=wish.limit,
+            name=_joined([w.name for w in wishes]),
+            limit=_joined([w.limit for w in wishes]),
         )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Joins what stands beside the nodes of a message: with all of them, or none."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def _wish(relation: int, ask: Ask | None) -> Wish:

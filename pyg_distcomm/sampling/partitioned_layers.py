@@ -3,11 +3,11 @@
 [Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
 whoever multiplies them; sums of weights come back, one partial row for each minibatch, and
 are added up. At the owner, every block multiplies what it holds. At the requester, as in
-the Graph Partitioned algorithm of [Tripathy24], the c ranks of a process row share out the
-blocks: each brings the
-rows of A of its blocks for all of them, once each, multiplies, and the partial rows are
-added up over the process row. Weights are integers, so that all orders of adding give the
-same bits, and draws are made from equal rows by equal keys.
+the Graph Partitioned algorithm of [Tripathy24], the c ranks of a process row share out
+the rows of A: each brings a part for all of them, once each, multiplies, and the partial
+rows are added up over the process row ([Note: rows over the process row] in far_rows.py says
+what differs). Weights are integers, so that all orders of adding give the same bits, and
+draws are made from equal rows by equal keys.
 """
 
 from __future__ import annotations
@@ -65,6 +65,17 @@ def edges_price(
     return Price(words=cols_of_others + asked + 2 * edges + 8 // word * weights)
 
 
+def layer_counts_price(batches: int, ranks: int) -> Price:
+    """Prices the counts of one layer over an axis of `ranks`, in words of 8 bytes.
+
+        received = (2 batches + 3) (ranks - 1)
+
+    How many rows and columns each minibatch has, what stands beside the rows, and how long
+    the sums and the edges are.
+    """
+    return Price(words=(2 * batches + 3) * (ranks - 1))
+
+
 @dataclass(eq=False)
 class _Round:
     """The rows of one layer, where they went, and who multiplies those that came here."""
@@ -91,9 +102,10 @@ class PartitionedLayerGraph:
         sample_at: "owner" or "requester"; see [Note: a distributed P = Q A].
         most_rows: how many rows a minibatch may have in a layer.
 
-    Price of a layer: see `sums_price` and `edges_price`; rules that share a row need the
-    edges alone. At the requester, rows of A travel besides, each distinct one once
-    (`errand_price`), and the rest stays in the process row.
+    Price of a layer: see `sums_price`, `edges_price` and `layer_counts_price`; rules that
+    share a row need the edges alone. At the owner, all is exchanged in the process column.
+    At the requester, all is in the process row, and rows of A travel in the column, each
+    distinct one once (`errand_price`, `counts_price`).
     """
 
     def __init__(
