@@ -28,6 +28,7 @@ def init(
     device: torch.device | str | None = None,
     seed: int = 0,
     timeout: float = 300.0,
+    stages: int = 1,
     data: Data | None = None,
     widths: Sequence[int] | None = None,
     model: torch.nn.Module | None = None,
@@ -57,6 +58,9 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
+        stages: cut the layers of a model into that many stages, for `pdc.Pipeline`; the
+            mesh is then that of one stage, of P / stages ranks, and graphs are spread over
+            these. It leads to the others as `mesh.stage`.
         data: for "auto", the whole graph, on every rank; rank 0's counts.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
@@ -69,10 +73,13 @@ def init(
     """
     joining = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
     problem = _misuse(algorithm, (replication, grid), data, (widths, model))
+    if problem is None and algorithm == "auto" and stages != 1:
+        problem = "algorithm='auto' plans for one stage; give stages with a grid's name"
     if algorithm != "auto":
         if problem is not None:
             raise ValueError(problem)
-        return grids.init(algorithm, replication=replication, grid=grid, **joining)  # type: ignore[arg-type]
+        shape: dict[str, Any] = {"replication": replication, "grid": grid}
+        return grids.init(algorithm, stages=stages, **shape, **joining)  # type: ignore[arg-type]
     mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
     wire.agree(problem, mesh.world)
     if machine is None:
