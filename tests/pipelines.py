@@ -79,7 +79,9 @@ def jumping(f, c, h):
     )
 
 
-STACKS = {f.__name__: f for f in (gcn, weighted, sage, gat, gin, gcnii, resgcn, jumping)}
+STACKS = {
+    f.__name__: f for f in (gcn, weighted, sage, gat, gin, gcnii, resgcn, jumping)
+}
 
 
 def stack_of(name, f=7, c=4, h=8, seed=0, dropout=0.0):
@@ -165,7 +167,9 @@ class Dense:
 
     def _attention(self, module, read, x):
         n, heads, width = len(x), module.heads, module.out_channels
-        near = ((x @ module.lin.weight.t()).view(n, heads, width) * module.att_dst).sum(-1)
+        near = ((x @ module.lin.weight.t()).view(n, heads, width) * module.att_dst).sum(
+            -1
+        )
         counts = self.adj - torch.diag(self.adj.diagonal()) + torch.eye(n)
         parts = []
         for c, view in enumerate(read(x)):  # it is the input that is exchanged

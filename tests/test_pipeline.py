@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import worlds
@@ -38,7 +36,9 @@ def test_one_chunk_is_the_full_graph(name, graph):
 @pytest.mark.parametrize("refresh", [1, 3])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", ["gcn", "gcnii", "gat"])
-def test_gradients_are_those_of_autograd_with_constant_history(name, recompute, refresh):
+def test_gradients_are_those_of_autograd_with_constant_history(
+    name, recompute, refresh
+):
     data, share, mesh = _share()
     chunk = torch.arange(data.num_nodes) * 7 % 5
     stack = stack_of(name)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import worlds
-from pipelines import STACKS, loss_of, run_plain, stack_of
+from pipelines import STACKS, loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.pipeline.price import hybrid_words, stage_words
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
 
 
-def _train(stages, name, graph="directed", epochs=3, dropout=0.0, cutter=None, **kwargs):
+def _train(
+    stages, name, graph="directed", epochs=3, dropout=0.0, cutter=None, **kwargs
+):
     """Losses, state and output after some epochs, and whether bytes were as foretold."""
     data = GRAPHS[graph]()
     mesh = worlds.mesh(stages=stages)

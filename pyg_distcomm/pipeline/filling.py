@@ -1,82 +1,22 @@
-"""What comes before training: checks on all ranks, measures, and a pass over all nodes."""
+"""What comes before training: equal weights, measures, and a pass over all nodes."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.balance import seconds_of
+from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.epoch import OP, Boundary
 from pyg_distcomm.pipeline.stack import Layer, crossing
 from pyg_distcomm.pipeline.stage import Cargo, Stage, Values
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.wire import Axis
-
-_KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
-
-
-@contextlib.contextmanager
-def on_all_ranks(mesh: Mesh) -> Iterator[None]:
-    """Raises on the ranks of all stages what one of them raises inside; collective."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    near = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
-    kinds = wire.all_gather_object(near if problem else None, mesh.everyone)
-    kind = next((k for k in kinds if k is not None), ValueError)
-    wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
-
-
-def check_same(what: Any, mesh: Mesh) -> None:
-    """Refuses layers that differ between ranks."""
-    every = wire.all_gather_object(what, mesh.everyone)
-    differ = [rank for rank, other in enumerate(every) if other != every[0]]
-    if differ:
-        raise ValueError(
-            f"Pipeline needs the same layers on all ranks, but ranks {differ} have others "
-            f"than rank 0, which has {every[0]}"
-        )
-
-
-def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
-    """Returns the edges of a share, or says what it should have been."""
-    edge_index = getattr(data, "edge_index", None)
-    if not isinstance(edge_index, DistEdgeIndex):
-        raise TypeError(
-            f"a pipeline trains on a share of pdc.partition(data, mesh), got "
-            f"{type(data).__name__} with an edge_index of {type(edge_index).__name__}"
-        )
-    if edge_index.nodes.mesh is not mesh:
-        raise ValueError(
-            f"the Data is spread over {edge_index.nodes.mesh}, the pipeline over {mesh}; "
-            "partition it over the mesh of the pipeline"
-        )
-    return edge_index
-
-
-def check_untied(stack: Sequence[Layer], balance: Sequence[int]) -> None:
-    """Refuses a parameter of two stages."""
-    homes: dict[int, tuple[int, Layer]] = {}
-    stages = [s for s, count in enumerate(balance) for _ in range(count)]
-    for stage, layer in zip(stages, stack, strict=True):
-        if not isinstance(layer.run, torch.nn.Module):
-            continue
-        for parameter in layer.run.parameters():
-            home, first = homes.setdefault(id(parameter), (stage, layer))
-            if home != stage:
-                raise ValueError(
-                    f"{first} and {layer} share a parameter, but are in stages {home} and "
-                    f"{stage}; give balance=[...] so that both are in one"
-                )
 
 
 def share_weights(stack: Sequence[Layer], mesh: Mesh) -> None:

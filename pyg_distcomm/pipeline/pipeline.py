@@ -24,21 +24,19 @@ from pyg_distcomm import random, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.convert import convert
-from pyg_distcomm.pipeline import filling, saving
+from pyg_distcomm.pipeline import checks, filling, saving
 from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.chunks import plan_chunks
 from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, average_gradients
-from pyg_distcomm.pipeline.history import DTYPES, History
-from pyg_distcomm.pipeline.price import EpochPrice
+from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
 from pyg_distcomm.pipeline.site import Rule
 from pyg_distcomm.pipeline.stack import Layer, from_data, read_stack
 from pyg_distcomm.pipeline.stage import Cargo, Stage
 from pyg_distcomm.pipeline.view import Run
-from pyg_distcomm.price import Price
 from pyg_distcomm.tensor import DistTensor
 
-ORDERS = ("shuffled", "fixed")
 _ORDER = 0x0DE2  # sets the keys of orders apart
 
 
@@ -123,13 +121,14 @@ class Pipeline(torch.nn.Module):
             None if history_path is None else Path(history_path),
         )
         self.timeline: list[Span] = []
-        with filling.on_all_ranks(mesh):
+        with checks.on_all_ranks(mesh):
             self._rule = Rule.of(gradient, damping)
-            self._check(balance)
+            whole = {"chunks": chunks, "history_refresh": history_refresh}
+            checks.check_options(mesh, order, whole, history_dtype)
             stack = read_stack(layers)
-            self._check_stages(stack, balance)
-        with filling.on_all_ranks(mesh):
-            filling.check_same([str(layer) for layer in stack], mesh)
+            checks.check_balance(stack, mesh.stage.size, balance)
+        with checks.on_all_ranks(mesh):
+            checks.check_same([str(layer) for layer in stack], mesh)
         stack = [_converted(layer) for layer in stack]
         filling.share_weights(stack, mesh)
         self._names = from_data(stack)
@@ -143,52 +142,11 @@ class Pipeline(torch.nn.Module):
         self._boundary: Boundary | None = None
         self._saved: Any = None
 
-    def _check(self, balance: Any) -> None:
-        mesh = self.mesh
-        if self.order not in ORDERS:
-            raise ValueError(f"order={self.order!r} must be one of {', '.join(ORDERS)}")
-        for name, value in (
-            ("chunks", self._chunks),
-            ("history_refresh", self.refresh),
-        ):
-            if isinstance(value, (int, float)) and (
-                type(value) is not int or value < 1
-            ):
-                raise ValueError(
-                    f"{name} must be a whole number above 0, got {value!r}"
-                )
-        if self._history[0] not in DTYPES:
-            raise ValueError(
-                f"history_dtype must be one of {', '.join(map(str, DTYPES))}, got "
-                f"{self._history[0]}"
-            )
-        if mesh.grid[1:] != (1, 1):
-            raise ValueError(
-                f"the stages of a pipeline have rows only, but the mesh is {mesh.grid}; use "
-                "pdc.init('1d', stages=S)"
-            )
-
-    def _check_stages(self, stack: list[Layer], balance: Sequence[int] | None) -> None:
-        stages = self.mesh.stage.size
-        if stages > len(stack):
-            raise ValueError(
-                f"there are {stages} stages and {len(stack)} layers; a stage has at least "
-                f"one: give stages={len(stack)} or fewer to pdc.init, or more layers"
-            )
-        if balance is None:
-            return
-        fits = len(balance) == stages and sum(balance) == len(stack)
-        if not fits or any(n < 1 for n in balance):
-            raise ValueError(
-                f"balance={list(balance)} must give each of {stages} stages one layer or "
-                f"more, and {len(stack)} in all"
-            )
-
     def _costs(self, stack: list[Layer], data: Data | None) -> list[float]:
         if data is None or self.mesh.stage.size == 1:
             return supposed_costs(stack)
         assert self._run is not None
-        with filling.on_all_ranks(self.mesh):
+        with checks.on_all_ranks(self.mesh):
             stage = Stage(stack, 0, len(stack), self._run, self._names)
             stage.look_at(data)
             found = filling.measured_costs(stage)
@@ -202,8 +160,8 @@ class Pipeline(torch.nn.Module):
         place = self.mesh.stage.rank
         begin = sum(self.balance[:place])
         end = begin + self.balance[place]
-        with filling.on_all_ranks(self.mesh):
-            filling.check_untied(stack, self.balance)
+        with checks.on_all_ranks(self.mesh):
+            checks.check_untied(stack, self.balance)
         self.layers = torch.nn.Module()
         for layer in stack[begin:end]:
             if isinstance(layer.run, torch.nn.Module):
@@ -221,8 +179,8 @@ class Pipeline(torch.nn.Module):
 
     def _plan(self, data: Data) -> None:
         """Cuts the share into chunks; collective."""
-        with filling.on_all_ranks(self.mesh):
-            edge_index = filling.check_share(data, self.mesh)
+        with checks.on_all_ranks(self.mesh):
+            edge_index = checks.check_share(data, self.mesh)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         keep = self._new_history if plan.chunks > 1 else None
         self._run = Run(plan, self._rule, keep, self._seed)
@@ -377,24 +335,8 @@ class Pipeline(torch.nn.Module):
     def price(self) -> EpochPrice:
         """Returns what an epoch of training costs this rank; known once data were seen."""
         boundary, run = self._planned()
-        n, d_in = run.plan.counts[0], 0
-        here = Price()
-        if boundary.inbox is not None:
-            d_in, messages = boundary.inbox.size(1), _nonempty(run)
-            here += Price(n * d_in, n * d_in, messages)
-        if self.mesh.stage.rank < self.mesh.stage.size - 1:
-            d_out, messages = boundary.outbox.size(1), _nonempty(run)
-            here += Price(n * d_out, n * d_out, messages)
         free = [p for p in self.layers.parameters() if p.requires_grad]
-        words = wire.ring_words(sum(p.numel() for p in free), self.mesh.size)
-        loss = wire.ring_words(1, self.mesh.stage.size)
-        return EpochPrice(
-            here,
-            run.price(),
-            Price(words, words, 2 * (self.mesh.size - 1)),
-            Price(loss, loss, 2 * (self.mesh.stage.size - 1)),
-            boundary.outbox.element_size(),
-        )
+        return epoch_price(self.mesh, boundary, run, sum(p.numel() for p in free))
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps from epoch to epoch, by what they are for.
@@ -455,7 +397,3 @@ def _converted(layer: Layer) -> Layer:
 
 def _elsewhere(*args: Any) -> Any:
     raise RuntimeError("this layer is another stage's")
-
-
-def _nonempty(run: Run) -> int:
-    return sum(run.plan.own.size(c) > 0 for c in range(run.plan.chunks))

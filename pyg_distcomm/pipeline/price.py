@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.epoch import Boundary
+from pyg_distcomm.pipeline.view import Run
 from pyg_distcomm.price import Price
 
 
@@ -78,3 +82,32 @@ class EpochPrice:
         """The bytes received."""
         wide = (self.words - self.loss.words) * self.itemsize
         return wide + self.loss.words * 8
+
+
+def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> EpochPrice:
+    """Returns the price of an epoch on this rank.
+
+    Args:
+        mesh: the ranks.
+        boundary: what crosses the borders of this stage.
+        run: its sites.
+        weights: parameters of this stage that have gradients.
+    """
+    own, stage = run.plan.own, Price()
+    messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
+    last = mesh.stage.rank == mesh.stage.size - 1
+    for box in (boundary.inbox, None if last else boundary.outbox):
+        if box is not None:  # rows one way, their gradients the other
+            stage += Price(box.numel(), box.numel(), messages)
+    return EpochPrice(
+        stage,
+        run.price(),
+        _reduced(weights, mesh.size),
+        _reduced(1, mesh.stage.size),
+        boundary.outbox.element_size(),
+    )
+
+
+def _reduced(numel: int, size: int) -> Price:
+    words = wire.ring_words(numel, size)
+    return Price(words, words, 2 * (size - 1))

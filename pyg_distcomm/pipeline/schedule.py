@@ -1,7 +1,7 @@
 """Schedule: what each stage does in an epoch, in which order, checked before use.
 
 [Note: fill and drain] All chunks go forward through the stages, then the loss is taken of
-the whole graph, then all chunks go back in the opposite order, as in [Huang19] Sec. 2.3. An
+the whole graph, then all chunks go back in the opposite order, as in [Huang19] Sec. 2.2. An
 order that goes back earlier would not be exact: the gradient of a chunk needs those of all
 later chunks that read it. Of M + S - 1 turns a stage is idle for S - 1.
 
