@@ -65,6 +65,11 @@ class DistEdgeIndex(torch.Tensor):
         )
         return _wrap(edge_index, topology)
 
+    @staticmethod
+    def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
+        """Returns edges `[2, e_i]`, in global ids, of which a topology is known."""
+        return _wrap(edge_index, topology)
+
     @property
     def nodes(self) -> Rows:
         """Which nodes are on this rank."""

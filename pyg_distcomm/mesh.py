@@ -33,6 +33,8 @@ def resolve_grid(
 ) -> Grid:
     """Returns the grid `(row, col, fiber)` of an algorithm on `size` ranks.
 
+    Where layers are cut into stages, `size` is the ranks of one stage.
+
     | name    | grid        | fits                                       |
     |---------|-------------|--------------------------------------------|
     | 1d      | (P, 1, 1)   | any P                                      |
@@ -134,6 +136,11 @@ class Mesh:
     Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
     `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
 
+    [Note: stages] With S stages, each has a grid of its own, over P / S ranks: ranks
+    `s P/S .. (s + 1) P/S - 1` of the run are stage `s`. A mesh is that of one stage: `rank`,
+    `size`, `world` and the grid's axes are of it, so that a graph is spread over the ranks
+    of a stage, in the same way in all of them. `stage` leads to the others.
+
     Args:
         grid: the sizes `(r, s, p)` of the three axes.
         seed: the seed of all keyed randomness.
@@ -141,6 +148,9 @@ class Mesh:
         device_mesh: torch's own mesh of the same grid; None without a process group.
         world: all ranks; further axes are `row`, `col`, `fiber` and `data`
             (the ranks again, on a process group of DDP's own).
+        stage: where layers are cut into stages (see [Note: stages]), the ranks that have
+            this one's place in their stages; of one rank otherwise.
+        everyone: the ranks of all stages; `world` where there is one stage.
         ledger: what has travelled.
         step: how many keyed training calls (dropout) there have been.
         plan: the `Plan` that chose the grid, where algorithm="auto" did.
@@ -156,6 +166,8 @@ class Mesh:
     col: Axis
     fiber: Axis
     data: Axis
+    stage: Axis
+    everyone: Axis
     ledger: Ledger
     step: int = 0
     plan: Any = None
@@ -164,12 +176,12 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank, in [0, size)."""
+        """This rank, in [0, size); counted within its stage."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; of one stage where there are several."""
         return self.world.size
 
     @property
@@ -184,7 +196,7 @@ class Mesh:
         What this call itself moves is counted after it.
         """
         mine = Ledger(self.ledger.snapshot())
-        return Ledgers(tuple(wire.all_gather_object(mine, self.world)))
+        return Ledgers(tuple(wire.all_gather_object(mine, self.everyone)))
 
     def next_key(self) -> int:
         """Returns the key of one more keyed training call, equal on all ranks.
@@ -229,7 +241,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         sides = " x ".join(str(n) for n in self.grid)
-        return f"Mesh(rank {self.rank}/{self.size}, grid {sides} (row x col x fiber))"
+        at = f", {self.stage}" if self.stage.size > 1 else ""
+        return (
+            f"Mesh(rank {self.rank}/{self.size}, grid {sides} (row x col x fiber){at})"
+        )
 
 
 def init(
@@ -241,6 +256,7 @@ def init(
     device: torch.device | str | None = None,
     seed: int = 0,
     timeout: float = 300.0,
+    stages: int = 1,
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
@@ -255,6 +271,7 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
+        stages: into how many stages the ranks are shared out; see [Note: stages].
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
@@ -264,18 +281,33 @@ def init(
         and "RANK" in os.environ
         and "WORLD_SIZE" in os.environ
     ):
-        resolve_grid(int(os.environ["WORLD_SIZE"]), algorithm, replication, grid)
+        ways = ways_of(int(os.environ["WORLD_SIZE"]), stages)
+        resolve_grid(ways, algorithm, replication, grid)
         dist.init_process_group(
             backend or _default_backend(), timeout=timedelta(seconds=timeout + 60)
         )
     size = dist.get_world_size() if dist.is_initialized() else 1
-    sides = resolve_grid(size, algorithm, replication, grid)
+    sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
     home = torch.device(device) if device is not None else _default_device()
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if not dist.is_initialized():
         return _remembered(_alone(sides, seed, home))
-    return _remembered(_joined(sides, seed, home, timeout))
+    return _remembered(_joined((stages, *sides), seed, home, timeout))
+
+
+def ways_of(size: int, stages: int) -> int:
+    """Returns how many ranks each stage has, of `size` in all.
+
+    Raises:
+        ValueError: if they cannot be shared out evenly; the message lists what fits.
+    """
+    if isinstance(stages, int) and stages >= 1 and size % stages == 0:
+        return size // stages
+    raise ValueError(
+        f"stages={stages!r} must be a whole number that divides the number of ranks, "
+        f"{size}: each stage has as many; here {_divisors(size)} fit"
+    )
 
 
 _latest: weakref.ref[Mesh] | None = None
@@ -290,7 +322,7 @@ def _remembered(mesh: Mesh) -> Mesh:
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
     found = None if _latest is None else _latest()
-    return found if found is not None and found.size == world_size() else None
+    return found if found is not None and found.everyone.size == world_size() else None
 
 
 def world_size() -> int:
@@ -314,18 +346,25 @@ def _default_device() -> torch.device:
 
 def _alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
     ledger = Ledger()
+    names = ("world", *AXES, "data", "stage", "everyone")
     axes: dict[str, Any] = {
-        name: Axis(name, 0, 1, None, ledger, None) for name in ("world", *AXES, "data")
+        name: Axis(name, 0, 1, None, ledger, None) for name in names
     }
     return Mesh(grid, seed, device, None, ledger=ledger, **axes)
 
 
-def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh:
+def _joined(
+    sides: tuple[int, int, int, int], seed: int, device: torch.device, timeout: float
+) -> Mesh:
     rank, size = dist.get_rank(), dist.get_world_size()
+    stages, *grid = sides
     watch = _make_watch(rank, size, timeout)
     install_excepthook(watch)
     ledger = Ledger()
-    device_mesh = init_device_mesh(device.type, grid, mesh_dim_names=AXES)
+    names = AXES if stages == 1 else ("stage", *AXES)
+    device_mesh = init_device_mesh(
+        device.type, sides[-len(names) :], mesh_dim_names=names
+    )
     axes: dict[str, Any] = {
         name: Axis(
             name,
@@ -335,13 +374,22 @@ def _joined(grid: Grid, seed: int, device: torch.device, timeout: float) -> Mesh
             ledger,
             watch,
         )
-        for name, n in zip(AXES, grid, strict=True)
+        for name, n in zip(names, sides[-len(names) :], strict=True)
     }
-    span = timedelta(seconds=timeout + 60)
+    ways, span = size // stages, timedelta(seconds=timeout + 60)
     for name in ("world", "data"):  # groups of our own: the caller's keep their order
-        group = dist.new_group(timeout=span)
-        axes[name] = Axis(name, rank, size, group, ledger, watch)
-    return Mesh(grid, seed, device, device_mesh, ledger=ledger, **axes)
+        for s in range(stages):  # every rank helps to make every group
+            ranks = range(s * ways, (s + 1) * ways)
+            group = dist.new_group(list(ranks), timeout=span)
+            if rank in ranks:
+                axes[name] = Axis(name, rank % ways, ways, group, ledger, watch)
+    if stages == 1:
+        axes["stage"] = Axis("stage", 0, 1, None, ledger, watch)
+        axes["everyone"] = axes["world"]
+    else:
+        every = dist.new_group(timeout=span)
+        axes["everyone"] = Axis("everyone", rank, size, every, ledger, watch)
+    return Mesh(tuple(grid), seed, device, device_mesh, ledger=ledger, **axes)  # type: ignore[arg-type]
 
 
 def _make_watch(rank: int, size: int, timeout: float) -> Watch:

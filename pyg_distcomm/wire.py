@@ -168,6 +168,38 @@ def _messages(
     return Messages(works, (places, parts))
 
 
+def send(x: Tensor, to: int, axis: Axis, op: str = "send") -> Pending:
+    """Starts to send `x` to one rank of an axis, which must `receive` as much.
+
+    What one rank sends another arrives in the order in which it was sent.
+    """
+    source, some = _staged(x.contiguous(), axis), int(x.numel() > 0)
+    note = {"words": 0, "bytes": 0, "sent_bytes": x.nbytes, "messages": some}
+    traced = axis.ledger.note(op, axis.name, **note)
+    work = _message(dist.isend, source, to, axis, op)
+    return Pending(source, x.device, axis, op, work, traced, source)
+
+
+def receive(into: Tensor, origin: int, axis: Axis, op: str = "send") -> Pending:
+    """Starts to receive, `into` a contiguous tensor, what a rank of an axis sends.
+
+    Price: the elements of `into`, in words.
+    """
+    out = _staged(into, axis)
+    note = {"words": into.numel(), "bytes": into.nbytes, "sent_bytes": 0, "messages": 0}
+    traced = axis.ledger.note(op, axis.name, **note)
+    work = _message(dist.irecv, out, origin, axis, op)
+    return Pending(out, into.device, axis, op, work, traced, out, into)
+
+
+def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
+    if not x.numel():  # both ends know, and nothing is said
+        return None
+    peer = _global_rank(peer, axis)
+    work = guarded(axis, op, lambda: begin(x, peer, axis.group, _TAG))
+    return work if x.is_cuda else Messages([work], x)
+
+
 def _width(x: Tensor) -> int:
     return int(torch.Size(x.shape[1:]).numel())
 

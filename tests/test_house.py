@@ -29,6 +29,7 @@ FLOORS = (
     "sampling",
     "loader",
     "share share_hetero checkpoint datasets nn",
+    "pipeline",
     "plan",
     "doctor bench bench_gcn",
     "cli __init__",
@@ -46,7 +47,7 @@ KNOWS_PYG = {
     "partition.folder",
     "partition.pyg_folder",
 }
-PYG_ROOMS = ("nn.", "sampling.", "loader.", "plan.")
+PYG_ROOMS = ("nn.", "sampling.", "loader.", "pipeline.", "plan.")
 LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
 LATE |= {"torch_sparse", "pyg_lib", "fcntl"}
 COLLECTIVES = re.compile(

@@ -114,15 +114,14 @@ def _serve(rank, size, port, pipe):
 _MESHES: dict = {}
 
 
-def mesh(algorithm="1d", grid=None, replication=None, fresh=False, **kwargs):
+def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
     """A mesh of this world, kept between tests, with a clean ledger."""
     import pyg_distcomm as pdc
 
-    key = (algorithm, grid, replication)
+    key = (algorithm, grid, replication, stages)
     if fresh or key not in _MESHES:
-        made = pdc.init(
-            algorithm, grid=grid, replication=replication, timeout=60, **kwargs
-        )
+        shape = {"grid": grid, "replication": replication, "stages": stages}
+        made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
         if fresh:
             return made
         _MESHES[key] = made

@@ -1,0 +1,1 @@
+"""Layers over ranks, chunks of nodes through them, and history between chunks."""

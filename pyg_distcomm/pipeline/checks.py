@@ -1,0 +1,122 @@
+"""What a pipeline refuses, on all ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pyg_distcomm import wire
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.history import DTYPES
+from pyg_distcomm.pipeline.stack import Layer
+
+ORDERS = ("shuffled", "fixed")
+_KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+
+
+@contextlib.contextmanager
+def on_all_ranks(mesh: Mesh) -> Iterator[None]:
+    """Raises on the ranks of all stages what one of them raises inside; collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    near = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
+    kinds = wire.all_gather_object(near if problem else None, mesh.everyone)
+    kind = next((k for k in kinds if k is not None), ValueError)
+    wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
+
+
+def check_same(what: Any, mesh: Mesh) -> None:
+    """Refuses layers that differ between ranks."""
+    every = wire.all_gather_object(what, mesh.everyone)
+    differ = [rank for rank, other in enumerate(every) if other != every[0]]
+    if differ:
+        raise ValueError(
+            f"Pipeline needs the same layers on all ranks, but ranks {differ} have others "
+            f"than rank 0, which has {every[0]}"
+        )
+
+
+def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
+    """Returns the edges of a share, or says what it should have been."""
+    edge_index = getattr(data, "edge_index", None)
+    if not isinstance(edge_index, DistEdgeIndex):
+        raise TypeError(
+            f"a pipeline trains on a share of pdc.partition(data, mesh), got "
+            f"{type(data).__name__} with an edge_index of {type(edge_index).__name__}"
+        )
+    if edge_index.nodes.mesh is not mesh:
+        raise ValueError(
+            f"the Data is spread over {edge_index.nodes.mesh}, the pipeline over {mesh}; "
+            "partition it over the mesh of the pipeline"
+        )
+    return edge_index
+
+
+def check_untied(stack: Sequence[Layer], balance: Sequence[int]) -> None:
+    """Refuses a parameter of two stages."""
+    homes: dict[int, tuple[int, Layer]] = {}
+    stages = [s for s, count in enumerate(balance) for _ in range(count)]
+    for stage, layer in zip(stages, stack, strict=True):
+        if not isinstance(layer.run, torch.nn.Module):
+            continue
+        for parameter in layer.run.parameters():
+            home, first = homes.setdefault(id(parameter), (stage, layer))
+            if home != stage:
+                raise ValueError(
+                    f"{first} and {layer} share a parameter, but are in stages {home} and "
+                    f"{stage}; give balance=[...] so that both are in one"
+                )
+
+
+def check_options(
+    mesh: Mesh, order: str, whole: dict[str, Any], history_dtype: Any
+) -> None:
+    """Refuses options that mean nothing.
+
+    Args:
+        mesh: the ranks.
+        order: of chunks.
+        whole: by name, what must be a whole number if it is a number.
+        history_dtype: how history is kept.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")
+    for name, value in whole.items():
+        if isinstance(value, (int, float)) and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    if history_dtype not in DTYPES:
+        raise ValueError(
+            f"history_dtype must be one of {', '.join(map(str, DTYPES))}, got "
+            f"{history_dtype}"
+        )
+    if mesh.grid[1:] != (1, 1):
+        raise ValueError(
+            f"the stages of a pipeline have rows only, but the mesh is {mesh.grid}; use "
+            "pdc.init('1d', stages=S)"
+        )
+
+
+def check_balance(
+    stack: Sequence[Layer], stages: int, balance: Sequence[int] | None
+) -> None:
+    """Refuses more stages than layers, and layers that do not add up."""
+    if stages > len(stack):
+        raise ValueError(
+            f"there are {stages} stages and {len(stack)} layers; a stage has at least one: "
+            f"give stages={len(stack)} or fewer to pdc.init, or more layers"
+        )
+    if balance is None:
+        return
+    fits = len(balance) == stages and sum(balance) == len(stack)
+    if not fits or any(n < 1 for n in balance):
+        raise ValueError(
+            f"balance={list(balance)} must give each of {stages} stages one layer or more, "
+            f"and {len(stack)} in all"
+        )

@@ -1,0 +1,304 @@
+"""ChunkPlan: the nodes of a rank cut into chunks, and everything planned from that once.
+
+[Note: chunks] A chunk is to a layer what a rank is: rows of its own, and edges whose sources
+may lie elsewhere. Own rows of a rank are sorted by chunk, and so are its ghosts, so that a
+chunk is a run of rows in every buffer, of every matrix and of its transpose. In a hybrid,
+chunk c of the graph is chunk c of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.ops.csr import CSR, Pattern
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.topology import Locals, Topology, gcn_norm
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Some rows sorted by chunk: `order[k]` stands at place k, chunk c at bounds c..c+1."""
+
+    order: Tensor
+    bounds: tuple[int, ...]
+
+    @staticmethod
+    def of(chunk: Tensor, chunks: int) -> Cut:
+        """Sorts rows by their chunk `[n]`, stably."""
+        sizes = torch.bincount(chunk, minlength=chunks)
+        bounds = [0, *sizes.cumsum(0).tolist()]
+        return Cut(torch.argsort(chunk, stable=True), tuple(bounds))
+
+    @property
+    def place(self) -> Tensor:
+        """Where each row stands."""
+        out = torch.empty_like(self.order)
+        out[self.order] = torch.arange(len(self.order), device=self.order.device)
+        return out
+
+    def to(self, device: torch.device) -> Cut:
+        """Returns the same on another device."""
+        return Cut(self.order.to(device), self.bounds)
+
+    def rows(self, chunk: int) -> slice:
+        """The places of a chunk."""
+        return slice(self.bounds[chunk], self.bounds[chunk + 1])
+
+    def size(self, chunk: int) -> int:
+        """The number of rows of a chunk."""
+        return self.bounds[chunk + 1] - self.bounds[chunk]
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A matrix, a run of whose rows belongs to each chunk, times own and ghost rows.
+
+    Shapes: own [r, n], ghost [r, h]; rows of chunk c are `bounds[c] .. bounds[c + 1]`.
+    """
+
+    own: CSR
+    ghost: CSR
+    bounds: tuple[int, ...]
+
+    @staticmethod
+    def build(
+        row: Tensor,
+        col: Tensor,
+        value: Tensor | None,
+        bounds: tuple[int, ...],
+        counts: tuple[int, int],
+    ) -> Operator:
+        """Makes the matrix of some entries, whose columns >= n are ghosts."""
+        n, h = counts
+
+        def block(which: Tensor, first: int, width: int) -> CSR:
+            shape = bounds[-1], width
+            pattern, order = Pattern.build(row[which], col[which] - first, shape)
+            part = None if value is None else value[which][order.long()]
+            return CSR(pattern, part)
+
+        return Operator(block(col < n, 0, n), block(col >= n, n, h), bounds)
+
+    def rows(self, chunk: int) -> slice:
+        """The rows of a chunk."""
+        return slice(self.bounds[chunk], self.bounds[chunk + 1])
+
+
+@dataclass(eq=False)
+class ChunkPlan:
+    """The chunks of this rank's share of a graph.
+
+    Shapes (this rank; n own nodes, h ghosts, e edges, M chunks): own, ghost and edge sort
+    n nodes, h ghosts and e edges by chunk; source [e] counts own places, then those of
+    ghosts, target [e] own places, both in the order of `edge`.
+
+    Args:
+        topology: the share.
+        links: for each chunk, the exchange of its rows among the ranks of a stage.
+        everything: the same for all chunks at once.
+    """
+
+    topology: Topology
+    own: Cut
+    ghost: Cut
+    edge: Cut
+    source: Tensor
+    target: Tensor
+    links: tuple[Link, ...]
+    everything: Link
+    _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are, M."""
+        return len(self.links)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of a stage."""
+        return self.topology.nodes.mesh
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Own nodes and ghosts, n and h."""
+        return len(self.own.order), len(self.ghost.order)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Where blocks of rows end: own ones by chunk, then ghosts by chunk."""
+        n = self.counts[0]
+        return (*self.own.bounds, *(n + b for b in self.ghost.bounds[1:]))
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """Edges `[2, e]` in global ids, sorted by chunk, on the CPU."""
+        ends = self.topology.source_gid, self.topology.target_gid
+        return torch.stack(ends)[:, self.edge.order.cpu()]
+
+    @cached_property
+    def gid(self) -> Tensor:
+        """Ids of own nodes and ghosts, by place, on the CPU."""
+        topology = self.topology
+        own = topology.nodes.gid[self.own.order.cpu()]
+        return torch.cat([own, topology.locals.ghost_gid[self.ghost.order.cpu()]])
+
+    def slots(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a chunk's edges in its own numbering, and the places it reads elsewhere.
+
+        Shapes: sources and targets [e_c], numbered own rows first; places [u_c], ascending.
+        """
+        edges, rows = self.edge.rows(chunk), self.own.rows(chunk)
+        source, target = self.source[edges], self.target[edges] - rows.start
+        inside = (source >= rows.start) & (source < rows.stop)
+        places, where = torch.unique(source[~inside], return_inverse=True)
+        lid = source - rows.start
+        lid[~inside] = where + (rows.stop - rows.start)
+        return lid, target, places
+
+    def gather(self) -> Operator:
+        """The matrix of zeros and ones that picks, for each chunk, the rows it reads."""
+
+        def make() -> Operator:
+            every = [self.slots(c)[2] for c in range(self.chunks)]
+            bounds = [0]
+            for places in every:
+                bounds.append(bounds[-1] + len(places))
+            col = torch.cat(every)
+            row = torch.arange(len(col), device=col.device)
+            return Operator.build(row, col, None, tuple(bounds), self.counts)
+
+        return self._kept("gather", make)
+
+    def sum(self) -> Operator:
+        """The matrix of all edges."""
+
+        def make() -> Operator:
+            edges = self.target, self.source
+            return Operator.build(*edges, None, self.own.bounds, self.counts)
+
+        return self._kept("sum", make)
+
+    def gcn(self, improved: bool, loops: bool, dtype: torch.dtype) -> Operator:
+        """The matrix normalised symmetrically, degrees over all ranks; collective once."""
+
+        def make() -> Operator:
+            here = self.topology.locals
+            edges = torch.stack([here.source_lid, here.target_lid])
+            with torch.no_grad():
+                edges, value = gcn_norm(here, edges, None, improved, loops, dtype)
+            place = torch.cat([self.own.place, self.counts[0] + self.ghost.place])
+            col, row = place[edges[0]], self.own.place[edges[1]]
+            return Operator.build(row, col, value, self.own.bounds, self.counts)
+
+        return self._kept(("gcn", improved, loops, dtype), make)
+
+    def _kept(self, kind: Any, make: Callable[[], Operator]) -> Operator:
+        if kind not in self._operators:
+            self._operators[kind] = make()
+        return self._operators[kind]
+
+
+def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
+    """Cuts a share into chunks; collective over all stages.
+
+    Args:
+        edge_index: of `pdc.partition`.
+        chunks: how many, or the chunk of each node of the graph.
+        seed: the seed of the cutter.
+
+    Raises:
+        ValueError: on all ranks, if a chunk would have no node.
+    """
+    topology = edge_index.topology
+    nodes, mesh = topology.nodes, topology.nodes.mesh
+    here = topology.locals
+    chunk, count, problem = None, 0, None
+    try:
+        chunk, count = _chunk_of(here, topology, chunks, seed)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    wire.agree(problem, mesh.everyone)
+    assert chunk is not None
+    chunk = wire.broadcast_object(chunk, mesh.stage)  # the first stage's on all stages
+    _check_sizes(chunk, count, mesh)
+    own = Cut.of(chunk, count)
+    every = here.with_ghosts(chunk.unsqueeze(1).to(topology.device)).squeeze(1).cpu()
+    ghost = Cut.of(every[len(nodes) :], count)
+    edge = Cut.of(chunk[here.target_lid.cpu()], count)
+    place = torch.cat([own.place, len(nodes) + ghost.place])
+    links = tuple(_link(topology, own, ghost, c) for c in range(count))
+    home = topology.device
+    slot = own.place[here.halo.send_slot.cpu()]
+    return ChunkPlan(
+        topology,
+        own.to(home),
+        ghost.to(home),
+        edge.to(home),
+        place[here.source_lid.cpu()[edge.order]].to(home),
+        own.place[here.target_lid.cpu()[edge.order]].to(home),
+        links,
+        replace(here.halo, send_slot=slot.to(home)),
+    )
+
+
+def _chunk_of(
+    here: Locals, topology: Topology, chunks: Any, seed: int
+) -> tuple[Tensor, int]:
+    """The chunk of each own node, and how many chunks there are."""
+    nodes = topology.nodes
+    if not isinstance(chunks, int):
+        given = torch.as_tensor(chunks)
+        if given.shape != (nodes.total,) or given.is_floating_point():
+            raise ValueError(
+                f"chunks must be a number, or the chunk of each of the {nodes.total} nodes, "
+                f"got a tensor of {list(given.shape)} of {given.dtype}"
+            )
+        if given.numel() and int(given.min()) < 0:
+            raise ValueError(f"chunks holds {int(given.min())}; count them from 0")
+        return given.long()[nodes.gid], int(given.max()) + 1 if given.numel() else 0
+    if chunks > nodes.total:
+        raise ValueError(
+            f"chunks={chunks} leaves chunks without a node: the graph has {nodes.total}; "
+            "give at most as many"
+        )
+    sizes = [int(n) for n in nodes.partition.sizes]  # type: ignore[union-attr]
+    if min(sizes) < chunks:  # too few to cut: deal them out, on from the rank before
+        first = sum(sizes[: nodes.mesh.rank])
+        return (torch.arange(len(nodes)) + first) % chunks, chunks
+    source, target = here.source_lid.cpu(), here.target_lid.cpu()
+    inside = source < len(nodes)
+    edges = torch.stack([source[inside], target[inside]])
+    return cut(edges, len(nodes), chunks, "metis", seed=seed).owner.long(), chunks
+
+
+def _check_sizes(chunk: Tensor, count: int, mesh: Mesh) -> None:
+    sizes = torch.bincount(chunk, minlength=max(count, 1))
+    sizes = wire.all_reduce(sizes, mesh.world)
+    empty = (sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"chunks {empty[:8]} of {count} have no node; number chunks without gaps, or "
+            "ask for fewer"
+        )
+
+
+def _link(topology: Topology, own: Cut, ghost: Cut, chunk: int) -> Link:
+    """Plans the exchange of one chunk's rows, which any other rank reads for any chunk."""
+    nodes, mesh = topology.nodes, topology.nodes.mesh
+    assert nodes.partition is not None
+    want = topology.locals.ghost_gid[ghost.order[ghost.rows(chunk)]]
+    owner = nodes.partition.owner_of(want)
+    counts = torch.bincount(owner, minlength=mesh.size).tolist()
+    have = nodes.gid[own.order[own.rows(chunk)]]
+    return Halo.build(want, counts, have, mesh.world).to(topology.device)

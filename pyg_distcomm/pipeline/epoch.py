@@ -1,0 +1,209 @@
+"""Epoch: one step of training, action by action of a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.schedule import Schedule, Span
+from pyg_distcomm.pipeline.stage import Cargo, Stage
+from pyg_distcomm.wire import Pending
+
+OP = "stage"  # what travels between stages, in the ledger
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(eq=False)
+class Boundary:
+    """What a stage receives and sends, all chunks side by side.
+
+    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, the
+    outbox takes the gradients of what it held.
+
+    Args:
+        takes, gives: what the rows are made of; the first stage takes none.
+        result: what the last stage gives.
+    """
+
+    takes: Cargo | None
+    gives: Cargo
+    result: Cargo
+    inbox: Tensor | None
+    outbox: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of both."""
+        return self.outbox.nbytes + (0 if self.inbox is None else self.inbox.nbytes)
+
+
+@dataclass(eq=False)
+class Epoch:
+    """One step of training.
+
+    Args:
+        mesh: the ranks.
+        stage: what this rank computes.
+        boundary: what it receives and sends.
+        order: the chunk of each slot.
+        recompute: whether chunks are computed again in the backward pass.
+        refresh: whether the rows of this epoch become history.
+        spans: what was computed when is noted here, in seconds from the start.
+    """
+
+    mesh: Mesh
+    stage: Stage
+    boundary: Boundary
+    order: list[int]
+    recompute: bool
+    refresh: bool
+    spans: list[Span] = field(default_factory=list)
+    _under_way: dict[tuple[str, int], Pending] = field(default_factory=dict)
+    _graphs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    _begun: float = 0.0
+
+    def run(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
+        """Carries out this stage's actions, and returns the loss, on all ranks."""
+        self._begun = time.perf_counter()
+        loss = torch.zeros((), dtype=torch.float64)
+        for site in self._sites():
+            site.begin_backward()
+        for action in schedule.stages[self.mesh.stage.rank]:
+            if action.kind == "loss":
+                loss = self._loss(data, loss_fn)
+            else:
+                getattr(self, f"_{action.kind}")(action.slot)
+        for pending in self._under_way.values():
+            pending.wait()
+        for site in self._sites():
+            site.end_epoch(self.refresh)
+        return wire.all_reduce(loss, self.mesh.stage)
+
+    def _sites(self) -> list[Any]:
+        return list(self.stage.run.sites.values())
+
+    def _rows(self, slot: int) -> slice:
+        return self.stage.run.plan.own.rows(self.order[slot])
+
+    # messages
+
+    def _post(self, slot: int) -> None:
+        assert self.boundary.inbox is not None
+        into = self.boundary.inbox[self._rows(slot)]
+        self._start("post", slot, wire.receive(into, self._peer(-1), self._axis, OP))
+
+    def _post_grad(self, slot: int) -> None:
+        into = self.boundary.outbox[self._rows(slot)]
+        self._start(
+            "post_grad", slot, wire.receive(into, self._peer(1), self._axis, OP)
+        )
+
+    def _receive(self, slot: int) -> None:
+        self._under_way.pop(("post", slot)).wait()
+
+    def _receive_grad(self, slot: int) -> None:
+        self._under_way.pop(("post_grad", slot)).wait()
+
+    def _send(self, slot: int) -> None:
+        rows = self.boundary.outbox[self._rows(slot)]
+        self._start("send", slot, wire.send(rows, self._peer(1), self._axis, OP))
+
+    def _send_grad(self, slot: int) -> None:
+        leaf, _ = self._graphs.pop(slot)
+        assert leaf is not None
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        self._start("send_grad", slot, wire.send(grad, self._peer(-1), self._axis, OP))
+
+    @property
+    def _axis(self) -> wire.Axis:
+        return self.mesh.stage
+
+    def _peer(self, step: int) -> int:
+        return self.mesh.stage.rank + step
+
+    def _start(self, kind: str, slot: int, pending: Pending) -> None:
+        self._under_way[kind, slot] = pending
+
+    # computing
+
+    def _forward(self, slot: int) -> None:
+        begin = time.perf_counter()
+        self.stage.run.mode = "forward"
+        with torch.set_grad_enabled(not self.recompute):
+            leaf, out = self._computed(slot)
+        self.boundary.outbox[self._rows(slot)] = out.detach()
+        if not self.recompute:
+            self._graphs[slot] = leaf, out
+        self._note("forward", slot, begin)
+
+    def _backward(self, slot: int) -> None:
+        begin, chunk = time.perf_counter(), self.order[slot]
+        if self.recompute:
+            self.stage.run.mode = "again"
+            with torch.enable_grad():
+                self._graphs[slot] = self._computed(slot)
+        leaf, out = self._graphs[slot]
+        if out.requires_grad:
+            torch.autograd.backward(out, self.boundary.outbox[self._rows(slot)])
+        self._graphs[slot] = leaf, out.detach()[:0]
+        for site in self._sites():
+            site.retire(chunk, self.refresh)
+        self._note("backward", slot, begin)
+
+    def _computed(self, slot: int) -> tuple[Tensor | None, Tensor]:
+        """Runs the layers on a chunk; returns what came in, as a leaf, and what goes out."""
+        values, leaf, chunk = {}, None, self.order[slot]
+        if self.boundary.takes is not None:
+            assert self.boundary.inbox is not None
+            leaf = self.boundary.inbox[self._rows(slot)].detach()
+            leaf.requires_grad_(torch.is_grad_enabled())
+            values = self.boundary.takes.unpack(leaf, self.stage.view(chunk).nodes)
+        found = self.stage.forward(chunk, values)
+        return leaf, self.boundary.gives.pack(found)
+
+    def _loss(self, data: Data, loss_fn: Loss) -> Tensor:
+        """Takes the loss of the whole graph; its gradient goes where the output was."""
+        box, own = self.boundary.outbox, self.stage.run.plan.own
+        leaf = box[own.place].requires_grad_()
+        edge_index: Any = data.edge_index
+        values = self.boundary.gives.unpack(leaf, edge_index.nodes)
+        with torch.enable_grad():
+            loss = loss_fn(values[self.boundary.gives.names[0]], data)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = (
+                list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise TypeError(f"loss_fn must return one number as a tensor, got {shape}")
+        loss.backward()
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        box.copy_(grad[own.order])
+        return torch.as_tensor(loss.detach().reshape(()), dtype=torch.float64).cpu()
+
+    def _note(self, kind: str, slot: int, begin: float) -> None:
+        end, rank = time.perf_counter(), self.mesh.stage.rank
+        span = Span(rank, kind, slot, begin - self._begun, end - self._begun)
+        self.spans.append(span)
+
+
+def average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+    """Averages gradients over the ranks of a stage; see [Note: gradients] in `adjoint`.
+
+    Price: one all-reduce of the parameters that have a gradient.
+    """
+    if mesh.size == 1:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for dtype in dict.fromkeys(g.dtype for g in grads):
+        some = [g for g in grads if g.dtype == dtype]
+        flat = wire.all_reduce(torch.cat([g.reshape(-1) for g in some]), mesh.data)
+        parts = flat.div_(mesh.size).split([g.numel() for g in some])
+        for g, part in zip(some, parts, strict=True):
+            g.copy_(part.view_as(g))

@@ -1,0 +1,145 @@
+"""What comes before training: equal weights, measures, and a pass over all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.balance import seconds_of
+from pyg_distcomm.pipeline.checks import on_all_ranks
+from pyg_distcomm.pipeline.epoch import OP, Boundary
+from pyg_distcomm.pipeline.stack import Layer, crossing
+from pyg_distcomm.pipeline.stage import Cargo, Stage, Values
+from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.wire import Axis
+
+
+def share_weights(stack: Sequence[Layer], mesh: Mesh) -> None:
+    """Gives all ranks the weights of rank 0."""
+    if mesh.everyone.size == 1:
+        return
+    modules = [la.run for la in stack if isinstance(la.run, torch.nn.Module)]
+    states = [
+        {name: value.cpu() for name, value in module.state_dict().items()}
+        for module in modules
+    ]
+    for module, state in zip(
+        modules, wire.broadcast_object(states, mesh.everyone), strict=True
+    ):
+        module.load_state_dict(state)
+
+
+def measured_costs(stage: Stage) -> list[float]:
+    """Returns the seconds that each layer takes, forward and back, on the largest chunk."""
+    run, plan = stage.run, stage.run.plan
+    sizes = torch.tensor([plan.own.size(c) for c in range(plan.chunks)])
+    chunk = int(wire.all_reduce(sizes, plan.mesh.world).argmax())
+    run.mode, costs = "measure", []
+    known = stage.given(chunk)
+    for place in range(stage.begin, stage.end):
+        layer, inputs = stage.layers[place], _leaves(known)
+
+        def step(
+            place: int = place, layer: Layer = layer, inputs: Any = inputs
+        ) -> Values:
+            run.begin_layer(place)
+            gives = stage.call(layer, inputs)
+            total = sum(part.to_local().sum() for part in _tensors(gives))
+            if isinstance(total, Tensor) and total.requires_grad:
+                total.backward()
+            return gives
+
+        costs.append(seconds_of(step))
+        known.update(step())
+    for layer in stage.layers[stage.begin : stage.end]:
+        if isinstance(layer.run, torch.nn.Module):
+            layer.run.zero_grad()
+    return costs
+
+
+def _leaves(values: Values) -> Values:
+    def leaf(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [leaf(part) for part in value]
+        if not isinstance(value, DistTensor) or not value.is_floating_point():
+            return value
+        return DistTensor.wrap(value.to_local().detach().requires_grad_(), value.rows)
+
+    return {name: leaf(value) for name, value in values.items()}
+
+
+def _tensors(values: Values) -> list[DistTensor]:
+    found: list[DistTensor] = []
+    for value in values.values():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        found += [part for part in parts if isinstance(part, DistTensor)]
+    return found
+
+
+def fill(stage: Stage, mesh: Mesh) -> Boundary:
+    """Runs all layers on all nodes, stage after stage; collective over all stages.
+
+    Sites get the rows that they start from, and each stage learns what it will receive.
+    """
+    run, axis = stage.run, mesh.stage
+    run.mode, run.sites, run.facts = "fill", {}, {}
+    takes: Cargo | None = None
+    gives: Cargo | None = None
+    inbox, outbox = None, torch.empty(0)
+    for turn in range(axis.size):
+        with on_all_ranks(mesh):
+            if turn == axis.rank:
+                found = _whole(stage, takes, inbox)
+                names = crossing(stage.layers, stage.end)
+                gives = Cargo.of(found, names, str(stage.layers[stage.end - 1]))
+                outbox = gives.pack(found).contiguous()
+                _probe(stage, takes, inbox)
+        said = wire.all_gather_object(gives if turn == axis.rank else None, axis)
+        if turn == axis.rank - 1:
+            takes = said[turn]
+            shape = (run.plan.counts[0], takes.width)
+            inbox = torch.empty(
+                shape, dtype=takes.dtype, device=run.plan.topology.device
+            )
+            wire.receive(inbox, turn, axis, OP).wait()
+        elif turn == axis.rank and turn < axis.size - 1:
+            wire.send(outbox, turn + 1, axis, OP).wait()
+    assert gives is not None
+    return Boundary(takes, gives, said[-1], inbox, outbox)
+
+
+def _whole(stage: Stage, takes: Cargo | None, inbox: Tensor | None) -> Values:
+    values: Values = {}
+    if takes is not None and inbox is not None:
+        values = takes.unpack(inbox, stage.view(None).nodes)
+    with torch.no_grad():
+        return stage.forward(None, values)
+
+
+def _probe(stage: Stage, takes: Cargo | None, inbox: Tensor | None) -> None:
+    """Runs a chunk with gradients, so that sites know whether any go through them."""
+    stage.run.mode = "again"
+    values: Values = {}
+    if takes is not None and inbox is not None:
+        leaf = inbox[stage.run.plan.own.rows(0)].detach().requires_grad_()
+        values = takes.unpack(leaf, stage.view(0).nodes)
+    with torch.enable_grad():
+        stage.forward(0, values)
+    stage.run.mode = "fill"
+
+
+def whole_pass(stage: Stage, boundary: Boundary, axis: Axis) -> Tensor:
+    """Runs all layers on all nodes, exactly, and hands on what comes out, which it returns."""
+    inbox = None
+    if boundary.inbox is not None:
+        inbox = torch.empty_like(boundary.inbox)
+        wire.receive(inbox, axis.rank - 1, axis, OP).wait()
+    out = boundary.gives.pack(_whole(stage, boundary.takes, inbox)).contiguous()
+    if axis.rank < axis.size - 1:
+        wire.send(out, axis.rank + 1, axis, OP).wait()
+    return out

@@ -1,0 +1,399 @@
+"""Pipeline: layers cut into stages over ranks, through which chunks of nodes stream.
+
+[Note: pipeline] Layers of a deep model are shared out over stages, and the nodes of the graph
+over chunks, after [Chen23]. Each stage has the edges of the whole graph, and weights of its
+layers only. Chunk by chunk, rows go from stage to stage; a layer reads of a node's neighbours
+what this epoch has computed, or else what an earlier one had (see [Note: sites] in
+`site.py`). Every row crosses each border between stages once forward and its gradient once
+back, so bytes depend neither on the edges cut nor on the number of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import random, wire
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.convert import convert
+from pyg_distcomm.pipeline import checks, filling, saving
+from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
+from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, average_gradients
+from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
+from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
+from pyg_distcomm.pipeline.site import Rule
+from pyg_distcomm.pipeline.stack import Layer, from_data, read_stack
+from pyg_distcomm.pipeline.stage import Cargo, Stage
+from pyg_distcomm.pipeline.view import Run
+from pyg_distcomm.tensor import DistTensor
+
+_ORDER = 0x0DE2  # sets the keys of orders apart
+
+
+class Pipeline(torch.nn.Module):
+    """Trains a stack of layers, cut into the stages of a mesh, on chunks of the graph.
+
+        mesh = pdc.init(stages=4)
+        data = pdc.partition(dataset[0], mesh)
+        pipe = pdc.Pipeline(layers, mesh, chunks=16)
+        opt = torch.optim.Adam(pipe.parameters())
+        for epoch in range(200):
+            opt.zero_grad()
+            loss = pipe.train_step(data, lambda out, data: F.cross_entropy(
+                out[data.train_mask], data.y[data.train_mask]))
+            opt.step()
+        out = pipe(data)
+
+    Layers read and write by name, as in `torch_geometric.nn.Sequential`, whose headers are
+    understood: with `(lin, "x -> x_0")` and `(GCN2Conv(...), "x, x_0, edge_index -> x")`,
+    `x_0` goes along to every stage that reads it. Names that no layer writes are attributes
+    of the data (`x`, `edge_weight`, ...).
+
+    One chunk trains as the full graph does. With more, neighbours that are computed later
+    are read as they were in an earlier epoch, and no gradient goes to them: see `gradient`.
+    The results depend on the chunks and their order, not on the number of stages.
+
+    Args:
+        layers: a list of layers, a `Sequential` of torch or PyG, or a ModuleList; the same
+            on all ranks. Weights start as rank 0's.
+        mesh: of `pdc.init(stages=S)`; each stage has the ranks of one mesh of its own
+            ("1d"), over which the rows of each chunk are spread (the hybrid).
+        data: the share of the graph, if layers are to be shared out by their measured
+            seconds; otherwise each that reads neighbours counts as one.
+        chunks: how many chunks, or the chunk of each node `[num_nodes]`; without, four for
+            each stage. METIS cuts them, within the ranks of a stage.
+        history_refresh: for how many epochs history stays as it is, R.
+        order: "shuffled" has chunks come in another order each epoch, "fixed" as they are.
+        gradient: of neighbours whose history was read: "surrogate" drops it, which gives
+            exact gradients of what was computed; "scaled" counts those of other chunks that
+            are known twice; "stale" takes last epoch's; "damped" takes last epoch's times
+            `damping`, those before it times its square, and so on until a chunk is newer.
+        recompute: whether a chunk is computed again in the backward pass, instead of keeping
+            what autograd needs of all chunks.
+        balance: how many layers each stage has; measured or counted without.
+        history_dtype: torch.bfloat16, float16 or int8 keep history in fewer bytes.
+        history_path: a folder to map history from, instead of memory.
+        damping: see `gradient`.
+        seed: of orders and dropout; the mesh's without.
+
+    Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
+    beside x that cross borders, and the hybrid's exchanges.
+
+    Raises:
+        ValueError, TypeError: on all ranks: for more stages than layers, chunks without a
+            node, layers that normalise over nodes, and what no layer can be.
+    """
+
+    def __init__(
+        self,
+        layers: Any,
+        mesh: Mesh,
+        data: Data | None = None,
+        *,
+        chunks: int | Tensor | None = None,
+        history_refresh: int = 1,
+        order: str = "shuffled",
+        gradient: str = "surrogate",
+        recompute: bool = True,
+        balance: Sequence[int] | None = None,
+        history_dtype: torch.dtype | None = None,
+        history_path: str | Path | None = None,
+        damping: float = 0.5,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.epoch, self.recompute = mesh, 0, recompute
+        self.order, self.refresh = order, history_refresh
+        self._chunks: Any = 4 * mesh.stage.size if chunks is None else chunks
+        self._seed = mesh.seed if seed is None else seed
+        self._history = (
+            history_dtype,
+            None if history_path is None else Path(history_path),
+        )
+        self.timeline: list[Span] = []
+        with checks.on_all_ranks(mesh):
+            self._rule = Rule.of(gradient, damping)
+            whole = {"chunks": chunks, "history_refresh": history_refresh}
+            checks.check_options(mesh, order, whole, history_dtype)
+            stack = read_stack(layers)
+            checks.check_balance(stack, mesh.stage.size, balance)
+        with checks.on_all_ranks(mesh):
+            checks.check_same([str(layer) for layer in stack], mesh)
+        stack = [_converted(layer) for layer in stack]
+        filling.share_weights(stack, mesh)
+        self._names = from_data(stack)
+        self._run: Run | None = None
+        if data is not None:
+            self._plan(data)
+        if balance is None:
+            balance = cut_layers(self._costs(stack, data), mesh.stage.size)
+        self.balance = tuple(int(n) for n in balance)
+        self._keep(stack)
+        self._boundary: Boundary | None = None
+        self._saved: Any = None
+
+    def _costs(self, stack: list[Layer], data: Data | None) -> list[float]:
+        if data is None or self.mesh.stage.size == 1:
+            return supposed_costs(stack)
+        assert self._run is not None
+        with checks.on_all_ranks(self.mesh):
+            stage = Stage(stack, 0, len(stack), self._run, self._names)
+            stage.look_at(data)
+            found = filling.measured_costs(stage)
+        every = wire.all_reduce(
+            torch.tensor(found, dtype=torch.float64), self.mesh.everyone
+        )
+        return [float(cost) for cost in every]
+
+    def _keep(self, stack: list[Layer]) -> None:
+        """Keeps the layers of this stage, and lets go of the others."""
+        place = self.mesh.stage.rank
+        begin = sum(self.balance[:place])
+        end = begin + self.balance[place]
+        with checks.on_all_ranks(self.mesh):
+            checks.check_untied(stack, self.balance)
+        self.layers = torch.nn.Module()
+        for layer in stack[begin:end]:
+            if isinstance(layer.run, torch.nn.Module):
+                self.layers.add_module(layer.name, layer.run)
+        if not any(True for _ in self.layers.parameters()):
+            # optimizers refuse to have no parameters, and would on this rank alone
+            self.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
+        self._stack = [
+            layer if begin <= k < end else replace(layer, run=_elsewhere)
+            for k, layer in enumerate(stack)
+        ]
+        self._span = begin, end
+
+    # what is planned from the data
+
+    def _plan(self, data: Data) -> None:
+        """Cuts the share into chunks; collective."""
+        with checks.on_all_ranks(self.mesh):
+            edge_index = checks.check_share(data, self.mesh)
+        plan = plan_chunks(edge_index, self._chunks, self._seed)
+        keep = self._new_history if plan.chunks > 1 else None
+        self._run = Run(plan, self._rule, keep, self._seed)
+        self.schedule: Schedule = fill_drain(self.mesh.stage.size, plan.chunks)
+        verify(self.schedule)
+
+    def _new_history(
+        self, key: tuple[int, int], bounds: tuple[int, ...], like: Tensor
+    ) -> History:
+        dtype, folder = self._history
+        name = f"rank{self.mesh.everyone.rank}-layer{key[0]}-{key[1]}.rows"
+        return History(bounds, like, dtype, None if folder is None else folder / name)
+
+    def _prepare(self, data: Data) -> Stage:
+        """Plans at the first use, and fills the sites by a pass over the whole graph."""
+        if self._run is None:
+            self._plan(data)
+        assert self._run is not None
+        edge_index: Any = data.edge_index
+        known = self._run.plan.topology.source_gid
+        if not isinstance(edge_index, DistEdgeIndex) or (
+            edge_index.topology.source_gid is not known
+        ):
+            raise ValueError(
+                "this Data is not the one that the pipeline was planned for; make another "
+                "Pipeline for another graph"
+            )
+        if self._boundary is None:
+            begin, end = self._span
+            self._stage = Stage(self._stack, begin, end, self._run, self._names)
+            self._stage.look_at(data)
+            with self._mode(False):
+                self._boundary = filling.fill(self._stage, self.mesh)
+            if self._saved is not None:
+                self._saved = self._saved(self._run)
+        self._stage.look_at(data)
+        return self._stage
+
+    @contextlib.contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        before = [(module, module.training) for module in self.modules()]
+        self.train(training)
+        try:
+            yield
+        finally:
+            for module, was in before:
+                module.training = was
+
+    # what a script calls
+
+    def order_of(self, epoch: int) -> list[int]:
+        """Returns the order of chunks in an epoch, the same on all ranks."""
+        assert self._run is not None
+        count = self._run.plan.chunks
+        if self.order == "fixed":
+            return list(range(count))
+        key = random.fold(self._seed, _ORDER, epoch)
+        return [int(c) for c in random.keyed_permutation(key, count)]
+
+    def train_step(self, data: Data, loss_fn: Loss) -> Tensor:
+        """Runs one epoch forward and backward; `opt.step()` is the script's.
+
+        Gradients are added to those there are, as by `loss.backward()`.
+
+        Args:
+            data: the share of the graph.
+            loss_fn: returns the loss of (output, data), the output a DistTensor with a row for
+                each node of the graph; called on the last stage.
+
+        Returns:
+            The loss, without gradient, on all ranks.
+        """
+        stage = self._prepare(data)
+        assert self._run is not None
+        assert self._boundary is not None
+        self._run.epoch = self.epoch
+        again = (self.epoch + 1) % self.refresh == 0
+        order = self.order_of(self.epoch)
+        epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
+        own = list(self.parameters())
+        before = [p.grad for p in own]
+        for p in own:
+            p.grad = None
+        with self._telling():
+            loss = epoch.run(self.schedule, data, loss_fn)
+        average_gradients(self.mesh, own)
+        for p, grad in zip(own, before, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad.add_(p.grad)
+        self.timeline = epoch.spans
+        self.epoch += 1
+        return loss
+
+    def forward(self, data: Data) -> DistTensor:
+        """Returns the exact output of the whole graph, in this mode, on every stage.
+
+        Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
+        """
+        out, result, axis = *self._full(data), self.mesh.stage
+        if axis.rank < axis.size - 1:
+            out = out.new_empty((len(out), result.width), dtype=result.dtype)
+            wire.receive(out, axis.rank + 1, axis, OP).wait()
+        if axis.rank:
+            wire.send(out, axis.rank - 1, axis, OP).wait()
+        return self._output(out, result, data)
+
+    def eval_step(self, data: Data, metric: Callable[[Any, Any], Any]) -> Any:
+        """Returns a metric of the exact output of the whole graph, on all ranks.
+
+        Args:
+            data: the share of the graph.
+            metric: of (output, data), called on the last stage.
+
+        Price: the rows that cross borders, and what `metric` returns, pickled.
+        """
+        out, result, axis = *self._full(data), self.mesh.stage
+        found = None
+        with self._telling(), torch.no_grad():
+            if axis.rank == axis.size - 1:
+                found = metric(self._output(out, result, data), data)
+        return wire.all_gather_object(found, axis)[-1]
+
+    def _full(self, data: Data) -> tuple[Tensor, Cargo]:
+        """Runs the layers on all nodes at once; returns what this stage gives."""
+        stage, axis = self._prepare(data), self.mesh.stage
+        assert self._boundary is not None
+        stage.run.mode = "full"
+        with self._mode(False), self._telling():
+            return filling.whole_pass(
+                stage, self._boundary, axis
+            ), self._boundary.result
+
+    def _output(self, packed: Tensor, result: Cargo, data: Data) -> DistTensor:
+        assert self._run is not None
+        edge_index: Any = data.edge_index
+        rows = packed[self._run.plan.own.place]
+        return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Lets the other ranks know if this one fails: they wait for what will not come."""
+        try:
+            yield
+        except Exception as error:
+            watch = self.mesh.everyone.watch
+            if watch is not None:
+                watch.report(error)
+            raise
+
+    # what it costs
+
+    def price(self) -> EpochPrice:
+        """Returns what an epoch of training costs this rank; known once data were seen."""
+        boundary, run = self._planned()
+        free = [p for p in self.layers.parameters() if p.requires_grad]
+        return epoch_price(self.mesh, boundary, run, sum(p.numel() for p in free))
+
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes that this rank keeps from epoch to epoch, by what they are for.
+
+        Beside them a chunk's intermediate results come and go; of all chunks without
+        `recompute`.
+        """
+        boundary, run = self._planned()
+        sites = sum(site.memory() for site in run.sites.values())
+        facts = sum(t.nbytes for t in run.facts.values())
+        return {"sites": sites, "facts": facts, "boundary": boundary.nbytes}
+
+    def _planned(self) -> tuple[Boundary, Run]:
+        if self._boundary is None or self._run is None:
+            raise ValueError(
+                "what a pipeline costs is known once it has seen the data: call it, or "
+                "train_step, before"
+            )
+        return self._boundary, self._run
+
+    # what is saved
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the state of the unsplit stack, on all ranks; collective over stages."""
+        mine = {k: v.cpu() for k, v in self.layers.state_dict(*args, **kwargs).items()}
+        return saving.merged(mine, self.mesh, [layer.name for layer in self._stack])
+
+    def load_state_dict(
+        self, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Takes the part of an unsplit stack's state that belongs to this stage."""
+        own = dict(self.layers.named_children())
+        mine = {k: v for k, v in state_dict.items() if k.split(".")[0] in own}
+        return self.layers.load_state_dict(mine, strict=strict, assign=assign)
+
+    def save(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Writes weights, optimizer, epoch and history to a folder; collective."""
+        saving.save(self, Path(path), optimizer)
+
+    def load(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Reads what `save` wrote, on any number of stages; collective.
+
+        Training goes on bit for bit where the graph is spread and cut into chunks as it
+        was; elsewhere history begins anew, with a warning.
+        """
+        saving.load(self, Path(path), optimizer)
+
+
+def _converted(layer: Layer) -> Layer:
+    if isinstance(layer.run, torch.nn.Module):
+        return replace(layer, run=convert(layer.run))
+    return layer
+
+
+def _elsewhere(*args: Any) -> Any:
+    raise RuntimeError("this layer is another stage's")

@@ -1,0 +1,113 @@
+"""What a pipeline moves and how long it idles, as plain arithmetic.
+
+Symbols: n nodes, d features of a hidden layer, S stages, W ranks of a stage, M chunks, L
+exchanges of rows among the ranks of a stage, s tensors that all stages share (GCNII's x_0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.epoch import Boundary
+from pyg_distcomm.pipeline.view import Run
+from pyg_distcomm.price import Price
+
+
+def stage_words(n: int, d: int, stages: int, shared: int = 0) -> int:
+    """Returns the words of an epoch between stages, all ranks together, after [Chen23]:
+
+    2 (S - 1) n d (1 + s)
+    """
+    return 2 * (stages - 1) * n * d * (1 + shared)
+
+
+def hybrid_words(
+    n: int,
+    d: int,
+    stages: int,
+    ways: int,
+    *,
+    layers: int,
+    replication: float,
+    weights: int,
+    shared: int = 0,
+) -> float:
+    """Returns the words of an epoch of stages over several ranks, all ranks together:
+
+        2 (S - 1) n d (1 + s) + 2 L alpha n d + 2 (W - 1) w
+
+    Args:
+        n, d, stages, ways, shared: as above.
+        layers: exchanges of rows in a pass, L.
+        replication: ghosts of all ranks of a stage over n, alpha.
+        weights: parameters of all layers, w.
+    """
+    rows = 2 * layers * replication * n * d
+    return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights
+
+
+def bubble(stages: int, chunks: int) -> float:
+    """Returns the share of turns in which a stage is idle, (S - 1) / (M + S - 1)."""
+    return (stages - 1) / (chunks + stages - 1)
+
+
+@dataclass(frozen=True)
+class EpochPrice:
+    """What one epoch of training costs this rank; the ledger counts exactly this.
+
+    Args:
+        stage: rows and their gradients, from and to neighbouring stages.
+        rows: rows and their gradients, among the ranks of a stage.
+        weights: gradients of weights, among the ranks of a stage.
+        loss: the loss, from the last stage to all.
+        itemsize: bytes of a word, but for the loss, of which one has 8.
+    """
+
+    stage: Price
+    rows: Price
+    weights: Price
+    loss: Price
+    itemsize: int = 4
+
+    @property
+    def words(self) -> int:
+        """The words received."""
+        parts = (self.stage, self.rows, self.weights, self.loss)
+        return sum(part.words for part in parts)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes received."""
+        wide = (self.words - self.loss.words) * self.itemsize
+        return wide + self.loss.words * 8
+
+
+def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> EpochPrice:
+    """Returns the price of an epoch on this rank.
+
+    Args:
+        mesh: the ranks.
+        boundary: what crosses the borders of this stage.
+        run: its sites.
+        weights: parameters of this stage that have gradients.
+    """
+    own, stage = run.plan.own, Price()
+    messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
+    last = mesh.stage.rank == mesh.stage.size - 1
+    for box in (boundary.inbox, None if last else boundary.outbox):
+        if box is not None:  # rows one way, their gradients the other
+            stage += Price(box.numel(), box.numel(), messages)
+    return EpochPrice(
+        stage,
+        run.price(),
+        _reduced(weights, mesh.size),
+        _reduced(1, mesh.stage.size),
+        boundary.outbox.element_size(),
+    )
+
+
+def _reduced(numel: int, size: int) -> Price:
+    words = wire.ring_words(numel, size)
+    return Price(words, words, 2 * (size - 1))

@@ -1,0 +1,162 @@
+"""What a pipeline writes to resume bit for bit, on any number of stages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.filling import on_all_ranks
+from pyg_distcomm.pipeline.view import Run
+
+_MODEL = "model.pt"
+
+
+def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
+    """Joins what stages have by name of layer, in the order of layers."""
+    parts = wire.all_gather_object(mine, mesh.stage)
+    every = {name: value for part in parts for name, value in part.items()}
+    place = {name: k for k, name in enumerate(names)}
+    return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
+
+
+def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Writes a folder, whole or not at all: it is written aside and renamed; collective."""
+    mesh, first = pipe.mesh, pipe.mesh.everyone.rank == 0
+    aside = path.with_name(f".{path.name}.writing")
+    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe.mesh.seed}
+    whole["optimizer"] = _optimizer(pipe, optimizer)
+    with on_all_ranks(mesh):
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            torch.save(whole, aside / _MODEL)
+    with on_all_ranks(mesh):
+        if pipe._run is not None:
+            rows = {"mark": _mark(pipe._run), "sites": _rows(pipe._run)}
+            name = f"rows{mesh.rank}-stage{mesh.stage.rank}.pt"
+            torch.save(rows, aside / name)
+    with on_all_ranks(mesh):
+        if first:
+            old = path.with_name(f".{path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():
+                os.replace(path, old)
+            os.replace(aside, path)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Reads such a folder; collective."""
+    whole: dict[str, Any] = {}
+    sites: list[Any] = []
+    with on_all_ranks(pipe.mesh):
+        try:
+            whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
+            for name in sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt")):
+                sites.append(torch.load(name, map_location="cpu", weights_only=True))
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
+        pipe.load_state_dict(whole["model"])
+        if optimizer is not None:
+            _put_optimizer(pipe, optimizer, whole["optimizer"], path)
+    pipe.epoch = int(whole["epoch"])
+    put = _putter(sites, path)
+    if pipe._run is not None and pipe._boundary is not None:
+        put(pipe._run)
+    else:
+        pipe._saved = put
+
+
+def _rows(run: Run) -> dict[tuple[int, int], Any]:
+    return {
+        key: {
+            "history": None if site.history is None else site.history.kept,
+            "gradients": site.gradients if site.rule.keep else None,
+        }
+        for key, site in run.sites.items()
+    }
+
+
+def _mark(run: Run) -> str:
+    """Tells ways of spreading and cutting a graph apart."""
+    plan = run.plan
+    told = hashlib.sha256(str((plan.blocks, plan.counts)).encode())
+    told.update(plan.gid.numpy().tobytes())
+    return told.hexdigest()
+
+
+def _putter(saved: list[Any], path: Path) -> Callable[[Run], None]:
+    """Returns what puts saved rows in the place of those that sites were filled with."""
+
+    def put(run: Run) -> None:
+        mark = _mark(run)
+        every = {k: v for part in saved for k, v in part["sites"].items()}
+        fits = all(part["mark"] == mark for part in saved) and all(
+            key in every and _fit(site.history, every[key]["history"])
+            for key, site in run.sites.items()
+        )
+        world = run.plan.mesh.everyone
+        if not all(wire.all_gather_object(fits, world)):
+            warnings.warn(
+                f"{path} holds history of other chunks, or kept in another way; history "
+                "begins anew from an exact pass over the graph",
+                stacklevel=2,
+            )
+            return
+        for key, site in run.sites.items():
+            if site.history is not None:
+                site.history.kept.copy_(every[key]["history"])
+                site.end_epoch(refresh=True)
+            if every[key]["gradients"] is not None:
+                device = site.mix.device
+                site.gradients = every[key]["gradients"].to(device)
+
+    return put
+
+
+def _fit(history: Any, kept: Any) -> bool:
+    if history is None or kept is None:
+        return history is None and kept is None
+    return history.kept.shape == kept.shape and history.kept.dtype == kept.dtype
+
+
+def _optimizer(pipe: Any, optimizer: Any) -> Any:
+    """The state of an optimizer, by names of parameters, of all stages."""
+    if optimizer is None:
+        return None
+    names = {id(p): name for name, p in pipe.layers.named_parameters()}
+    state, groups = {}, []
+    for group in optimizer.param_groups:
+        groups.append({k: v for k, v in group.items() if k != "params"})
+        for p in group["params"]:
+            if id(p) in names and p in optimizer.state:
+                state[names[id(p)]] = optimizer.state[p]
+    layers = [layer.name for layer in pipe._stack]
+    return {"state": merged(state, pipe.mesh, layers), "groups": groups}
+
+
+def _put_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
+    if saved is None or len(saved["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
+            "parameters; make it as it was, or leave it out"
+        )
+    names = {id(p): name for name, p in pipe.layers.named_parameters()}
+    whole = optimizer.state_dict()
+    for group, mine, was in zip(
+        optimizer.param_groups, whole["param_groups"], saved["groups"], strict=True
+    ):
+        mine.update(was)
+        for p, number in zip(group["params"], mine["params"], strict=True):
+            if names.get(id(p)) in saved["state"]:
+                whole["state"][number] = saved["state"][names[id(p)]]
+    optimizer.load_state_dict(whole)

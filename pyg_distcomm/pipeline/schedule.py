@@ -1,0 +1,256 @@
+"""Schedule: what each stage does in an epoch, in which order, checked before use.
+
+[Note: fill and drain] All chunks go forward through the stages, then the loss is taken of
+the whole graph, then all chunks go back in the opposite order, as in [Huang19] Sec. 2.2. An
+order that goes back earlier would not be exact: the gradient of a chunk needs those of all
+later chunks that read it. Of M + S - 1 turns a stage is idle for S - 1.
+
+[Note: lanes] Two neighbours have one lane between them, on which messages travel one after
+the other, in an order that both ends must have planned alike (with NCCL, one that waits
+holds up those behind it). A receive is posted some chunks ahead, so that a message travels
+while the chunk before it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+AHEAD = 2  # chunks whose messages are awaited while another is computed
+_LETTERS = {"forward": "F", "backward": "B", "loss": "L"}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a stage does.
+
+    Args:
+        kind: "forward" and "backward" compute; "send" and "send_grad" start to send what
+            was computed; "post" and "post_grad" make ready to receive; "receive" and
+            "receive_grad" wait for it; "loss" is the last stage's.
+        slot: which chunk, by its place in the order of the epoch.
+    """
+
+    kind: str
+    slot: int = 0
+
+    @property
+    def peer(self) -> int:
+        """The neighbour it has to do with: the next stage (1), the one before (-1), none."""
+        kind = self.kind
+        if kind in ("send", "post_grad", "receive_grad"):
+            return 1
+        return -1 if kind in ("send_grad", "post", "receive") else 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "loss" else f"{self.kind} {self.slot}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stage computes and when, on a clock that starts with the epoch."""
+
+    stage: int
+    kind: str
+    slot: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of all stages in an epoch; `print` draws them.
+
+    Args:
+        stages: for each stage its actions, in order.
+        chunks: how many chunks there are, M.
+    """
+
+    stages: tuple[tuple[Action, ...], ...]
+    chunks: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of turns in which a stage is idle: (S - 1) / (M + S - 1)."""
+        idle = len(self.stages) - 1
+        return idle / (self.chunks + idle)
+
+    def spans(self, forward: float = 1.0, backward: float = 1.0) -> list[Span]:
+        """Returns when each chunk is computed, if transfers take no time.
+
+        Args:
+            forward, backward: what a chunk takes on a stage.
+        """
+        cost = {"forward": forward, "backward": backward}
+        return [
+            Span(stage, action.kind, action.slot, begin, begin + cost[action.kind])
+            for stage, action, begin in _run(self, cost)
+            if action.kind in cost
+        ]
+
+    def table(self) -> str:
+        """Returns the actions of each stage, a line for each."""
+        return "\n".join(
+            f"stage {s}: " + ", ".join(map(str, actions))
+            for s, actions in enumerate(self.stages)
+        )
+
+    def __str__(self) -> str:
+        spans = self.spans()
+        width = 1 + len(str(self.chunks - 1))
+        turns = round(max(span.end for span in spans))
+        lines = []
+        for stage in range(len(self.stages)):
+            row = ["." * width] * turns
+            for span in spans:
+                if span.stage == stage:
+                    name = f"{_LETTERS[span.kind]}{span.slot}"
+                    row[round(span.begin)] = name.ljust(width)
+            lines.append(f"stage {stage}  " + " ".join(row))
+        return "\n".join(lines) + f"\nbubble {self.bubble:.1%}"
+
+
+def fill_drain(stages: int, chunks: int, ahead: int = AHEAD) -> Schedule:
+    """Returns the schedule of [Note: fill and drain].
+
+    Args:
+        stages, chunks: how many there are, S and M.
+        ahead: for how many chunks ahead receives are posted.
+    """
+    every = []
+    for stage in range(stages):
+        first, last = stage == 0, stage == stages - 1
+        there = _pass(range(chunks), "forward", ("", not first, not last), ahead)
+        back = _pass(
+            range(chunks)[::-1], "backward", ("_grad", not last, not first), ahead
+        )
+        every.append((*there, *([Action("loss")] if last else []), *back))
+    return Schedule(tuple(every), chunks)
+
+
+def _pass(
+    slots: range, compute: str, ends: tuple[str, bool, bool], ahead: int
+) -> Iterator[Action]:
+    """Yields one way through all chunks."""
+    suffix, receives, sends = ends
+    if receives:
+        yield from (Action(f"post{suffix}", slot) for slot in slots[:ahead])
+    for place, slot in enumerate(slots):
+        if receives:
+            for later in slots[place + ahead : place + ahead + 1]:
+                yield Action(f"post{suffix}", later)
+            yield Action(f"receive{suffix}", slot)
+        yield Action(compute, slot)
+        if sends:
+            yield Action(f"send{suffix}", slot)
+
+
+def verify(schedule: Schedule) -> None:
+    """Checks that a schedule can be carried out; see [Note: lanes].
+
+    Raises:
+        ValueError: if a stage computes something twice, never, or before it has what it
+            reads; if messages are not received in the order they are sent; or if stages
+            wait for each other in a circle.
+    """
+    for stage, actions in enumerate(schedule.stages):
+        _check_reads(schedule, stage, actions)
+    _run(schedule, {})
+
+
+def _check_reads(schedule: Schedule, stage: int, actions: tuple[Action, ...]) -> None:
+    """Checks that a stage does everything once, and after what it depends on."""
+    done: set[Action] = set()
+    for action in actions:
+        for before in _needs(schedule, stage, action):
+            if before not in done:
+                raise ValueError(
+                    f"stage {stage} would {action} before it could {before}"
+                )
+        if action in done:
+            raise ValueError(f"stage {stage} would {action} twice")
+        done.add(action)
+    last = Action("backward", 0)
+    if last not in done:
+        raise ValueError(f"stage {stage} would end before it could {last}")
+
+
+def _needs(schedule: Schedule, stage: int, action: Action) -> list[Action]:
+    """What must come before an action in its stage."""
+    slot, end = action.slot, schedule.chunks - 1
+    first, last = stage == 0, stage == len(schedule.stages) - 1
+    if action.kind == "forward":
+        earlier = [Action("forward", slot - 1)] if slot else []
+        return earlier + ([] if first else [Action("receive", slot)])
+    if action.kind == "backward":  # history is put back chunk by chunk, the last first
+        later = Action("backward", slot + 1) if slot < end else Action("forward", end)
+        return [later, Action("loss") if last else Action("receive_grad", slot)]
+    plain = {
+        "receive": "post",
+        "receive_grad": "post_grad",
+        "send": "forward",
+        "send_grad": "backward",
+    }
+    if action.kind == "loss":
+        return [Action("forward", end)]
+    return [Action(plain[action.kind], slot)] if action.kind in plain else []
+
+
+def _run(schedule: Schedule, cost: dict[str, float]) -> list[tuple[int, Action, float]]:
+    """Carries a schedule out on paper; returns who did what, and when it began."""
+    stages = schedule.stages
+    lanes: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
+    arrived: dict[tuple[int, Action], float] = {}
+    place, clock = [0] * len(stages), [0.0] * len(stages)
+    story: list[tuple[int, Action, float]] = []
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(stages):
+            while place[stage] < len(actions):
+                action = actions[place[stage]]
+                if action.kind.startswith("receive"):
+                    if (stage, action) not in arrived:
+                        break
+                    clock[stage] = max(clock[stage], arrived[stage, action])
+                elif action.peer:
+                    lane = lanes.setdefault((stage, stage + action.peer), [])
+                    lane.append((action.kind, action.slot, clock[stage]))
+                    _deliver(lanes, stage, stage + action.peer, arrived)
+                story.append((stage, action, clock[stage]))
+                clock[stage] += cost.get(action.kind, 0.0)
+                place[stage] += 1
+                moved = True
+    stuck = [
+        f"stage {s} at {actions[place[s]]!s}"
+        for s, actions in enumerate(stages)
+        if place[s] < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"stages would wait for ever: {', '.join(stuck)}")
+    left = [f"{kind} {slot}" for lane in lanes.values() for kind, slot, _ in lane]
+    if left:
+        raise ValueError(f"no stage answers to {', '.join(left)}")
+    return story
+
+
+def _deliver(
+    lanes: dict[tuple[int, int], list[tuple[str, int, float]]],
+    here: int,
+    there: int,
+    arrived: dict[tuple[int, Action], float],
+) -> None:
+    """Moves what stands first at both ends of a lane."""
+    mine, theirs = lanes[here, there], lanes.setdefault((there, here), [])
+    while mine and theirs:
+        (kind, slot, when), (other, same, ready) = mine[0], theirs[0]
+        pair = {kind, other}
+        if slot != same or pair not in ({"send", "post"}, {"send_grad", "post_grad"}):
+            raise ValueError(
+                f"stage {here} would {kind} {slot} while stage {there} would {other} "
+                f"{same}: both ends of a lane must plan the same order"
+            )
+        to = here if kind.startswith("post") else there
+        suffix = "_grad" if kind.endswith("_grad") else ""
+        arrived[to, Action(f"receive{suffix}", slot)] = max(when, ready)
+        del mine[0], theirs[0]

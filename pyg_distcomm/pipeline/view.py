@@ -1,0 +1,267 @@
+"""View: an edge_index as a layer sees it while it runs on one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import random
+from pyg_distcomm.constants import Ordering
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
+from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.site import Rule, Site, read_site
+from pyg_distcomm.price import Price
+from pyg_distcomm.rows import Rows
+from pyg_distcomm.topology import Locals, Topology
+
+_KEYED = 0x919E  # sets the keys of a pipeline apart
+
+
+@dataclass(eq=False)
+class Run:
+    """What is being computed: of which epoch, which layer, and for what.
+
+    Sites are made by the first pass over the whole graph ("fill"); that fixes how many
+    times each layer exchanges, and how wide.
+
+    Args:
+        plan: the chunks.
+        rule: of gradients.
+        history: makes the history of a site, from its key, bounds and rows.
+        seed: of dropout.
+        mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
+            "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
+            which only the time counts).
+    """
+
+    plan: ChunkPlan
+    rule: Rule
+    history: Callable[[tuple[int, int], tuple[int, ...], Tensor], History] | None
+    seed: int
+    mode: str = "fill"
+    epoch: int = 0
+    layer: int = 0
+    sites: dict[tuple[int, int], Site] = field(default_factory=dict)
+    facts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _exchanges: int = 0
+    _draws: int = 0
+
+    def begin_layer(self, layer: int) -> None:
+        """Starts to count the exchanges and draws of a layer."""
+        self.layer, self._exchanges, self._draws = layer, 0, 0
+
+    def next_key(self) -> int:
+        """Returns the key of the layer's next draw, however often it is computed."""
+        self._draws += 1
+        return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._draws)
+
+    def read(self, x: Tensor, operator: Operator, chunk: int | None) -> Tensor:
+        """Hands rows `[n_c, ...]` to the layer's next site; returns the product's rows."""
+        flat, key = _flat(x), self._next()
+        if chunk is None:
+            ghosts = self._ghosts(flat, key, operator)
+            out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
+        else:
+            again = self.mode in ("again", "measure")
+            out = read_site(flat, self._site(flat, key, operator), chunk, again)
+        return out.reshape(len(out), *x.shape[1:])
+
+    def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
+        """Returns the rows that the edges of a chunk start from and that are not its own."""
+        if chunk is not None:
+            return self.read(x, self.plan.gather(), chunk)
+        ghosts = self._ghosts(_flat(x), self._next(), self.plan.gather())
+        return ghosts.reshape(len(ghosts), *x.shape[1:])
+
+    def _site(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Site:
+        if self.mode == "measure":
+            return Site(self.plan, x, operator, self.rule, None)
+        if key not in self.sites:
+            raise TypeError(
+                f"layer {key[0]} reads its neighbours more often in training than in "
+                "evaluation; a pipeline keeps history for what it does every time"
+            )
+        return self.sites[key]
+
+    def _ghosts(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Tensor:
+        """Fetches the rows of all ghosts, sorted by chunk; a site keeps them if it is to."""
+        ghosts = self._fetched(x)
+        if self.mode == "fill":
+            keep = self.history
+            make = None if keep is None else (lambda *args: keep(key, *args))
+            site = self.sites[key] = Site(self.plan, x, operator, self.rule, make)
+            site.put(x.detach(), ghosts)
+        return ghosts
+
+    def _fetched(self, x: Tensor) -> Tensor:
+        return self.plan.everything.begin(x)()[self.plan.ghost.order]
+
+    def facts_of(self, x: Tensor, chunk: int | None) -> Tensor:
+        """The same of rows `[n_c, w]` that do not change from epoch to epoch."""
+        key = self._next()
+        if chunk is None:
+            ghosts = self._fetched(x)
+            if self.mode == "fill":
+                self.facts[key] = torch.cat([x, ghosts])
+            return ghosts
+        places = self.plan.slots(chunk)[2]
+        if self.mode == "measure":
+            return x.new_ones((len(places), x.size(1)))
+        own = self.facts[key][self.plan.own.rows(chunk)]
+        if not bool(((own == x) | (x != x)).all()):
+            raise TypeError(
+                f"layer {key[0]} normalises by degrees that change from epoch to epoch "
+                "(weights of edges that are learnt, dropped or changed), and those of other "
+                "chunks are not known in time; normalise before the pipeline"
+            )
+        return self.facts[key][places]
+
+    def price(self) -> Price:
+        """Returns what the sites move in an epoch, among the ranks of a stage."""
+        total = Price()
+        for site in self.sites.values():
+            for link in self.plan.links:
+                total += link.price(site.mix.size(1))
+                if site.flows:
+                    total += link.price_transpose(site.mix.size(1))
+        return total
+
+    def _next(self) -> tuple[int, int]:
+        self._exchanges += 1
+        return self.layer, self._exchanges
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)).contiguous()
+
+
+class ChunkMesh:
+    """The mesh of a chunk's rows: what would reduce over all nodes is refused."""
+
+    def __init__(self, mesh: Mesh, run: Run) -> None:
+        self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
+        self.next_key = run.next_key
+
+    @property
+    def world(self) -> Any:
+        """Refuses: asked for by every reduction."""
+        raise TypeError(
+            "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
+            "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
+            "train with pdc.replicate"
+        )
+
+
+class _Closed:
+    """In place of a chunk's link, which only its sites may use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(
+            "a layer of a pipeline sums over the edges that leave a node, which lie in "
+            "other chunks; precompute that as an attribute of the Data"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkLocals(Locals):
+    """Edges of a chunk in its own numbering: its nodes, then those it reads elsewhere."""
+
+    run: Run
+    chunk: int | None
+
+    def with_ghosts(self, x: Tensor) -> Tensor:
+        """Returns own rows and those read elsewhere, of this epoch or from history."""
+        return torch.cat([x, self.run.gathered(x, self.chunk)])
+
+    def with_ghost_facts(self, x: Tensor) -> Tensor:
+        """Returns the same of what never changes."""
+        return torch.cat([x, self.run.facts_of(x, self.chunk)])
+
+
+class ChunkTopology(Topology):
+    """The edges into a chunk's nodes; products are those of its rows of the matrix."""
+
+    def __init__(self, run: Run, chunk: int | None) -> None:
+        plan, whole = run.plan, run.plan.topology
+        mesh: Any = ChunkMesh(plan.mesh, run)
+        own, edge = slice(0, plan.counts[0]), slice(0, len(plan.edge.order))
+        if chunk is not None:
+            own, edge = plan.own.rows(chunk), plan.edge.rows(chunk)
+        order = plan.edge.order.cpu()[edge]
+        super().__init__(
+            plan.edges[0, edge],
+            plan.edges[1, edge],
+            Rows(plan.gid[own], whole.nodes.total, mesh, None, whole=False),
+            Rows(whole.edges.gid[order], whole.edges.total, mesh, None, whole=False),
+            device=whole.device,
+            ordering=_Steady(whole.ordering.order, keep_inputs=False),
+        )
+        self.run, self.chunk = run, chunk
+
+    @cached_property
+    def locals(self) -> ChunkLocals:  # type: ignore[override]
+        """Edges in the chunk's own numbering."""
+        plan, chunk, own = self.run.plan, self.chunk, len(self.nodes)
+        if chunk is None:
+            source, target, ghost = plan.source, plan.target, plan.gid[own:]
+        else:
+            source, target, places = plan.slots(chunk)
+            ghost = plan.gid[places.cpu()]
+        closed: Any = _Closed()
+        return ChunkLocals(source, target, ghost, closed, own, self.run, chunk)
+
+    @property
+    def reversed(self) -> Any:  # type: ignore[override]
+        """Refuses: the edges that leave a chunk's nodes are not here."""
+        raise TypeError(
+            "a layer of a pipeline has flow='target_to_source', and the edges that leave a "
+            "node lie in other chunks; turn the edges around before pdc.partition"
+        )
+
+    def sum(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns `sum_e weight_e x_source(e)` for each node of the chunk."""
+        if weight is None:
+            return self.run.read(x, self.run.plan.sum(), self.chunk)
+        here = self.locals
+        return self._weighted(
+            x, torch.stack([here.source_lid, here.target_lid]), weight
+        )
+
+    def gcn(
+        self, x: Tensor, weight: Tensor | None, improved: bool, add_self_loops: bool
+    ) -> Tensor:
+        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees taken over the whole graph."""
+        if weight is None:
+            operator = self.run.plan.gcn(improved, add_self_loops, x.dtype)
+            return self.run.read(x, operator, self.chunk)
+        edges, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+        return self._weighted(x, edges, value)
+
+    def _weighted(self, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:
+        every = self.locals.with_ghosts(x)
+        message = weight.to(x.dtype).unsqueeze(1) * every.index_select(0, edges[0])
+        return torch.zeros_like(x).index_add(0, edges[1], message)
+
+
+class _Steady(Ordering):
+    """The narrower side, whatever needs gradients: recomputation must repeat itself."""
+
+    def takes_first(
+        self, width_in: int, width_out: int, grads: tuple[bool, bool]
+    ) -> bool:
+        """Says whether a layer computes (A X) W, and not A (X W)."""
+        return super().takes_first(width_in, width_out, (False, False))
+
+
+def view_of(run: Run, chunk: int | None) -> DistEdgeIndex:
+    """Returns the edges of a chunk, or of all of them in the order of chunks."""
+    topology = ChunkTopology(run, chunk)
+    edges = torch.stack([topology.source_gid, topology.target_gid])
+    return DistEdgeIndex.of(edges.to(topology.device), topology)
