@@ -39,6 +39,7 @@ FAN_OUTS = ((15, 10, 5), (10, 10))
 BULKS = (1, 4, 16, "auto")
 PLACES = ("owner", "requester")
 COPIES = (1, 2, 4)
+WHAT = ("sampling", "features")
 LAYERS = (1024, 1024, 1024)
 PARTS = ("grid", "layers", "memory", "peer")
 
@@ -88,7 +89,8 @@ class Bench:
     def grid(self) -> Iterator[str]:
         """Yields tables over ranks, copies, places and bulk sizes."""
         travelled: list[tuple] = []
-        for fan_out, rows in product(self.args.fan_outs, (False, True)):
+        both = [what == WHAT[1] for what in self.args.what]
+        for fan_out, rows in product(self.args.fan_outs, both):
             found = []
             for size in self.args.ranks:
                 task = self.task(size, fan_out)
@@ -264,13 +266,14 @@ def title(args: argparse.Namespace, n: int, count: int) -> str:
     bulks = f" --bulks {' '.join(map(str, args.bulks))}" * (args.bulks != BULKS)
     places = f" --places {' '.join(args.places)}" * (args.places != PLACES)
     copies = f" --copies {' '.join(map(str, args.copies))}" * (args.copies != COPIES)
+    what = f" --what {' '.join(args.what)}" * (args.what != WHAT)
     fan_outs = " ".join(",".join(map(str, f)) for f in args.fan_outs)
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return (
         f"`python benchmarks/partitioned.py --scale {args.scale} --degree {args.degree} "
         f"--share {args.share} --method {args.method} --ranks "
         f"{' '.join(map(str, args.ranks))} --rounds {args.rounds} --fan-outs {fan_outs}"
-        f"{most}{bulks}{copies}{places} --parts "
+        f"{most}{bulks}{copies}{places}{what} --parts "
         f"{' '.join(args.parts)}`; {versions}; {os.cpu_count()} cores, one thread a rank; "
         f"R-MAT graph of {n:,} nodes and {n * args.degree:,} edges cut by {args.method}, "
         f"{count:,} seeds in batches of {BATCH}, {WIDTH} float32 features; medians, ways "
@@ -289,6 +292,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--fan-outs", type=_numbers, nargs="+", default=FAN_OUTS)
     parser.add_argument("--copies", type=int, nargs="+", default=COPIES, help="c")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--bulks", type=_bulk, nargs="+", default=BULKS)
     parser.add_argument("--rounds", type=int, default=3)
