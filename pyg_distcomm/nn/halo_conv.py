@@ -13,6 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.inner import Inner
+from pyg_distcomm.nn.linked import OwnLink, check_link
 from pyg_distcomm.nn.visit import Visit
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
@@ -39,13 +40,14 @@ class HaloConv(torch.nn.Module):
         ValueError: on grids other than (P, 1, 1), where rows do not meet their edges.
     """
 
-    def __init__(self, conv: MessagePassing) -> None:
+    def __init__(self, conv: MessagePassing, link: OwnLink = None) -> None:
         super().__init__()
         if not isinstance(conv, MessagePassing):
             raise TypeError(
                 f"HaloConv wraps a MessagePassing layer of PyG, got {type(conv).__name__}"
             )
         self._wrapped = [conv]  # in a list: it is this module, not a child of it
+        self.link = check_link(link)
         self._share()
 
     def _share(self) -> None:
@@ -64,7 +66,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        return through_halo(self.conv, self.conv, *args, **kwargs)
+        return through_halo(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of what is in it."""
@@ -93,9 +95,20 @@ class HaloConv(torch.nn.Module):
 
 
 def through_halo(
-    conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    conv: MessagePassing,
+    link: OwnLink,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges."""
+    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges.
+
+    Args:
+        conv: the layer.
+        link: its own; see `Linked.of`.
+        forward: how it runs.
+        args, kwargs: what it is given.
+    """
     if not any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     bound = inspect.signature(conv.forward).bind(*args, **kwargs)
