@@ -124,9 +124,9 @@ class Forecast:
         """Returns the epoch of the message that is read in one."""
         inbox = self.inboxes.get(key)
         late = self.timing.lateness(False)
-        if self._is_now(epoch) or not late or inbox is None or not inbox.messages:
+        if self._is_now(epoch) or inbox is None or inbox.since is None:
             return epoch
-        return max(inbox.messages[0].epoch, epoch - late)
+        return max(inbox.since, epoch - late)
 
     def _codec(self, record: Record, epoch: int, backward: bool) -> Codec:
         """Returns how rows, or gradients, are written in an epoch."""
@@ -155,8 +155,8 @@ class Forecast:
             if load is None:
                 continue
             inbox = self.inboxes.get((*key, backward))
-            oldest = inbox.messages[0].epoch if inbox and inbox.messages else epoch
-            for e in range(max(oldest, epoch - late + 1, 0), epoch + 1):
+            since = epoch if inbox is None or inbox.since is None else inbox.since
+            for e in range(max(since, epoch - late + 1), epoch + 1):
                 total += load.payload(self._codec(record, e, backward))
             if self.timing.smooth is not None and late:
                 total += load.rows_bytes

@@ -290,8 +290,12 @@ class LinkPolicy:
 
     def keep(self, layer: Any, nodes: Rows, training: bool) -> None:
         """Remembers that a layer's product is made to be kept, exactly."""
-        if training and torch.is_grad_enabled() and nodes.mesh.size > 1:
-            self._kept_at[self._place(layer)] = self.epoch
+        if nodes.mesh.size == 1:
+            return
+        place = self._place(layer)
+        if training and torch.is_grad_enabled():
+            self._kept_at[place] = self.epoch
+        self._drop([key for key in self._inboxes if key[0] == place])
 
     @contextlib.contextmanager
     def intact(self) -> Iterator[None]:
@@ -326,7 +330,8 @@ class LinkPolicy:
         self._active = tuple(self._made)
         if self.exact_last and self._last is None and self._made:
             self._last = self._active[-1]
-            self._drop(self._last)
+        alive = {call for call in self._active if call != self._last}
+        self._drop([key for key in self._inboxes if key[:2] not in alive])
         if self.pace is not None:
             if isinstance(self.pace.schedule, Budget) and mesh is not None:
                 epochs = self.pace.schedule.ramp.epochs
@@ -384,8 +389,9 @@ class LinkPolicy:
         """Drops late and residual rows: the next exchanges are synchronous."""
         self._inboxes = {}
 
-    def _drop(self, call: tuple[int, int]) -> None:
-        for key in [key for key in self._inboxes if key[:2] == call]:
+    def _drop(self, keys: list[InboxKey]) -> None:
+        """Forgets what some exchanges keep, once it is here."""
+        for key in keys:
             self._inboxes.pop(key).drain()
 
     def state_dict(self) -> dict[str, Any]:
