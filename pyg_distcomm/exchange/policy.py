@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.account import LinkPrice, Load, Record
+from pyg_distcomm.exchange.account import LinkPrice, Load, Record, RecordKey
 from pyg_distcomm.exchange.adaptive import Adaptive, Trend, bits_of, with_bits
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.codec import Codec
@@ -137,7 +137,7 @@ class LinkPolicy:
         self._inboxes: dict[InboxKey, Inbox] = {}
         self._saved: dict[InboxKey, Mapping[str, Any]] = {}
         self._mark: Mapping[str, Any] | None = None
-        self._records: dict[tuple[int, int, int, int], Record] = {}
+        self._records: dict[RecordKey, Record] = {}
         self._made: dict[tuple[int, int], None] = {}  # calls of this epoch, in order
         self._active: tuple[tuple[int, int], ...] = ()  # calls of the last epoch
         self._last: tuple[int, int] | None = None
@@ -274,17 +274,14 @@ class LinkPolicy:
         return self._inboxes.setdefault(key, Inbox())
 
     def note(
-        self, key: tuple[int, int, int, int], back: bool, load: Load, sent: int
+        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
     ) -> None:
         """Remembers that an exchange takes place."""
         if back:
             self._answered.add(key[0])
         if key not in self._records:
-            place, number, name, piece = key
-            layer = self._layers[place]
-            self._records[key] = Record(
-                place, number, layer, name, piece, [None, None], [0, 0]
-            )
+            layer = self._layers[key[0]]
+            self._records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
         self._records[key].loads[back] = load
         self._records[key].sent_rows[back] = sent
 
