@@ -21,7 +21,7 @@ NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", "budget")
 def make(name):
     if name != "budget":
         return LINKS[name]()
-    schedule = Budget(6.0e4, Exponential(12, 6, 1))
+    schedule = Budget(2.0e5, Exponential(12, 6, 1))
     return LinkPolicy(ColumnMask(6), schedule, late=1)
 
 
