@@ -311,7 +311,9 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
             assert counted <= price.total
         if t:  # the last call is exact from now on, and keeps nothing
             link.drain()
-            assert link.held == price.kept, (t, link.held, price.kept)
+            if price.exact:
+                assert link.held == price.kept, (t, link.held, price.kept)
+            assert link.held <= price.kept
         mesh.ledger.reset()
         with torch.no_grad():
             net.eval()(share.x, share.edge_index)

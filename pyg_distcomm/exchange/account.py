@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +12,7 @@ from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.exchange.parcel import header_bytes, parcel_bytes
 from pyg_distcomm.ledger import Short, format_table
 
+RecordKey: TypeAlias = tuple[int, int, int, int]  # place, number, name, piece
 NAMES = ("ghost", "out", "sums", "far")
 
 
@@ -52,17 +54,19 @@ class Record:
 
     Args:
         place, number: which call of which layer it belongs to.
-        layer: what the layer is called.
         name, piece: which of the call's exchanges it is.
+        layer: what the layer is called.
+        exactly: whether its rows are always exact, and now.
         loads: what arrives forward, and backward; None where nothing has gone that way.
         sent_rows: how many rows leave, forward and backward.
     """
 
     place: int
     number: int
-    layer: str
     name: int
     piece: int
+    layer: str
+    exactly: bool
     loads: list[Load | None]
     sent_rows: list[int]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pyg_distcomm import random
 from pyg_distcomm.exchange.codec import Codec
+from pyg_distcomm.exchange.codecs.plain import Plain
 from pyg_distcomm.exchange.coded import Coded, Way
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
@@ -33,6 +34,7 @@ class Call:
         keeps: whether it changes what is kept; evaluation does not.
         first: whether it is exact because the epoch is the first.
         where: what the layer is called in messages.
+        exactly: whether rows are exact, and now, in all epochs.
     """
 
     policy: LinkPolicy
@@ -45,6 +47,12 @@ class Call:
     keeps: bool
     first: bool
     where: str
+    exactly: bool = False
+
+    def whole(self) -> Call:
+        """Returns the same call for rows that must be exact, and of now."""
+        exact: Any = {"codec": Plain(), "gradient_codec": None}
+        return replace(self, **exact, first=False, exactly=True)
 
     def wrap(self, link: Link, name: int) -> Link:
         """Returns a link of an operator as this call uses it, part by part."""
@@ -64,11 +72,12 @@ class Call:
 
     def late(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
-        return self.policy.timing.lateness(backward) if self.keeps else 0
+        kept = self.keeps and not self.exactly
+        return self.policy.timing.lateness(backward) if kept else 0
 
     def inbox(self, halo: Halo, name: int, piece: int, way: Way, x: Tensor) -> Inbox:
         """Returns what an exchange keeps, in one direction."""
-        if not self.keeps:
+        if not self.keeps or self.exactly:
             return Inbox()
         key = self.place, self.number, name, piece, way.backward
         inbox = self.policy.inbox(key, way)
@@ -80,7 +89,7 @@ class Call:
         if self.keeps:
             key = self.place, self.number, name, piece
             load = way.load(x.size(1), x.dtype)
-            self.policy.note(key, way.backward, load, len(way.gid))
+            self.policy.note(key, way.backward, load, len(way.gid), self.exactly)
 
     def seeds(self, backward: bool) -> bool:
         """Tells whether this exact exchange is where both ends of a residual begin."""

@@ -57,7 +57,8 @@ class Way:
     @staticmethod
     def of(halo: Halo, sums: bool, backward: bool) -> Way:
         """Returns the way of rows to where they are needed, or of sums back."""
-        assert halo.send_gid is not None and halo.ghost_gid is not None
+        assert halo.send_gid is not None
+        assert halo.ghost_gid is not None
         there = halo.send_gid, halo.send_counts
         here = halo.ghost_gid, halo.recv_counts
         most = halo.most or 0

@@ -13,6 +13,7 @@ from pyg_distcomm.exchange.account import (
     LinkPrice,
     Load,
     Record,
+    RecordKey,
     exchange_name,
 )
 from pyg_distcomm.exchange.codec import Codec
@@ -47,7 +48,7 @@ class Forecast:
         size: the number of ranks.
     """
 
-    records: Mapping[tuple[int, int, int, int], Record]
+    records: Mapping[RecordKey, Record]
     inboxes: Mapping[InboxKey, Inbox]
     active: tuple[CallKey, ...]
     stages: Mapping[int, int]
@@ -88,7 +89,7 @@ class Forecast:
             )
         return LinkPrice(epoch, tuple(lines.values()), self._agreement(epoch), exact)
 
-    def _alive(self, epoch: int) -> Iterator[tuple[tuple[int, int, int, int], Record]]:
+    def _alive(self, epoch: int) -> Iterator[tuple[RecordKey, Record]]:
         for key, record in sorted(self.records.items()):
             if key[:2] in self.active and not self._is_gone(record.place, epoch):
                 yield key, record
@@ -115,7 +116,8 @@ class Forecast:
 
     def _is_exact(self, record: Record, epoch: int) -> bool:
         first = self.exact_first and epoch == 0
-        return first or (record.place, record.number) == self.last
+        last = (record.place, record.number) == self.last
+        return first or last or record.exactly
 
     def _is_now(self, epoch: int) -> bool:
         return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
@@ -124,9 +126,9 @@ class Forecast:
         """Returns the epoch of the message that is read in one."""
         inbox = self.inboxes.get(key)
         late = self.timing.lateness(False)
-        if self._is_now(epoch) or not late or inbox is None or not inbox.messages:
+        if self._is_now(epoch) or inbox is None or inbox.since is None:
             return epoch
-        return max(inbox.messages[0].epoch, epoch - late)
+        return max(inbox.since, epoch - late)
 
     def _codec(self, record: Record, epoch: int, backward: bool) -> Codec:
         """Returns how rows, or gradients, are written in an epoch."""
@@ -145,9 +147,9 @@ class Forecast:
             return 0
         return load.bytes(Plain() if exact else self._codec(record, epoch, backward))
 
-    def _kept(self, key: tuple[int, int, int, int], record: Record, epoch: int) -> int:
+    def _kept(self, key: RecordKey, record: Record, epoch: int) -> int:
         """Returns the bytes of both inboxes after an epoch; see `Inbox`."""
-        if (record.place, record.number) == self.last:
+        if (record.place, record.number) == self.last or record.exactly:
             return 0
         total = 0
         for backward in (False, True):
@@ -155,8 +157,8 @@ class Forecast:
             if load is None:
                 continue
             inbox = self.inboxes.get((*key, backward))
-            oldest = inbox.messages[0].epoch if inbox and inbox.messages else epoch
-            for e in range(max(oldest, epoch - late + 1, 0), epoch + 1):
+            since = epoch if inbox is None or inbox.since is None else inbox.since
+            for e in range(max(since, epoch - late + 1), epoch + 1):
                 total += load.payload(self._codec(record, e, backward))
             if self.timing.smooth is not None and late:
                 total += load.rows_bytes
@@ -171,6 +173,8 @@ class Forecast:
             return "exact: its product is kept"
         if (record.place, record.number) == self.last:
             return "exact: the last one"
+        if record.exactly:
+            return "exact: attention depends on it"
         if self._is_exact(record, epoch):
             return "exact: the first epoch"
         codec, own = self.codecs_at(epoch)
@@ -189,13 +193,13 @@ class Forecast:
         of these.
         """
         mine = [
-            (key, record.loads, self.stages.get(record.place, 0))
+            (key, record.loads, self.stages.get(record.place, 0), record.exactly)
             for key, record in self._alive(0)
         ]
         every = [
             one for rows in wire.all_gather_object(mine, mesh.world) for one in rows
         ]
-        calls = {(key[:2], stage) for key, _, stage in every}
+        calls = {(key[:2], stage) for key, _, stage, _ in every}
         asking = wire.ring_words(1, self.size) * self.size
         one = _Epochs(self, every)
 
@@ -222,7 +226,7 @@ class _Epochs:
         self._all: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
         self._coded: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
         self._exact = self._once = 0
-        for key, loads, stage in every:
+        for key, loads, stage, exactly in every:
             for back, load in enumerate(loads):
                 if load is None:
                     continue
@@ -230,7 +234,7 @@ class _Epochs:
                 whole = load.bytes(Plain())
                 if stage:
                     self._once += whole if stage == 1 and not back else 0
-                elif key[:2] == last:
+                elif key[:2] == last or exactly:
                     self._exact += whole
                 else:
                     self._coded[back][load] += 1

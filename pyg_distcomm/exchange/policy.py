@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.account import LinkPrice, Load, Record
+from pyg_distcomm.exchange.account import LinkPrice, Load, Record, RecordKey
 from pyg_distcomm.exchange.adaptive import Adaptive, Trend, bits_of, with_bits
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.codec import Codec
@@ -137,7 +137,7 @@ class LinkPolicy:
         self._inboxes: dict[InboxKey, Inbox] = {}
         self._saved: dict[InboxKey, Mapping[str, Any]] = {}
         self._mark: Mapping[str, Any] | None = None
-        self._records: dict[tuple[int, int, int, int], Record] = {}
+        self._records: dict[RecordKey, Record] = {}
         self._made: dict[tuple[int, int], None] = {}  # calls of this epoch, in order
         self._active: tuple[tuple[int, int], ...] = ()  # calls of the last epoch
         self._last: tuple[int, int] | None = None
@@ -274,24 +274,25 @@ class LinkPolicy:
         return self._inboxes.setdefault(key, Inbox())
 
     def note(
-        self, key: tuple[int, int, int, int], back: bool, load: Load, sent: int
+        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
     ) -> None:
         """Remembers that an exchange takes place."""
         if back:
             self._answered.add(key[0])
         if key not in self._records:
-            place, number, name, piece = key
-            layer = self._layers[place]
-            self._records[key] = Record(
-                place, number, layer, name, piece, [None, None], [0, 0]
-            )
+            layer = self._layers[key[0]]
+            self._records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
         self._records[key].loads[back] = load
         self._records[key].sent_rows[back] = sent
 
     def keep(self, layer: Any, nodes: Rows, training: bool) -> None:
         """Remembers that a layer's product is made to be kept, exactly."""
-        if training and torch.is_grad_enabled() and nodes.mesh.size > 1:
-            self._kept_at[self._place(layer)] = self.epoch
+        if nodes.mesh.size == 1:
+            return
+        place = self._place(layer)
+        if training and torch.is_grad_enabled():
+            self._kept_at[place] = self.epoch
+        self._drop([key for key in self._inboxes if key[0] == place])
 
     @contextlib.contextmanager
     def intact(self) -> Iterator[None]:
@@ -326,7 +327,8 @@ class LinkPolicy:
         self._active = tuple(self._made)
         if self.exact_last and self._last is None and self._made:
             self._last = self._active[-1]
-            self._drop(self._last)
+        alive = {call for call in self._active if call != self._last}
+        self._drop([key for key in self._inboxes if key[:2] not in alive])
         if self.pace is not None:
             if isinstance(self.pace.schedule, Budget) and mesh is not None:
                 epochs = self.pace.schedule.ramp.epochs
@@ -384,8 +386,9 @@ class LinkPolicy:
         """Drops late and residual rows: the next exchanges are synchronous."""
         self._inboxes = {}
 
-    def _drop(self, call: tuple[int, int]) -> None:
-        for key in [key for key in self._inboxes if key[:2] == call]:
+    def _drop(self, keys: list[InboxKey]) -> None:
+        """Forgets what some exchanges keep, once it is here."""
+        for key in keys:
             self._inboxes.pop(key).drain()
 
     def state_dict(self) -> dict[str, Any]:

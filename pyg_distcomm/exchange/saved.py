@@ -73,6 +73,7 @@ def saved_inbox(inbox: Inbox) -> dict[str, Any]:
         "sent": None if inbox.sent is None else inbox.sent.last,
         "seen": None if inbox.seen is None else inbox.seen.last,
         "mean": inbox.mean,
+        "since": inbox.since,
         "width": inbox.shape[1],
         "dtype": inbox.shape[2],
     }
@@ -111,6 +112,7 @@ def read_inbox(
         None if seen is None else State(seen),
         here(state["mean"]),
         (plan, state["width"], state["dtype"]),
+        state["since"],
     )
 
 

@@ -127,6 +127,7 @@ class Inbox:
         sent, seen: the states of what is sent, and of what is read.
         mean: the moving average.
         shape: of the rows: their plan, width and type; other rows begin anew.
+        since: the epoch of the first message.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -134,6 +135,7 @@ class Inbox:
     seen: State | None = None
     mean: Tensor | None = None
     shape: tuple[Any, int, torch.dtype] | None = None
+    since: int | None = None
 
     def meet(self, plan: Any, width: int, dtype: torch.dtype) -> None:
         """Begins anew if what is kept is of other rows, on all ranks alike."""
@@ -145,11 +147,13 @@ class Inbox:
             return
         self.drain()
         self.messages, self.sent, self.seen, self.mean = [], None, None, None
+        self.since = None
         self.shape = plan, width, dtype
 
     def take(self, new: Message, late: int) -> Message:
         """Adds a message, and returns the one to read: `late` before it, or the oldest."""
         self.messages.append(new)
+        self.since = new.epoch if self.since is None else self.since
         return self.messages[max(len(self.messages) - 1 - late, 0)]
 
     def trim(self, late: int) -> None:

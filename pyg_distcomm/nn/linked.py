@@ -49,6 +49,12 @@ class Linked:
         policy = link if isinstance(link, LinkPolicy) else None
         return Linked(layer, policy, edges.nodes)
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether anything it exchanges may be coded or late."""
+        link = self.link
+        return link is not None and self.nodes.mesh.size > 1 and not link.is_exact
+
     def call(self, stage: Callable[[], int] | None = None) -> Call | None:
         """Returns one call of the layer, None if it is exact; see `LinkPolicy.begin`."""
         if self.link is None:

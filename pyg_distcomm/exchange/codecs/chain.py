@@ -83,11 +83,8 @@ class Chain(Codec):
 
     def with_rate(self, rate: float) -> Chain:
         """Returns the chain with its only codec that has a rate at another one."""
-        rated = [
-            k
-            for k, one in enumerate(self._all)
-            if isinstance(one, (ColumnMask, TopK, RowSample))
-        ]
+        kinds = ColumnMask, TopK, RowSample
+        rated = [k for k, one in enumerate(self._all) if isinstance(one, kinds)]
         if len(rated) != 1:
             raise ValueError(
                 f"a schedule sets the rate of one codec, but {self!r} has {len(rated)}"
