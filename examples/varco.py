@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 4 examples/varco.py
-"""GraphSAGE with fewer columns on the wire: exact, at fixed ratios, and with VARCO.
+"""GraphSAGE with fewer columns on the wire: exact, at fixed ratios, with VARCO and BNS.
 
 All settings start from the same parameters on the same random partition. A link is given to
 `partition`, and told once an epoch that it is over; the model and the loop know nothing.
@@ -81,6 +81,7 @@ def main():
     for c in (2, 8, 32):
         schedule = Fixed(c)
         show(f"fixed, {c}", pdc.VARCO(args.epochs, schedule=schedule))
+    show("BNS, a tenth of rows", pdc.BNS(0.1))
     varco = show("VARCO", pdc.VARCO(args.epochs))
     show("VARCO, first columns", pdc.VARCO(args.epochs, mask="prefix"))
     if mesh.size > 1:  # one process receives nothing: there is no budget to spend

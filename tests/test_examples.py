@@ -172,8 +172,8 @@ def link_rows(shown, names):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
-    names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "VARCO"
-    names += "VARCO, first columns", "VARCO, a budget"
+    names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
+    names += "VARCO", "VARCO, first columns", "VARCO, a budget"
     flags = ("--epochs", "12", "--budget", "0.4")
     shown = run(example("varco"), tmp_path, *flags, ranks=ranks)
     rows = link_rows(shown, names)
@@ -195,6 +195,8 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
 
     for c in (2, 8, 32):
         assert share[f"fixed, {c}"] == pytest.approx(foretold([64 // c] * 11), abs=0.02)
+    tenth = foretold([6.4] * 11)
+    assert share["BNS, a tenth of rows"] == pytest.approx(tenth, abs=0.02)
     rates = [max(128 - 5 * t * 127 / 10, 1) for t in range(1, 12)]
     varco = foretold([max(round(64 / c), 1) for c in rates])
     assert share["VARCO"] == pytest.approx(varco, abs=0.02)
