@@ -66,6 +66,8 @@ def partition(
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
+    if isinstance(data, HeteroData) and link is not None:
+        raise TypeError("layers do not take a HeteroData's edges yet: leave out link")
     if isinstance(data, HeteroData):
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
@@ -81,10 +83,9 @@ def partition(
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
-def _linked(share: Data, link: LinkPolicy | None) -> Data:
+def _linked(share: Any, link: LinkPolicy | None) -> Any:
     if link is not None:
-        edge_index: Any = share.edge_index
-        share.edge_index = edge_index.with_link(link)
+        share.edge_index = share.edge_index.with_link(link)
     return share
 
 

@@ -80,7 +80,7 @@ class Call:
         if not self.keeps or self.exactly:
             return Inbox()
         key = self.place, self.number, name, piece, way.backward
-        inbox = self.policy.inbox(key, way)
+        inbox = self.policy.run.inbox(key, way)
         inbox.meet(halo, x.size(1), x.dtype)
         return inbox
 
@@ -89,7 +89,7 @@ class Call:
         if self.keeps:
             key = self.place, self.number, name, piece
             load = way.load(x.size(1), x.dtype)
-            self.policy.note(key, way.backward, load, len(way.gid), self.exactly)
+            self.policy.run.note(key, way.backward, load, len(way.gid), self.exactly)
 
     def seeds(self, backward: bool) -> bool:
         """Tells whether this exact exchange is where both ends of a residual begin."""
