@@ -17,6 +17,9 @@ from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.exchange.schedule import Budget, Exponential, Fixed
 from pyg_distcomm.ledger import format_table
 
+# what carries rows, and sums back; whole blocks where nearly all rows are needed
+ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"
+
 
 def train(model, data, optimizer):
     model.train()
@@ -49,7 +52,7 @@ def fit(whole, mesh, owners, link, args):
         if link is not None:
             link.step()
     together = mesh.gather_ledger().sum  # of rows, and of gradients that answer them
-    received = sum(together.bytes(op) for op in ("halo", "halo_transpose"))
+    received = sum(together.bytes(op, "row") for op in ROWS)
     return test(model, data), received
 
 
