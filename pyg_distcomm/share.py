@@ -57,8 +57,7 @@ def partition(
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
-        oblivious: exchange whole blocks instead of the rows the sparsity needs: the
-            baseline of [Tripathy20].
+        oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
         link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
@@ -66,9 +65,9 @@ def partition(
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
-    if isinstance(data, HeteroData) and link is not None:
-        raise TypeError("layers do not take a HeteroData's edges yet: leave out link")
     if isinstance(data, HeteroData):
+        if link is not None:
+            raise TypeError("layers do not take a HeteroData's edges yet: no link=")
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
@@ -84,8 +83,7 @@ def partition(
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
-    if link is not None:
-        share.edge_index = share.edge_index.with_link(link)
+    share.edge_index = share.edge_index.with_link(link)
     return share
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,8 +177,13 @@ class LinkPolicy:
         first = self.exact_last and self.epoch == 0 and keeps
         codecs = (Plain(), None) if first else self._at(self.epoch)
         fresh = not keeps or self.synchronous
-        now = place, number, self.epoch
-        return Call(self, *now, *codecs, fresh, keeps, first, self.run.where(place))
+        own = self.gradient_codec or self.codec
+        remembers = self.codec.stateful, own.stateful
+        return Call(
+            *(self.run, self.timing, self.seed, remembers),
+            *(place, number, self.epoch, *codecs),
+            *(fresh, keeps, first, self.run.where(place)),
+        )
 
     @property
     def synchronous(self) -> bool:
@@ -219,15 +224,6 @@ class LinkPolicy:
         if nodes.mesh.size > 1:
             trains = training and torch.is_grad_enabled()
             self.run.keep(layer, self.epoch if trains else None)
-
-    @contextlib.contextmanager
-    def intact(self) -> Iterator[None]:
-        """Drops what is kept if an exchange fails: half of it may have changed."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
 
     # what users ask
 
@@ -381,11 +377,8 @@ class LinkPolicy:
             said.append(f"gradient_codec={self.gradient_codec}")
         if self.timing.is_late:
             said.append(f"{self.timing}")
-        said += [
-            f"{name}=False"
-            for name in ("exact_last", "exact_eval")
-            if not getattr(self, name)
-        ]
+        options = ("exact_last", "exact_eval")
+        said += [f"{name}=False" for name in options if not getattr(self, name)]
         return f"LinkPolicy({', '.join(said)})"
 
     def __deepcopy__(self, memo: dict) -> LinkPolicy:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +131,15 @@ class Run:
     def _drop(self, keys: list[InboxKey]) -> None:
         for key in keys:
             self.inboxes.pop(key).drain()
+
+    @contextlib.contextmanager
+    def intact(self) -> Iterator[None]:
+        """Drops what is kept if an exchange fails: half of it may have changed."""
+        try:
+            yield
+        except BaseException:
+            self.inboxes = {}
+            raise
 
     @staticmethod
     def read(state: Mapping[str, Any]) -> Run:
