@@ -162,3 +162,73 @@ def test_ladies_beside_neighbour_sampling(tmp_path, ranks, rule):
     nodes = [int(r[3].replace(",", "")) for r in rows]
     assert nodes[0] <= 2 * 256 + 2 * 64  # drawn for each layer, and the seeds
     assert nodes[0] < nodes[1]
+
+
+def link_rows(shown, names):
+    """Returns the cells of each setting in the table an example ends in."""
+    rows = [re.split(r"  +", line.strip()) for line in shown.splitlines()]
+    return {row[0]: row[1:] for row in rows if row[0] in names}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
+    names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
+    names += "VARCO", "VARCO, first columns", "VARCO, a budget"
+    flags = ("--epochs", "12", "--budget", "0.4")
+    shown = run(example("varco"), tmp_path, *flags, ranks=ranks)
+    rows = link_rows(shown, names)
+    assert len(rows) == len(names) - (ranks == 1)  # nothing to spend
+    accuracy = {name: float(row[0]) for name, row in rows.items()}
+    assert accuracy["exact"] > 0.8
+    if ranks == 1:
+        assert set(accuracy.values()) == {accuracy["exact"]}
+        assert all(float(row[1]) == 0 for row in rows.values())
+        return
+    share = {name: float(row[2]) for name, row in rows.items()}
+    # columns of an epoch both ways: 128 are coded, 20 and the first of 12 epochs exact,
+    # and A X travels twice, exactly, before it is kept
+    once = 2 * 64
+
+    def foretold(columns):
+        rest = sum(2 * k + 20 for k in columns)
+        return (128 + 20 + once + rest) / (12 * (128 + 20) + once)
+
+    for c in (2, 8, 32):
+        assert share[f"fixed, {c}"] == pytest.approx(foretold([64 // c] * 11), abs=0.02)
+    tenth = foretold([6.4] * 11)
+    assert share["BNS, a tenth of rows"] == pytest.approx(tenth, abs=0.02)
+    rates = [max(128 - 5 * t * 127 / 10, 1) for t in range(1, 12)]
+    varco = foretold([max(round(64 / c), 1) for c in rates])
+    assert share["VARCO"] == pytest.approx(varco, abs=0.02)
+    assert share["VARCO, first columns"] == share["VARCO"]
+    assert 0.38 <= share["VARCO, a budget"] <= 0.4
+    assert accuracy["VARCO"] > accuracy["exact"] - 0.05
+    assert "exact: the last one" in shown
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
+    names = "exact", "one bit, now", "one bit, late by 1", "one bit, now every 5"
+    names += "one bit, the last too", "PipeGCN"
+    flags = ("--epochs", "12")
+    shown = run(example("sylvie"), tmp_path, *flags, ranks=ranks)
+    rows = link_rows(shown, names)
+    assert len(rows) == len(names)
+    accuracy = {name: float(row[0]) for name, row in rows.items()}
+    straight, resumed = map(float, figures(shown, r"on (\S+), resumed (\S+)$")[0])
+    assert resumed == pytest.approx(straight, rel=1e-2)
+    if ranks == 1:
+        assert resumed == straight
+        assert set(accuracy.values()) == {accuracy["exact"]}
+        assert {row[1] for row in rows.values()} == {"0"}
+        return
+    fewer = {name: float(row[2]) for name, row in rows.items()}
+    exact = 4 * (64 + 10)  # bytes of a row in float32, in either direction
+    coded = 64 / 8 + 4  # and in one bit, with its bounds
+    for name in names[1:4]:
+        assert fewer[name] == pytest.approx(exact / (coded + 40), rel=0.01)
+    all_coded = exact / (coded + 10 / 8 + 4)
+    assert fewer["one bit, the last too"] == pytest.approx(all_coded, rel=0.01)
+    assert fewer["PipeGCN"] == 1
+    assert abs(accuracy["one bit, now"] - accuracy["exact"]) < 0.05
+    assert "stochastic', strict=True), late by 1" in shown
