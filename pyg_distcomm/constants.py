@@ -64,7 +64,12 @@ class Constants:
         self._known: Any = WeakTensorKeyDictionary()
 
     def product(
-        self, kind: Any, inputs: tuple[Any, Any], multiply: Callable[[], Tensor]
+        self,
+        kind: Any,
+        inputs: tuple[Any, Any],
+        multiply: Callable[[], Tensor],
+        *,
+        at_once: bool = False,
     ) -> Tensor | None:
         """Returns the product of inputs seen before, or None and remembers them.
 
@@ -73,6 +78,7 @@ class Constants:
             inputs: the features, and the weights of edges or None.
             multiply: computes the product; collective, so all ranks must have seen the
                 same inputs as often.
+            at_once: from the first use on, as where a run goes on that had seen them.
         """
         x, weight = inputs
         if not (_constant(x) and _constant(weight)) or _hooked():
@@ -80,10 +86,10 @@ class Constants:
         kinds = self._known.setdefault(x, {})
         now = (x._version, *_state(weight))
         before, product = kinds.get(kind, (None, None))
-        if before != now:
+        if before != now and not at_once:
             kinds[kind] = now, None
             return None
-        if product is None:
+        if product is None or before != now:
             with torch.no_grad():
                 product = multiply()
             kinds[kind] = now, product

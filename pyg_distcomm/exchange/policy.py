@@ -70,7 +70,8 @@ class LinkPolicy:
         smooth: see `Timing`.
         gradient_codec: how gradients are written, if not as the rows they answer. It
             follows the schedule if it has a rate.
-        exact_last: whether the last exchange is exact, and the first epoch.
+        exact_last: whether the last exchange is exact, and the first epoch (which also is
+            under a `Budget`, to be solved for what it finds).
         exact_eval: whether evaluation is; if not, it is coded, and never late.
         adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
         seed: of random columns, rows and rounding.
@@ -174,16 +175,16 @@ class LinkPolicy:
         return _REPEATS if place in self.run.answered else _TRAINS
 
     def _call(self, place: int, number: int, *, keeps: bool) -> Call:
-        first = self.exact_last and self.epoch == 0 and keeps
+        first = self._exact_first and self.epoch == 0 and keeps
         codecs = (Plain(), None) if first else self._at(self.epoch)
         fresh = not keeps or self.synchronous
         own = self.gradient_codec or self.codec
         remembers = self.codec.stateful, own.stateful
-        return Call(
-            *(self.run, self.timing, self.seed, remembers),
-            *(place, number, self.epoch, *codecs),
-            *(fresh, keeps, first, self.run.where(place)),
-        )
+        here = {"place": place, "number": number, "epoch": self.epoch}
+        how = {"codec": codecs[0], "gradient_codec": codecs[1], "fresh": fresh}
+        facts: dict[str, Any] = {**here, **how, "keeps": keeps, "first": first}
+        where = self.run.where(place)
+        return Call(self.run, self.timing, self.seed, remembers, **facts, where=where)
 
     @property
     def synchronous(self) -> bool:
@@ -205,6 +206,8 @@ class LinkPolicy:
         pace = self.pace
         if pace is None:
             return self._rated(None)
+        if self._unsolved:
+            return Plain(), None
         now = epoch == self.epoch or isinstance(pace.schedule, Plateau)
         return self._rated(pace.rate if now else pace.schedule.rate(epoch))
 
@@ -225,6 +228,10 @@ class LinkPolicy:
             trains = training and torch.is_grad_enabled()
             self.run.keep(layer, self.epoch if trains else None)
 
+    def had_kept(self, layer: Any) -> bool:
+        """Tells whether a layer's input had been seen where this run goes on."""
+        return bool(self.run.constant) and self.run.place(layer) in self.run.constant
+
     # what users ask
 
     def step(self, metric: float | Tensor | None = None) -> None:
@@ -236,7 +243,7 @@ class LinkPolicy:
         Raises:
             ValueError: if one of these is given none.
         """
-        value = None if metric is None else float(metric)
+        value = None if metric is None else float(torch.as_tensor(metric).detach())
         mesh = None if self.run.nodes is None else self.run.nodes.mesh
         if self.trend is not None or self._goes_by_metric:
             if value is None or math.isnan(value):
@@ -244,19 +251,32 @@ class LinkPolicy:
                     f"this link goes by the loss: link.step(loss), got {metric}"
                 )
             value = value if mesh is None else wire.broadcast_object(value, mesh.world)
-        if self.trend is not None:
+        if self.trend is not None and value is not None:
             self.trend.look(value)
         self.run.settle(self.exact_last)
         if self.pace is not None:
             if isinstance(self.pace.schedule, Budget) and mesh is not None:
                 epochs = self.pace.schedule.ramp.epochs
                 self.pace.solve(self.forecast.bytes_of(mesh, epochs))
-            self.pace.step(value)
+            if self._unsolved:
+                self.pace.epoch += 1  # nothing travels
+            else:
+                self.pace.step(value)
         self.epoch += 1
         self.run.made, self.run.answered = {}, set()
         reach = self.timing.lateness(False) + self.timing.lateness(True) + 1
         for epoch in [e for e in self._written if e < self.epoch - reach]:
             del self._written[epoch]
+
+    @property
+    def _unsolved(self) -> bool:
+        """Whether there is a budget whose rates are not known yet: what travels is exact."""
+        return self.pace is not None and isinstance(self.pace.schedule, Budget)
+
+    @property
+    def _exact_first(self) -> bool:
+        budget = isinstance(self._asked, Budget)
+        return self.exact_last or budget
 
     @property
     def _goes_by_metric(self) -> bool:
@@ -274,7 +294,7 @@ class LinkPolicy:
             run.kept_at,
             run.last,
             self.timing,
-            self.exact_last,
+            self._exact_first,
             self._at,
             self._rated,
             self.epoch,
@@ -321,6 +341,7 @@ class LinkPolicy:
             "last": self.run.last,
             "active": self.run.active,
             "mark": None if self.run.nodes is None else mark(self.run.nodes),
+            "constant": self.run.constants(),
             "kept": kept,
         }
 
@@ -348,7 +369,8 @@ class LinkPolicy:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that is not of such a link."""
-        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark", "kept"}
+        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark"}
+        wanted |= {"constant", "kept"}
         if wanted - state.keys():
             raise ValueError(
                 f"the state of a link lacks {sorted(wanted - state.keys())}; give what "

@@ -35,6 +35,7 @@ class Run:
         active: calls of the last epoch.
         last: the call that is exact.
         answered: layers that have had a backward pass in this epoch.
+        constant: layers whose inputs had been seen before the run was restored.
     """
 
     nodes: Rows | None = None
@@ -50,6 +51,7 @@ class Run:
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
     answered: set[int] = field(default_factory=set)
+    constant: set[int] = field(default_factory=set)
 
     def bind(self, nodes: Rows) -> None:
         """Takes a mesh into use, and what was saved if it is of its partition.
@@ -118,7 +120,13 @@ class Run:
         place = self.place(layer)
         if epoch is not None:
             self.kept_at[place] = epoch
+            self.constant.discard(place)
         self._drop([key for key in self.inboxes if key[0] == place])
+
+    def constants(self) -> list[int]:
+        """Returns the layers whose inputs have been seen, so that products are kept."""
+        seen = {place for place, stage in self.stages.items() if stage()}
+        return sorted(seen | self.kept_at.keys() | self.constant)
 
     def settle(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
@@ -146,7 +154,8 @@ class Run:
         """Returns the run that was saved; see `LinkPolicy.state_dict`."""
         last = None if state["last"] is None else tuple(state["last"])
         active = tuple((place, number) for place, number in state["active"])
-        run = Run(mark=state["mark"], active=active, last=last)
+        constant = {int(place) for place in state["constant"]}
+        run = Run(mark=state["mark"], active=active, last=last, constant=constant)
         for one in state["kept"]:
             place, number, name, piece, backward = one["of"]
             run.saved[place, number, name, piece, bool(backward)] = one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pyg_distcomm.exchange.schedule import Budget, Fixed, Pace, Ramp
 from pyg_distcomm.exchange.timing import Inbox, Message
 from pyg_distcomm.rows import Rows
 
-_KNOWN = {
+_KNOWN: dict[str, Callable[..., Codec]] = {
     kind.__name__: kind
     for kind in (Plain, Cast, Quantise, ColumnMask, RowSample, Bitmap, TopK, Residual)
 }
@@ -132,7 +132,7 @@ def solved(pace: Pace, asked: Any) -> dict[str, float] | None:
     return {"c": pace.rate}
 
 
-def read_solved(state: Mapping[str, float] | None, asked: Any) -> Any:
+def read_solved(state: Mapping[str, Any] | None, asked: Any) -> Any:
     """Returns the schedule that was solved for."""
     if state is None or not isinstance(asked, Budget):
         return asked

@@ -65,7 +65,7 @@ def in_best_order(
             user.keep()
             return _by_row(multiply, x.to_local(), None)
 
-        product = kept.product(x, exactly)
+        product = kept.product(x, exactly, user.had_kept)
         if product is not None:
             return F.linear(product, lin.weight, bias)
     wrap = user.wrap(kept.stage_of(x) if keeps else None)
@@ -102,10 +102,12 @@ class Kept:
     kind: tuple
     weight: Any = None
 
-    def product(self, x: DistTensor, multiply: Callable[[], Tensor]) -> Tensor | None:
+    def product(
+        self, x: DistTensor, multiply: Callable[[], Tensor], at_once: bool
+    ) -> Tensor | None:
         """Returns `A x` as `Constants.product` has it."""
-        kind = (*self.kind, x.dtype)
-        return self.constants.product(kind, (x, self.weight), multiply)
+        kind, inputs = (*self.kind, x.dtype), (x, self.weight)
+        return self.constants.product(kind, inputs, multiply, at_once=at_once)
 
     def stage_of(self, x: DistTensor) -> Callable[[], int]:
         """Returns how to ask whether `A x` is kept, for as long as x lives."""
