@@ -48,11 +48,12 @@ class DistGCN2Conv(GCN2Conv):
             mixed = topology.gcn(local, weight, False, self.add_self_loops)
         else:
             mixed = topology.sum(local, weight)
-        parts = [(mixed * (1 - self.alpha), self.weight1)]
-        if self.weight2 is None:
-            parts = [(parts[0][0] + self.alpha * first, self.weight1)]
-        else:
-            parts.append((self.alpha * first, self.weight2))
+        mixed, first = mixed * (1 - self.alpha), first * self.alpha
         rest = {"beta": 1 - self.beta, "alpha": self.beta}
-        out = sum(torch.addmm(part, part, w, **rest) for part, w in parts)
+        if self.weight2 is None:
+            mixed = mixed + first
+            out = torch.addmm(mixed, mixed, self.weight1, **rest)
+        else:
+            out = torch.addmm(mixed, mixed, self.weight1, **rest)
+            out = out + torch.addmm(first, first, self.weight2, **rest)
         return DistTensor.wrap(out, edge_index.nodes)
