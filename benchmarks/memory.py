@@ -1,10 +1,12 @@
 """Peak memory and bytes per rank against their price, for P = 1, 2, 4, 8.
 
     python benchmarks/memory.py [--scale 18] [--ranks 1 2 4 8] [--write REPORT.md]
+    python benchmarks/memory.py --grids --ranks 4 8 [...]
 
 Each rank loads its part of a folder (never the graph), trains a three-layer GCN for two
 epochs, and reports its peak resident memory above what it held idle, with everything
-imported and compiled: after one epoch on a graph of a few nodes.
+imported and compiled: after one epoch on a graph of a few nodes. With --grids, on every
+grid of so many ranks, beside what `pdc.plan` says of it.
 """
 
 from __future__ import annotations
@@ -101,9 +103,9 @@ def import_all(mesh: pdc.Mesh) -> None:
     memory.give_back()
 
 
-def rank_main(folder: str) -> dict[str, float]:
+def rank_main(folder: str, grid: tuple[int, int, int] | None) -> dict[str, float]:
     """Trains on one rank and reports."""
-    mesh = pdc.init()
+    mesh = pdc.init(grid=grid)
     import_all(mesh)
     idle = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -120,24 +122,23 @@ def rank_main(folder: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Runs every number of ranks and prints (or writes) the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--scale", type=int, default=18)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--write", type=Path)
-    args = parser.parse_args()
-    row, col, n = bench.rmat(args.scale)
-    edge_index = torch.stack([row, col])
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, WIDTHS[0], generator=generator)
-    y = torch.randint(0, WIDTHS[-1], (n,), generator=generator)
-    data, rows = Data(x=x, y=y, edge_index=edge_index), []
-    for size in args.ranks:
-        with tempfile.TemporaryDirectory() as room:
-            owners = cut(edge_index, n, size, "metis")
-            write_folder(Path(room) / "parts", data, owners)
-            found = pdc.launch(rank_main, size, str(Path(room) / "parts"), threads=1)
+def measured(
+    data: Data, owners: pdc.Partition, grid: tuple[int, int, int] | None = None
+) -> list[dict[str, float]]:
+    """Returns what each rank reports."""
+    with tempfile.TemporaryDirectory() as room:
+        write_folder(Path(room) / "parts", data, owners)
+        folder = str(Path(room) / "parts")
+        return pdc.launch(rank_main, owners.num_parts, folder, grid, threads=1)
+
+
+def by_size(data: Data, sizes: list[int]) -> str:
+    """Returns a table by the number of ranks, with the parts of the price."""
+    rows = []
+    for size in sizes:
+        assert data.edge_index is not None
+        assert data.num_nodes is not None
+        found = measured(data, cut(data.edge_index, data.num_nodes, size, "metis"))
         worst = max(found, key=lambda one: one["peak"])
         rows.append(
             (
@@ -149,25 +150,54 @@ def main() -> None:
                 round(sum(one["bytes"] for one in found) / MIB),
             )
         )
-        print(rows[-1], flush=True)
-    head = (
-        "ranks",
-        "peak",
-        "price",
-        "ratio",
-        *price(0, 0, 0, 0),
-        "max MiB/epoch",
-        "all",
-    )
-    table = format_table(head, rows)
+    head = ("ranks", "peak", "price", "ratio", *price(0, 0, 0, 0))
+    return format_table((*head, "max MiB/epoch", "all"), rows)
+
+
+def by_grid(data: Data, sizes: list[int]) -> str:
+    """Returns a table of all grids, beside the planner's memory."""
+    rows = []
+    for size in sizes:
+        assert data.edge_index is not None
+        assert data.num_nodes is not None
+        owners = cut(data.edge_index, data.num_nodes, size, "metis")
+        plans = pdc.plan(data, WIDTHS, size, partition=owners)
+        for plan in sorted(plans, key=lambda plan: plan.grid, reverse=True):
+            found = measured(data, owners, plan.grid)
+            peak = max(one["peak"] for one in found)
+            moved = max(one["bytes"] for one in found)
+            sizes_of = (round(b / MIB) for b in (peak, plan.memory, moved))
+            sides = "x".join(map(str, plan.grid))
+            rows.append((size, sides, *sizes_of, round(peak / plan.memory, 2)))
+    head = ("ranks", "grid", "peak", "planned", "max MiB/epoch", "peak/planned")
+    return format_table(head, rows)
+
+
+def main() -> None:
+    """Runs every number of ranks and prints (or writes) the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=int, default=18)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--grids", action="store_true", help="all grids of so many")
+    parser.add_argument("--write", type=Path)
+    args = parser.parse_args()
+    row, col, n = bench.rmat(args.scale)
+    edge_index = torch.stack([row, col])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, WIDTHS[0], generator=generator)
+    y = torch.randint(0, WIDTHS[-1], (n,), generator=generator)
+    data = Data(x=x, y=y, edge_index=edge_index)
+    table = (by_grid if args.grids else by_size)(data, args.ranks)
     print(table)
     if args.write:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        flag = " --grids" if args.grids else ""
+        ranks = " ".join(map(str, args.ranks))
         args.write.write_text(
             f"# Memory per rank (MiB, the worst rank) and bytes per epoch\n\n"
-            f"`python benchmarks/memory.py --scale {args.scale}`; {versions}; R-MAT graph "
-            f"of {n:,} nodes and {edge_index.size(1):,} edges, METIS cut, GCN {WIDTHS}, "
-            f"float32, one thread a rank.\n\n```\n{table}\n```\n"
+            f"`python benchmarks/memory.py --scale {args.scale}{flag} --ranks {ranks}`; "
+            f"{versions}; R-MAT graph of {n:,} nodes and {edge_index.size(1):,} edges, "
+            f"METIS cut, GCN {WIDTHS}, float32, one thread a rank.\n\n```\n{table}\n```\n"
         )
 
 

@@ -221,7 +221,7 @@ class _Epochs:
     def __init__(
         self,
         forecast: Forecast,
-        every: list[tuple[tuple[int, ...], list[Load | None], int]],
+        every: list[tuple[tuple[int, ...], list[Load | None], int, bool]],
     ) -> None:
         self._forecast = forecast
         last = forecast.last

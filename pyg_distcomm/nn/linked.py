@@ -69,7 +69,9 @@ class Linked:
     @property
     def had_kept(self) -> bool:
         """Whether a run that goes on had seen this layer's input, and its own did not yet."""
-        return self.is_coded and self.link is not None and self.link.had_kept(self.layer)
+        return (
+            self.is_coded and self.link is not None and self.link.had_kept(self.layer)
+        )
 
     def keep(self) -> None:
         """Tells the link that a product is made to be kept."""
