@@ -7,12 +7,13 @@
 
 Every model is Linear, so many layers of one width, Linear. Ways to train it are built
 first, in the same processes, and take turns, epoch by epoch; a rank has one thread, and an
-epoch ends with the last rank. "best grid" is what the planner takes, for models that run on
-any. Times and bytes are ratios to graph parallelism in 1D, with nodes cut at random and by
-METIS; what loses is shown like what wins, and geometric means are over all cases. The formula supposes that
-rows travel: products of GCN send sums where that is less, and stay below it. Needs
-root, for the links (see `network.py`); `--accuracy` does not: it trains each way from equal
-weights, on equal splits, and takes the test accuracy at the best validation.
+epoch ends with the last rank. "best grid" is what the planner takes for the link it is on,
+for models that run on any grid. Times and bytes are ratios to graph parallelism in 1D, with
+nodes cut at random and by METIS; what loses is shown like what wins, and geometric means are
+over all cases. The formula supposes that rows travel: products of GCN send sums where that
+is less, and stay below it. Needs root, for the links (see `network.py`); `--accuracy` does
+not: it trains each way from equal weights, on equal splits, and takes the test accuracy at
+the best validation.
 """
 
 from __future__ import annotations
