@@ -162,3 +162,20 @@ def test_ladies_beside_neighbour_sampling(tmp_path, ranks, rule):
     nodes = [int(r[3].replace(",", "")) for r in rows]
     assert nodes[0] <= 2 * 256 + 2 * 64  # drawn for each layer, and the seeds
     assert nodes[0] < nodes[1]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 2)])
+def test_deep_pipeline_counts_what_the_formula_says(tmp_path, ranks, stages):
+    flags = ("--layers", "4", "--epochs", "2", "--stages", str(stages))
+    shown = run(example("deep_pipeline"), tmp_path, *flags, ranks=ranks)
+    assert len(re.findall(r"^stage \d  F0 |^stage \d  \.\. ", shown, re.M)) == stages
+    row = r"^(\w+.*?)  +(\d x \d) +(\d\.\d+) +(0\.\d+) +\d+ +\S+ +(\S+) +(\S+)$"
+    found = figures(shown, row)
+    assert [f[:2] for f in found] == [
+        ("pipelined", f"{stages} x {ranks // stages}"),
+        ("graph parallel", f"1 x {ranks}"),
+    ]
+    for *_, formula, ledger in found:
+        said, counted = (int(text.replace(",", "")) for text in (formula, ledger))
+        # beside it the loss, and degrees of nodes of other ranks
+        assert said <= counted <= 1.02 * said + 500
