@@ -55,11 +55,10 @@ class Case:
         return f"{self.graph}, {self.model}, {self.depth} layers, {self.ranks} ranks"
 
 
-def ways(size: int, model: str) -> list[Way]:
-    """Lists the ways that so many ranks can train a model."""
+def ways(size: int) -> list[Way]:
+    """Lists the ways that so many ranks can train."""
     found = [Way(BASES[0], cutter="random"), Way(BASES[1])]
-    if model != "gcnii":  # whose layer runs on grids (P, 1, 1) alone
-        found.append(Way("best grid", planned=True))
+    found.append(Way("best grid", planned=True))
     found.append(Way("pipeline", size))
     if size % 2 == 0 and size > 2:
         found.append(Way("hybrid, random", size // 2, "random"))

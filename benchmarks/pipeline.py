@@ -7,13 +7,12 @@
 
 Every model is Linear, so many layers of one width, Linear. Ways to train it are built
 first, in the same processes, and take turns, epoch by epoch; a rank has one thread, and an
-epoch ends with the last rank. "best grid" is what the planner takes for the link it is on,
-for models that run on any grid. Times and bytes are ratios to graph parallelism in 1D, with
-nodes cut at random and by METIS; what loses is shown like what wins, and geometric means are
-over all cases. The formula supposes that rows travel: products of GCN send sums where that
-is less, and stay below it. Needs root, for the links (see `network.py`); `--accuracy` does
-not: it trains each way from equal weights, on equal splits, and takes the test accuracy at
-the best validation.
+epoch ends with the last rank. "best grid" is what the planner takes for the link it is on.
+Times and bytes are ratios to graph parallelism in 1D, with nodes cut at random and by METIS;
+what loses is shown like what wins, and geometric means are over all cases. The formula
+supposes that rows travel: products send sums where that is less, and stay below it. Needs
+root, for the links (see `network.py`); `--accuracy` does not: it trains each way from equal
+weights, on equal splits, and takes the test accuracy at the best validation.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def timed(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     case = Case(**json.loads(args.rank))
     data = graph(case.graph, args.root, args.degree)
-    every = [w for w in ways(case.ranks, case.model) if args.only in w.name]
+    every = [w for w in ways(case.ranks) if args.only in w.name]
     made = [built(way, case, data, args) for way in every]
     losses = [[one.epoch() for _ in range(2)] for one in made]  # plans, compiles
     world, found = made[0].mesh.everyone, []
@@ -84,7 +83,7 @@ def learnt(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs on a rank: trains each way to the end, from several seeds."""
     torch.set_num_threads(1)
     found = []
-    for way in ways(case.ranks, case.model):
+    for way in ways(case.ranks):
         if args.only not in way.name or way.planned or way.name == BASES[0]:
             continue  # the same numbers as those of 1D, METIS
         scores = []

@@ -164,7 +164,7 @@ def test_ladies_beside_neighbour_sampling(tmp_path, ranks, rule):
     assert nodes[0] < nodes[1]
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 4)])
 def test_deep_pipeline_counts_what_the_formula_says(tmp_path, ranks, stages):
     flags = ("--layers", "4", "--epochs", "2", "--stages", str(stages))
     shown = run(example("deep_pipeline"), tmp_path, *flags, ranks=ranks)
@@ -175,7 +175,10 @@ def test_deep_pipeline_counts_what_the_formula_says(tmp_path, ranks, stages):
         ("pipelined", f"{stages} x {ranks // stages}"),
         ("graph parallel", f"1 x {ranks}"),
     ]
-    for *_, formula, ledger in found:
+    for way, *_, formula, ledger in found:
         said, counted = (int(text.replace(",", "")) for text in (formula, ledger))
-        # beside it the loss, and degrees of nodes of other ranks
-        assert said <= counted <= 1.02 * said + 500
+        if way == "pipelined" and stages == ranks:
+            assert said <= counted <= said + 200  # the loss
+        else:  # products send sums where rows would be more
+            assert bool(ranks - 1) == bool(counted)
+            assert counted <= said + 500

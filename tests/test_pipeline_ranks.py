@@ -8,12 +8,13 @@ import time
 import pytest
 import torch
 import worlds
-from pipelines import STACKS, loss_of, stack_of
+from pipelines import STACKS, loss_of, run_plain, stack_of
 from problems import GRAPHS, owners
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.price import hybrid_words, stage_words
+from pyg_distcomm.pipeline.stack import read_stack
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
@@ -25,7 +26,7 @@ def _train(
     """Losses, state and output after some epochs, and whether bytes were as foretold."""
     data = GRAPHS[graph]()
     mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(data, mesh, cutter or "random")
+    share = pdc.partition(data, mesh, "random" if cutter is None else cutter)
     stack = stack_of(name, dropout=dropout)
     pipe = pdc.Pipeline(stack, mesh, **kwargs)
     opt = torch.optim.SGD(pipe.parameters(), 0.3)
@@ -87,7 +88,7 @@ def _train_with(stages, name, options):
 @pytest.mark.parametrize("gradient", ["scaled", "stale", "damped"])
 def test_other_gradients_do_not_depend_on_them_either(name, gradient, shape):
     options = {"chunks": _chunks("undirected"), "graph": "undirected"}
-    options |= {"gradient": gradient, "recompute": shape[0] == 2, "epochs": 4}
+    options |= {"gradient": gradient, "recompute": shape[0] == 2, "dropout": 0.2}
     options["order"] = "fixed" if gradient == "damped" else "shuffled"
     want = _train(1, name, **options)
     for got in worlds.run(_train_with, shape[0] * shape[1], shape[0], name, options):
@@ -108,6 +109,41 @@ def test_graphs_with_teeth(shape, graph, cutter):
         _assert_same(got, want)
     options["chunks"] = chunks  # as cut within ranks: other results, all alike
     worlds.run(_train_with, stages * ways, stages, "gcn", options)
+
+
+def _alone(stages, name, measured):
+    """One chunk: loss, gradients and output are PyG's, whoever computes them."""
+    data = GRAPHS["loops_and_copies"]()
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(data, mesh, "random")
+    stack = stack_of(name)
+    out, loss, _ = run_plain(stack, data)
+    pipe = pdc.Pipeline(stack, mesh, share if measured else None, chunks=1)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(pipe(share).full_tensor(), out, **close)
+    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **close)
+    with pytest.raises(ValueError, match="has save"):
+        pdc.save_checkpoint("nowhere", mesh, pipe)
+    return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["gcn", "gat", "gcnii", "jumping"])
+def test_one_chunk_is_the_full_graph(name, shape):
+    stages, ways = shape
+    stack, data = stack_of(name), GRAPHS["loops_and_copies"]()
+    grads = run_plain(stack, data)[2]
+    layers = [la for la in read_stack(stack) if isinstance(la.run, torch.nn.Module)]
+    names = [f"{la.name}.{k}" for la in layers for k, _ in la.run.named_parameters()]
+    want = dict(zip(names, grads, strict=True))
+    seen, balances = set(), set()
+    for found, balance in worlds.run(_alone, stages * ways, stages, name, ways == 1):
+        balances.add(balance)
+        for key, grad in found.items():
+            torch.testing.assert_close(grad, want[key], rtol=1e-10, atol=1e-10)
+            seen.add(key)
+    assert seen == set(want)
+    assert len(balances) == 1
 
 
 def _bytes(stages, chunks):
