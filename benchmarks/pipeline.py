@@ -30,7 +30,7 @@ from typing import Any
 
 import network
 import torch
-from deep import BASES, Case, built, graph, ways
+from deep import BASES, Case, Way, built, graph, ways
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
@@ -46,34 +46,37 @@ def timed(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     case = Case(**json.loads(args.rank))
     data = graph(case.graph, args.root, args.degree)
-    every = [w for w in ways(case.ranks) if args.only in w.name]
-    made = [built(way, case, data, args) for way in every]
-    losses = [[one.epoch() for _ in range(2)] for one in made]  # plans, compiles
-    world, found = made[0].mesh.everyone, []
+    every = [w for w in ways(case.ranks) if args.only in w.name or w.name in BASES]
+    made = {way: built(way, case, data, args) for way in every if not way.planned}
+    world, found = next(iter(made.values())).mesh.everyone, []
+    losses = {way: [one.epoch() for _ in range(2)] for way, one in made.items()}
     for rate in args.rates:
         wire.barrier(world)
         network.shape(rate)
         wire.barrier(world)
-        for k, way in enumerate(every):
+        for way in every:
             if way.planned:  # for the link that there is now
-                made[k] = built(way, case, data, args)
-                losses[k] = [made[k].epoch() for _ in range(2)]
-        seconds: list[list[float]] = [[] for _ in made]
-        for one, took in list(zip(made, seconds, strict=True)) * args.rounds:
-            one.mesh.ledger.reset()
+                made[way] = built(way, case, data, args)
+                losses[way] = [made[way].epoch() for _ in range(2)]
+        seconds: dict[Way, list[float]] = {way: [] for way in every}
+        for way in every * args.rounds:
+            made[way].mesh.ledger.reset()
             wire.barrier(world)
             start = time.perf_counter()
-            one.epoch()
+            made[way].epoch()
             wire.barrier(world)
-            took.append(time.perf_counter() - start)
-        for way, one, took, loss in zip(every, made, seconds, losses, strict=True):
+            seconds[way].append(time.perf_counter() - start)
+        for way in every:
+            one = made[way]
             # barriers of another mesh are not in it
             rows = wire.all_gather_counts([one.mesh.ledger.bytes()], world)
             received = [int(row[0]) for row in rows]
-            about = {"way": way.name, "note": one.note, "rate": rate, "loss": loss[-1]}
+            about = {"way": way.name, "note": one.note, "rate": rate}
+            took = {"seconds": seconds[way], "loss": losses[way][-1]}
             sent = {"bytes": sum(received), "busiest": max(received)}
-            sent["formula"] = one.formula  # type: ignore[assignment]
-            found.append({**vars(case), **about, "seconds": took, **sent})
+            found.append(
+                {**vars(case), **about, **took, **sent, "formula": one.formula}
+            )
     network.shape(network.BARE)
     if world.rank == 0:
         Path(args.result).write_text(json.dumps(found))
@@ -203,7 +206,7 @@ def main() -> None:
     parser.add_argument("--refresh", type=int, default=1, help="epochs of one history")
     parser.add_argument("--gradient", default="surrogate")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="ways with this in their name")
+    parser.add_argument("--only", default="", help="ways so named, and the bases")
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=200)
