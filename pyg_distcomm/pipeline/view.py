@@ -85,8 +85,8 @@ class Run:
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
     def _site(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Site:
-        if self.mode == "measure":
-            return Site(self.plan, x, operator, self.rule, None)
+        if self.mode == "measure" and key not in self.sites:
+            self.sites[key] = Site(self.plan, x, operator, self.rule, None)
         if key not in self.sites:
             raise TypeError(
                 f"layer {key[0]} reads its neighbours more often in training than in "
