@@ -9,6 +9,11 @@ its place on this rank; ghosts come after own rows.
 from pyg_distcomm.checkpoint import load_checkpoint as load_checkpoint
 from pyg_distcomm.checkpoint import save_checkpoint as save_checkpoint
 from pyg_distcomm.edge_index import DistEdgeIndex as DistEdgeIndex
+from pyg_distcomm.exchange.policy import LinkPolicy as LinkPolicy
+from pyg_distcomm.exchange.presets import BNS as BNS
+from pyg_distcomm.exchange.presets import VARCO as VARCO
+from pyg_distcomm.exchange.presets import PipeGCN as PipeGCN
+from pyg_distcomm.exchange.presets import Sylvie as Sylvie
 from pyg_distcomm.failure import RankError as RankError
 from pyg_distcomm.launch import launch as launch
 from pyg_distcomm.ledger import Ledger as Ledger

@@ -90,6 +90,13 @@ class Constants:
         kept: Tensor = product
         return kept
 
+    def stage(self, x: Any, kind: Any) -> int:
+        """Returns 1 if an input was seen once, 2 if its product is kept, else 0."""
+        before, product = self._known.get(x, {}).get(kind, (None, None))
+        if before is None or before[0] != x._version:
+            return 0
+        return 1 if product is None else 2
+
 
 def _constant(t: Any) -> bool:
     return t is None or not (t.requires_grad or t.is_inference())

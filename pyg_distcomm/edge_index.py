@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm import indexing
 from pyg_distcomm.constants import Constants, Ordering
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, base_name
@@ -107,7 +108,11 @@ class DistEdgeIndex(torch.Tensor):
         """
         local = self.check_nodes(x, "x")
         weight = self.check_edges(edge_weight, "edge_weight")
-        return DistTensor.wrap(self.topology.sum(local, weight), self.nodes)
+        link, wrap = self.topology.link, None
+        if link is not None:
+            call = link.begin(self.topology, self.nodes, torch.is_grad_enabled())
+            wrap = None if call is None else call.wrap
+        return DistTensor.wrap(self.topology.sum(local, weight, wrap), self.nodes)
 
     def check_nodes(self, x: Any, name: str) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
@@ -190,6 +195,21 @@ class DistEdgeIndex(torch.Tensor):
         """
         twin = copy.copy(self.topology)
         twin.ordering, twin.constants = Ordering(order, keep_inputs), Constants()
+        return _wrap(self.to_local(), twin)
+
+    def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
+        """Returns the same edges, with rows of layers that travel by another link.
+
+        Plans and kept products are shared, which are exact. Layers with a link of their own
+        go by that.
+
+        Args:
+            link: a `LinkPolicy`, as of `pdc.VARCO(...)`; None is exact.
+        """
+        if link is not None and not isinstance(link, LinkPolicy):
+            raise TypeError(f"link must be a LinkPolicy or None, got {link!r}")
+        twin = copy.copy(self.topology)
+        twin.link = link
         return _wrap(self.to_local(), twin)
 
     @classmethod

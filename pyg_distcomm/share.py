@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.figures import PartitionReport
@@ -34,6 +35,7 @@ def partition(
     seed: int = 0,
     refine: bool = False,
     oblivious: bool = False,
+    link: LinkPolicy | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Any:
@@ -57,6 +59,7 @@ def partition(
             and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks instead of the rows the sparsity needs: the
             baseline of [Tripathy20].
+        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
 
@@ -72,10 +75,17 @@ def partition(
     assert data.edge_index is not None
     if method is None and not refine and _is_planned(data, mesh):
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
-        return _as_planned(_assemble(share, mesh, oblivious), oblivious)
+        return _linked(_as_planned(_assemble(share, mesh, oblivious), oblivious), link)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    return _assemble(share, mesh, oblivious)
+    return _linked(_assemble(share, mesh, oblivious), link)
+
+
+def _linked(share: Data, link: LinkPolicy | None) -> Data:
+    if link is not None:
+        edge_index: Any = share.edge_index
+        share.edge_index = edge_index.with_link(link)
+    return share
 
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:
@@ -347,6 +357,7 @@ def load_partition(
     *,
     verify: Verify = "sizes",
     oblivious: bool = False,
+    link: LinkPolicy | None = None,
 ) -> Data:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
 
@@ -355,7 +366,7 @@ def load_partition(
             Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
         mesh: the ranks; as many as the folder has parts.
         verify: "sizes", or "checksums" to read every byte of the share first.
-        oblivious: see `partition`.
+        oblivious, link: see `partition`.
 
     Raises:
         ValueError: on all ranks, naming the file that is missing, altered or truncated,
@@ -369,7 +380,7 @@ def load_partition(
         problem = problem or ValueError(f"cannot read {folder}: {error}")
     _agree(problem, mesh)
     assert share is not None
-    return _assemble(share, mesh, oblivious)
+    return _linked(_assemble(share, mesh, oblivious), link)
 
 
 def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:

@@ -14,10 +14,13 @@ from torch_geometric.utils import add_remaining_self_loops
 from pyg_distcomm import adjoint, wire
 from pyg_distcomm.constants import Constants, Ordering
 from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.build import Plan, build_plan
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.ops.route import EdgeRoute
+from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.rows import Rows
 
 
@@ -38,11 +41,16 @@ class Locals:
     halo: Halo
     num_own: int
 
-    def with_ghosts(self, x: Tensor) -> Tensor:
-        """Returns own and ghost rows `[n + h, ...]` of own rows `x`, differentiably."""
+    def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
+        """Returns own and ghost rows `[n + h, ...]` of own rows `x`, differentiably.
+
+        Args:
+            x: own rows.
+            link: the halo as a call of a layer wraps it; None is the halo.
+        """
         if self.halo.silent:
             return x
-        return torch.cat([x, adjoint.exchange(x, self.halo)])
+        return torch.cat([x, adjoint.exchange(x, self.halo if link is None else link)])
 
     def with_ghost_facts(self, x: Tensor) -> Tensor:
         """Returns the same of what the graph says of nodes: the same in every epoch."""
@@ -75,6 +83,7 @@ class Topology:
         device: where operators are put.
         sources: which sources are here, if their type is not that of the targets.
         ordering: how layers multiply with it.
+        link: how the rows of layers travel; None is exactly.
     """
 
     source_gid: Tensor
@@ -86,6 +95,7 @@ class Topology:
     sources: Rows | None = None
     ordering: Ordering = Ordering()
     constants: Constants = field(default_factory=Constants, repr=False)
+    link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def check_one_kind(self) -> None:
@@ -183,20 +193,26 @@ class Topology:
         found: Plan = self._plans[key]
         return found
 
-    def sum(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns `sum_e weight_e x_source(e)` for each own node."""
+    def sum(self, x: Tensor, weight: Tensor | None, wrap: Wrap | None = None) -> Tensor:
+        """Returns `sum_e weight_e x_source(e)` for each own node, over wrapped links."""
         if weight is None:
-            return self.sum_plan().matrix.matmul(x)
+            return self.sum_plan().matrix.over(wrap).matmul(x)
         if weight.requires_grad and torch.is_grad_enabled():
-            return self.sum_plan(trainable=True).matmul(x, weight.to(x.dtype))
+            plan = self.sum_plan(trainable=True)
+            return plan.matmul(x, weight.to(x.dtype), wrap)
 
         def value_of() -> tuple[Plan, Tensor]:
             return self.sum_plan(), weight.detach().to(x.dtype)
 
-        return self._fixed("sum", weight, x.dtype, value_of).matmul(x)
+        return self._fixed("sum", weight, x.dtype, value_of).over(wrap).matmul(x)
 
     def gcn(
-        self, x: Tensor, weight: Tensor | None, improved: bool, add_self_loops: bool
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        wrap: Wrap | None = None,
     ) -> Tensor:
         """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees and loops taken over all ranks."""
         kind = ("gcn", improved, add_self_loops)
@@ -204,13 +220,13 @@ class Topology:
         if trainable and torch.is_grad_enabled():
             edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
             plan = self._looped_plan(add_self_loops, edge_index, trainable=True)
-            return plan.matmul(x, value)
+            return plan.matmul(x, value, wrap)
 
         def value_of() -> tuple[Plan, Tensor]:
             edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
             return self._looped_plan(add_self_loops, edge_index), value
 
-        return self._fixed(kind, weight, x.dtype, value_of).matmul(x)
+        return self._fixed(kind, weight, x.dtype, value_of).over(wrap).matmul(x)
 
     def _looped_plan(
         self, add_self_loops: bool, edge_index: Tensor, trainable: bool = False
@@ -270,6 +286,7 @@ class Topology:
             device,
             self.sources,
             self.ordering,
+            link=self.link,
         )
 
 

@@ -99,6 +99,14 @@ class Codec(abc.ABC):
         """Whether it needs a `Draw`."""
         return False
 
+    @property
+    def masking(self) -> bool:
+        """Whether numbers that it leaves out arrive as zeros, whatever they are.
+
+        A gradient must then be masked as the rows it answers were.
+        """
+        return False
+
     @abc.abstractmethod
     def wire_bytes(
         self, rows: int, width: int, dtype: torch.dtype = torch.float32

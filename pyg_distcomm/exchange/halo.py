@@ -23,6 +23,8 @@ class Halo(Link):
         send_counts  how many go to each rank of the axis (none to itself)
         recv_counts  how many come from each rank; their sum is h
         most         the most rows that any rank sends to any other
+        send_gid     [t]   ids of the rows that go out
+        ghost_gid    [h]   ids of the ghosts, in order
 
     Price: h f words forward, t f words in the transpose.
     Differs from [Tripathy20] Sec. 4.1 in moving only the rows the sparsity asks for
@@ -37,6 +39,8 @@ class Halo(Link):
     silent: bool
     dense: bool = False
     most: int | None = None
+    send_gid: Tensor | None = None
+    ghost_gid: Tensor | None = None
 
     @staticmethod
     def build(
@@ -74,6 +78,8 @@ class Halo(Link):
             silent=most == 0,
             dense=dense,
             most=most,
+            send_gid=asked,
+            ghost_gid=want_gid,
         )
 
     @property
@@ -131,7 +137,12 @@ class Halo(Link):
 
     def to(self, device: torch.device) -> Halo:
         """Returns the same plan with its indices on another device."""
-        return replace(self, send_slot=self.send_slot.to(device))
+        tensors = {
+            name: value.to(device)
+            for name in ("send_slot", "send_gid", "ghost_gid")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **tensors)
 
     def __repr__(self) -> str:
         return (

@@ -20,17 +20,17 @@ MOST = 4
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Link):
-    """Halos over one axis whose ghosts stand one after another.
+    """Links over one axis whose ghosts stand one after another.
 
     Price: the words of the whole, and each piece's messages.
     """
 
-    pieces: tuple[Halo, ...]
+    pieces: tuple[Link, ...]
     silent: bool = False
 
     @property
     def parts(self) -> Sequence[Link]:
-        """The halos."""
+        """The links."""
         return self.pieces
 
     @property

@@ -9,6 +9,7 @@ from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.nn.linked import OwnLink, check_link
 from pyg_distcomm.nn.norm import DistBatchNorm
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
@@ -17,7 +18,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 _MATRIX: dict[type, type] = {GCNConv: DistGCNConv, SAGEConv: DistSAGEConv}
 
 
-def convert(model: Model) -> Model:
+def convert(model: Model, link: OwnLink = None) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
     GCNConv and SAGEConv become DistGCNConv and DistSAGEConv, every other
@@ -28,11 +29,18 @@ def convert(model: Model) -> Model:
 
     Args:
         model: the model; on ordinary inputs it computes what it did before.
+        link: the link of its layers, `pdc.VARCO(...)` say; "exact", or None to leave each
+            with its own or that of the edge_index.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {type(model).__name__}")
     done: dict[int, torch.nn.Module] = {}
-    return _converted(model, done)  # type: ignore[return-value]
+    out = _converted(model, done)
+    if check_link(link) is not None:
+        for module in out.modules():
+            if isinstance(module, (DistGCNConv, DistSAGEConv, HaloConv)):
+                module.link = link
+    return out  # type: ignore[return-value]
 
 
 def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:

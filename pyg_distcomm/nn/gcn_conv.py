@@ -9,7 +9,9 @@ from torch_geometric.nn import GCNConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import through_halo
-from pyg_distcomm.nn.product import flowing, in_best_order
+from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
+from pyg_distcomm.nn.product import Kept, flowing, in_best_order
+from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -22,6 +24,9 @@ class DistGCNConv(GCNConv):
     `repr`, and *is* it for ordinary inputs. With a `DistEdgeIndex` it computes the same
     numbers on any grid: degrees and self-loops are global, (A X) W or A (X W) is chosen
     by the narrower width, and a gradient nobody needs is not computed.
+
+    Args:
+        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
 
     Shapes (this rank):
         x            [n_i, F_in]   DistTensor
@@ -37,26 +42,32 @@ class DistGCNConv(GCNConv):
         TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
     """
 
+    link: OwnLink = None
+
+    def __init__(self, *args: Any, link: OwnLink = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.link = check_link(link)
+
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
         """Runs the layer."""
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, edge_weight)
         if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum"):
-            return through_halo(self, super().forward, x, edge_index, edge_weight)
+            run = super().forward
+            return through_halo(self, self.link, run, x, edge_index, edge_weight)
         edge_index.check_nodes(x, "x")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
         topology, weight = flowing(edge_index.topology, weight, self.flow)
 
-        def multiply(h: Tensor) -> Tensor:
+        def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
             if not self.normalize:
-                return topology.sum(h, weight)
-            return topology.gcn(h, weight, self.improved, self.add_self_loops)
+                return topology.sum(h, weight, wrap)
+            loops = self.improved, self.add_self_loops
+            return topology.gcn(h, weight, *loops, wrap)
 
-        def known(features: Any, product: Any) -> Tensor | None:
-            kind = (self.normalize, self.improved, self.add_self_loops, features.dtype)
-            inputs = features, edge_weight
-            return topology.constants.product(("gcn", *kind), inputs, product)
-
-        ordering = edge_index.topology.ordering
-        out = in_best_order(x, self.lin, self.bias, multiply, ordering, known)
+        kind = "gcn", self.normalize, self.improved, self.add_self_loops
+        kept = Kept(topology.constants, kind, edge_weight)
+        user = Linked.of(self, self.link, edge_index)
+        args = x, self.lin, self.bias, multiply, edge_index
+        out = in_best_order(*args, kept, user)
         return DistTensor.wrap(out, edge_index.nodes)

@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.nn.coding import check_aggregations
 from pyg_distcomm.nn.inner import Inner
-from pyg_distcomm.nn.visit import Visit
+from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
+from pyg_distcomm.nn.visit import Visit, layers_of
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
@@ -29,6 +31,9 @@ class HaloConv(torch.nn.Module):
 
     Args:
         conv: a `MessagePassing` layer; it is shared, not copied.
+        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
+            What the layer hands to `propagate` is coded, but for what attention is made
+            from, which is exact and now; see [Note: attention].
 
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
     Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward.
@@ -36,16 +41,18 @@ class HaloConv(torch.nn.Module):
     Raises:
         TypeError: if conv is no MessagePassing layer, or reads the topology outside
             `propagate`; the layer is named.
-        ValueError: on grids other than (P, 1, 1), where rows do not meet their edges.
+        ValueError: on grids other than (P, 1, 1), where rows do not meet their edges; and
+            over a link that leaves out numbers, if sums or means are not what is taken.
     """
 
-    def __init__(self, conv: MessagePassing) -> None:
+    def __init__(self, conv: MessagePassing, link: OwnLink = None) -> None:
         super().__init__()
         if not isinstance(conv, MessagePassing):
             raise TypeError(
                 f"HaloConv wraps a MessagePassing layer of PyG, got {type(conv).__name__}"
             )
         self._wrapped = [conv]  # in a list: it is this module, not a child of it
+        self.link = check_link(link)
         self._share()
 
     def _share(self) -> None:
@@ -64,7 +71,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        return through_halo(self.conv, self.conv, *args, **kwargs)
+        return through_halo(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of what is in it."""
@@ -93,9 +100,20 @@ class HaloConv(torch.nn.Module):
 
 
 def through_halo(
-    conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    conv: MessagePassing,
+    link: OwnLink,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges."""
+    """Runs `forward` of `conv`, fetching ghosts where the layer meets its edges.
+
+    Args:
+        conv: the layer.
+        link: its own; see `Linked.of`.
+        forward: how it runs.
+        args, kwargs: what it is given.
+    """
     if not any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     bound = inspect.signature(conv.forward).bind(*args, **kwargs)
@@ -104,7 +122,11 @@ def through_halo(
     edge_index = _edge_index(conv, given)
     _check(conv, edge_index, given)
     topology, carry = _flowing(conv, edge_index)
-    visit = Visit(conv, topology)
+    user = Linked.of(conv, link, edge_index)
+    at_work = user.is_coded
+    if at_work and user.link is not None:
+        check_aggregations(layers_of(conv), user.link)
+    visit = Visit(conv, topology, user.call(), at_work)
     for where in (given, extra):
         for name, value in list(where.items()):
             if where is given and name == "kwargs" and extra:
@@ -183,7 +205,10 @@ def _argument(
         target = (
             target if target is None else Inner.wrap(target.to_local(), target.rows)
         )
-        return (visit.ghosted(source) if visit.source == 0 else source), target
+        early = visit.source == 0 and not visit.late
+        if early:
+            return visit.ghosted(source), target
+        return Inner.wrap(source.to_local(), source.rows), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
@@ -194,7 +219,7 @@ def _argument(
         return value  # replicated
     value = Inner.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
     # a pair is (where edges start, where they end), so only one way can be ghosted early
-    early = visit.source == 0 and _takes_pair(conv, name)
+    early = visit.source == 0 and not visit.late and _takes_pair(conv, name)
     return (visit.ghosted(value), value) if early else value
 
 

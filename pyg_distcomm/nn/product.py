@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_distcomm.constants import Ordering
+from pyg_distcomm.constants import Constants
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.nn.linked import Linked
+from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
@@ -29,9 +35,10 @@ def in_best_order(
     x: DistTensor,
     lin: Linear,
     bias: Tensor | None,
-    multiply: Callable[[Tensor], Tensor],
-    ordering: Ordering,
-    known: Callable[[DistTensor, Callable[[], Tensor]], Tensor | None],
+    multiply: Callable[[Tensor, Wrap | None], Tensor],
+    edge_index: DistEdgeIndex,
+    kept: Kept,
+    user: Linked,
 ) -> Tensor:
     """Returns `(A X) W + b` or `A (X W) + b`, whichever exchanges fewer words.
 
@@ -43,26 +50,69 @@ def in_best_order(
     Args:
         x: the features.
         lin, bias: W and b.
-        multiply: the product with A.
-        ordering: which order to take, and whether to keep products.
-        known: looks up, or computes, what is kept of `A x` (see `Constants.product`).
+        multiply: the product with A, over links as the second argument wraps them.
+        edge_index: A's; says which order to take, and whether to keep products.
+        kept: what is kept of `A x`.
+        user: the layer, and its link.
     """
+    ordering = edge_index.topology.ordering
     if is_lazy(lin.weight):
         lin(x)  # takes its width from x, through its own hooks
-    if ordering.keep_inputs and ordering.order != "last":
-        product = known(x, lambda: _by_row(multiply, x.to_local()))
+    keeps = ordering.keep_inputs and ordering.order != "last"
+    if keeps:
+
+        def exactly() -> Tensor:
+            user.keep()
+            return _by_row(multiply, x.to_local(), None)
+
+        product = kept.product(x, exactly)
         if product is not None:
             return F.linear(product, lin.weight, bias)
+    wrap = user.wrap(kept.stage_of(x) if keeps else None)
     grad = torch.is_grad_enabled()
     grads = (
         grad and x.requires_grad,
         grad and (x.requires_grad or lin.weight.requires_grad),
     )
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return F.linear(_by_row(multiply, x.to_local()), lin.weight, bias)
-    out = _by_row(multiply, F.linear(x.to_local(), lin.weight))
+        return F.linear(_by_row(multiply, x.to_local(), wrap), lin.weight, bias)
+    out = _by_row(multiply, F.linear(x.to_local(), lin.weight), wrap)
     return out if bias is None else out.add_(bias)  # a fresh tensor: nobody saved it
 
 
-def _by_row(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return multiply(x.flatten(1)).view(x.shape) if x.dim() > 2 else multiply(x)
+def _by_row(
+    multiply: Callable[[Tensor, Wrap | None], Tensor], x: Tensor, wrap: Wrap | None
+) -> Tensor:
+    if x.dim() > 2:
+        return multiply(x.flatten(1), wrap).view(x.shape)
+    return multiply(x, wrap)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Where a layer's products with inputs that do not change are kept.
+
+    Args:
+        constants: of the graph.
+        kind: tells operators apart.
+        weight: the weights of edges, or None.
+    """
+
+    constants: Constants
+    kind: tuple
+    weight: Any = None
+
+    def product(self, x: DistTensor, multiply: Callable[[], Tensor]) -> Tensor | None:
+        """Returns `A x` as `Constants.product` has it."""
+        kind = (*self.kind, x.dtype)
+        return self.constants.product(kind, (x, self.weight), multiply)
+
+    def stage_of(self, x: DistTensor) -> Callable[[], int]:
+        """Returns how to ask whether `A x` is kept, for as long as x lives."""
+        kind, alive = (*self.kind, x.dtype), weakref.ref(x)
+
+        def stage() -> int:
+            now = alive()
+            return 0 if now is None else self.constants.stage(now, kind)
+
+        return stage

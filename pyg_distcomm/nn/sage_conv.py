@@ -10,7 +10,9 @@ from torch_geometric.nn import SAGEConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import through_halo
-from pyg_distcomm.nn.product import flowing, in_best_order
+from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
+from pyg_distcomm.nn.product import Kept, flowing, in_best_order
+from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -23,6 +25,9 @@ class DistSAGEConv(SAGEConv):
     it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
     grid; every other aggregation brings the rows of the neighbours here (grids
     `(P, 1, 1)`).
+
+    Args:
+        link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
 
     Shapes (this rank):
         x           [n_i, F_in]   DistTensor, or a pair of them
@@ -37,12 +42,18 @@ class DistSAGEConv(SAGEConv):
         TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
     """
 
+    link: OwnLink = None
+
+    def __init__(self, *args: Any, link: OwnLink = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.link = check_link(link)
+
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Runs the layer."""
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, size)
         if self.aggr not in ("mean", "sum", "add"):
-            return through_halo(self, super().forward, x, edge_index)
+            return through_halo(self, self.link, super().forward, x, edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
         edge_index.check_nodes(source, "x")
         if self.project and hasattr(self, "lin"):
@@ -56,17 +67,14 @@ class DistSAGEConv(SAGEConv):
     def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:
         topology, _ = flowing(edge_index.topology, None, self.flow)
 
-        def multiply(h: Tensor) -> Tensor:
-            z = topology.sum(h, None)
+        def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
+            z = topology.sum(h, None, wrap)
             if self.aggr != "mean":
                 return z
             return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
 
-        ordering = edge_index.topology.ordering
-
-        def known(features: Any, product: Any) -> Tensor | None:
-            kind = ("sage", self.aggr, features.dtype)
-            return topology.constants.product(kind, (features, None), product)
-
-        out = in_best_order(x, self.lin_l, self.lin_l.bias, multiply, ordering, known)
+        kept = Kept(topology.constants, ("sage", self.aggr))
+        user = Linked.of(self, self.link, edge_index)
+        args = x, self.lin_l, self.lin_l.bias, multiply, edge_index
+        out = in_best_order(*args, kept, user)
         return DistTensor.wrap(out, edge_index.nodes)

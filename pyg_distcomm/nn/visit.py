@@ -16,6 +16,9 @@ from torch import Tensor
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 
 from pyg_distcomm import wire
+from pyg_distcomm.exchange.account import NAMES
+from pyg_distcomm.exchange.call import Call
+from pyg_distcomm.nn.coding import is_coded
 from pyg_distcomm.nn.guard import (
     Guarded,
     GuardedEdges,
@@ -42,9 +45,21 @@ class _Call:
 
 
 class Visit:
-    """One run of a layer on this rank: its edges, and what stands in for PyG's own."""
+    """One run of a layer on this rank: its edges, and what stands in for PyG's own.
 
-    def __init__(self, conv: MessagePassing, topology: Topology) -> None:
+    Args:
+        conv: the layer.
+        topology: the edges, in the direction of messages.
+        call: how this run goes by the layer's link; None is exactly.
+        late: whether sources are fetched where they are looked up, not before.
+    """
+
+    def __init__(
+        self, conv: MessagePassing, topology: Topology, call: Call | None, late: bool
+    ) -> None:
+        self.call, self.late = call, late
+        self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
+        self.coded = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
         self.source = 0 if conv.flow == "source_to_target" else 1
@@ -67,7 +82,7 @@ class Visit:
     def running(self) -> Iterator[None]:
         """Puts our `propagate`, `gcn_norm` and keyed dropout in place."""
         with contextlib.ExitStack() as stack:
-            layers = _layers(self.conv)
+            layers = layers_of(self.conv)
             for layer in layers:
                 for verb in _VERBS:
                     call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
@@ -193,7 +208,7 @@ class Visit:
         standard = getattr(MessagePassing, call.__name__, None)
         place = self.source if getattr(call, "__func__", None) is standard else 0
         local = {
-            name: self._fetched(layer, name, value, wanted, place)
+            name: self._fetched(layer, call.__name__, name, value, wanted, place)
             for name, value in given.items()
         }
         ends = edges.plain() if self.source == 0 else edges.plain().flip(0)
@@ -208,6 +223,7 @@ class Visit:
     def _fetched(
         self,
         layer: MessagePassing,
+        verb: str,
         name: str,
         value: Any,
         wanted: set[str],
@@ -219,11 +235,11 @@ class Visit:
         if not (afar or near) or not (pair or isinstance(value, Tensor)):
             return _bare(value)
         source, target = (value[place], value[1 - place]) if pair else (value, value)
-        source = self._source(layer, name, source) if afar else None
+        source = self._source(layer, verb, name, source) if afar else None
         target = self._target(name, target) if near else None
         return (source, target)
 
-    def _source(self, layer: MessagePassing, name: str, value: Any) -> Any:
+    def _source(self, layer: MessagePassing, verb: str, name: str, value: Any) -> Any:
         if value is None:
             return None
         local = self._rows_of_nodes(name, value)
@@ -232,7 +248,24 @@ class Visit:
                 f"{self.scene.layer} has its nodes in dim {layer.node_dim} of a tensor "
                 f"of {local.dim()} dims; rows must be dim 0 (node_dim=0)"
             )
-        return local if value.rows is self.both else self.here.with_ghosts(local)
+        if value.rows is self.both:
+            return local
+        return self._with_ghosts(value, local, is_coded(layer, verb, name, local))
+
+    def _with_ghosts(self, value: Tensor, local: Tensor, coded: bool) -> Tensor:
+        """Fetches ghosts as this run goes by its link, and exact ones once."""
+        if self.call is None:
+            return self.here.with_ghosts(local)
+        for known, ghosted in self.fetched:
+            if known is value:
+                return ghosted
+        call = self.call if coded else self.call.whole()
+        link = call.wrap(self.here.halo, len(NAMES) + self.coded)
+        self.coded += 1
+        ghosted = self.here.with_ghosts(local, link)
+        if not coded:
+            self.fetched.append((value, ghosted))
+        return ghosted
 
     def _target(self, name: str, value: Any) -> Any:
         if value is None:
@@ -283,7 +316,7 @@ def _pads(module: torch.nn.Module) -> bool:
     return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
-def _layers(conv: MessagePassing) -> list[MessagePassing]:
+def layers_of(conv: MessagePassing) -> list[MessagePassing]:
     """The layer, and those inside it, behind wrappers of ours as well."""
     found: list[MessagePassing] = []
     for module in conv.modules():

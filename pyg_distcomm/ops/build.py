@@ -13,6 +13,7 @@ from pyg_distcomm.ops.block import Block, Edges, coordinate
 from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
 from pyg_distcomm.ops.route import EdgeRoute
+from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.partition.partition import Partition
 
 
@@ -34,13 +35,14 @@ class Plan:
         index = tuple(i.to(device) for i in self.index)
         return Plan(self.matrix.to(device), self.route.to(device), index)
 
-    def matmul(self, x: Tensor, value: Tensor) -> Tensor:
-        """Returns the product with trainable own edge values `[e]`.
+    def matmul(self, x: Tensor, value: Tensor, wrap: Wrap | None = None) -> Tensor:
+        """Returns the product with trainable own edge values `[e]`, over wrapped links.
 
         For plans with halo="rows" or "blocks": values of nonzeros that are handed to
         other ranks would travel in every product.
         """
-        return self.matrix.matmul(x, self.route.carry(value), index=self.index)
+        matrix = self.matrix.over(wrap)
+        return matrix.matmul(x, self.route.carry(value), index=self.index)
 
 
 def build_plan(

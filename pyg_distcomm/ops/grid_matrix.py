@@ -32,7 +32,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.ops.multiply import Product
-from pyg_distcomm.ops.tile import Links, Tile
+from pyg_distcomm.ops.tile import Links, Tile, Wrap
 from pyg_distcomm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.wire import Axis
 
@@ -138,6 +138,12 @@ class GridMatrix:
     def transposed(self) -> GridMatrix:
         """The transpose: the same steps in a mirror."""
         return GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)
+
+    def over(self, wrap: Wrap | None) -> GridMatrix:
+        """Returns the same matrix over other links; fiber steps stay as they are."""
+        if wrap is None:
+            return self
+        return GridMatrix(self.tile, self.links.wrapped(wrap), self.fiber)
 
     def price(self, width: int) -> Price:
         """Returns what one product costs this rank at `width` features."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.ops.csr import CSR
 from pyg_distcomm.price import Price
 
+Wrap: TypeAlias = Callable[[Link, int], Link]
 _IN_A_TRACE = {
     "own_own": "own columns",
     "own_ghost": "halo columns",
@@ -98,6 +101,11 @@ class Links:
         there = self.ghost.price(width) + self.far.price(width)
         back = self.out.price_transpose(width) + self.sums.price_transpose(width)
         return there + back
+
+    def wrapped(self, wrap: Wrap) -> Links:
+        """Returns the same exchanges, each as `wrap(link, name)` has it."""
+        every = (self.ghost, self.out, self.sums, self.far)
+        return Links(*(wrap(link, name) for name, link in enumerate(every)))
 
     def to(self, device: torch.device) -> Links:
         """Returns the same exchanges on another device."""

@@ -12,5 +12,6 @@ from pyg_distcomm.exchange.codecs.plain import Plain as Plain
 from pyg_distcomm.exchange.codecs.quantise import Quantise as Quantise
 from pyg_distcomm.exchange.codecs.residual import Residual as Residual
 from pyg_distcomm.exchange.codecs.residual import fresh_state as fresh_state
+from pyg_distcomm.exchange.codecs.rows import RowSample as RowSample
 from pyg_distcomm.exchange.codecs.sparse import Bitmap as Bitmap
 from pyg_distcomm.exchange.codecs.sparse import TopK as TopK

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_distcomm.exchange.codec import Codec, Draw, Stage, State
 from pyg_distcomm.exchange.codecs.mask import ColumnMask
+from pyg_distcomm.exchange.codecs.rows import RowSample
 from pyg_distcomm.exchange.codecs.sparse import TopK
 
 
@@ -72,14 +73,18 @@ class Chain(Codec):
         return any(one.keyed for one in self._all)
 
     @property
+    def masking(self) -> bool:
+        """If one of them is."""
+        return any(one.masking for one in self._all)
+
+    @property
     def _all(self) -> tuple[Codec, ...]:
         return (*self.stages, self.last)
 
     def with_rate(self, rate: float) -> Chain:
         """Returns the chain with its only codec that has a rate at another one."""
-        rated = [
-            k for k, one in enumerate(self._all) if isinstance(one, (ColumnMask, TopK))
-        ]
+        kinds = ColumnMask, TopK, RowSample
+        rated = [k for k, one in enumerate(self._all) if isinstance(one, kinds)]
         if len(rated) != 1:
             raise ValueError(
                 f"a schedule sets the rate of one codec, but {self!r} has {len(rated)}"

@@ -73,6 +73,11 @@ class ColumnMask(Stage):
         """Random columns are."""
         return self.pick != "prefix"
 
+    @property
+    def masking(self) -> bool:
+        """It is, beyond rate 1."""
+        return self.rate > 1.0
+
     def with_rate(self, rate: float) -> ColumnMask:
         """Returns the same mask at another rate."""
         return replace(self, rate=rate)

@@ -12,6 +12,7 @@ from pyg_distcomm.exchange.codecs.chain import Chain
 from pyg_distcomm.exchange.codecs.mask import ColumnMask
 from pyg_distcomm.exchange.codecs.plain import rows_at
 from pyg_distcomm.exchange.codecs.quantise import Quantise, refusal
+from pyg_distcomm.exchange.codecs.rows import RowSample
 from pyg_distcomm.kernels import codes
 
 ONE_BIT_GAIN = 0.125
@@ -47,7 +48,8 @@ class Residual(Codec):
             raise ValueError(f"a residual of a residual has no use, got {self.inner!r}")
         if self.gain is not None and not 0.0 < self.gain <= 1.0:
             raise ValueError(f"gain lies in (0, 1], got {self.gain!r}")
-        if any(isinstance(c, ColumnMask) and c.scaled for c in _parts(self.inner)):
+        scaling = (ColumnMask, RowSample)
+        if any(isinstance(c, scaling) and c.scaled for c in _parts(self.inner)):
             raise ValueError(
                 f"{self.inner!r} scales up what it sends, so that differences grow instead "
                 "of falling; use scaled=False, which sends later what it left out"

@@ -1,0 +1,97 @@
+"""Call: one use of a link by a layer, as its policy has it at that moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyg_distcomm import random
+from pyg_distcomm.exchange.codec import Codec
+from pyg_distcomm.exchange.codecs.plain import Plain
+from pyg_distcomm.exchange.coded import Coded, Way
+from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.exchange.pieces import Pieces
+from pyg_distcomm.exchange.timing import Inbox
+
+if TYPE_CHECKING:
+    from pyg_distcomm.exchange.policy import LinkPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer.
+
+    Args:
+        policy: whose state it changes.
+        place: of the layer, by first use.
+        number: of its calls in this epoch.
+        epoch: this one.
+        codec, gradient_codec: how rows and gradients are written.
+        fresh: whether it waits for its own rows.
+        keeps: whether it changes what is kept; evaluation does not.
+        first: whether it is exact because the epoch is the first.
+        where: what the layer is called in messages.
+        exactly: whether rows are exact, and now, in all epochs.
+    """
+
+    policy: LinkPolicy
+    place: int
+    number: int
+    epoch: int
+    codec: Codec
+    gradient_codec: Codec | None
+    fresh: bool
+    keeps: bool
+    first: bool
+    where: str
+    exactly: bool = False
+
+    def whole(self) -> Call:
+        """Returns the same call for rows that must be exact, and of now."""
+        exact: Any = {"codec": Plain(), "gradient_codec": None}
+        return replace(self, **exact, first=False, exactly=True)
+
+    def wrap(self, link: Link, name: int) -> Link:
+        """Returns a link of an operator as this call uses it, part by part."""
+        if isinstance(link, Pieces):
+            parts = [self._coded(part, name, i) for i, part in enumerate(link.parts)]
+            return Pieces(tuple(parts))
+        return self._coded(link, name, 0)
+
+    def _coded(self, link: Link, name: int, piece: int) -> Link:
+        if link.silent or not isinstance(link, Halo):
+            return link
+        return Coded(link, self, name, piece)
+
+    def key(self, name: int) -> int:
+        """Returns the key of what is drawn for the rows of an exchange."""
+        return random.fold(self.policy.seed, self.epoch, self.place, self.number, name)
+
+    def late(self, backward: bool) -> int:
+        """Returns by how many epochs rows, or gradients, are late."""
+        kept = self.keeps and not self.exactly
+        return self.policy.timing.lateness(backward) if kept else 0
+
+    def inbox(self, halo: Halo, name: int, piece: int, way: Way, x: Tensor) -> Inbox:
+        """Returns what an exchange keeps, in one direction."""
+        if not self.keeps or self.exactly:
+            return Inbox()
+        key = self.place, self.number, name, piece, way.backward
+        inbox = self.policy.inbox(key, way)
+        inbox.meet(halo, x.size(1), x.dtype)
+        return inbox
+
+    def note(self, name: int, piece: int, way: Way, x: Tensor) -> None:
+        """Remembers that an exchange takes place, if training does."""
+        if self.keeps:
+            key = self.place, self.number, name, piece
+            load = way.load(x.size(1), x.dtype)
+            self.policy.note(key, way.backward, load, len(way.gid), self.exactly)
+
+    def seeds(self, backward: bool) -> bool:
+        """Tells whether this exact exchange is where both ends of a residual begin."""
+        codec, own = self.policy.codec, self.policy.gradient_codec
+        return self.first and (own if backward and own else codec).stateful

@@ -1,0 +1,483 @@
+"""LinkPolicy: what a user says of a link, and where training with it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.exchange.account import LinkPrice, Load, Record, RecordKey
+from pyg_distcomm.exchange.adaptive import Adaptive, Trend, bits_of, with_bits
+from pyg_distcomm.exchange.call import Call
+from pyg_distcomm.exchange.codec import Codec
+from pyg_distcomm.exchange.codecs.plain import Plain
+from pyg_distcomm.exchange.coded import Way
+from pyg_distcomm.exchange.forecast import Forecast, InboxKey
+from pyg_distcomm.exchange.saved import (
+    mark,
+    read_inbox,
+    read_solved,
+    saved_inbox,
+    solved,
+)
+from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
+from pyg_distcomm.exchange.timing import Inbox, Timing
+from pyg_distcomm.rows import Rows
+
+# what a rank says of a call; the greatest holds on all ranks
+_TRAINS, _EVALUATES, _RECOMPUTES, _REPEATS = range(4)
+_PROBLEMS = {
+    _RECOMPUTES: (
+        "was computed again in the backward pass (activation checkpointing), where an "
+        "exchange that is coded or late would travel twice; leave the layer out of the "
+        "checkpoint, or give it link='exact'"
+    ),
+    _REPEATS: (
+        "runs again after its backward pass, in the same epoch of its link; call "
+        "link.step() once an epoch, after the optimizer's step"
+    ),
+}
+
+
+class LinkPolicy:
+    """How rows travel between ranks, and when they arrive: halo x codec x timing.
+
+    Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
+    one layer or to `convert`, it holds for all products and exchanges of layers. Own rows
+    never travel, fiber steps are exact and now, and one rank ignores it. Call
+    `link.step()` once an epoch; `print(link)` tells what was used, and what it costs.
+
+    Exact are: evaluation, unless `exact_eval=False`; the first epoch, which is synchronous,
+    and from then on its last exchange, unless `exact_last=False`; the product of inputs
+    that do not change, where it is kept (see `DistEdgeIndex.with_ordering`).
+
+    Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
+    Ranks agree on each call in a training epoch, on one byte: whether one evaluates.
+    Memory: `price().kept`; see `Inbox`. What is sent is kept until it has left.
+    Differs from [Cervino24], [Zhang23], [Wan22a] in that codec, schedule and timing are
+    chosen apart, on any grid, and in exact evaluation; for each see its parts.
+
+    Args:
+        codec: how rows are written.
+        schedule: the compression ratio of each epoch, for a codec that has a rate.
+        late: by how many epochs rows are late.
+        late_gradients: by how many gradients are; None is as late as rows.
+        sync_every: every so many epochs are synchronous; see `Timing`.
+        smooth: see `Timing`.
+        gradient_codec: how gradients are written, if not as the rows they answer. It
+            follows the schedule if it has a rate.
+        exact_last: whether the last exchange is exact, and the first epoch.
+        exact_eval: whether evaluation is; if not, it is coded, and never late.
+        adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
+        seed: of random columns, rows and rounding.
+
+    Raises:
+        ValueError: for what does not go together, with the reason.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        schedule: Schedule | None = None,
+        *,
+        late: int = 0,
+        late_gradients: int | None = None,
+        sync_every: int | None = None,
+        smooth: float | None = None,
+        gradient_codec: Codec | None = None,
+        exact_last: bool = True,
+        exact_eval: bool = True,
+        adaptive: bool | Adaptive = False,
+        seed: int = 0,
+    ) -> None:
+        for name, given in (("codec", codec), ("gradient_codec", gradient_codec)):
+            if not isinstance(given, Codec) and (given is not None or name == "codec"):
+                raise TypeError(f"{name} must be a Codec, as Plain(), got {given!r}")
+        self.codec, self.gradient_codec = codec, gradient_codec
+        self.timing = Timing(late, late_gradients, sync_every, smooth)
+        self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
+        self.pace = None if schedule is None else Pace(schedule)
+        self._asked = schedule  # a budget is solved for later
+        rule = Adaptive() if adaptive is True else adaptive or None
+        self.trend = None if rule is None else Trend(rule, bits_of(codec))
+        self._check()
+        self.epoch = 0
+        self._forget()
+
+    def _check(self) -> None:
+        if self.pace is not None:
+            self.codec.with_rate(1.0)  # raises for a codec without a rate
+        switches = self.timing.sync_every not in (None, 1) and self.timing.is_late
+        for codec in filter(None, (self.codec, self.gradient_codec)):
+            if codec.stateful and (switches or self.trend is not None):
+                raise ValueError(
+                    f"{codec!r} must read all messages in order, which synchronous epochs "
+                    "between late ones do not; leave out sync_every and adaptive"
+                )
+            if codec.stateful and not self.exact_eval:
+                raise ValueError(
+                    f"evaluation would change what {codec!r} remembers of training; use "
+                    "exact_eval=True"
+                )
+
+    def _forget(self) -> None:
+        """Forgets what belongs to a run, as a copy does."""
+        self._nodes: Rows | None = None
+        self._places: Any = weakref.WeakKeyDictionary()
+        self._layers: dict[int, str] = {}
+        self._stages: dict[int, Callable[[], int]] = {}
+        self._kept_at: dict[int, int] = {}
+        self._inboxes: dict[InboxKey, Inbox] = {}
+        self._saved: dict[InboxKey, Mapping[str, Any]] = {}
+        self._mark: Mapping[str, Any] | None = None
+        self._records: dict[RecordKey, Record] = {}
+        self._made: dict[tuple[int, int], None] = {}  # calls of this epoch, in order
+        self._active: tuple[tuple[int, int], ...] = ()  # calls of the last epoch
+        self._last: tuple[int, int] | None = None
+        self._answered: set[int] = set()
+        self._written: dict[int, tuple[Codec, Codec | None]] = {}
+
+    # what layers ask
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the exact link: rows as they are, and now."""
+        plain = self.codec == Plain() and self.gradient_codec in (None, Plain())
+        return plain and not self.timing.is_late
+
+    def begin(
+        self,
+        layer: Any,
+        nodes: Rows,
+        training: bool,
+        stage: Callable[[], int] | None = None,
+    ) -> Call | None:
+        """Returns one call of a layer, or None if it is exact; collective.
+
+        Args:
+            layer: whose call it is.
+            nodes: which nodes are where.
+            training: whether the layer is.
+            stage: tells whether the layer's input is kept; see `Constants.stage`.
+        """
+        mesh = nodes.mesh
+        if mesh.size == 1 or self.is_exact:
+            return None
+        self._bind(nodes)
+        place = self._place(layer)
+        if stage is not None:
+            self._stages[place] = stage
+        said = self._mode(place, training)
+        said = int(
+            wire.all_reduce(torch.tensor([said], dtype=torch.uint8), mesh.data, "max")
+        )
+        if said in _PROBLEMS:
+            raise ValueError(f"{self.where(place)} {_PROBLEMS[said]}")
+        if said == _EVALUATES:
+            return None if self.exact_eval else self._call(place, 0, keeps=False)
+        number = sum(1 for other, _ in self._made if other == place)
+        self._made[place, number] = None
+        if (place, number) == self._last:
+            return None
+        return self._call(place, number, keeps=True)
+
+    def _mode(self, place: int, training: bool) -> int:
+        if torch._C._current_graph_task_id() != -1:
+            return _RECOMPUTES
+        if not (training and torch.is_grad_enabled()):
+            return _EVALUATES
+        return _REPEATS if place in self._answered else _TRAINS
+
+    def _place(self, layer: Any) -> int:
+        place: int = self._places.setdefault(layer, len(self._places))
+        self._layers[place] = type(layer).__name__
+        return place
+
+    def _bind(self, nodes: Rows) -> None:
+        if self._nodes is None:
+            self._nodes = nodes
+            self._restore(nodes)
+        if self._nodes.mesh is not nodes.mesh:
+            raise ValueError(
+                f"this link is in use on {self._nodes.mesh}, and now on {nodes.mesh}; make "
+                "one for each"
+            )
+
+    def _restore(self, nodes: Rows) -> None:
+        """Takes what was saved, if it is of this partition, on all ranks alike."""
+        if self._saved and self._mark != mark(nodes):
+            self._saved = {}
+            warnings.warn(
+                "the late and residual rows of this link were saved on another number of "
+                "ranks or another partition, and are dropped: the next epoch is synchronous",
+                stacklevel=2,
+            )
+
+    def _call(self, place: int, number: int, *, keeps: bool) -> Call:
+        first = self.exact_last and self.epoch == 0 and keeps
+        codecs = (Plain(), None) if first else self._at(self.epoch)
+        fresh = not keeps or self.synchronous
+        now = place, number, self.epoch
+        return Call(self, *now, *codecs, fresh, keeps, first, self.where(place))
+
+    def where(self, place: int) -> str:
+        """Returns what a layer is called in messages."""
+        return f"layer {place} ({self._layers[place]})"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether this epoch waits for its own rows."""
+        if self.epoch == 0 or self.timing.synchronous(self.epoch):
+            return True
+        return self.trend is not None and self.trend.synchronous
+
+    def _at(self, epoch: int) -> tuple[Codec, Codec | None]:
+        """Returns the codecs of rows and of gradients in an epoch."""
+        if epoch not in self._written:
+            found = self._made_for(epoch)
+            if epoch != self.epoch:
+                return found
+            self._written[epoch] = found
+        return self._written[epoch]
+
+    def _made_for(self, epoch: int) -> tuple[Codec, Codec | None]:
+        pace = self.pace
+        if pace is None:
+            return self._rated(None)
+        now = epoch == self.epoch or isinstance(pace.schedule, Plateau)
+        return self._rated(pace.rate if now else pace.schedule.rate(epoch))
+
+    def _rated(self, rate: float | None) -> tuple[Codec, Codec | None]:
+        codec, own = self.codec, self.gradient_codec
+        if self.trend is not None:
+            codec = with_bits(codec, self.trend.bits)
+        if rate is None:
+            return codec, own
+        if own is not None:
+            with contextlib.suppress(ValueError):  # one without a rate stays as it is
+                own = own.with_rate(rate)
+        return codec.with_rate(rate), own
+
+    def inbox(self, key: InboxKey, way: Way) -> Inbox:
+        """Returns what an exchange keeps, in one direction."""
+        if key in self._saved:
+            device = way.from_gid.device
+            ids = way.from_gid, way.from_counts
+            self._inboxes[key] = read_inbox(self._saved.pop(key), None, *ids, device)
+        return self._inboxes.setdefault(key, Inbox())
+
+    def note(
+        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
+    ) -> None:
+        """Remembers that an exchange takes place."""
+        if back:
+            self._answered.add(key[0])
+        if key not in self._records:
+            layer = self._layers[key[0]]
+            self._records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
+        self._records[key].loads[back] = load
+        self._records[key].sent_rows[back] = sent
+
+    def keep(self, layer: Any, nodes: Rows, training: bool) -> None:
+        """Remembers that a layer's product is made to be kept, exactly."""
+        if nodes.mesh.size == 1:
+            return
+        place = self._place(layer)
+        if training and torch.is_grad_enabled():
+            self._kept_at[place] = self.epoch
+        self._drop([key for key in self._inboxes if key[0] == place])
+
+    @contextlib.contextmanager
+    def intact(self) -> Iterator[None]:
+        """Drops what is kept if an exchange fails: half of it may have changed."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
+    # what users ask
+
+    def step(self, metric: float | Tensor | None = None) -> None:
+        """Ends an epoch; on all ranks, after the optimizer's step.
+
+        Args:
+            metric: the loss, for `Plateau` schedules and `adaptive` links; rank 0's counts.
+
+        Raises:
+            ValueError: if one of these is given none.
+        """
+        value = None if metric is None else float(metric)
+        mesh = None if self._nodes is None else self._nodes.mesh
+        if self.trend is not None or self._goes_by_metric:
+            if value is None or math.isnan(value):
+                raise ValueError(
+                    f"this link goes by the loss: link.step(loss), got {metric}"
+                )
+            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
+        if self.trend is not None:
+            self.trend.look(value)
+        self._active = tuple(self._made)
+        if self.exact_last and self._last is None and self._made:
+            self._last = self._active[-1]
+        alive = {call for call in self._active if call != self._last}
+        self._drop([key for key in self._inboxes if key[:2] not in alive])
+        if self.pace is not None:
+            if isinstance(self.pace.schedule, Budget) and mesh is not None:
+                epochs = self.pace.schedule.ramp.epochs
+                self.pace.solve(self.forecast.bytes_of(mesh, epochs))
+            self.pace.step(value)
+        self.epoch += 1
+        self._made, self._answered = {}, set()
+        reach = self.timing.lateness(False) + self.timing.lateness(True) + 1
+        for epoch in [e for e in self._written if e < self.epoch - reach]:
+            del self._written[epoch]
+
+    @property
+    def _goes_by_metric(self) -> bool:
+        return self.pace is not None and isinstance(self.pace.schedule, Plateau)
+
+    @property
+    def forecast(self) -> Forecast:
+        """What its exchanges will send, as far as is known now."""
+        return Forecast(
+            self._records,
+            self._inboxes,
+            tuple(self._made) if self.epoch == 0 else self._active,
+            {place: stage() for place, stage in self._stages.items()},
+            self._kept_at,
+            self._last,
+            self.timing,
+            self.exact_last,
+            self._at,
+            self._rated,
+            self.epoch,
+            self.trend is not None and self.trend.synchronous,
+            1 if self._nodes is None else self._nodes.mesh.size,
+        )
+
+    def price(self, epoch: int | None = None) -> LinkPrice:
+        """Returns what an epoch of training costs this rank, by the exchanges seen so far.
+
+        Args:
+            epoch: which one; the one that is under way without it. Of a `Plateau` schedule
+                and an `adaptive` link, what is in force now is taken for all to come.
+        """
+        return self.forecast.price(self.epoch if epoch is None else epoch)
+
+    @property
+    def held(self) -> int:
+        """The bytes that are kept from epoch to epoch now."""
+        return sum(inbox.held for inbox in self._inboxes.values())
+
+    def drain(self) -> None:
+        """Waits for what is under way."""
+        for inbox in self._inboxes.values():
+            inbox.drain()
+
+    def reset(self) -> None:
+        """Drops late and residual rows: the next exchanges are synchronous."""
+        self._inboxes = {}
+
+    def _drop(self, keys: list[InboxKey]) -> None:
+        """Forgets what some exchanges keep, once it is here."""
+        for key in keys:
+            self._inboxes.pop(key).drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where training stands, with the late and residual rows of this rank."""
+        self.drain()
+        kept = [
+            {"of": list(key), **saved_inbox(inbox)}
+            for key, inbox in self._inboxes.items()
+            if inbox.shape is not None
+        ]
+        return {
+            "epoch": self.epoch,
+            "pace": None if self.pace is None else self.pace.state_dict(),
+            "solved": None if self.pace is None else solved(self.pace, self._asked),
+            "trend": None if self.trend is None else self.trend.state_dict(),
+            "last": self._last,
+            "active": self._active,
+            "mark": None if self._nodes is None else mark(self._nodes),
+            "kept": kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes where another link stood, made with the same arguments.
+
+        Late and residual rows are taken on the same ranks and partition, found out at the
+        first use; otherwise they are dropped with a warning, and the next epoch is
+        synchronous.
+
+        Raises:
+            ValueError: if something is missing; nothing has changed then.
+        """
+        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark", "kept"}
+        if wanted - state.keys():
+            raise ValueError(
+                f"the state of a link lacks {sorted(wanted - state.keys())}; give what "
+                "link.state_dict() returned"
+            )
+        for name, mine in (("pace", self.pace), ("trend", self.trend)):
+            if (mine is None) != (state[name] is None):
+                raise ValueError(
+                    f"the link that was saved had {'a' if mine is None else 'no'} {name}, "
+                    "this one differs; make it with the same arguments"
+                )
+        nodes = self._nodes
+        self._forget()
+        if self.pace is not None:
+            self.pace.load_state_dict(state["pace"])
+            self.pace.schedule = read_solved(state["solved"], self._asked)
+        if self.trend is not None:
+            self.trend.load_state_dict(state["trend"])
+        self.epoch, self._mark = int(state["epoch"]), state["mark"]
+        self._last = None if state["last"] is None else tuple(state["last"])
+        self._active = tuple((place, number) for place, number in state["active"])
+        for one in state["kept"]:
+            place, number, name, piece, backward = one["of"]
+            self._saved[place, number, name, piece, bool(backward)] = one
+        if nodes is not None:
+            self._bind(nodes)
+
+    def __str__(self) -> str:
+        """Returns a table of the exchanges seen, with bytes foretold for this epoch."""
+        parts = [f"{self!r}"]
+        if self.pace is not None:
+            parts.append(f"{self.pace}")
+        if self._records:
+            parts.append(f"{self.price()}")
+        return "\n".join(parts)
+
+    def __repr__(self) -> str:
+        said = [f"{self.codec}"]
+        if self.gradient_codec is not None:
+            said.append(f"gradient_codec={self.gradient_codec}")
+        if self.timing.is_late:
+            said.append(f"{self.timing}")
+        said += [
+            f"{name}=False"
+            for name in ("exact_last", "exact_eval")
+            if not getattr(self, name)
+        ]
+        return f"LinkPolicy({', '.join(said)})"
+
+    def __deepcopy__(self, memo: dict) -> LinkPolicy:
+        return self  # copies of a layer share their link
+
+    def __getstate__(self) -> dict[str, Any]:
+        spec = "codec gradient_codec timing exact_last exact_eval seed pace trend epoch"
+        spec += " _asked"
+        return {name: self.__dict__[name] for name in spec.split()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()

@@ -1,0 +1,141 @@
+"""What a link keeps, as plain numbers and tensors, and back again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pyg_distcomm.exchange.codec import Codec, State
+from pyg_distcomm.exchange.codecs.chain import Chain
+from pyg_distcomm.exchange.codecs.mask import ColumnMask
+from pyg_distcomm.exchange.codecs.plain import Cast, Plain
+from pyg_distcomm.exchange.codecs.quantise import Quantise
+from pyg_distcomm.exchange.codecs.residual import Residual
+from pyg_distcomm.exchange.codecs.rows import RowSample
+from pyg_distcomm.exchange.codecs.sparse import Bitmap, TopK
+from pyg_distcomm.exchange.schedule import Budget, Fixed, Pace, Ramp
+from pyg_distcomm.exchange.timing import Inbox, Message
+from pyg_distcomm.rows import Rows
+
+_KNOWN = {
+    kind.__name__: kind
+    for kind in (Plain, Cast, Quantise, ColumnMask, RowSample, Bitmap, TopK, Residual)
+}
+
+
+def spelled(codec: Codec) -> dict[str, Any]:
+    """Returns a codec as plain values.
+
+    Raises:
+        ValueError: for one that is not of this package.
+    """
+    if isinstance(codec, Chain):
+        return {"kind": "Chain", "codecs": [*map(spelled, (*codec.stages, codec.last))]}
+    if type(codec).__name__ not in _KNOWN:
+        raise ValueError(f"{codec!r} is not one of the codecs that can be saved")
+    fields = {}
+    for field in dataclasses.fields(codec):  # type: ignore[arg-type]
+        value = getattr(codec, field.name)
+        fields[field.name] = spelled(value) if isinstance(value, Codec) else value
+    return {"kind": type(codec).__name__, **fields}
+
+
+def read_codec(state: Mapping[str, Any]) -> Codec:
+    """Returns the codec that was spelled."""
+    if state["kind"] == "Chain":
+        return Chain(*map(read_codec, state["codecs"]))
+    fields = {
+        name: read_codec(value) if isinstance(value, Mapping) else value
+        for name, value in state.items()
+        if name != "kind"
+    }
+    return _KNOWN[state["kind"]](**fields)
+
+
+def saved_inbox(inbox: Inbox) -> dict[str, Any]:
+    """Returns what an exchange keeps, all of it here."""
+    assert inbox.shape is not None
+    return {
+        "messages": [
+            {
+                "codec": spelled(m.codec),
+                "epoch": m.epoch,
+                "key": m.key,
+                "sizes": list(m.sizes),
+                "raw": m.land(),
+                "opened": m.opened,
+            }
+            for m in inbox.messages
+        ],
+        "sent": None if inbox.sent is None else inbox.sent.last,
+        "seen": None if inbox.seen is None else inbox.seen.last,
+        "mean": inbox.mean,
+        "since": inbox.since,
+        "width": inbox.shape[1],
+        "dtype": inbox.shape[2],
+    }
+
+
+def read_inbox(
+    state: Mapping[str, Any],
+    plan: Any,
+    gid: torch.Tensor,
+    counts: tuple[int, ...],
+    device: torch.device,
+) -> Inbox:
+    """Returns the inbox that was saved, of an exchange whose rows have these ids."""
+
+    def here(value: Any) -> Any:
+        return None if value is None else value.to(device)
+
+    messages = [
+        Message(
+            read_codec(m["codec"]),
+            m["epoch"],
+            m["key"],
+            gid,
+            counts,
+            list(m["sizes"]),
+            None,
+            here(m["raw"]),
+            m["opened"],
+        )
+        for m in state["messages"]
+    ]
+    sent, seen = (here(state[name]) for name in ("sent", "seen"))
+    return Inbox(
+        messages,
+        None if sent is None else State(sent),
+        None if seen is None else State(seen),
+        here(state["mean"]),
+        (plan, state["width"], state["dtype"]),
+        state["since"],
+    )
+
+
+def mark(nodes: Rows) -> dict[str, Any]:
+    """Returns what tells one grid and partition from others, the same on all ranks."""
+    owners = nodes.partition
+    grid = list(nodes.mesh.grid)
+    return {"grid": grid, "owners": None if owners is None else owners.digest()}
+
+
+def solved(pace: Pace, asked: Any) -> dict[str, float] | None:
+    """Returns what was solved for, where a budget was given."""
+    if not isinstance(asked, Budget) or isinstance(pace.schedule, Budget):
+        return None
+    if isinstance(pace.schedule, Ramp):
+        return {"slope": pace.schedule.slope, "c_max": pace.schedule.c_max}
+    return {"c": pace.rate}
+
+
+def read_solved(state: Mapping[str, float] | None, asked: Any) -> Any:
+    """Returns the schedule that was solved for."""
+    if state is None or not isinstance(asked, Budget):
+        return asked
+    return (
+        Fixed(state["c"]) if "c" in state else dataclasses.replace(asked.ramp, **state)
+    )

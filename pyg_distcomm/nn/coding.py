@@ -1,0 +1,81 @@
+"""What of a layer that runs by halo exchange may be coded, and what must be exact.
+
+[Note: attention] A softmax over neighbours turns small errors of its logits into large ones
+of its weights, and an unbiased code of them into a biased weight. So what logits are made
+from travels exactly and now: what a layer gives to `edge_updater`, and the tensors below,
+which it compares inside `message`. Where these are a layer's features, nothing is coded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import (
+    Aggregation,
+    MeanAggregation,
+    MultiAggregation,
+    SumAggregation,
+)
+
+from pyg_distcomm.exchange.codecs import Chain, TopK
+from pyg_distcomm.exchange.policy import LinkPolicy
+
+# of each layer, the arguments of propagate that its weights of messages come from
+_COMPARED = {
+    "AGNNConv": {"x_norm"},
+    "FeaStConv": {"x"},
+    "GeneralConv": {"x"},
+    "PointTransformerConv": {"pos", "alpha"},
+    "RGATConv": {"x"},
+    "ResGatedGraphConv": {"q"},
+    "SuperGATConv": {"x"},
+    "TransformerConv": {"key"},
+}
+_LINEAR = (SumAggregation, MeanAggregation)
+
+
+def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool:
+    """Tells whether a tensor that a layer looks up by node may be coded.
+
+    Args:
+        layer: the layer.
+        verb: "propagate" or "edge_updater".
+        name: what the layer calls the tensor.
+        value: the tensor.
+    """
+    if verb != "propagate" or value.dtype not in (torch.float32, torch.float64):
+        return value.dtype in (torch.float16, torch.bfloat16) and verb == "propagate"
+    kinds = {kind.__name__ for kind in type(layer).__mro__}
+    return not any(name in _COMPARED.get(kind, ()) for kind in kinds)
+
+
+def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
+    """Refuses what would take numbers left out for zeros that were sent.
+
+    Raises:
+        ValueError: on all ranks, naming the layer.
+    """
+    if not _leaves_out(link):
+        return
+    for layer in layers:
+        custom = type(layer).aggregate is not MessagePassing.aggregate
+        if custom or not _is_linear(layer.aggr_module):
+            what = "its own aggregate" if custom else f"aggr={layer.aggr!r}"
+            raise ValueError(
+                f"{type(layer).__name__} has {what}, where the zeros that {link.codec} puts "
+                "for what it leaves out could win; use Quantise, or link='exact' for this "
+                "layer"
+            )
+
+
+def _is_linear(aggregation: Aggregation | None) -> bool:
+    if isinstance(aggregation, MultiAggregation):
+        return all(map(_is_linear, aggregation.aggrs))
+    return isinstance(aggregation, _LINEAR)
+
+
+def _leaves_out(link: LinkPolicy) -> bool:
+    codec = link.codec if link.pace is None else link.codec.with_rate(2.0)
+    last = codec.last if isinstance(codec, Chain) else codec
+    return codec.masking or isinstance(last, TopK)

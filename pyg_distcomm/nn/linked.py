@@ -1,0 +1,72 @@
+"""How a layer finds its link: its own, or that of the edges it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.call import Call
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.ops.tile import Wrap
+from pyg_distcomm.rows import Rows
+
+OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
+
+
+def check_link(link: OwnLink) -> OwnLink:
+    """Returns what a layer can be given as its link, or says what that is."""
+    if link is None or link == "exact" or isinstance(link, LinkPolicy):
+        return link
+    raise TypeError(
+        "link must be a LinkPolicy, 'exact', or None for that of the edge_index, got "
+        f"{link!r}"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Linked:
+    """A layer at work, and the link it goes by.
+
+    Args:
+        layer: the layer.
+        link: its link; None is exact.
+        nodes: which nodes are where.
+    """
+
+    layer: torch.nn.Module
+    link: LinkPolicy | None
+    nodes: Rows
+
+    @staticmethod
+    def of(layer: torch.nn.Module, link: OwnLink, edges: DistEdgeIndex) -> Linked:
+        """Returns a layer with its own link, or that of the edges."""
+        if link is None:
+            link = edges.topology.link
+        policy = link if isinstance(link, LinkPolicy) else None
+        return Linked(layer, policy, edges.nodes)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether anything it exchanges may be coded or late."""
+        link = self.link
+        return link is not None and self.nodes.mesh.size > 1 and not link.is_exact
+
+    def call(self, stage: Callable[[], int] | None = None) -> Call | None:
+        """Returns one call of the layer, None if it is exact; see `LinkPolicy.begin`."""
+        if self.link is None:
+            return None
+        return self.link.begin(self.layer, self.nodes, self.layer.training, stage)
+
+    def wrap(self, stage: Callable[[], int] | None = None) -> Wrap | None:
+        """Returns how one call of the layer wraps links, None if it is exact."""
+        call = self.call(stage)
+        return None if call is None else call.wrap
+
+    def keep(self) -> None:
+        """Tells the link that a product is made to be kept."""
+        if self.link is not None:
+            self.link.keep(self.layer, self.nodes, self.layer.training)

@@ -1,0 +1,150 @@
+"""Links of layers that run by halo exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from problems import GRAPHS
+from test_link import LINKS, ONE, moved
+
+import pyg_distcomm as pdc
+from pyg_distcomm.exchange.codecs import ColumnMask, Plain, TopK
+from pyg_distcomm.exchange.policy import LinkPolicy
+
+LAYERS = {
+    "GCN": lambda a, b: pyg.GCNConv(a, b),
+    "SAGE": lambda a, b: pyg.SAGEConv(a, b),
+    "GAT": lambda a, b: pyg.GATConv(a, b, heads=2, concat=False),
+    "GIN": lambda a, b: pyg.GINConv(torch.nn.Linear(a, b)),
+    "Transformer": lambda a, b: pyg.TransformerConv(a, b),
+    "GATv2": lambda a, b: pyg.GATv2Conv(a, b),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.middle = LAYERS[layer](7, 6), LAYERS[layer](6, 6)
+        self.last = LAYERS[layer](6, 4)
+
+    def forward(self, x, edge_index):
+        x = self.middle(self.first(x, edge_index).relu(), edge_index).relu()
+        return self.last(x, edge_index)
+
+
+def build(layer, link, graph="undirected", cutter="random"):
+    mesh = worlds.mesh()
+    share = pdc.partition(GRAPHS[graph](), mesh, cutter, link=None)
+    torch.manual_seed(3)
+    net = pdc.convert(Net(layer).double(), link)
+    return mesh, share, net
+
+
+def same(layer):
+    """What is coded at rate 1 is the exact layer, with its gradients."""
+    found = []
+    for link in (None, LinkPolicy(ColumnMask(1), exact_last=False)):
+        mesh, share, net = build(layer, link)
+        x = share.x.clone().requires_grad_()
+        out = net(x, share.edge_index)
+        out.square().sum().backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        found.append([out.to_local(), x.grad.to_local(), *grads])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rate_one_is_the_exact_layer(layer):
+    worlds.run(same, 3, layer)
+
+
+def trains(layer, name):
+    link = LINKS[name]()
+    mesh, share, net = build(layer, link)
+    net = pdc.replicate(net, mesh)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        out = net(share.x, share.edge_index)
+        loss = torch.nn.functional.cross_entropy(out, share.y)
+        loss.backward()
+        optimizer.step()
+        link.step(loss.item())
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["varco", "sylvie", "pipegcn", "bns"])
+@pytest.mark.parametrize("layer", ["GCN", "SAGE", "GAT", "GIN"])
+def test_layers_train_under_each_preset(layer, name):
+    for losses in worlds.run(trains, 3, layer, name):
+        assert losses[-1] < losses[0]
+
+
+def priced(layer, name):
+    link = LINKS[name]()
+    mesh, share, net = build(layer, link)
+    x = share.x.clone()
+    for t in range(4):
+        x = x.detach().clone()  # never the same: no product is kept
+        foretold = link.price().total
+        mesh.ledger.reset()
+        net(x, share.edge_index).square().mean(1).sum().backward()
+        counted = sum(mesh.ledger.bytes(op) for op in ("halo", "halo_transpose"))
+        price = link.price()
+        if t:
+            assert price.forward + price.backward == counted, (t, counted)
+            assert foretold == price.total
+        link.step(1.0 / (t + 1))
+    return str(link)
+
+
+@pytest.mark.parametrize("name", ["sylvie", "varco late"])
+@pytest.mark.parametrize("layer", ["GAT", "GIN", "Transformer", "GATv2"])
+def test_bytes_of_layers_are_those_foretold(layer, name):
+    for text in worlds.run(priced, 3, layer, name):
+        if layer != "GIN":
+            assert "attention depends on it" in text
+        codec = "Quantise" if name == "sylvie" else "ColumnMask"
+        rows = [line for line in text.splitlines() if "Conv" in line]
+        assert any(codec in line for line in rows) is (layer != "GATv2")
+
+
+def refused(aggr, codec, late):
+    mesh = worlds.mesh()
+    link = LinkPolicy(codec, late=late)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    conv = pdc.convert(pyg.SAGEConv(7, 4, aggr=aggr).double())
+    if codec in (ONE, Plain()):
+        conv(share.x, share.edge_index).sum().backward()
+        return
+    with pytest.raises(ValueError, match=r"SAGEConv has aggr=.*leaves out"):
+        conv(share.x, share.edge_index)
+    conv.link = "exact"
+    conv(share.x, share.edge_index)
+
+
+@pytest.mark.parametrize("aggr", ["max", "median", "std", "softmax"])
+@pytest.mark.parametrize("codec", [ColumnMask(2), TopK(2), ONE], ids=str)
+def test_zeros_must_not_win(aggr, codec):
+    worlds.run(refused, 2, aggr, codec, 1)
+
+
+def one_evaluates():
+    link = pdc.Sylvie(exact_last=False)
+    mesh, share, net = build("GAT", link)
+    want = net(share.x, share.edge_index.with_link(None))
+    net.train(mesh.rank != 1)
+    got = net(share.x, share.edge_index)
+    exact = net.eval()(share.x, share.edge_index)
+    assert torch.equal(got.to_local(), exact.to_local())
+    assert want.shape == got.shape
+    assert moved(mesh)
+
+
+def test_one_rank_in_evaluation():
+    worlds.run(one_evaluates, 3)
