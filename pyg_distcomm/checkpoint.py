@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map
 
 from pyg_distcomm import wire
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.tensor import DistTensor
@@ -30,6 +32,8 @@ def save_checkpoint(
     mesh: Mesh,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    link: LinkPolicy | None = None,
     **extra: Any,
 ) -> None:
     """Writes model, optimizer, the mesh's counters and anything extra; collective.
@@ -42,6 +46,7 @@ def save_checkpoint(
         mesh: the ranks; its seed and dropout counter are saved.
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
+        link: the link it trains with: each rank writes its late and residual rows.
         extra: further values: numbers, tensors, or state_dicts of them.
     """
     path = Path(path)
@@ -52,6 +57,8 @@ def save_checkpoint(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process without a group is meant
         dcp.save(state, checkpoint_id=aside)  # type: ignore[attr-defined]
+    if link is not None:
+        wire.agree(_try_write(aside / _link_file(mesh), link), mesh.world)
     if mesh.rank == 0:
         _put_in_place(aside, path)
     wire.barrier(mesh.world)
@@ -62,6 +69,8 @@ def load_checkpoint(
     mesh: Mesh,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    link: LinkPolicy | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
     """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
@@ -71,6 +80,9 @@ def load_checkpoint(
         mesh: the ranks; takes the saved seed and dropout counter.
         model: the model to fill.
         optimizer: the optimizer to fill.
+        link: the link to set, made as the one that was saved. On other ranks or another
+            partition late and residual rows are dropped with a warning: the next epoch is
+            synchronous, at the place in the schedule that was saved.
         extra: the further values, as they were given (their shapes and types).
 
     Returns:
@@ -90,12 +102,42 @@ def load_checkpoint(
         said = [line for line in str(error).splitlines() if line.strip()]
         problem = f"cannot load checkpoint {path}: {said[-1] if said else error!r}"
     wire.agree(problem, mesh.world)
+    if link is not None:
+        _load_link(Path(path), mesh, link)
     set_model_state_dict(model, _cut_like(state["model"], get_model_state_dict(model)))
     if optimizer is not None:
         now = get_optimizer_state_dict(model, optimizer)
         set_optimizer_state_dict(model, optimizer, _cut_like(state["optimizer"], now))
     mesh.load_state_dict(state["mesh"])
     return {name: state["extra"][name] for name in extra}
+
+
+def _link_file(mesh: Mesh, rank: int | None = None) -> str:
+    return f"link.{mesh.rank if rank is None else rank}.pt"
+
+
+def _try_write(path: Path, link: LinkPolicy) -> str | None:
+    try:
+        torch.save(link.state_dict(), path)
+    except (OSError, ValueError) as error:
+        return f"cannot write {path}: {error}"
+    return None
+
+
+def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
+    """Gives each rank its own part, or rank 0's without the rows if one lacks a part."""
+    here = (path / _link_file(mesh)).exists()
+    whole = all(row[0] for row in wire.all_gather_counts([int(here)], mesh.world))
+    file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
+    problem, state = None, {}
+    try:
+        state = torch.load(file, weights_only=True)
+        state = state if whole else {**state, "mark": None}
+        link.check_state(state)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        problem = f"cannot load the link of checkpoint {path}: {error}"
+    wire.agree(problem, mesh.world)
+    link.load_state_dict(state)
 
 
 def _put_in_place(aside: Path, path: Path) -> None:

@@ -10,6 +10,7 @@ from problems import GRAPHS
 from test_link import LINKS, ONE, moved
 
 import pyg_distcomm as pdc
+from pyg_distcomm import wire
 from pyg_distcomm.exchange.codecs import ColumnMask, Plain, TopK
 from pyg_distcomm.exchange.policy import LinkPolicy
 
@@ -50,7 +51,8 @@ def same(layer):
         x = share.x.clone().requires_grad_()
         out = net(x, share.edge_index)
         out.square().sum().backward()
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        every = [p.grad for p in net.parameters() if p.grad is not None]
+        grads = [wire.all_reduce(grad, mesh.world) for grad in every]
         found.append([out.to_local(), x.grad.to_local(), *grads])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)

@@ -420,18 +420,7 @@ class LinkPolicy:
         Raises:
             ValueError: if something is missing; nothing has changed then.
         """
-        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark", "kept"}
-        if wanted - state.keys():
-            raise ValueError(
-                f"the state of a link lacks {sorted(wanted - state.keys())}; give what "
-                "link.state_dict() returned"
-            )
-        for name, mine in (("pace", self.pace), ("trend", self.trend)):
-            if (mine is None) != (state[name] is None):
-                raise ValueError(
-                    f"the link that was saved had {'a' if mine is None else 'no'} {name}, "
-                    "this one differs; make it with the same arguments"
-                )
+        self.check_state(state)
         nodes = self._nodes
         self._forget()
         if self.pace is not None:
@@ -447,6 +436,22 @@ class LinkPolicy:
             self._saved[place, number, name, piece, bool(backward)] = one
         if nodes is not None:
             self._bind(nodes)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises a ValueError for a state that is not of such a link."""
+        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark", "kept"}
+        if wanted - state.keys():
+            raise ValueError(
+                f"the state of a link lacks {sorted(wanted - state.keys())}; give what "
+                "link.state_dict() returned"
+            )
+        for name, mine in (("schedule", self.pace), ("adaptive", self.trend)):
+            other = state["pace" if name == "schedule" else "trend"]
+            if (mine is None) != (other is None):
+                raise ValueError(
+                    f"of two links, the saved one and this, only one has {name}; make it "
+                    "with the same arguments"
+                )
 
     def __str__(self) -> str:
         """Returns a table of the exchanges seen, with bytes foretold for this epoch."""

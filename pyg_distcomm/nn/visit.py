@@ -254,14 +254,16 @@ class Visit:
 
     def _with_ghosts(self, value: Tensor, local: Tensor, coded: bool) -> Tensor:
         """Fetches ghosts as this run goes by its link, and exact ones once."""
-        if self.call is None:
+        if not self.late:
             return self.here.with_ghosts(local)
         for known, ghosted in self.fetched:
             if known is value:
                 return ghosted
-        call = self.call if coded else self.call.whole()
-        link = call.wrap(self.here.halo, len(NAMES) + self.coded)
-        self.coded += 1
+        link = None
+        if self.call is not None:
+            call = self.call if coded else self.call.whole()
+            link = call.wrap(self.here.halo, len(NAMES) + self.coded)
+            self.coded += 1
         ghosted = self.here.with_ghosts(local, link)
         if not coded:
             self.fetched.append((value, ghosted))
