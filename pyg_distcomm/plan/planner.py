@@ -12,11 +12,11 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.exchange.codecs import Codec, Plain
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.flow import CutEdges, Flow
 from pyg_distcomm.plan.law import RandomGraph
@@ -24,7 +24,6 @@ from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
 from pyg_distcomm.plan.training import Training, training_of, training_of_model
 
-CODECS: dict[str, Codec] = {"plain": Plain()}  # what layers can send with
 HALO_GRIDS = (
     "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
 )
@@ -45,9 +44,10 @@ def plan(
     seed: int = 0,
     algorithm: str | None = None,
     grid: Grid | None = None,
+    codecs: Sequence[Asked] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Plans:
-    """Lists every grid, ordering and halo for training a graph, with its costs, ranked.
+    """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
     ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
@@ -68,6 +68,12 @@ def plan(
         seed: of the cutter.
         algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
         grid: only this grid.
+        codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
+            "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
+            of its present epoch). Bytes are those of a training epoch, exact where sizes
+            do not depend on values, the most there can be elsewhere. Of layers run by
+            halo exchange their input travels; attention sends more. A plan that changes
+            numbers is never `best`.
         dtype: of the features.
 
     Returns:
@@ -81,8 +87,9 @@ def plan(
     limit = machine.memory if memory is None else memory
     source, words, owners = _source(graph, size, partition, seed)
     found = []
+    links = codings(codecs)
     for one in _grids(size, algorithm, grid):
-        found += _plans_of(one, source, training, machine, dtype)
+        found += _plans_of(one, source, training, machine, links, dtype)
     judged = [_judged(each, limit) for each in found]
     ranked = sorted((p for p in judged if p.reason is None), key=_merit)
     refused = sorted((p for p in judged if p.reason is not None), key=_merit)
@@ -204,6 +211,7 @@ def _plans_of(
     source: CutEdges | RandomGraph,
     training: Training,
     machine: Machine,
+    links: list[Coding | None],
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of one grid, one for each different way to train on it."""
@@ -220,17 +228,10 @@ def _plans_of(
                 continue
             seen.add(orders)
             products = training.products(ordering)
-            for name, codec in CODECS.items():
-                cost = epoch_cost(
-                    (flow, ghosts or flow),
-                    training,
-                    products,
-                    orders,
-                    codec,
-                    dtype,
-                    machine,
-                )
-                found.append(_plan(grid, ordering, orders, halo, name, cost))
+            flows, ways = (flow, ghosts or flow), (products, orders)
+            for link in links:
+                cost = epoch_cost(flows, training, ways, link, dtype, machine)
+                found.append(_plan(grid, ordering, orders, halo, link, cost))
     return found
 
 
@@ -258,7 +259,7 @@ def _plan(
     ordering: Ordering,
     orders: tuple[str, ...],
     halo: str,
-    codec: str,
+    link: Coding | None,
     cost: Cost,
 ) -> Plan:
     size = grid[0] * grid[1] * grid[2]
@@ -273,7 +274,7 @@ def _plan(
         orders,
         ordering,
         halo,
-        codec,
+        "plain" if link is None else link.name,
         by_rank if every else (max(by_rank),),
         round(float(cost.exchange.max())),
         cost.sums,
@@ -281,6 +282,9 @@ def _plan(
         round(float(cost.messages.max())),
         cost.seconds,
         round(float(cost.memory.max())),
+        exact=link is None or link.exact,
+        sized=link is None or link.sized,
+        link=None if link is None else link.link,
     )
 
 
@@ -296,7 +300,7 @@ def _merit(found: Plan) -> tuple[Any, ...]:
     """Fastest first; of equals the one with fewer bytes, then the simplest."""
     r, s, p = found.grid
     halo = HALOS.index(found.halo)
-    return found.seconds, found.bytes, halo, found.memory, s * p, p, -r
+    return found.seconds, found.bytes, not found.exact, halo, found.memory, s * p, p, -r
 
 
 def _words(training: Training) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from pyg_distcomm.constants import Ordering
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.ledger import format_table
 from pyg_distcomm.mesh import ALGORITHMS, Grid, resolve_grid
 from pyg_distcomm.partition.partition import Partition
@@ -27,7 +28,7 @@ class Plan:
             or "halo" (rows are brought to their edges).
         ordering: the switches that give these orders.
         halo: what travels, as `DistEdgeIndex.with_halo` has it.
-        codec: how rows are written on the wire.
+        codec: how rows are written on the wire, and by how many epochs they are late.
         bytes_by_rank: received in an epoch, all told; one mean for a law of degrees.
         exchange_bytes: of them in products, on the busiest rank.
         sum_bytes: of them in all-reduces, by what is summed; the same on every rank.
@@ -36,6 +37,11 @@ class Plan:
         seconds: predicted for an epoch.
         memory: bytes on the fullest rank, beside the interpreter's.
         reason: why it is refused; None for one that can be run.
+        exact: whether it trains as one process does; if not, rows are rounded, left out or
+            late.
+        sized: whether bytes are exact; if not, sizes depend on values, and they are the
+            most there can be.
+        link: what gives this codec to `pdc.partition`; None for the exact link.
     """
 
     grid: Grid
@@ -51,6 +57,9 @@ class Plan:
     seconds: float = 0.0
     memory: int = 0
     reason: str | None = None
+    exact: bool = True
+    sized: bool = True
+    link: LinkPolicy | None = None
 
     @property
     def size(self) -> int:
@@ -73,8 +82,11 @@ class Plan:
         said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.halo != "auto":
             said += f", halo {self.halo}"
+        if self.codec != "plain":
+            said += f", {self.codec}{'' if self.exact else ' (not exact)'}"
+        most = "" if self.sized else "at most "
         return (
-            f"{said}: {show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
+            f"{said}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
         )
 
@@ -96,6 +108,8 @@ class Plan:
             "seconds": self.seconds,
             "memory": self.memory,
             "reason": self.reason,
+            "exact": self.exact,
+            "sized": self.sized,
         }
 
 
@@ -133,13 +147,16 @@ class Plans(Sequence[Plan]):
 
     @property
     def best(self) -> Plan:
-        """The plan predicted to be the fastest of those that can be run.
+        """The exact plan predicted to be the fastest of those that can be run.
+
+        Those that are not exact are ranked among the others: `plans[0]` may be one.
 
         Raises:
             ValueError: if there is none; the message has the reasons.
         """
-        if self.ranked:
-            return self.ranked[0]
+        for plan in self.ranked:
+            if plan.exact:
+                return plan
         reasons = [f"{name_of(p.grid)} {p.grid}: {p.reason}" for p in self.refused]
         reasons += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
         raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
@@ -180,14 +197,16 @@ class Plans(Sequence[Plan]):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        first = {plan.grid: plan for plan in reversed(self.ranked)}
-        shown = [plan for plan in self.ranked if first[plan.grid] is plan][:MOST_LINES]
+        first = {(plan.grid, plan.codec): plan for plan in reversed(self.ranked)}
+        best = [p for p in self.ranked if first[p.grid, p.codec] is p]
+        shown = best[:MOST_LINES]
         parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
         if len(self.ranked) > len(shown):
             left = len(self.ranked) - len(shown)
             parts.append(
                 f"the best of each grid; {left} more are predicted to be slower"
             )
+        parts += _remarks(shown, self.machine)
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -209,7 +228,7 @@ class Plans(Sequence[Plan]):
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
 
     def __repr__(self) -> str:
-        best = self.ranked[0] if self.ranked else "none can be run"
+        best = next((p for p in self.ranked if p.exact), "none can be run")
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
 
 
@@ -229,10 +248,11 @@ def _table(plans: Sequence[Plan]) -> str:
             "x".join(map(str, plan.grid)),
             " ".join(plan.orders),
             plan.halo,
-            plan.codec,
-            show_bytes(plan.bytes),
-            show_bytes(plan.total_bytes),
-            show_bytes(plan.exchange_bytes),
+            plan.codec if plan.exact else f"{plan.codec} *",
+            *(
+                f"{'' if plan.sized else '<= '}{show_bytes(count)}"
+                for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
+            ),
             plan.messages,
             f"{plan.seconds:.4g}",
             show_bytes(plan.memory),
@@ -240,6 +260,22 @@ def _table(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
+
+
+def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
+    """Says what the signs of the table mean."""
+    said = []
+    if any(not plan.exact for plan in plans):
+        said.append("* not exact, and taken only when asked for")
+    if any(not plan.sized for plan in plans):
+        said.append("<= sizes depend on values: the most there can be")
+    links = [plan.link for plan in plans if plan.link is not None]
+    if any(repr(link.codec) not in machine.codes for link in links):
+        said.append(
+            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "
+            "where calibrate has not measured it"
+        )
+    return said
 
 
 def show_bytes(count: float) -> str:
