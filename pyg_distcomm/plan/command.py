@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
     )
+    parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
+    parser.add_argument("--chunks", type=int, help="of nodes, through the stages")
+    parser.add_argument(
+        "--skips", type=int, default=0, help="values beside x at borders"
+    )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
     parser.add_argument("--memory", help="of a rank, as 24GiB")
     parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
@@ -90,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         algorithm=arguments.algorithm,
         codecs=arguments.codec,
+        pipeline=arguments.pipeline,
+        chunks=arguments.chunks,
+        skips=arguments.skips,
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1

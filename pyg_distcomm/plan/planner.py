@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
+from pyg_distcomm.plan.deep import items_of, items_of_stack, modules_of
 from pyg_distcomm.plan.flow import CutEdges, Flow
 from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.pipelines import Deep
 from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
 from pyg_distcomm.plan.training import Training, training_of, training_of_model
 
@@ -35,7 +38,7 @@ def plan(
     ranks: int | None = None,
     *,
     mesh: Mesh | None = None,
-    model: torch.nn.Module | None = None,
+    model: torch.nn.Module | Sequence[Any] | None = None,
     layers: str | Sequence[str] = "gcn",
     inputs: str = "constant",
     machine: Machine | None = None,
@@ -45,6 +48,9 @@ def plan(
     algorithm: str | None = None,
     grid: Grid | None = None,
     codecs: Sequence[Asked] = (),
+    pipeline: bool = False,
+    chunks: int | None = None,
+    skips: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Plans:
     """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
@@ -59,7 +65,8 @@ def plan(
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks: how many; those of `mesh` if left out.
         mesh: only counted.
-        model: instead of widths: its layers, parameters and batch norms are read.
+        model: instead of widths: its layers, parameters and batch norms are read; or the
+            layers, as `Pipeline` takes them.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
@@ -74,6 +81,13 @@ def plan(
             do not depend on values, the most there can be elsewhere. Of layers run by
             halo exchange their input travels; attention sends more. A plan that changes
             numbers is never `best`.
+        pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
+            `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
+            `Pipeline.price`. A model is run on two nodes, to learn what crosses borders;
+            of widths alone, layers are cut evenly and nothing normalises over nodes.
+        chunks: of nodes; four for each stage without.
+        skips: values beside the first that cross all borders (GCNII's x_0 is one), of
+            widths; a model knows its own.
         dtype: of the features.
 
     Returns:
@@ -87,6 +101,9 @@ def plan(
     limit = machine.memory if memory is None else memory
     source, words, owners = _source(graph, size, partition, seed)
     found = []
+    if pipeline and algorithm is None and grid is None:
+        given = (model, graph, skips), (source, partition, seed)
+        found += _pipelines(*given, training, chunks, machine, size)
     links = codings(codecs)
     for one in _grids(size, algorithm, grid):
         found += _plans_of(one, source, training, machine, links, dtype)
@@ -96,6 +113,49 @@ def plan(
     names = () if grid is not None else misfits(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
     return Plans(tuple(ranked), tuple(refused), names, said, machine, owners)
+
+
+def _pipelines(
+    read: tuple[Any, Any, int],
+    cutting: tuple[CutEdges | RandomGraph, Any, int],
+    training: Training,
+    chunks: int | None,
+    machine: Machine,
+    size: int,
+) -> list[Plan]:
+    """Returns the plans of all numbers of stages."""
+    (model, graph, skips), (source, partition, seed) = read, cutting
+    for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(
+                f"{name} must be a whole number from {least} on: {value!r}"
+            )
+
+    def share(ways: int) -> Flow:
+        if isinstance(source, RandomGraph):
+            return source.flow((ways, 1, 1), "rows", False)
+        if ways == source.size:
+            return source.halo_flow()
+        if ways > 1 and not isinstance(partition, str):
+            raise ValueError(
+                f"a stage has {ways} ranks, and the owners given are {source.size}; plan "
+                "with the name of a method"
+            )
+        method = "block" if ways == 1 else partition
+        cut_again = _source(graph, ways, method, seed)[0]
+        assert isinstance(cut_again, CutEdges)
+        return cut_again.halo_flow()
+
+    if model is None:
+        items = items_of(training, skips)
+    else:
+        try:
+            items = items_of_stack(model, training.layers[0].width_in)
+        except (ValueError, TypeError) as error:
+            sizes = (d for d in range(2, size + 1) if size % d == 0)
+            return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
+    nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
+    return Deep(items, training, cache(share), nodes, chunks, machine).plans(size)
 
 
 def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
@@ -117,7 +177,7 @@ def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
 def _training(
     graph: Any,
     widths: Sequence[int] | None,
-    model: torch.nn.Module | None,
+    model: torch.nn.Module | Sequence[Any] | None,
     layers: str | Sequence[str],
     inputs: str,
     dtype: torch.dtype,
@@ -128,6 +188,8 @@ def _training(
         )
     if model is not None:
         features = graph.num_features if isinstance(graph, Data) else None
+        if not isinstance(model, torch.nn.Module):  # a stack, as `Pipeline` takes it
+            model = modules_of(model)
         read = training_of_model(model, features or None, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None

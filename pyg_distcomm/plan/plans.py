@@ -41,6 +41,10 @@ class Plan:
             late.
         sized: whether bytes are exact; if not, sizes depend on values, and they are the
             most there can be.
+        stages: into how many the layers are cut; a grid is then that of one stage.
+        chunks: of nodes, that stream through the stages.
+        balance: how many items of the stack each stage has.
+        remark: how a pipeline compares with graph parallelism.
         link: what gives this codec to `pdc.partition`; None for the exact link.
     """
 
@@ -60,12 +64,16 @@ class Plan:
     exact: bool = True
     sized: bool = True
     link: LinkPolicy | None = None
+    stages: int = 1
+    chunks: int = 1
+    balance: tuple[int, ...] = ()
+    remark: str = ""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         r, s, p = self.grid
-        return r * s * p
+        return r * s * p * self.stages
 
     @property
     def bytes(self) -> int:
@@ -74,11 +82,19 @@ class Plan:
 
     @property
     def algorithm(self) -> str:
-        """The name of the grid, as `init` knows it, or "grid"."""
+        """The name of the grid, as `init` knows it, or "grid"; or "pipeline", "hybrid"."""
+        if self.stages > 1:
+            return "pipeline" if self.grid == (1, 1, 1) else "hybrid"
         return name_of(self.grid)
 
+    @property
+    def sides(self) -> str:
+        """The grid in short, as 4x2x1, or stages x grid."""
+        stages = f"{self.stages} x " if self.stages > 1 else ""
+        return stages + "x".join(map(str, self.grid))
+
     def __str__(self) -> str:
-        sides = " x ".join(map(str, self.grid))
+        sides = self.sides.replace("x", " x ").replace("  ", " ")
         said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.halo != "auto":
             said += f", halo {self.halo}"
@@ -110,6 +126,10 @@ class Plan:
             "reason": self.reason,
             "exact": self.exact,
             "sized": self.sized,
+            "stages": self.stages,
+            "chunks": self.chunks,
+            "balance": list(self.balance),
+            "remark": self.remark,
         }
 
 
@@ -197,8 +217,8 @@ class Plans(Sequence[Plan]):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        first = {(plan.grid, plan.codec): plan for plan in reversed(self.ranked)}
-        best = [p for p in self.ranked if first[p.grid, p.codec] is p]
+        first = {_kind(plan): plan for plan in reversed(self.ranked)}
+        best = [plan for plan in self.ranked if first[_kind(plan)] is plan]
         shown = best[:MOST_LINES]
         parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
         if len(self.ranked) > len(shown):
@@ -207,6 +227,7 @@ class Plans(Sequence[Plan]):
                 f"the best of each grid; {left} more are predicted to be slower"
             )
         parts += _remarks(shown, self.machine)
+        parts += [plan.remark for plan in self.ranked if plan.remark]
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -216,12 +237,15 @@ class Plans(Sequence[Plan]):
 
     def _refusals(self) -> list[str]:
         """Says why, of each grid that cannot be used at all, its leanest plan is refused."""
-        usable = {plan.grid for plan in self.ranked}
-        lean: dict[Grid, Plan] = {}
+        usable = {(plan.stages, plan.grid) for plan in self.ranked}
+        lean: dict[tuple[int, Grid], Plan] = {}
         for plan in sorted(self.refused, key=lambda plan: plan.memory):
-            if plan.grid not in usable:
-                lean.setdefault(plan.grid, plan)
-        lines = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in lean.values()]
+            if (plan.stages, plan.grid) not in usable:
+                lean.setdefault((plan.stages, plan.grid), plan)
+        lines = [
+            f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}{_odd(p)}: {p.reason}"
+            for p in lean.values()
+        ]
         left = len(self.refused) - len(lean)
         if left:
             lines.append(f"{left} orderings and halos that take more memory")
@@ -232,10 +256,14 @@ class Plans(Sequence[Plan]):
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
 
 
+def _kind(plan: Plan) -> tuple[int, Grid, str]:
+    return plan.stages, plan.grid, plan.codec
+
+
 def _odd(plan: Plan) -> str:
     words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
     words += [] if plan.ordering.keep_inputs else ["nothing kept"]
-    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
+    words += [] if plan.halo == "auto" or plan.stages > 1 else [f"halo {plan.halo}"]
     return f", {', '.join(words)}" if words else ""
 
 
@@ -245,10 +273,10 @@ def _table(plans: Sequence[Plan]) -> str:
     rows = [
         (
             plan.algorithm,
-            "x".join(map(str, plan.grid)),
+            plan.sides,
             " ".join(plan.orders),
             plan.halo,
-            plan.codec if plan.exact else f"{plan.codec} *",
+            f"{plan.codec}{'' if plan.exact else ' *'}",
             *(
                 f"{'' if plan.sized else '<= '}{show_bytes(count)}"
                 for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
@@ -266,7 +294,9 @@ def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
     """Says what the signs of the table mean."""
     said = []
     if any(not plan.exact for plan in plans):
-        said.append("* not exact, and taken only when asked for")
+        said.append(
+            "* not exact (rounded, left out, late, or read from history): only when asked for"
+        )
     if any(not plan.sized for plan in plans):
         said.append("<= sizes depend on values: the most there can be")
     links = [plan.link for plan in plans if plan.link is not None]

@@ -196,7 +196,7 @@ def training_of_model(
         )
     layers: list[Layer] = []
     for conv in distinct:
-        layers.append(_layer(conv, layers[-1].width_out if layers else num_features))
+        layers.append(layer_of(conv, layers[-1].width_out if layers else num_features))
     trained = [p for p in model.parameters() if p.requires_grad]
     lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
     known = () if lazy else tuple(p.numel() for p in trained)
@@ -219,8 +219,17 @@ def _bare(module: torch.nn.Module) -> torch.nn.Module:
     return module.conv if isinstance(module, HaloConv) else module
 
 
-def _layer(conv: torch.nn.Module, before: int | None) -> Layer:
-    width_in, width_out = (getattr(conv, f"{w}_channels", None) for w in ("in", "out"))
+def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
+    """Reads the kind and widths of one layer of PyG's.
+
+    Args:
+        conv: the layer.
+        before: its width, where it does not know itself.
+    """
+    width_in, width_out = (
+        getattr(conv, f"{w}_channels", getattr(conv, "channels", None))
+        for w in ("in", "out")
+    )
     if isinstance(width_in, (tuple, list)):
         width_in = width_in[0]
     width_in = before if width_in in (None, -1) else width_in
