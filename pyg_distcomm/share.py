@@ -57,8 +57,7 @@ def partition(
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
-        oblivious: exchange whole blocks instead of the rows the sparsity needs: the
-            baseline of [Tripathy20].
+        oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
         link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
@@ -67,6 +66,8 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     if isinstance(data, HeteroData):
+        if link is not None:
+            raise TypeError("layers do not take a HeteroData's edges yet: no link=")
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
@@ -81,10 +82,8 @@ def partition(
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
-def _linked(share: Data, link: LinkPolicy | None) -> Data:
-    if link is not None:
-        edge_index: Any = share.edge_index
-        share.edge_index = edge_index.with_link(link)
+def _linked(share: Any, link: LinkPolicy | None) -> Any:
+    share.edge_index = share.edge_index.with_link(link)
     return share
 
 

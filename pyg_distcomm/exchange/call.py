@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from pyg_distcomm.exchange.coded import Coded, Way
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.pieces import Pieces
-from pyg_distcomm.exchange.timing import Inbox
-
-if TYPE_CHECKING:
-    from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.run import Run
+from pyg_distcomm.exchange.timing import Inbox, Timing
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +23,10 @@ class Call:
     """One call of a layer.
 
     Args:
-        policy: whose state it changes.
+        run: whose state it changes.
+        timing: when rows arrive.
+        seed: of what is drawn.
+        remembers: whether a state is kept of rows, and of gradients.
         place: of the layer, by first use.
         number: of its calls in this epoch.
         epoch: this one.
@@ -37,7 +38,10 @@ class Call:
         exactly: whether rows are exact, and now, in all epochs.
     """
 
-    policy: LinkPolicy
+    run: Run
+    timing: Timing
+    seed: int
+    remembers: tuple[bool, bool]
     place: int
     number: int
     epoch: int
@@ -68,19 +72,19 @@ class Call:
 
     def key(self, name: int) -> int:
         """Returns the key of what is drawn for the rows of an exchange."""
-        return random.fold(self.policy.seed, self.epoch, self.place, self.number, name)
+        return random.fold(self.seed, self.epoch, self.place, self.number, name)
 
     def late(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
         kept = self.keeps and not self.exactly
-        return self.policy.timing.lateness(backward) if kept else 0
+        return self.timing.lateness(backward) if kept else 0
 
     def inbox(self, halo: Halo, name: int, piece: int, way: Way, x: Tensor) -> Inbox:
         """Returns what an exchange keeps, in one direction."""
         if not self.keeps or self.exactly:
             return Inbox()
         key = self.place, self.number, name, piece, way.backward
-        inbox = self.policy.inbox(key, way)
+        inbox = self.run.inbox(key, way)
         inbox.meet(halo, x.size(1), x.dtype)
         return inbox
 
@@ -89,9 +93,12 @@ class Call:
         if self.keeps:
             key = self.place, self.number, name, piece
             load = way.load(x.size(1), x.dtype)
-            self.policy.note(key, way.backward, load, len(way.gid), self.exactly)
+            self.run.note(key, way.backward, load, len(way.gid), self.exactly)
+
+    def intact(self) -> Any:
+        """Drops what is kept if an exchange in it fails."""
+        return self.run.intact()
 
     def seeds(self, backward: bool) -> bool:
         """Tells whether this exact exchange is where both ends of a residual begin."""
-        codec, own = self.policy.codec, self.policy.gradient_codec
-        return self.first and (own if backward and own else codec).stateful
+        return self.first and self.remembers[backward]

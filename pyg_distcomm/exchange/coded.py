@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +28,9 @@ from pyg_distcomm.exchange.codecs.residual import fresh_state
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.parcel import pack, parcel_bytes
-from pyg_distcomm.exchange.timing import Message
+from pyg_distcomm.exchange.timing import Inbox, Message, Timing
 from pyg_distcomm.price import Price
 from pyg_distcomm.wire import Axis
-
-if TYPE_CHECKING:
-    from pyg_distcomm.exchange.call import Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +107,31 @@ def send(
     return Message(codec, epoch, key, gid, counts, from_sizes, pending)
 
 
+class Use(Protocol):
+    """What an exchange asks of the call it belongs to; see `Call`."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def gradient_codec(self) -> Codec | None: ...
+    @property
+    def timing(self) -> Timing: ...
+    @property
+    def fresh(self) -> bool: ...
+    @property
+    def where(self) -> str: ...
+    def key(self, name: int) -> int: ...
+    def late(self, backward: bool) -> int: ...
+    def seeds(self, backward: bool) -> bool: ...
+    def intact(self) -> Any: ...
+    def note(self, name: int, piece: int, way: Way, x: Tensor) -> None: ...
+    def inbox(
+        self, halo: Halo, name: int, piece: int, way: Way, x: Tensor
+    ) -> Inbox: ...
+
+
 class Coded(Link):
     """A halo as one call of a layer uses it, forward and backward.
 
@@ -120,7 +142,7 @@ class Coded(Link):
         piece: which part of it.
     """
 
-    def __init__(self, halo: Halo, call: Call, name: int, piece: int) -> None:
+    def __init__(self, halo: Halo, call: Use, name: int, piece: int) -> None:
         self.halo, self.call, self.name, self.piece = halo, call, name, piece
         self.silent = halo.silent
         self._read: Message | None = None  # by the forward pass
@@ -162,7 +184,7 @@ class Coded(Link):
         call, backward = self.call, self._read is not None
         way = Way.of(self.halo, sums, backward)
         call.note(self.name, self.piece, way, x)
-        with call.policy.intact():
+        with call.intact():
             if backward:
                 return self._exchanged(*self._answer(x, way))
             key = call.key(self.name)
@@ -205,11 +227,11 @@ class Coded(Link):
             inbox.sent = State(_picked(x, way).clone())
 
         def read(out: Tensor) -> Tensor:
-            with call.policy.intact():
+            with call.intact():
                 due.read(out, inbox.seen if due.codec.stateful else None)
             if call.seeds(way.backward):
                 inbox.seen = State(out.clone())
-            smooth = call.policy.timing.smooth
+            smooth = call.timing.smooth
             if smooth is not None and late:
                 inbox.average(out, smooth, call.fresh)
             return out

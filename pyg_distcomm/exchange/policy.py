@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.account import LinkPrice, Load, Record, RecordKey
+from pyg_distcomm.exchange.account import LinkPrice
 from pyg_distcomm.exchange.adaptive import Adaptive, Trend, bits_of, with_bits
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.exchange.codecs.plain import Plain
-from pyg_distcomm.exchange.coded import Way
-from pyg_distcomm.exchange.forecast import Forecast, InboxKey
+from pyg_distcomm.exchange.forecast import Forecast
+from pyg_distcomm.exchange.run import Run
 from pyg_distcomm.exchange.saved import (
     mark,
-    read_inbox,
     read_solved,
     saved_inbox,
     solved,
 )
 from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
-from pyg_distcomm.exchange.timing import Inbox, Timing
+from pyg_distcomm.exchange.timing import Timing
 from pyg_distcomm.rows import Rows
 
 # what a rank says of a call; the greatest holds on all ranks
@@ -109,7 +106,8 @@ class LinkPolicy:
         self.trend = None if rule is None else Trend(rule, bits_of(codec))
         self._check()
         self.epoch = 0
-        self._forget()
+        self.run = Run()
+        self._written: dict[int, tuple[Codec, Codec | None]] = {}
 
     def _check(self) -> None:
         if self.pace is not None:
@@ -126,23 +124,6 @@ class LinkPolicy:
                     f"evaluation would change what {codec!r} remembers of training; use "
                     "exact_eval=True"
                 )
-
-    def _forget(self) -> None:
-        """Forgets what belongs to a run, as a copy does."""
-        self._nodes: Rows | None = None
-        self._places: Any = weakref.WeakKeyDictionary()
-        self._layers: dict[int, str] = {}
-        self._stages: dict[int, Callable[[], int]] = {}
-        self._kept_at: dict[int, int] = {}
-        self._inboxes: dict[InboxKey, Inbox] = {}
-        self._saved: dict[InboxKey, Mapping[str, Any]] = {}
-        self._mark: Mapping[str, Any] | None = None
-        self._records: dict[RecordKey, Record] = {}
-        self._made: dict[tuple[int, int], None] = {}  # calls of this epoch, in order
-        self._active: tuple[tuple[int, int], ...] = ()  # calls of the last epoch
-        self._last: tuple[int, int] | None = None
-        self._answered: set[int] = set()
-        self._written: dict[int, tuple[Codec, Codec | None]] = {}
 
     # what layers ask
 
@@ -170,21 +151,18 @@ class LinkPolicy:
         mesh = nodes.mesh
         if mesh.size == 1 or self.is_exact:
             return None
-        self._bind(nodes)
-        place = self._place(layer)
-        if stage is not None:
-            self._stages[place] = stage
+        self.run.bind(nodes)
+        place = self.run.place(layer, stage)
         said = self._mode(place, training)
         said = int(
             wire.all_reduce(torch.tensor([said], dtype=torch.uint8), mesh.data, "max")
         )
         if said in _PROBLEMS:
-            raise ValueError(f"{self.where(place)} {_PROBLEMS[said]}")
+            raise ValueError(f"{self.run.where(place)} {_PROBLEMS[said]}")
         if said == _EVALUATES:
             return None if self.exact_eval else self._call(place, 0, keeps=False)
-        number = sum(1 for other, _ in self._made if other == place)
-        self._made[place, number] = None
-        if (place, number) == self._last:
+        number = self.run.next_call(place)
+        if (place, number) == self.run.last:
             return None
         return self._call(place, number, keeps=True)
 
@@ -193,43 +171,19 @@ class LinkPolicy:
             return _RECOMPUTES
         if not (training and torch.is_grad_enabled()):
             return _EVALUATES
-        return _REPEATS if place in self._answered else _TRAINS
-
-    def _place(self, layer: Any) -> int:
-        place: int = self._places.setdefault(layer, len(self._places))
-        self._layers[place] = type(layer).__name__
-        return place
-
-    def _bind(self, nodes: Rows) -> None:
-        if self._nodes is None:
-            self._nodes = nodes
-            self._restore(nodes)
-        if self._nodes.mesh is not nodes.mesh:
-            raise ValueError(
-                f"this link is in use on {self._nodes.mesh}, and now on {nodes.mesh}; make "
-                "one for each"
-            )
-
-    def _restore(self, nodes: Rows) -> None:
-        """Takes what was saved, if it is of this partition, on all ranks alike."""
-        if self._saved and self._mark != mark(nodes):
-            self._saved = {}
-            warnings.warn(
-                "the late and residual rows of this link were saved on another number of "
-                "ranks or another partition, and are dropped: the next epoch is synchronous",
-                stacklevel=2,
-            )
+        return _REPEATS if place in self.run.answered else _TRAINS
 
     def _call(self, place: int, number: int, *, keeps: bool) -> Call:
         first = self.exact_last and self.epoch == 0 and keeps
         codecs = (Plain(), None) if first else self._at(self.epoch)
         fresh = not keeps or self.synchronous
-        now = place, number, self.epoch
-        return Call(self, *now, *codecs, fresh, keeps, first, self.where(place))
-
-    def where(self, place: int) -> str:
-        """Returns what a layer is called in messages."""
-        return f"layer {place} ({self._layers[place]})"
+        own = self.gradient_codec or self.codec
+        remembers = self.codec.stateful, own.stateful
+        return Call(
+            *(self.run, self.timing, self.seed, remembers),
+            *(place, number, self.epoch, *codecs),
+            *(fresh, keeps, first, self.run.where(place)),
+        )
 
     @property
     def synchronous(self) -> bool:
@@ -265,43 +219,11 @@ class LinkPolicy:
                 own = own.with_rate(rate)
         return codec.with_rate(rate), own
 
-    def inbox(self, key: InboxKey, way: Way) -> Inbox:
-        """Returns what an exchange keeps, in one direction."""
-        if key in self._saved:
-            device = way.from_gid.device
-            ids = way.from_gid, way.from_counts
-            self._inboxes[key] = read_inbox(self._saved.pop(key), None, *ids, device)
-        return self._inboxes.setdefault(key, Inbox())
-
-    def note(
-        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
-    ) -> None:
-        """Remembers that an exchange takes place."""
-        if back:
-            self._answered.add(key[0])
-        if key not in self._records:
-            layer = self._layers[key[0]]
-            self._records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
-        self._records[key].loads[back] = load
-        self._records[key].sent_rows[back] = sent
-
     def keep(self, layer: Any, nodes: Rows, training: bool) -> None:
         """Remembers that a layer's product is made to be kept, exactly."""
-        if nodes.mesh.size == 1:
-            return
-        place = self._place(layer)
-        if training and torch.is_grad_enabled():
-            self._kept_at[place] = self.epoch
-        self._drop([key for key in self._inboxes if key[0] == place])
-
-    @contextlib.contextmanager
-    def intact(self) -> Iterator[None]:
-        """Drops what is kept if an exchange fails: half of it may have changed."""
-        try:
-            yield
-        except BaseException:
-            self.reset()
-            raise
+        if nodes.mesh.size > 1:
+            trains = training and torch.is_grad_enabled()
+            self.run.keep(layer, self.epoch if trains else None)
 
     # what users ask
 
@@ -315,7 +237,7 @@ class LinkPolicy:
             ValueError: if one of these is given none.
         """
         value = None if metric is None else float(metric)
-        mesh = None if self._nodes is None else self._nodes.mesh
+        mesh = None if self.run.nodes is None else self.run.nodes.mesh
         if self.trend is not None or self._goes_by_metric:
             if value is None or math.isnan(value):
                 raise ValueError(
@@ -324,18 +246,14 @@ class LinkPolicy:
             value = value if mesh is None else wire.broadcast_object(value, mesh.world)
         if self.trend is not None:
             self.trend.look(value)
-        self._active = tuple(self._made)
-        if self.exact_last and self._last is None and self._made:
-            self._last = self._active[-1]
-        alive = {call for call in self._active if call != self._last}
-        self._drop([key for key in self._inboxes if key[:2] not in alive])
+        self.run.settle(self.exact_last)
         if self.pace is not None:
             if isinstance(self.pace.schedule, Budget) and mesh is not None:
                 epochs = self.pace.schedule.ramp.epochs
                 self.pace.solve(self.forecast.bytes_of(mesh, epochs))
             self.pace.step(value)
         self.epoch += 1
-        self._made, self._answered = {}, set()
+        self.run.made, self.run.answered = {}, set()
         reach = self.timing.lateness(False) + self.timing.lateness(True) + 1
         for epoch in [e for e in self._written if e < self.epoch - reach]:
             del self._written[epoch]
@@ -347,20 +265,21 @@ class LinkPolicy:
     @property
     def forecast(self) -> Forecast:
         """What its exchanges will send, as far as is known now."""
+        run = self.run
         return Forecast(
-            self._records,
-            self._inboxes,
-            tuple(self._made) if self.epoch == 0 else self._active,
-            {place: stage() for place, stage in self._stages.items()},
-            self._kept_at,
-            self._last,
+            run.records,
+            run.inboxes,
+            tuple(run.made) if self.epoch == 0 else run.active,
+            {place: stage() for place, stage in run.stages.items()},
+            run.kept_at,
+            run.last,
             self.timing,
             self.exact_last,
             self._at,
             self._rated,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
-            1 if self._nodes is None else self._nodes.mesh.size,
+            1 if run.nodes is None else run.nodes.mesh.size,
         )
 
     def price(self, epoch: int | None = None) -> LinkPrice:
@@ -375,28 +294,23 @@ class LinkPolicy:
     @property
     def held(self) -> int:
         """The bytes that are kept from epoch to epoch now."""
-        return sum(inbox.held for inbox in self._inboxes.values())
+        return sum(inbox.held for inbox in self.run.inboxes.values())
 
     def drain(self) -> None:
         """Waits for what is under way."""
-        for inbox in self._inboxes.values():
+        for inbox in self.run.inboxes.values():
             inbox.drain()
 
     def reset(self) -> None:
         """Drops late and residual rows: the next exchanges are synchronous."""
-        self._inboxes = {}
-
-    def _drop(self, keys: list[InboxKey]) -> None:
-        """Forgets what some exchanges keep, once it is here."""
-        for key in keys:
-            self._inboxes.pop(key).drain()
+        self.run.inboxes = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank."""
         self.drain()
         kept = [
             {"of": list(key), **saved_inbox(inbox)}
-            for key, inbox in self._inboxes.items()
+            for key, inbox in self.run.inboxes.items()
             if inbox.shape is not None
         ]
         return {
@@ -404,9 +318,9 @@ class LinkPolicy:
             "pace": None if self.pace is None else self.pace.state_dict(),
             "solved": None if self.pace is None else solved(self.pace, self._asked),
             "trend": None if self.trend is None else self.trend.state_dict(),
-            "last": self._last,
-            "active": self._active,
-            "mark": None if self._nodes is None else mark(self._nodes),
+            "last": self.run.last,
+            "active": self.run.active,
+            "mark": None if self.run.nodes is None else mark(self.run.nodes),
             "kept": kept,
         }
 
@@ -421,21 +335,16 @@ class LinkPolicy:
             ValueError: if something is missing; nothing has changed then.
         """
         self.check_state(state)
-        nodes = self._nodes
-        self._forget()
+        nodes = self.run.nodes
+        self.run, self._written = Run.read(state), {}
         if self.pace is not None:
             self.pace.load_state_dict(state["pace"])
             self.pace.schedule = read_solved(state["solved"], self._asked)
         if self.trend is not None:
             self.trend.load_state_dict(state["trend"])
-        self.epoch, self._mark = int(state["epoch"]), state["mark"]
-        self._last = None if state["last"] is None else tuple(state["last"])
-        self._active = tuple((place, number) for place, number in state["active"])
-        for one in state["kept"]:
-            place, number, name, piece, backward = one["of"]
-            self._saved[place, number, name, piece, bool(backward)] = one
+        self.epoch = int(state["epoch"])
         if nodes is not None:
-            self._bind(nodes)
+            self.run.bind(nodes)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that is not of such a link."""
@@ -458,7 +367,7 @@ class LinkPolicy:
         parts = [f"{self!r}"]
         if self.pace is not None:
             parts.append(f"{self.pace}")
-        if self._records:
+        if self.run.records:
             parts.append(f"{self.price()}")
         return "\n".join(parts)
 
@@ -468,11 +377,8 @@ class LinkPolicy:
             said.append(f"gradient_codec={self.gradient_codec}")
         if self.timing.is_late:
             said.append(f"{self.timing}")
-        said += [
-            f"{name}=False"
-            for name in ("exact_last", "exact_eval")
-            if not getattr(self, name)
-        ]
+        options = ("exact_last", "exact_eval")
+        said += [f"{name}=False" for name in options if not getattr(self, name)]
         return f"LinkPolicy({', '.join(said)})"
 
     def __deepcopy__(self, memo: dict) -> LinkPolicy:
@@ -484,5 +390,4 @@ class LinkPolicy:
         return {name: self.__dict__[name] for name in spec.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        self.__dict__.update(state, run=Run(), _written={})

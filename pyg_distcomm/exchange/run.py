@@ -1,0 +1,153 @@
+"""Run: what a link knows of a training run: its layers, their exchanges, what they keep."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyg_distcomm.exchange.account import Load, Record, RecordKey
+from pyg_distcomm.exchange.coded import Way
+from pyg_distcomm.exchange.forecast import CallKey, InboxKey
+from pyg_distcomm.exchange.saved import mark, read_inbox
+from pyg_distcomm.exchange.timing import Inbox
+from pyg_distcomm.rows import Rows
+
+
+@dataclass(eq=False)
+class Run:
+    """What a link has seen since it was made.
+
+    Args:
+        nodes: which nodes are where, once it is in use.
+        places: of layers, in the order of their first use.
+        layers: what they are called.
+        stages: how to ask whether their inputs are kept; see `Constants.stage`.
+        kept_at: in which epoch a product was made to be kept.
+        records: the exchanges seen.
+        inboxes: what they keep.
+        saved: what they will keep, where it was restored and not used yet.
+        mark: of the partition that was saved.
+        made: calls of this epoch, in order.
+        active: calls of the last epoch.
+        last: the call that is exact.
+        answered: layers that have had a backward pass in this epoch.
+    """
+
+    nodes: Rows | None = None
+    places: Any = field(default_factory=weakref.WeakKeyDictionary)
+    layers: dict[int, str] = field(default_factory=dict)
+    stages: dict[int, Callable[[], int]] = field(default_factory=dict)
+    kept_at: dict[int, int] = field(default_factory=dict)
+    records: dict[RecordKey, Record] = field(default_factory=dict)
+    inboxes: dict[InboxKey, Inbox] = field(default_factory=dict)
+    saved: dict[InboxKey, Mapping[str, Any]] = field(default_factory=dict)
+    mark: Mapping[str, Any] | None = None
+    made: dict[CallKey, None] = field(default_factory=dict)
+    active: tuple[CallKey, ...] = ()
+    last: CallKey | None = None
+    answered: set[int] = field(default_factory=set)
+
+    def bind(self, nodes: Rows) -> None:
+        """Takes a mesh into use, and what was saved if it is of its partition.
+
+        Raises:
+            ValueError: if another mesh is in use.
+        """
+        if self.nodes is None:
+            self.nodes = nodes
+            self._check_saved(nodes)
+        if self.nodes.mesh is not nodes.mesh:
+            raise ValueError(
+                f"this link is in use on {self.nodes.mesh}, and now on {nodes.mesh}; make "
+                "one for each"
+            )
+
+    def _check_saved(self, nodes: Rows) -> None:
+        if self.saved and self.mark != mark(nodes):
+            self.saved = {}
+            warnings.warn(
+                "the late and residual rows of this link were saved on another number of "
+                "ranks or another partition, and are dropped: the next epoch is synchronous",
+                stacklevel=2,
+            )
+
+    def place(self, layer: Any, stage: Callable[[], int] | None = None) -> int:
+        """Returns the place of a layer, and remembers how to ask for its input."""
+        place: int = self.places.setdefault(layer, len(self.places))
+        self.layers[place] = type(layer).__name__
+        if stage is not None:
+            self.stages[place] = stage
+        return place
+
+    def where(self, place: int) -> str:
+        """Returns what a layer is called in messages."""
+        return f"layer {place} ({self.layers[place]})"
+
+    def next_call(self, place: int) -> int:
+        """Counts one more call of a layer in this epoch, and returns its number."""
+        number = sum(1 for other, _ in self.made if other == place)
+        self.made[place, number] = None
+        return number
+
+    def inbox(self, key: InboxKey, way: Way) -> Inbox:
+        """Returns what an exchange keeps, in one direction."""
+        if key in self.saved:
+            device = way.from_gid.device
+            ids = way.from_gid, way.from_counts
+            self.inboxes[key] = read_inbox(self.saved.pop(key), None, *ids, device)
+        return self.inboxes.setdefault(key, Inbox())
+
+    def note(
+        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
+    ) -> None:
+        """Remembers that an exchange takes place."""
+        if back:
+            self.answered.add(key[0])
+        if key not in self.records:
+            layer = self.layers[key[0]]
+            self.records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
+        self.records[key].loads[back] = load
+        self.records[key].sent_rows[back] = sent
+
+    def keep(self, layer: Any, epoch: int | None) -> None:
+        """Remembers that a layer's product is kept, in which epoch if in training."""
+        place = self.place(layer)
+        if epoch is not None:
+            self.kept_at[place] = epoch
+        self._drop([key for key in self.inboxes if key[0] == place])
+
+    def settle(self, exact_last: bool) -> None:
+        """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
+        self.active = tuple(self.made)
+        if exact_last and self.last is None and self.made:
+            self.last = self.active[-1]
+        alive = {call for call in self.active if call != self.last}
+        self._drop([key for key in self.inboxes if key[:2] not in alive])
+
+    def _drop(self, keys: list[InboxKey]) -> None:
+        for key in keys:
+            self.inboxes.pop(key).drain()
+
+    @contextlib.contextmanager
+    def intact(self) -> Iterator[None]:
+        """Drops what is kept if an exchange fails: half of it may have changed."""
+        try:
+            yield
+        except BaseException:
+            self.inboxes = {}
+            raise
+
+    @staticmethod
+    def read(state: Mapping[str, Any]) -> Run:
+        """Returns the run that was saved; see `LinkPolicy.state_dict`."""
+        last = None if state["last"] is None else tuple(state["last"])
+        active = tuple((place, number) for place, number in state["active"])
+        run = Run(mark=state["mark"], active=active, last=last)
+        for one in state["kept"]:
+            place, number, name, piece, backward = one["of"]
+            run.saved[place, number, name, piece, bool(backward)] = one
+        return run
