@@ -49,6 +49,11 @@ def save_checkpoint(
         link: the link it trains with: each rank writes its late and residual rows.
         extra: further values: numbers, tensors, or state_dicts of them.
     """
+    if mesh.stage.size > 1:
+        raise ValueError(
+            "save_checkpoint saves one model that all ranks hold, but the mesh has "
+            f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
+        )
     path = Path(path)
     state = _state(mesh, bare(model), optimizer, extra)
     aside = path.with_name(f".{path.name}.writing")

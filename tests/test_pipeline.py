@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import worlds
@@ -33,29 +35,192 @@ def test_one_chunk_is_the_full_graph(name, graph):
             torch.testing.assert_close(p.grad, times * g, **EXACT)
 
 
+def _compare(name, rule=(0.0, 1.0), epochs=4, graph="directed", **options):
+    """Trains the pipeline beside the definition, and compares loss and gradients."""
+    data, share, mesh = _share(graph)
+    chunk = torch.arange(data.num_nodes) * 7 % 5
+    stack = stack_of(name)
+    brute = BruteForce(stack, data, chunk, options.get("history_refresh", 1), *rule)
+    pipe = pdc.Pipeline(stack, mesh, chunks=chunk, seed=3, **options)
+    opts = [torch.optim.SGD(p, 0.3) for p in (brute.parameters, pipe.parameters())]
+    for epoch in range(epochs):
+        opts[1].zero_grad()
+        loss = pipe.train_step(share, loss_of)
+        torch.testing.assert_close(loss, brute.step(pipe.order_of(epoch)), **EXACT)
+        for p, q in zip(pipe.parameters(), brute.parameters, strict=True):
+            torch.testing.assert_close(p.grad, q.grad, **EXACT)
+        for opt in opts:
+            opt.step()
+    assert len({tuple(pipe.order_of(k)) for k in range(epochs)}) > 1
+
+
 @pytest.mark.parametrize("refresh", [1, 3])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", ["gcn", "gcnii", "gat"])
 def test_gradients_are_those_of_autograd_with_constant_history(
     name, recompute, refresh
 ):
-    data, share, mesh = _share()
-    chunk = torch.arange(data.num_nodes) * 7 % 5
+    _compare(name, recompute=recompute, history_refresh=refresh, epochs=5)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "rule"),
+    [("scaled", (0.0, 2.0)), ("stale", (1.0, 1.0)), ("damped", (0.25, 1.0))],
+)
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_gradients_between_chunks_follow_their_rule(name, gradient, rule):
+    _compare(name, rule, gradient=gradient, damping=0.25)
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+@pytest.mark.parametrize("name", ["gcn", "gcnii", "gat", "gin"])
+def test_frozen_weights_become_exact(name, refresh):
+    _, share, mesh = _share()
     stack = stack_of(name)
-    brute = BruteForce(stack, data, chunk, refresh)
-    pipe = pdc.Pipeline(
-        stack, mesh, chunks=chunk, recompute=recompute, history_refresh=refresh, seed=3
-    )
-    opts = [torch.optim.SGD(p, 0.5) for p in (brute.parameters, pipe.parameters())]
-    orders = set()
-    for epoch in range(5):
-        opts[1].zero_grad()
-        loss = pipe.train_step(share, loss_of)
-        order = pipe.order_of(epoch)
-        orders.add(tuple(order))
-        torch.testing.assert_close(loss, brute.step(order), **EXACT)
-        for p, q in zip(pipe.parameters(), brute.parameters, strict=True):
-            torch.testing.assert_close(p.grad, q.grad, **EXACT)
-        for opt in opts:
+    pipe = pdc.Pipeline(stack, mesh, chunks=5, history_refresh=refresh)
+    pipe.train_step(share, loss_of)
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    right = pipe.eval_step(share, loss_of)
+    errors = []
+    for _ in range(refresh * len(stack) + refresh):
+        errors.append(float((pipe.train_step(share, loss_of) - right).abs()))
+    assert errors[0] > 1e-6  # history of other weights
+    assert max(errors[-refresh:]) < 1e-12
+
+
+def test_stale_gradients_become_exact_too():
+    data, share, mesh = _share()
+    _, _, grads = run_plain(stack_of("gcn"), data)
+    found = {}
+    for gradient in ("surrogate", "stale"):
+        pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=5, gradient=gradient)
+        for _ in range(8):
+            for p in pipe.parameters():
+                p.grad = None
+            pipe.train_step(share, loss_of)
+        pairs = zip(pipe.parameters(), grads, strict=True)
+        found[gradient] = max(float((p.grad - g).abs().max()) for p, g in pairs)
+    assert found["stale"] < 1e-12 < 1e-3 < found["surrogate"]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, None])
+def test_history_in_few_bits_is_near_and_in_a_file_the_same(dtype, recompute, tmp_path):
+    data, share, mesh = _share("undirected")
+
+    def losses(**options):
+        pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=5, **options)
+        opt = torch.optim.SGD(pipe.parameters(), 0.5)
+        out = []
+        for _ in range(6):
+            opt.zero_grad()
+            out.append(float(pipe.train_step(share, loss_of)))
             opt.step()
-    assert len(orders) > 1
+        return torch.tensor(out), pipe
+
+    plain, _ = losses()
+    kept, pipe = losses(history_dtype=dtype, history_path=tmp_path, recompute=recompute)
+    assert (plain - kept).abs().max() <= (0 if dtype is None else 0.02)
+    assert (plain - kept).abs().max() > 0 or dtype is None
+    assert len(list(tmp_path.glob("*.rows"))) == len(pipe._run.sites)
+    exact = run_plain(stack_of("gcn"), data)[0].shape
+    assert pipe(share).full_tensor().shape == exact
+
+
+def test_dropout_repeats_itself_and_changes_from_epoch_to_epoch():
+    data, share, mesh = _share()
+    found = []
+    for recompute in (True, False):
+        stack = stack_of("gcn", dropout=0.5)
+        pipe = pdc.Pipeline(stack, mesh, chunks=1, recompute=recompute)
+        found.append([float(pipe.train_step(share, loss_of)) for _ in range(3)])
+        found.append([p.grad.sum().item() for p in pipe.parameters()])
+        pipe.eval()
+        found.append(float(pipe.train_step(share, loss_of)))
+    assert found[:3] == found[3:]
+    assert len(set(found[0])) == 3
+    right = run_plain(stack_of("gcn"), data)[1]
+    torch.testing.assert_close(
+        torch.tensor(found[2]).double(), right, rtol=1e-6, atol=0
+    )
+
+
+def test_layers_are_measured_and_balance_can_be_given():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcnii"), mesh, share, chunks=3)
+    assert pipe.balance == (8,)
+    assert not any(p.grad is not None for p in pipe.parameters())
+    pipe.train_step(share, loss_of)
+    kinds = [(span.kind, span.slot) for span in pipe.timeline]
+    want = [("forward", k) for k in range(3)] + [("backward", k) for k in (2, 1, 0)]
+    assert kinds == want
+
+
+def test_names_of_the_state_are_those_of_the_stack():
+    data, share, mesh = _share()
+    stack = torch.nn.ModuleList(stack_of("gcn"))
+    pipe = pdc.Pipeline(copy.deepcopy(stack), mesh, chunks=3)
+    assert list(pipe.state_dict()) == list(stack.state_dict())
+    pipe.train_step(share, loss_of)
+    torch.optim.SGD(pipe.parameters(), 0.1).step()
+    stack.load_state_dict(pipe.state_dict())
+    out = run_plain(list(stack), data)[0]
+    torch.testing.assert_close(pipe(share).full_tensor(), out, **EXACT)
+
+
+def test_changed_data_are_seen():
+    data, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("weighted"), mesh, chunks=1)
+    pipe.train_step(share, loss_of)
+    data.x = share.x = share.x * 2
+    data.x = data.x.to_local()
+    out = run_plain(stack_of("weighted"), data)[0]
+    torch.testing.assert_close(pipe(share).full_tensor(), out, **EXACT)
+    share.edge_weight += 0.5
+    with pytest.raises(TypeError, match="change from epoch to epoch"):
+        pipe.train_step(share, loss_of)
+
+
+class _Centred(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("stack", "options", "kind", "told"),
+    [
+        ([], {"chunks": 0}, ValueError, "chunks must be a whole number above 0"),
+        (None, {"chunks": 61}, ValueError, "graph has 60"),
+        (None, {"chunks": torch.arange(60) % 4 * 2}, ValueError, r"chunks \[1, 3, 5\]"),
+        (None, {"chunks": torch.zeros(3)}, ValueError, "each of the 60 nodes"),
+        (None, {"history_refresh": 0}, ValueError, "history_refresh"),
+        (None, {"order": "any"}, ValueError, "shuffled, fixed"),
+        (None, {"gradient": "none"}, ValueError, "surrogate, scaled, stale, damped"),
+        (None, {"damping": 2}, ValueError, "between 0 and 1"),
+        (None, {"history_dtype": torch.int16}, ValueError, "history_dtype"),
+        (None, {"balance": [3, 2]}, ValueError, "each of 1 stages"),
+        ([_Centred()], {}, TypeError, "reduces over all nodes"),
+        ([(torch.nn.ReLU(), "z -> x")], {}, ValueError, "reads z"),
+    ],
+)
+def test_mistakes_are_told(stack, options, kind, told):
+    _, share, mesh = _share()
+    stack = stack_of("gcn") if stack is None else stack
+    with pytest.raises(kind, match=told):
+        pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
+
+
+def test_another_graph_is_refused():
+    data, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
+    with pytest.raises(TypeError, match="share of pdc"):
+        pipe.train_step(data, loss_of)
+    with pytest.raises(ValueError, match="has seen the data"):
+        pipe.price()
+    pipe(share)
+    with pytest.raises(ValueError, match="another graph"):
+        pipe(pdc.partition(data, mesh))
+    with pytest.raises(TypeError, match="one number as a tensor"):
+        pipe.train_step(share, lambda out, data: out)

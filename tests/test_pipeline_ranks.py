@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 import worlds
-from pipelines import STACKS, loss_of, stack_of
-from problems import GRAPHS
+from pipelines import STACKS, loss_of, run_plain, stack_of
+from problems import GRAPHS, owners
+from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.pipeline.price import hybrid_words, stage_words
+from pyg_distcomm.pipeline.stack import read_stack
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
@@ -20,7 +26,7 @@ def _train(
     """Losses, state and output after some epochs, and whether bytes were as foretold."""
     data = GRAPHS[graph]()
     mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(data, mesh, cutter or "random")
+    share = pdc.partition(data, mesh, "random" if cutter is None else cutter)
     stack = stack_of(name, dropout=dropout)
     pipe = pdc.Pipeline(stack, mesh, **kwargs)
     opt = torch.optim.SGD(pipe.parameters(), 0.3)
@@ -75,3 +81,281 @@ def test_numbers_do_not_depend_on_stages_and_rows(name, shape):
 
 def _train_with(stages, name, options):
     return _train(stages, name, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+@pytest.mark.parametrize("gradient", ["scaled", "stale", "damped"])
+def test_other_gradients_do_not_depend_on_them_either(name, gradient, shape):
+    options = {"chunks": _chunks("undirected"), "graph": "undirected"}
+    options |= {"gradient": gradient, "recompute": shape[0] == 2, "dropout": 0.2}
+    options["order"] = "fixed" if gradient == "damped" else "shuffled"
+    want = _train(1, name, **options)
+    for got in worlds.run(_train_with, shape[0] * shape[1], shape[0], name, options):
+        _assert_same(got, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("graph", ["tiny", "star", "edgeless"])
+@pytest.mark.parametrize("cutter", ["metis", "lopsided"])
+def test_graphs_with_teeth(shape, graph, cutter):
+    stages, ways = shape
+    chunks = min(GRAPHS[graph]().num_nodes, 6)
+    options = {"chunks": torch.arange(GRAPHS[graph]().num_nodes) % chunks}
+    options |= {"graph": graph, "dropout": 0.2}
+    want = _train(1, "gcn", **options)
+    options["cutter"] = owners(cutter, GRAPHS[graph](), ways)
+    for got in worlds.run(_train_with, stages * ways, stages, "gcn", options):
+        _assert_same(got, want)
+    options["chunks"] = chunks  # as cut within ranks: other results, all alike
+    worlds.run(_train_with, stages * ways, stages, "gcn", options)
+
+
+def _alone(stages, name, measured):
+    """One chunk: loss, gradients and output are PyG's, whoever computes them."""
+    data = GRAPHS["loops_and_copies"]()
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(data, mesh, "random")
+    stack = stack_of(name)
+    out, loss, _ = run_plain(stack, data)
+    pipe = pdc.Pipeline(stack, mesh, share if measured else None, chunks=1)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(pipe(share).full_tensor(), out, **close)
+    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **close)
+    with pytest.raises(ValueError, match="has save"):
+        pdc.save_checkpoint("nowhere", mesh, pipe)
+    return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["gcn", "gat", "gcnii", "jumping"])
+def test_one_chunk_is_the_full_graph(name, shape):
+    stages, ways = shape
+    stack, data = stack_of(name), GRAPHS["loops_and_copies"]()
+    grads = run_plain(stack, data)[2]
+    layers = [la for la in read_stack(stack) if isinstance(la.run, torch.nn.Module)]
+    names = [f"{la.name}.{k}" for la in layers for k, _ in la.run.named_parameters()]
+    want = dict(zip(names, grads, strict=True))
+    seen, balances = set(), set()
+    for found, balance in worlds.run(_alone, stages * ways, stages, name, ways == 1):
+        balances.add(balance)
+        for key, grad in found.items():
+            torch.testing.assert_close(grad, want[key], rtol=1e-10, atol=1e-10)
+            seen.add(key)
+    assert seen == set(want)
+    assert len(balances) == 1
+
+
+def _bytes(stages, chunks):
+    """Words of all ranks, beside the formula's."""
+    data = GRAPHS["undirected"]()
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(data, mesh, "random")
+    hidden, layers = 8, 6
+    convs = [GCNConv(hidden, hidden) for _ in range(layers)]
+    stack = [torch.nn.Linear(7, hidden), *convs, torch.nn.Linear(hidden, 4)]
+    pipe = pdc.Pipeline([la.double() for la in stack], mesh, chunks=chunks)
+    pipe(share)
+    mesh.ledger.reset()
+    pipe.train_step(share, lambda out, data: out.square().mean())
+    ledger = mesh.ledger
+    mine = ledger.words() - ledger.words("all_reduce", "world")
+    mine -= ledger.words("all_reduce", "stage")  # the loss
+    ghosts = share.edge_index.topology.locals.halo.num_ghosts
+    weights = sum(p.numel() for p in pipe.layers.parameters())
+    return mine, ghosts, weights, data.num_nodes, pipe.memory(), pipe.price()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *SHAPES])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_bytes_are_those_of_the_formula(shape, chunks):
+    stages, ways = shape
+    found = worlds.run(_bytes, stages * ways, stages, chunks)
+    words = sum(mine for mine, *_ in found)
+    n = found[0][3]
+    ghosts = sum(ghosts for _, ghosts, *_ in found) / stages
+    weights = sum(weights for _, _, weights, *_ in found) / ways
+    want = hybrid_words(
+        *(n, 8, stages, ways),
+        layers=6,
+        replication=ghosts / n,
+        weights=round(weights),
+    )
+    # a ring moves whole words
+    assert abs(words - want) <= stages * ways
+    if ways == 1:
+        assert words == stage_words(n, 8, stages)
+
+
+def _resumed(stages, path, dtype, gradient, first):
+    """Trains four epochs, or two and two from what was saved; on other stages, too."""
+    data = GRAPHS["directed"]()
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(data, mesh, "random")
+    losses = []
+
+    def made():
+        stack = stack_of("gcnii", dropout=0.3)
+        options = {"history_dtype": dtype, "gradient": gradient, "history_refresh": 2}
+        pipe = pdc.Pipeline(stack, mesh, chunks=_chunks("directed"), **options)
+        return pipe, torch.optim.Adam(pipe.parameters(), 0.02)
+
+    def train(pipe, opt, epochs):
+        for _ in range(epochs):
+            opt.zero_grad()
+            losses.append(float(pipe.train_step(share, loss_of)))
+            opt.step()
+
+    if first:
+        pipe, opt = made()
+        train(pipe, opt, 3)
+        pipe.save(path, opt)
+        train(pipe, opt, 3)
+        return losses[3:], pipe.state_dict()
+    pipe, opt = made()
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.zero_()
+    pipe.load(path, opt)
+    train(pipe, opt, 3)
+    return losses, pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient"),
+    [(None, "surrogate"), (torch.int8, "stale"), (torch.bfloat16, "scaled")],
+)
+def test_training_resumes_bit_for_bit_on_any_number_of_stages(
+    dtype, gradient, tmp_path
+):
+    ways = 2 if gradient == "stale" else 1
+    path = tmp_path / "deep" / "pipe"
+    options = (path, dtype, gradient)
+    want = worlds.run(_resumed, 2 * ways, 2, *options, True)[0]
+    for stages in (2, 1) if ways == 2 else (2, 4):
+        for losses, state in worlds.run(
+            _resumed, stages * ways, stages, *options, False
+        ):
+            assert losses == want[0]
+            assert all(torch.equal(state[k], want[1][k]) for k in want[1])
+    assert [p.name for p in path.parent.iterdir()] == ["pipe"]
+
+
+def _elsewhere(stages, path):
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    with pytest.raises(ValueError, match="cannot load the pipeline"):
+        pipe.load(path / "nothing")
+    pipe.train_step(share, loss_of)
+    pipe.save(path / "a")
+    other = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+    other.load(path / "a")
+    with pytest.warns(UserWarning, match="begins anew"):
+        other.train_step(share, loss_of)
+    with pytest.raises(ValueError, match="no optimizer"):
+        other.load(path / "a", torch.optim.SGD(other.parameters(), 0.1))
+    return other.epoch
+
+
+def test_history_of_other_chunks_is_not_taken(tmp_path):
+    assert worlds.run(_elsewhere, 2, 2, tmp_path) == [2, 2]
+
+
+class _Broken(torch.nn.Module):
+    def forward(self, x, edge_index):
+        return x[edge_index[0].to_local()]
+
+
+def _mistakes(stages):
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    told = []
+
+    def tell(act):
+        try:
+            act()
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    tied = torch.nn.Linear(7, 7)
+    for layers, options in (
+        ([torch.nn.Linear(7, 4)], {}),
+        (stack_of("gcn"), {"chunks": 0}),
+        ([GCNConv(7, 4), torch.nn.BatchNorm1d(4)], {}),
+        ([tied, tied], {"balance": [1, 1]}),
+        ([torch.nn.Linear(7, 7 + mesh.stage.rank), torch.nn.ReLU()], {}),
+        (stack_of("gcn"), {"balance": [6, 2]}),
+    ):
+        tell(
+            lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
+        )
+    for layers, options in (
+        ([GCNConv(7, 4), _Broken()], {}),
+        ([GCNConv(7, 4), torch.nn.ReLU()], {"chunks": 61}),
+        ([GCNConv(7, 4), torch.nn.ReLU()], {"chunks": torch.arange(60) // 20 * 2}),
+    ):
+        layers = [layer.double() for layer in layers]
+        pipe = pdc.Pipeline(layers, mesh, **options)
+        tell(lambda pipe=pipe: pipe.train_step(share, loss_of))
+    return told
+
+
+def test_mistakes_are_told_on_all_ranks():
+    want = [
+        "there are 2 stages and 1 layers",
+        "chunks must be a whole number",
+        "normalises over all nodes",
+        "share a parameter",
+        "same layers on all ranks",
+        "each of 2 stages",
+        "layer 1|_Broken|moves rows|mean|numbers",
+        "graph has 60",
+        "chunks [1, 3] of 5 have no node",
+    ]
+    for size, stages in ((2, 2), (4, 2)):
+        for told in worlds.run(_mistakes, size, stages):
+            assert len(told) == len(want)
+            for text, parts in zip(told, want, strict=True):
+                assert any(part in text for part in parts.split("|")), text
+
+
+def _failing(stages, where, how):
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+    pipe.train_step(share, loss_of)
+    calls = 0
+
+    def fail(module, inputs):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            if how == "die":
+                os._exit(3)
+            raise ValueError("this layer is out of order")
+
+    if mesh.everyone.rank == where:
+        next(pipe.layers.children()).register_forward_pre_hook(fail)
+    start = time.monotonic()
+    try:
+        pipe.train_step(share, loss_of)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "all went well", 0.0
+
+
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_a_stage_that_fails_is_heard_of_on_all(where):
+    found = worlds.run(_failing, 4, 4, where, "raise")
+    for text, seconds in found:
+        assert "this layer is out of order" in text
+        assert seconds < 30
+    worlds.only(0)  # the meshes of these ranks have heard of a failure
+
+
+def test_a_stage_that_dies_leaves_no_one_waiting():
+    # those that are left say so within the five seconds that the pool gives them
+    with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:
+        worlds.run(_failing, 3, 3, 1, "die")
+    assert str(told.value).count("process died") == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
+from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.linked import OwnLink, check_link
@@ -15,14 +16,18 @@ from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_MATRIX: dict[type, type] = {GCNConv: DistGCNConv, SAGEConv: DistSAGEConv}
+_MATRIX: dict[type, type] = {
+    GCNConv: DistGCNConv,
+    GCN2Conv: DistGCN2Conv,
+    SAGEConv: DistSAGEConv,
+}
 
 
 def convert(model: Model, link: OwnLink = None) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
-    GCNConv and SAGEConv become DistGCNConv and DistSAGEConv, every other
-    `MessagePassing` layer is run by `HaloConv`, and BatchNorm1d becomes DistBatchNorm.
+    GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, every
+    other `MessagePassing` layer is run by `HaloConv`, and BatchNorm1d becomes DistBatchNorm.
     Names in `state_dict` stay as they are. Works on any module: PyG's `GCN`,
     `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a class of your own, or a single layer
     (whose converted form is the return value).
@@ -55,7 +60,7 @@ def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module
 
 
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(module, (DistGCNConv, DistSAGEConv, HaloConv, DistBatchNorm)):
+    if isinstance(module, (*_MATRIX.values(), HaloConv, DistBatchNorm)):
         return module
     if type(module) in _MATRIX:
         module.__class__ = _MATRIX[type(module)]

@@ -32,15 +32,25 @@ def on_all_ranks(mesh: Mesh) -> Iterator[None]:
     wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
 
 
-def check_same(what: Any, mesh: Mesh) -> None:
+def check_same(stack: Sequence[Layer], mesh: Mesh) -> None:
     """Refuses layers that differ between ranks."""
-    every = wire.all_gather_object(what, mesh.everyone)
+    every = wire.all_gather_object([_told(layer) for layer in stack], mesh.everyone)
     differ = [rank for rank, other in enumerate(every) if other != every[0]]
     if differ:
+        pairs = zip(every[0], every[differ[0]], strict=False)
+        first = next(
+            (f"{a}, and there {b}" for a, b in pairs if a != b), "their number"
+        )
         raise ValueError(
             f"Pipeline needs the same layers on all ranks, but ranks {differ} have others "
-            f"than rank 0, which has {every[0]}"
+            f"than rank 0: {first}"
         )
+
+
+def _told(layer: Layer) -> str:
+    run = layer.run
+    parameters = run.parameters() if isinstance(run, torch.nn.Module) else ()
+    return f"{layer} {[tuple(p.shape) for p in parameters]}"
 
 
 def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:

@@ -118,6 +118,9 @@ class ChunkPlan:
     links: tuple[Link, ...]
     everything: Link
     _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
+    _slots: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def chunks(self) -> int:
@@ -158,6 +161,11 @@ class ChunkPlan:
 
         Shapes: sources and targets [e_c], numbered own rows first; places [u_c], ascending.
         """
+        if chunk not in self._slots:
+            self._slots[chunk] = self._numbered(chunk)
+        return self._slots[chunk]
+
+    def _numbered(self, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         edges, rows = self.edge.rows(chunk), self.own.rows(chunk)
         source, target = self.source[edges], self.target[edges] - rows.start
         inside = (source >= rows.start) & (source < rows.stop)

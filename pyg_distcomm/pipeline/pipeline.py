@@ -128,7 +128,7 @@ class Pipeline(torch.nn.Module):
             stack = read_stack(layers)
             checks.check_balance(stack, mesh.stage.size, balance)
         with checks.on_all_ranks(mesh):
-            checks.check_same([str(layer) for layer in stack], mesh)
+            checks.check_same(stack, mesh)
         stack = [_converted(layer) for layer in stack]
         filling.share_weights(stack, mesh)
         self._names = from_data(stack)

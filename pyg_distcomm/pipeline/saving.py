@@ -14,7 +14,7 @@ import torch
 
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.pipeline.filling import on_all_ranks
+from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.view import Run
 
 _MODEL = "model.pt"

@@ -115,12 +115,13 @@ class Site:
             again: whether it is computed again: all is in place, and nothing travels.
         """
         plan, operator, n = self.plan, self.operator, self.plan.counts[0]
-        arrive = None
+        link, arrive = plan.links[chunk], None
         if not again:
-            own, ghost = plan.own.rows(chunk), plan.ghost.rows(chunk)
-            self.mix[own] = x
+            self.mix[plan.own.rows(chunk)] = x
+        if not (again or link.silent):
+            ghost = plan.ghost.rows(chunk)
             into = self.mix[n + ghost.start : n + ghost.stop]
-            arrive = plan.links[chunk].begin(x, into)
+            arrive = link.begin(x, into)
         rows = operator.rows(chunk)
         z = x.new_empty((rows.stop - rows.start, x.size(1)))
         operator.own.matmul(self.mix[:n], z, rows.start)
@@ -145,15 +146,18 @@ class Site:
         if self.gradients is None:
             self.gradients = g.new_zeros((operator.bounds[-1], g.size(1)))
         self.gradients[rows] = g
-        own, ghost = plan.own.rows(chunk), plan.ghost.rows(chunk)
-        sums = g.new_empty((ghost.stop - ghost.start, g.size(1)))
-        operator.ghost.transposed.matmul(self.gradients, sums, ghost.start)
-        arrive = plan.links[chunk].begin_transpose(sums)
+        link, arrive = plan.links[chunk], None
+        if not link.silent:
+            ghost = plan.ghost.rows(chunk)
+            sums = g.new_empty((ghost.stop - ghost.start, g.size(1)))
+            operator.ghost.transposed.matmul(self.gradients, sums, ghost.start)
+            arrive = link.begin_transpose(sums)
+        own = plan.own.rows(chunk)
         out = g.new_empty((own.stop - own.start, g.size(1)))
         operator.own.transposed.matmul(self.gradients, out, own.start)
         if self.rule.cross != 1:
             self.gradients[rows] *= self.rule.cross
-        return arrive(out)
+        return out if arrive is None else arrive(out)
 
     def retire(self, chunk: int, refresh: bool) -> None:
         """Puts history back in a chunk's place, once it needs no more computing.

@@ -16,6 +16,7 @@ _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
     *(pyg.GraphSizeNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm),
 )
+_KEEPING = (pyg.GCNConv, pyg.GCN2Conv)  # in our form they keep nothing of their own
 _NAMED = frozenset(("x", "edge_index"))
 
 
@@ -122,7 +123,7 @@ def _check(layer: Layer) -> None:
                 "others; use torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which "
                 "normalise each node, or train with pdc.replicate"
             )
-        if getattr(module, "cached", False):
+        if getattr(module, "cached", False) and type(module) not in _KEEPING:
             raise ValueError(
                 f"{layer} keeps the edges of its first call (cached=True), and chunks have "
                 "others; leave cached out: what is derived from edges is kept anyway"

@@ -176,7 +176,7 @@ class ChunkLocals(Locals):
     run: Run
     chunk: int | None
 
-    def with_ghosts(self, x: Tensor) -> Tensor:
+    def with_ghosts(self, x: Tensor, link: Any = None) -> Tensor:
         """Returns own rows and those read elsewhere, of this epoch or from history."""
         return torch.cat([x, self.run.gathered(x, self.chunk)])
 
@@ -186,7 +186,11 @@ class ChunkLocals(Locals):
 
 
 class ChunkTopology(Topology):
-    """The edges into a chunk's nodes; products are those of its rows of the matrix."""
+    """The edges into a chunk's nodes; products are those of its rows of the matrix.
+
+    What travels, travels over the links of the plan's chunks, however a layer would wrap
+    its own.
+    """
 
     def __init__(self, run: Run, chunk: int | None) -> None:
         plan, whole = run.plan, run.plan.topology
@@ -225,7 +229,7 @@ class ChunkTopology(Topology):
             "node lie in other chunks; turn the edges around before pdc.partition"
         )
 
-    def sum(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def sum(self, x: Tensor, weight: Tensor | None, wrap: Any = None) -> Tensor:
         """Returns `sum_e weight_e x_source(e)` for each node of the chunk."""
         if weight is None:
             return self.run.read(x, self.run.plan.sum(), self.chunk)
@@ -235,7 +239,12 @@ class ChunkTopology(Topology):
         )
 
     def gcn(
-        self, x: Tensor, weight: Tensor | None, improved: bool, add_self_loops: bool
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        wrap: Any = None,
     ) -> Tensor:
         """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees taken over the whole graph."""
         if weight is None:

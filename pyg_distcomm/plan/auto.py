@@ -58,9 +58,7 @@ def init(
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
-        stages: cut the layers of a model into that many stages, for `pdc.Pipeline`; the
-            mesh is then that of one stage, of P / stages ranks, and graphs are spread over
-            these. It leads to the others as `mesh.stage`.
+        stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
         data: for "auto", the whole graph, on every rank; rank 0's counts.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
@@ -71,16 +69,14 @@ def init(
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
-    joining = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
-    problem = _misuse(algorithm, (replication, grid), data, (widths, model))
-    if problem is None and algorithm == "auto" and stages != 1:
-        problem = "algorithm='auto' plans for one stage; give stages with a grid's name"
+    how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
+    problem = _misuse(algorithm, (replication, grid, stages), data, (widths, model))
     if algorithm != "auto":
         if problem is not None:
             raise ValueError(problem)
-        shape: dict[str, Any] = {"replication": replication, "grid": grid}
-        return grids.init(algorithm, stages=stages, **shape, **joining)  # type: ignore[arg-type]
-    mesh = grids.init("1d", **joining)  # type: ignore[arg-type]
+        how |= {"replication": replication, "grid": grid, "stages": stages}
+        return grids.init(algorithm, **how)
+    mesh = grids.init("1d", **how)
     wire.agree(problem, mesh.world)
     if machine is None:
         machine = calibrate(mesh) if mesh.size > 1 else Machine()
@@ -96,21 +92,21 @@ def init(
         partition=method,
     )
     if best.grid != mesh.grid:
-        mesh = grids.init(grid=best.grid, **joining)  # type: ignore[arg-type]
+        mesh = grids.init(grid=best.grid, **how)
     mesh.plan, mesh.owners = best, owners
     return mesh
 
 
 def _misuse(
-    algorithm: str, shape: tuple[Any, Any], data: Any, sizes: tuple[Any, Any]
+    algorithm: str, shape: tuple[Any, ...], data: Any, sizes: tuple[Any, Any]
 ) -> str | None:
     """Says what does not go together, if anything."""
     planned = [value is not None for value in (data, *sizes)]
     if algorithm != "auto":
         told = f"data, widths and model are for algorithm='auto', got {algorithm!r}"
         return told if any(planned) else None
-    if shape != (None, None):
-        return "algorithm='auto' finds the grid; leave grid and replication out"
+    if shape != (None, None, 1):
+        return "algorithm='auto' finds the grid; leave grid, replication and stages out"
     if data is None or planned[1] == planned[2]:
         return (
             "algorithm='auto' plans before it chooses: give the graph as data=..., and "

@@ -1,0 +1,59 @@
+"""DistGCN2Conv: PyG's GCN2Conv, distributed when given a DistEdgeIndex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import GCN2Conv
+
+from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.product import flowing
+from pyg_distcomm.tensor import DistTensor
+
+
+class DistGCN2Conv(GCN2Conv):
+    r"""The layer of GCNII [Chen20], on a graph spread over ranks.
+
+        X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
+
+    and with W_2 in place of W_1 for X_0 where weights are not shared. Takes the arguments of
+    `torch_geometric.nn.GCN2Conv`, has its `state_dict`, and *is* it for ordinary inputs.
+    With a `DistEdgeIndex` it computes the same numbers on any grid; degrees and self-loops
+    are global.
+
+    Shapes (this rank): x, x_0 `[n_i, C]` DistTensors -> `[n_i, C]`.
+    Price: `GridMatrix.price(C)` forward, and that of its transpose backward unless x needs
+    no gradient.
+
+    Raises:
+        TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
+    """
+
+    def forward(
+        self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
+    ) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().forward(x, x_0, edge_index, edge_weight)
+        if self.aggr not in ("add", "sum"):
+            return through_halo(self, super().forward, x, x_0, edge_index, edge_weight)
+        local = edge_index.check_nodes(x, "x")
+        first = edge_index.check_nodes(x_0, "x_0")
+        weight = edge_index.check_edges(edge_weight, "edge_weight")
+        topology, weight = flowing(edge_index.topology, weight, self.flow)
+        if self.normalize:
+            mixed = topology.gcn(local, weight, False, self.add_self_loops)
+        else:
+            mixed = topology.sum(local, weight)
+        mixed, first = mixed * (1 - self.alpha), first * self.alpha
+        rest = {"beta": 1 - self.beta, "alpha": self.beta}
+        if self.weight2 is None:
+            mixed = mixed + first
+            out = torch.addmm(mixed, mixed, self.weight1, **rest)
+        else:
+            out = torch.addmm(mixed, mixed, self.weight1, **rest)
+            out = out + torch.addmm(first, first, self.weight2, **rest)
+        return DistTensor.wrap(out, edge_index.nodes)

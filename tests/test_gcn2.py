@@ -1,0 +1,72 @@
+"""DistGCN2Conv against PyG's own layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import worlds
+from problems import GRAPHS, grids
+from torch_geometric.nn import GCN2Conv
+
+import pyg_distcomm as pdc
+from pyg_distcomm.nn import DistGCN2Conv
+
+KINDS = {
+    "plain": {},
+    "unshared": {"shared_weights": False, "cached": True},
+    "raw": {"normalize": False},
+    "loopless": {"add_self_loops": False},
+    "turned": {"flow": "target_to_source"},
+    "max": {"aggr": "max"},
+}
+
+
+def _compare(kind, graph, grid, weighted):
+    data = GRAPHS[graph]()
+    torch.manual_seed(2)
+    plain = GCN2Conv(7, 0.2, 0.5, 3, **KINDS[kind]).double()
+    first = torch.randn(data.num_nodes, 7, dtype=torch.float64)
+    data.first = first
+    share = pdc.partition(data, worlds.mesh(grid=grid), "random")
+    conv = pdc.convert(copy.deepcopy(plain))
+    assert type(conv) is DistGCN2Conv
+    found = []
+    for layer, d in ((plain, data), (conv, share)):
+        x, x0 = d.x.clone().requires_grad_(), d.first.clone().requires_grad_()
+        weight = [d.edge_weight.clone().requires_grad_()] if weighted else []
+        out = layer(x, x0, d.edge_index, *weight)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, x0.grad, *(w.grad for w in weight)])
+        grads = [p.grad for p in layer.parameters()]
+        size = 1 if layer is plain else share.edge_index.nodes.mesh.size
+        if size > 1:
+            grads = [
+                pdc.wire.all_reduce(g, share.edge_index.nodes.mesh.world) / size
+                for g in grads
+            ]
+        found[-1] += grads
+    for want, got in zip(*found, strict=True):
+        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_pyg(kind, size):
+    every = [(size, 1, 1)] if kind == "max" else grids(size)
+    for k, grid in enumerate(every):
+        graph = ("directed", "loops_and_copies", "isolated")[k % 3]
+        worlds.run(_compare, size, kind, graph, grid, k % 2 == 0)
+
+
+def test_it_is_pygs_layer_for_ordinary_inputs():
+    data = GRAPHS["directed"]()
+    torch.manual_seed(2)
+    plain = GCN2Conv(7, 0.2).double()
+    conv = DistGCN2Conv(7, 0.2).double()
+    conv.load_state_dict(plain.state_dict())
+    inputs = data.x, data.x, data.edge_index
+    assert torch.equal(conv(*inputs), plain(*inputs))
+    assert repr(conv).removeprefix("Dist") == repr(plain)

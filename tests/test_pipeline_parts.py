@@ -1,0 +1,196 @@
+"""The parts of the pipeline by themselves: schedule, stages, names, history."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import BatchNorm, GCN2Conv, GCNConv, GENConv, LayerNorm, SGConv
+
+from pyg_distcomm.mesh import ways_of
+from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
+from pyg_distcomm.pipeline.schedule import Action, Schedule, fill_drain, verify
+from pyg_distcomm.pipeline.stack import crossing, from_data, read_stack
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_schedules_are_carried_out(stages):
+    for chunks, ahead in itertools.product(range(1, 10), range(0, 4)):
+        schedule = fill_drain(stages, chunks, ahead)
+        verify(schedule)
+        assert schedule.bubble == pytest.approx(bubble(stages, chunks))
+        ends = [span.end for span in schedule.spans(1.0, 2.0)]
+        assert max(ends) == 3 * (chunks + stages - 1)
+        drawn = str(schedule).splitlines()
+        assert len(drawn) == stages + 1
+        for line in drawn[:-1]:  # each turn is a chunk, or nothing
+            turns = line.split()[2:]
+            assert len(turns) == 2 * (chunks + stages - 1)
+            assert sum(t.startswith(".") for t in turns) == 2 * (stages - 1)
+
+
+def _broken(change, stage=1):
+    good = fill_drain(3, 3)
+    actions = list(good.stages[stage])
+    change(actions)
+    stages = [*good.stages]
+    stages[stage] = tuple(actions)
+    return Schedule(tuple(stages), good.chunks)
+
+
+def _swap(first, second):
+    def change(actions):
+        i, j = actions.index(first), actions.index(second)
+        actions[i], actions[j] = actions[j], actions[i]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda a: a.remove(Action("send", 1)), "send|wait"),
+        (lambda a: a.remove(Action("forward", 1)), "before it could forward 1"),
+        (lambda a: a.append(Action("forward", 1)), "twice"),
+        (lambda a: a.remove(Action("backward", 0)), "before it could backward 0"),
+        (
+            _swap(Action("receive", 0), Action("forward", 0)),
+            "before it could receive 0",
+        ),
+        (_swap(Action("send", 0), Action("send", 1)), "before it could forward 1"),
+        (_swap(Action("send_grad", 1), Action("backward", 0)), "same order|backward"),
+        (_swap(Action("post", 0), Action("post", 1)), "same order"),
+        (_swap(Action("backward", 1), Action("backward", 2)), "before it could"),
+        (lambda a: a.append(Action("post", 0)), "twice"),
+    ],
+)
+def test_broken_schedules_are_refused(change, told):
+    with pytest.raises(ValueError, match=told):
+        verify(_broken(change))
+
+
+def test_a_circle_of_waits_is_refused():
+    # both ends expect a message first, and would send theirs afterwards
+    first = (Action("post_grad"), Action("receive_grad"), Action("send"))
+    second = (Action("post"), Action("receive"), Action("send_grad"))
+    with pytest.raises(ValueError, match="while stage 0 would post_grad 0"):
+        Schedule((first, second), 1).spans()
+    alone = (Action("post"), Action("receive"))
+    with pytest.raises(ValueError, match="for ever: stage 1 at receive 0"):
+        Schedule(((Action("forward"),), alone), 1).spans()
+
+
+def test_layers_are_cut_as_well_as_can_be():
+    draw = torch.Generator().manual_seed(0)
+    for count in range(1, 9):
+        costs = torch.rand(count, generator=draw).tolist()
+        for stages in range(1, count + 1):
+            sizes = cut_layers(costs, stages)
+            assert len(sizes) == stages
+            assert sum(sizes) == count
+            assert min(sizes) >= 1
+            every = itertools.combinations(range(1, count), stages - 1)
+            best = min(_slowest(costs, (0, *cuts, count)) for cuts in every)
+            ends = [0, *itertools.accumulate(sizes)]
+            assert _slowest(costs, ends) == pytest.approx(best)
+    assert sorted(cut_layers([1.0] * 9, 4)) == [2, 2, 2, 3]
+
+
+def _slowest(costs, ends):
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def test_names_are_read_as_in_pyg():
+    layers = read_stack(
+        [
+            (nn.Linear(3, 4), "x -> x_0"),
+            (GCN2Conv(4, 0.1), "x_0, x_0, edge_index -> x"),
+            nn.ReLU(),
+            GCN2Conv(4, 0.1),
+            (nn.Linear(4, 2), "x -> y"),
+            nn.ReLU(),
+        ]
+    )
+    assert layers[3].takes == ("x", "x_0", "edge_index")
+    assert layers[2].takes == ("x",)
+    assert (layers[5].takes, layers[5].gives) == (("y",), ("y",))
+    found = [crossing(layers, k) for k in range(7)]
+    assert found == [(), ("x_0",), ("x", "x_0"), ("x", "x_0"), ("x",), ("y",), ("y",)]
+    assert from_data(layers) == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kind", "told"),
+    [
+        ([GCNConv(2, 2), nn.BatchNorm1d(2)], ValueError, "normalises over all nodes"),
+        ([BatchNorm(2)], ValueError, "LayerNorm"),
+        ([GENConv(2, 2)], ValueError, "BatchNorm1d"),
+        ([LayerNorm(2)], ValueError, "mode='node'"),
+        ([SGConv(2, 2, cached=True)], ValueError, "cached=True"),
+        ([GCNConv(-1, 2)], ValueError, "in_channels"),
+        (GCNConv(2, 2), TypeError, "GCNConv, which cannot be cut"),
+        ([], ValueError, "no layers"),
+        ([nn.ReLU(), 3], TypeError, "layer 1 is int"),
+        ([(nn.ReLU(), "x")], ValueError, "header 'x'"),
+    ],
+)
+def test_what_cannot_run_in_chunks_is_refused(layers, kind, told):
+    with pytest.raises(kind, match=told):
+        read_stack(layers)
+    read_stack([GENConv(2, 2, norm=None), LayerNorm(2, mode="node")])
+    read_stack([GCNConv(2, 2, cached=True)])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_history_keeps_rows(dtype, kind, tmp_path):
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randn(10, 6, generator=draw, dtype=kind)
+    rows[3], rows[4] = 0.0, 1.0
+    bounds = (0, 4, 4, 10)
+    for path in (None, tmp_path / "deep" / "rows"):
+        history = History(bounds, rows, dtype, path)
+        for block in range(3):
+            history.store(block, rows[bounds[block] : bounds[block + 1]])
+        out = torch.full_like(rows, float("nan"))
+        for block in range(3):
+            history.load(block, out[bounds[block] : bounds[block + 1]])
+        error = (out - rows).abs().max()
+        assert error <= {None: 0, torch.float16: 2e-3}.get(dtype, 2e-2)
+        assert torch.equal(out[3:5], rows[3:5])
+        plain = 60 * (dtype or kind).itemsize
+        assert history.nbytes <= plain + (40 if dtype is torch.int8 else 0) + 40
+        assert history.exact == (dtype is None)
+    with pytest.raises(ValueError, match="not finite"):
+        History((0, 1), rows, torch.int8).store(
+            0, torch.full((1, 6), float("inf")).to(kind)
+        )
+
+
+def test_prices_are_those_of_the_paper():
+    # Reddit, width 100, 8 stages, one shared tensor: 2.43 GiB
+    assert stage_words(232965, 100, 8, 1) * 4 / 2**30 == pytest.approx(2.430, abs=1e-3)
+    only = hybrid_words(100, 8, 4, 1, layers=9, replication=0.0, weights=50)
+    assert only == stage_words(100, 8, 4)
+    both = hybrid_words(100, 8, 1, 2, layers=3, replication=0.5, weights=50)
+    assert both == 2 * 3 * 0.5 * 800 + 100
+    assert bubble(8, 32) == pytest.approx(0.179, abs=1e-3)
+
+
+def test_stages_share_out_ranks():
+    assert ways_of(6, 3) == 2
+    for stages in (0, 4, 7, 1.5):
+        with pytest.raises(ValueError, match=r"\[1, 2, 3, 6\] fit"):
+            ways_of(6, stages)
+
+
+def test_actions_say_what_they_are():
+    action = Action("send", 2)
+    assert str(action) == "send 2"
+    assert (action.peer, replace(action, kind="post").peer) == (1, -1)
+    assert "stage 1: post 0" in fill_drain(2, 2).table()
