@@ -106,7 +106,9 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
     assert "need more than 2 layers" in plans.of((1, 1, 1), stages=8).reason
     assert "rows only" in plans.of((2, 2, 1), stages=2).reason
     assert "rows only" in str(plans)
-    assert "it loses" in plans.of((4, 1, 1), stages=2).remark
+    ring = torch.stack([torch.arange(50), torch.arange(1, 51) % 50])
+    sparse = pdc.plan(ring, [7, 6, 4], 8, partition="block", pipeline=True)
+    assert "it loses" in sparse.of((4, 1, 1), stages=2).remark
     assert plans.of((4, 1, 1), stages=2).remark in str(plans)
     many = pdc.plan(data, [7, 6, 4], 2, pipeline=True, chunks=10**6)
     assert "nodes" in many.of((1, 1, 1), stages=2).reason
@@ -137,3 +139,22 @@ def test_the_command_takes_pipelines(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "2 x 2x1x1" in out
     assert "(S-1)(1+s) = 2" in out
+
+
+def automatic(asked):
+    data = GRAPHS["undirected"]()
+    widths = [7, 6, 6, 6, 6, 4]
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    mesh = pdc.init("auto", data=data, widths=widths, machine=machine, **asked)
+    found = pdc.plan(data, widths, 2, machine=machine, **asked)
+    taken = mesh.plan
+    assert taken.to_dict() == (found[0] if asked else found.best).to_dict()
+    share = pdc.partition(data, mesh, link=taken.link)
+    assert share.edge_index.nodes.mesh is mesh
+    return taken.exact, taken.stages, mesh.stage.size
+
+
+def test_auto_takes_what_is_not_exact_only_when_asked():
+    assert worlds.run(automatic, 2, {}) == [(True, 1, 1)] * 2
+    assert worlds.run(automatic, 2, {"codecs": ["1 bit"]}) == [(False, 1, 1)] * 2
+    assert worlds.run(automatic, 2, {"pipeline": True}) == [(False, 2, 2)] * 2

@@ -149,9 +149,10 @@ def _pipelines(
     if model is None:
         items = items_of(training, skips)
     else:
+        features = graph.num_features if isinstance(graph, Data) else 0
         try:
-            items = items_of_stack(model, training.layers[0].width_in)
-        except (ValueError, TypeError) as error:
+            items = items_of_stack(model, features or training.layers[0].width_in)
+        except (ValueError, TypeError, RuntimeError) as error:
             sizes = (d for d in range(2, size + 1) if size % d == 0)
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
     nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.constants import Ordering
 from pyg_distcomm.nn.halo_conv import HaloConv
@@ -245,6 +245,8 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
     aggr = getattr(conv, "aggr", None)
     if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
         return Layer("gcn", width_in, width_out)
+    if isinstance(conv, GCN2Conv):  # its input is computed: x_0 comes before it
+        return Layer("gcn", width_in, width_out, True)
     if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
         return Layer("sage", width_in, width_out, bool(conv.project))
     return Layer("halo", width_in, width_out)
