@@ -4,10 +4,10 @@
         python benchmarks/late.py [--widths 100 128 128 47] [--scale 15] [--rounds 5]
 
 A GCN of given widths on a graph of edges drawn evenly (or by R-MAT), cut at random. Ways
-are built first, in the same processes, and take turns. "as in the paper": every exchange is compressed,
-also the last, and A X0 is not kept; the others are the defaults of the package, whose last
-exchange is exact and whose A X0 is kept. Bytes are those of halos that the busiest rank
-received in an epoch.
+are built first, in the same processes, and take turns. "as in the paper": every exchange is
+compressed, also the last, and A X0 is not kept; the others are the defaults of the package,
+whose last exchange is exact and whose A X0 is kept. Bytes are those of halos that the
+busiest rank received in an epoch.
 """
 
 from __future__ import annotations
