@@ -79,7 +79,7 @@ class Run:
 
     def place(self, layer: Any, stage: Callable[[], int] | None = None) -> int:
         """Returns the place of a layer, and remembers how to ask for its input."""
-        place: int = self.places.setdefault(layer, len(self.places))
+        place: int = self.places.setdefault(layer, len(self.layers))
         self.layers[place] = type(layer).__name__
         if stage is not None:
             self.stages[place] = stage
