@@ -246,11 +246,11 @@ class LinkPolicy:
         value = None if metric is None else float(torch.as_tensor(metric).detach())
         mesh = None if self.run.nodes is None else self.run.nodes.mesh
         if self.trend is not None or self._goes_by_metric:
+            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
             if value is None or math.isnan(value):
                 raise ValueError(
-                    f"this link goes by the loss: link.step(loss), got {metric}"
+                    f"this link goes by the loss: link.step(loss), got {value}"
                 )
-            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
         if self.trend is not None and value is not None:
             self.trend.look(value)
         self.run.settle(self.exact_last)
