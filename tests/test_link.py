@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 
@@ -25,6 +26,7 @@ from pyg_distcomm.exchange.codecs import (
     TopK,
 )
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.run import Run
 from pyg_distcomm.exchange.schedule import Budget, Exponential, Fixed, Linear, Plateau
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
@@ -628,3 +630,45 @@ def test_every_grid_is_coded():
             worlds.run(
                 priced, size, "late by 2 and 1", grid, False, "random", "directed"
             )
+
+
+def test_places_of_layers_are_not_used_twice():
+    run = Run()
+    layers = [torch.nn.Linear(1, 1) for _ in range(3)]
+    assert [run.place(layer) for layer in layers] == [0, 1, 2]
+    del layers[0]  # when it is collected differs from rank to rank
+    gc.collect()
+    assert run.place(torch.nn.Linear(1, 1)) == 3
+
+
+def lost_metric():
+    link = pdc.Sylvie(adaptive=True)
+    mesh, share, net = build((3, 1, 1), link)
+    for lost in (1, 0):
+        epoch(net, share)
+        metric = float("nan") if mesh.rank == lost else 1.0
+        if lost == 0:  # rank 0's counts
+            with pytest.raises(ValueError, match="goes by the loss"):
+                link.step(metric)
+        else:
+            link.step(metric)
+
+
+def test_a_lost_loss_is_told_on_all_ranks_or_none():
+    worlds.run(lost_metric, 3)
+
+
+def opened(late):
+    link = LinkPolicy(Plain(), late=late, smooth=None, gradient_codec=ONE)
+    _, share, net = build((2, 1, 1), link)
+    topology = share.edge_index.topology
+    call = link.begin(net, topology.nodes, True)
+    coded = call.wrap(topology.locals.halo, 0)
+    coded.begin(share.x.to_local())()
+    inbox = link.run.inboxes[0, 0, 0, 0, False]
+    return coded._read.raw is None, len(inbox.messages)
+
+
+def test_messages_are_freed_once_read():
+    assert worlds.run(opened, 2, 0) == [(True, 0)] * 2
+    assert worlds.run(opened, 2, 1) == [(False, 1)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from problems import GRAPHS
 from test_link import LINKS, Net
 
 import pyg_distcomm as pdc
+from pyg_distcomm import wire
 from pyg_distcomm.exchange.codecs import ColumnMask
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.exchange.schedule import Budget, Exponential
@@ -132,3 +134,61 @@ def mismatched(folder):
 def test_another_kind_of_link_is_refused(tmp_path):
     worlds.run(saves, 3, tmp_path / "a")
     worlds.run(mismatched, 3, tmp_path / "a")
+
+
+def unused():
+    """Restored rows, before anything has used them."""
+    mesh = worlds.mesh()
+    share, net, optimizer = begin(mesh, "random")
+    link = make("residual")
+    train(share, net, optimizer, link, 3)
+    states = net.state_dict(), optimizer.state_dict(), link.state_dict()
+    *weights, state = copy.deepcopy(states)
+    want = train(share, net, optimizer, link, 2)
+
+    def restored(state):
+        net.load_state_dict(weights[0])
+        optimizer.load_state_dict(copy.deepcopy(weights[1]))
+        link = make("residual")
+        link.load_state_dict(state)
+        return link
+
+    state = restored(state).state_dict()
+    return want, restored, state, share, net, optimizer
+
+
+def again():
+    want, restored, state, share, net, optimizer = unused()
+    for _ in range(2):
+        assert train(share, net, optimizer, restored(state), 2) == want
+
+
+def test_what_was_restored_can_be_saved_and_is_not_shared():
+    worlds.run(again, 3)
+
+
+def given_up():
+    _, restored, state, share, net, optimizer = unused()
+    for way in ("reset", "step"):
+        link = restored(state)
+        getattr(link, way)()
+        assert not link.state_dict()["kept"]
+        train(share, net, optimizer, link, 1)
+
+
+def test_what_was_restored_is_given_up_with_the_rest():
+    worlds.run(given_up, 3)
+
+
+def swapped():
+    """Rank 0's state on all ranks: it fits rank 0, but not what the others have."""
+    _, restored, state, share, net, optimizer = unused()
+    mesh = share.edge_index.nodes.mesh
+    link = restored(wire.broadcast_object(state, mesh.world))
+    with pytest.warns(UserWarning, match="saved by another rank"):
+        train(share, net, optimizer, link, 1)
+    train(share, net, optimizer, link, 2)
+
+
+def test_rows_of_another_rank_are_dropped_on_all():
+    worlds.run(swapped, 3)

@@ -247,11 +247,11 @@ class LinkPolicy:
         value = None if metric is None else float(torch.as_tensor(metric).detach())
         mesh = None if self.run.nodes is None else self.run.nodes.mesh
         if self.trend is not None or self._goes_by_metric:
+            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
             if value is None or math.isnan(value):
                 raise ValueError(
-                    f"this link goes by the loss: link.step(loss), got {metric}"
+                    f"this link goes by the loss: link.step(loss), got {value}"
                 )
-            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
         if self.trend is not None and value is not None:
             self.trend.look(value)
         self.run.settle(self.exact_last)
@@ -323,7 +323,7 @@ class LinkPolicy:
 
     def reset(self) -> None:
         """Drops late and residual rows: the next exchanges are synchronous."""
-        self.run.inboxes = {}
+        self.run.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank."""
@@ -333,14 +333,16 @@ class LinkPolicy:
             for key, inbox in self.run.inboxes.items()
             if inbox.shape is not None
         ]
+        run, nodes = self.run, self.run.nodes
+        kept += run.saved.values()  # restored, and not used since
         return {
             "epoch": self.epoch,
             "pace": None if self.pace is None else self.pace.state_dict(),
             "solved": None if self.pace is None else solved(self.pace, self._asked),
             "trend": None if self.trend is None else self.trend.state_dict(),
-            "last": self.run.last,
-            "active": self.run.active,
-            "mark": None if self.run.nodes is None else mark(self.run.nodes),
+            "last": run.last,
+            "active": run.active,
+            "mark": run.mark if nodes is None or run.restored else mark(nodes),
             "constant": self.run.constants(),
             "kept": kept,
         }
@@ -348,9 +350,9 @@ class LinkPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes where another link stood, made with the same arguments.
 
-        Late and residual rows are taken on the same ranks and partition, found out at the
-        first use; otherwise they are dropped with a warning, and the next epoch is
-        synchronous.
+        Late and residual rows are taken if each rank has its own, of the same partition,
+        found out at the first use; otherwise all ranks drop them with a warning, and the
+        next epoch is synchronous.
 
         Raises:
             ValueError: if something is missing; nothing has changed then.
@@ -364,8 +366,7 @@ class LinkPolicy:
         if self.trend is not None:
             self.trend.load_state_dict(state["trend"])
         self.epoch = int(state["epoch"])
-        if nodes is not None:
-            self.run.bind(nodes)
+        self.run.nodes = nodes
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that is not of such a link."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from pyg_distcomm import wire
 from pyg_distcomm.exchange.account import Load, Record, RecordKey
 from pyg_distcomm.exchange.coded import Way
 from pyg_distcomm.exchange.forecast import CallKey, InboxKey
@@ -30,7 +34,8 @@ class Run:
         records: the exchanges seen.
         inboxes: what they keep.
         saved: what they will keep, where it was restored and not used yet.
-        mark: of the partition that was saved.
+        mark: whose rows were saved, and of which partition; see `mark`.
+        restored: whether it was restored, and nothing has run since.
         made: calls of this epoch, in order.
         active: calls of the last epoch.
         last: the call that is exact.
@@ -48,6 +53,7 @@ class Run:
     inboxes: dict[InboxKey, Inbox] = field(default_factory=dict)
     saved: dict[InboxKey, Mapping[str, Any]] = field(default_factory=dict)
     mark: Mapping[str, Any] | None = None
+    restored: bool = False
     made: dict[CallKey, None] = field(default_factory=dict)
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
@@ -56,26 +62,31 @@ class Run:
     constant: set[int] = field(default_factory=set)
 
     def bind(self, nodes: Rows) -> None:
-        """Takes a mesh into use, and what was saved if it is of its partition.
+        """Takes a mesh into use, and what was saved if it is of its partition; collective.
 
         Raises:
             ValueError: if another mesh is in use.
         """
         if self.nodes is None:
             self.nodes = nodes
-            self._check_saved(nodes)
         if self.nodes.mesh is not nodes.mesh:
             raise ValueError(
                 f"this link is in use on {self.nodes.mesh}, and now on {nodes.mesh}; make "
                 "one for each"
             )
+        if self.restored:
+            self.restored = False
+            self._check_saved(nodes)
 
     def _check_saved(self, nodes: Rows) -> None:
-        if self.saved and self.mark != mark(nodes):
+        wrong = torch.tensor([bool(self.saved) and self.mark != mark(nodes)])
+        wrong = wire.all_reduce(wrong.to(torch.uint8), nodes.mesh.world, "max")
+        if wrong and self.saved:
             self.saved = {}
             warnings.warn(
-                "the late and residual rows of this link were saved on another number of "
-                "ranks or another partition, and are dropped: the next epoch is synchronous",
+                "the late and residual rows of this link were saved by another rank, or on "
+                "another number of ranks or another partition, and are dropped: the next "
+                "epoch is synchronous",
                 stacklevel=2,
             )
 
@@ -86,7 +97,7 @@ class Run:
         name: str | None = None,
     ) -> int:
         """Returns the place of a layer, and remembers how to ask for its input."""
-        place: int = self.places.setdefault(layer, len(self.places))
+        place: int = self.places.setdefault(layer, len(self.layers))
         self.layers[place] = name or type(layer).__name__
         if stage is not None:
             self.stages[place] = stage
@@ -142,6 +153,11 @@ class Run:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
         self._drop([key for key in self.inboxes if key[:2] not in alive])
+        self.saved = {}
+
+    def forget(self) -> None:
+        """Drops late and residual rows, restored ones as well."""
+        self.inboxes, self.saved = {}, {}
 
     def _drop(self, keys: list[InboxKey]) -> None:
         for key in keys:
@@ -153,7 +169,7 @@ class Run:
         try:
             yield
         except BaseException:
-            self.inboxes = {}
+            self.forget()
             raise
 
     @staticmethod
@@ -161,9 +177,9 @@ class Run:
         """Returns the run that was saved; see `LinkPolicy.state_dict`."""
         last = None if state["last"] is None else tuple(state["last"])
         active = tuple((place, number) for place, number in state["active"])
-        constant = {int(place) for place in state["constant"]}
-        run = Run(mark=state["mark"], active=active, last=last, constant=constant)
+        run = Run(mark=state["mark"], restored=True, active=active, last=last)
+        run.constant = {int(place) for place in state["constant"]}
         for one in state["kept"]:
             place, number, name, piece, backward = one["of"]
-            run.saved[place, number, name, piece, bool(backward)] = one
+            run.saved[place, number, name, piece, bool(backward)] = copy.deepcopy(one)
         return run

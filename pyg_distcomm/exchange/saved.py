@@ -117,10 +117,11 @@ def read_inbox(
 
 
 def mark(nodes: Rows) -> dict[str, Any]:
-    """Returns what tells one grid and partition from others, the same on all ranks."""
+    """Returns what tells one rank of a grid and a partition from others."""
     owners = nodes.partition
     grid = list(nodes.mesh.grid)
-    return {"grid": grid, "owners": None if owners is None else owners.digest()}
+    digest = None if owners is None else owners.digest()
+    return {"rank": nodes.mesh.rank, "grid": grid, "owners": digest}
 
 
 def solved(pace: Pace, asked: Any) -> dict[str, float] | None:
