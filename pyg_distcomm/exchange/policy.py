@@ -53,20 +53,19 @@ class LinkPolicy:
     Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
     Ranks agree on each call in a training epoch, on one byte: whether one evaluates.
     Memory: `price().kept`; see `Inbox`. What is sent is kept until it has left.
-    Differs from [Cervino24], [Zhang23], [Wan22a] in that codec, schedule and timing are
-    chosen apart, on any grid, and in exact evaluation; for each see its parts.
+    Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
+    grid, and in exact evaluation.
 
     Args:
         codec: how rows are written.
         schedule: the compression ratio of each epoch, for a codec that has a rate.
         late: by how many epochs rows are late.
         late_gradients: by how many gradients are; None is as late as rows.
-        sync_every: every so many epochs are synchronous; see `Timing`.
-        smooth: see `Timing`.
+        sync_every, smooth: when epochs are synchronous, and means of rows; see `Timing`.
         gradient_codec: how gradients are written, if not as the rows they answer. It
             follows the schedule if it has a rate.
-        exact_last: whether the last exchange is exact, and the first epoch (which also is
-            under a `Budget`, to be solved for what it finds).
+        exact_last: whether the last exchange is exact, and the first epoch, which also is
+            under a `Budget`.
         exact_eval: whether evaluation is; if not, it is coded, and never late.
         adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
         seed: of random columns, rows and rounding.
@@ -136,10 +135,8 @@ class LinkPolicy:
             return None
         self.run.bind(nodes)
         place = self.run.place(layer, stage)
-        said = self._mode(place, training)
-        said = int(
-            wire.all_reduce(torch.tensor([said], dtype=torch.uint8), mesh.data, "max")
-        )
+        mine = torch.tensor([self._mode(place, training)], dtype=torch.uint8)
+        said = int(wire.all_reduce(mine, mesh.data, "max"))
         if said in PROBLEMS:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
         if said == EVALUATES:
@@ -328,7 +325,7 @@ class LinkPolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank."""
         self.drain()
-        kept = [
+        kept: list[Any] = [
             {"of": list(key), **saved_inbox(inbox)}
             for key, inbox in self.run.inboxes.items()
             if inbox.shape is not None
@@ -395,9 +392,8 @@ class LinkPolicy:
         return self  # copies of a layer share their link
 
     def __getstate__(self) -> dict[str, Any]:
-        spec = "codec gradient_codec timing exact_last exact_eval seed pace trend epoch"
-        spec += " _asked"
-        return {name: self.__dict__[name] for name in spec.split()}
+        known = {"run", "_written"}
+        return {k: v for k, v in self.__dict__.items() if k not in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, run=Run(), _written={})
