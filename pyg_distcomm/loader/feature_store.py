@@ -46,9 +46,10 @@ class DistFeatureStore(ShardedStore):
     Args:
         channel: a Channel, for a loader in a thread of its own; or a Mesh, to open one
             (`store.channel.close()` lets it go).
-        wire: how floating-point rows travel: "fp16", "bf16", "int8", a Codec, a
-            dictionary of these by attribute name, or None: as they are. A codec that
-            would not make rows smaller is left out.
+        wire: how floating-point rows travel: "fp16", "bf16", "int8", a Codec, a link such
+            as `Sylvie(late=0)`, a dictionary of these by attribute name, or None: as they
+            are. What a codec draws depends on the row alone, so that it always arrives
+            alike. A codec that would not make rows smaller is left out.
         folder: where each rank keeps its rows as mapped files, in a folder of its own;
             in memory without it.
     """

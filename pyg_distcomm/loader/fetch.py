@@ -118,9 +118,9 @@ class Fetch:
         axis, pending = self.channel.row, None
         if axis.size > 1:
             asked = self._agree(asks, problem)
-            places = self._served(asks, asked)
+            places, gids = self._served(asks, asked)
             pending = wire.all_to_all(
-                pack_rows(self.columns, places, asked),
+                pack_rows(self.columns, places, gids, asked),
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
                 axis,
@@ -217,8 +217,10 @@ class Fetch:
         counts: Counts = got[:, 1:].t().tolist()
         return counts
 
-    def _served(self, asks: Sequence[Ask], asked: Counts) -> list[Tensor]:
-        """Sends ids to where their rows are; returns the places of those asked here."""
+    def _served(
+        self, asks: Sequence[Ask], asked: Counts
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Sends ids to where their rows are; returns places and ids of those asked here."""
         axis = self.channel.row
         ids = wire.all_to_all(
             pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
@@ -227,13 +229,13 @@ class Fetch:
             axis,
             "fetch_ids",
         ).wait()
-        places = []
-        for shelf, part in zip(self.shelves, unpack_ids(ids, asked), strict=True):
+        places, gids = [], unpack_ids(ids, asked)
+        for shelf, part in zip(self.shelves, gids, strict=True):
             place, here = shelf.index.places(part)
             if not bool(here.all()):
                 raise self._misled(shelf, int(part[~here][0]))
             places.append(place)
-        return places
+        return places, gids
 
     def _misled(self, shelf: Shelf, gid: int) -> ValueError:
         error = ValueError(
@@ -274,7 +276,8 @@ class Fetch:
             away.append(rows[:0] if direct[column.group] else rows[kept:])
         if pending is not None:
             counts = [ask.counts for ask in asks]
-            unpack_rows(pending.wait(), self.columns, counts, away)
+            gids = [ask.away for ask in asks]
+            unpack_rows(pending.wait(), self.columns, counts, gids, away)
         pools: dict[Group, Pool] = {}
         for number, (shelf, ask) in enumerate(zip(self.shelves, asks, strict=True)):
             if shelf.group in wanted:

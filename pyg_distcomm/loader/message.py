@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.exchange.codecs import Codec, Plain
+from pyg_distcomm.exchange.codecs import Codec, Draw, Plain
 from pyg_distcomm.loader.shards import take_rows, width_of, words_of
 
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
@@ -29,31 +29,36 @@ class Column:
         name: of the attribute.
         values: the rows here, `[m, ...]`.
         codec: how they are written.
+        key: of what that draws, with the ids of rows: a row is always drawn alike.
     """
 
     group: int
     name: str
     values: Tensor
     codec: Codec
+    key: int = 0
 
     def bytes_of(self, count: int) -> int:
         """Returns the bytes of `count` rows for one rank."""
         return self.codec.wire_bytes(count, width_of(self.values), self.values.dtype)
 
-    def write(self, part: Tensor, place: Tensor) -> None:
-        """Puts the rows at `place` `[k]` into a part of a message, `[bytes_of(k)]`."""
+    def write(self, part: Tensor, place: Tensor, gid: Tensor) -> None:
+        """Puts the rows `gid` at `place` `[k]` into a part of a message, `[bytes_of(k)]`."""
         words, count = words_of(self.values), len(place)
         plain = isinstance(self.codec, Plain)
         if plain and part.storage_offset() % words.element_size() == 0:
             kernels.gather_rows(words, place, part.view(words.dtype).view(count, -1))
         else:
             rows = take_rows(self.values, place).view(count, width_of(self.values))
-            self.codec.encode(rows, out=part)
+            self.codec.encode(rows, self._draw(gid), out=part, where=self.name)
 
-    def read(self, part: Tensor, out: Tensor) -> None:
-        """Decodes a part of a message into contiguous rows `[k, ...]`."""
+    def read(self, part: Tensor, out: Tensor, gid: Tensor) -> None:
+        """Decodes a part of a message into contiguous rows `gid` `[k, ...]`."""
         flat = out.view(len(out), width_of(self.values))
-        self.codec.decode(part, flat)
+        self.codec.decode(part, flat, self._draw(gid))
+
+    def _draw(self, gid: Tensor) -> Draw | None:
+        return Draw(self.key, gid) if self.codec.keyed else None
 
 
 def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
@@ -77,12 +82,16 @@ def message_bytes(columns: Sequence[Column], counts: Counts) -> list[int]:
 
 
 def pack_rows(
-    columns: Sequence[Column], places: Sequence[Tensor], counts: Counts
+    columns: Sequence[Column],
+    places: Sequence[Tensor],
+    gids: Sequence[Tensor],
+    counts: Counts,
 ) -> Tensor:
-    """Returns the message of the rows at `places[group]`, rank by rank."""
+    """Returns the message of the rows `gids[group]` at `places[group]`, rank by rank."""
     out = torch.empty(sum(message_bytes(columns, counts)), dtype=torch.uint8)
     for column, rows, part in _parts(columns, counts):
-        column.write(out[part], places[column.group][rows])
+        group = column.group
+        column.write(out[part], places[group][rows], gids[group][rows])
     return out
 
 
@@ -90,12 +99,13 @@ def unpack_rows(
     message: Tensor,
     columns: Sequence[Column],
     counts: Counts,
+    gids: Sequence[Tensor],
     out: Sequence[Tensor],
 ) -> None:
     """Decodes a message into one tensor of rows for each column, rank by rank."""
     place = {id(column): rows for column, rows in zip(columns, out, strict=True)}
     for column, rows, part in _parts(columns, counts):
-        column.read(message[part], place[id(column)][rows])
+        column.read(message[part], place[id(column)][rows], gids[column.group][rows])
 
 
 def _parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import FeatureStore, TensorAttr
 
+from pyg_distcomm import random
 from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.exchange.codecs import Codec, Plain, codec_of
+from pyg_distcomm.exchange.codecs import Codec, Plain, RowSample, codec_of
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
 from pyg_distcomm.loader.hot import hottest, rows_kept
 from pyg_distcomm.loader.message import Column, message_bytes
@@ -30,12 +33,13 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.price import Price, exchange_price
 from pyg_distcomm.tensor import DistTensor
 
-Wire: TypeAlias = str | Codec | None
+Wire: TypeAlias = str | Codec | LinkPolicy | None
 Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
 Rates: TypeAlias = Mapping[Group, Sequence[int]]
 
 
 _UNSET = TensorAttr().index
+_DRAWN = 0xFE7C  # sets the keys of what is fetched apart
 
 
 class RowsAttr(TensorAttr):
@@ -50,13 +54,21 @@ def _known_size(wire: Wire) -> Codec:
     """Returns a codec whose messages an asker can cut, and read, by itself.
 
     Raises:
-        ValueError: for one that has other sizes, keys or a memory.
+        ValueError: for one that has other sizes, a memory, or leaves rows out; and for a
+            link that is late or changes from epoch to epoch.
     """
+    if isinstance(wire, LinkPolicy):
+        if wire.timing.is_late or wire.pace is not None or wire.trend is not None:
+            raise ValueError(
+                f"rows are fetched once, and ahead of training, so that {wire!r} cannot be "
+                "late, nor follow a schedule; give a link without these, or its codec"
+            )
+        wire = wire.codec
     codec = codec_of(wire)
-    if not codec.sized or codec.keyed or codec.stateful:
+    if not codec.sized or codec.stateful or isinstance(codec, RowSample):
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
-            "on values, draws at random, or remembers rows; choose 'fp16', 'bf16', 'int8' "
+            "on values, remembers rows, or leaves some out; choose 'fp16', 'bf16', 'int8' "
             "or Quantise(bits)"
         )
     return codec
@@ -218,7 +230,10 @@ class ShardedStore(FeatureStore):
                 self._known(group, name)
                 if name in shelf.values:
                     codec = Plain() if exact else shelf.codecs[name]
-                    columns.append(Column(number, name, shelf.values[name], codec))
+                    key = random.fold(
+                        _DRAWN, zlib.crc32(f"{shelf.group}.{name}".encode())
+                    )
+                    columns.append(Column(number, name, shelf.values[name], codec, key))
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._shelves.values()), columns)
 
