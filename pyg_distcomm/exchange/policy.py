@@ -334,7 +334,7 @@ class LinkPolicy:
             if inbox.shape is not None
         ]
         run, nodes = self.run, self.run.nodes
-        kept += run.saved.values()  # restored, and not used since
+        kept += map(dict, run.saved.values())  # restored, and not used since
         return {
             "epoch": self.epoch,
             "pace": None if self.pace is None else self.pace.state_dict(),
