@@ -3,9 +3,9 @@
     python benchmarks/scaling.py [--most 65536] [--check] [--write benchmarks/reports]
 
 Prints what `pdc.plan` predicts for two graphs known by their size, from 64 ranks on, by
-algorithm; strong and weak scaling in bytes from 1 rank on; and, with --check, trains a
-small R-MAT graph on 8 ranks of this machine and compares the ledger with the plan of that
-graph (equal, rank by rank) and with the closed form (its mean).
+algorithm; strong and weak scaling in bytes from 1 rank on; a deep model, also in stages;
+and, with --check, trains a small R-MAT graph on 8 ranks of this machine and compares the
+ledger with the plan of that graph (equal, rank by rank) and with the closed form (its mean).
 """
 
 from __future__ import annotations
@@ -165,6 +165,28 @@ def scaling(weak: bool) -> str:
     return format_table(head, rows)
 
 
+def deep(layers: int = 32) -> str:
+    """Formats a deep GCN on the papers100M-like graph: grids, 1D, stages, and links."""
+    n, m, _ = SHAPES["papers100M-like"]
+    rows: list[tuple] = []
+    for size in (32, 64, 128, 256, 512, 1024):
+        graph = pdc.RandomGraph(n, m, LAW)
+        plans = pdc.plan(
+            graph, [128] * (layers + 1), size, machine=MACHINE, pipeline=True
+        )
+        found = {"best grid": next((p for p in plans if p.exact), None)}
+        found["1d"] = next((p for p in plans if p.algorithm == "1d"), None)
+        found["stages"] = next((p for p in plans if p.stages > 1), None)
+        for name, one in found.items():
+            if one is None:
+                rows.append((size, name, "needs more memory", "", "", ""))
+                continue
+            spent = show_bytes(one.bytes), show_bytes(one.total_bytes)
+            rows.append((size, name, one.sides, *spent, f"{one.seconds * 1e3:,.1f}"))
+    head = ("ranks", "plan", "grid", "bytes a rank", "all ranks", "ms an epoch")
+    return format_table(head, rows)
+
+
 # checked by the ledger ---------------------------------------------------------------
 
 
@@ -279,6 +301,12 @@ def main() -> None:
     parts.append(
         "## Weak scaling in bytes a rank, 1/64 of the Protein-like graph a rank\n\n"
         f"```\n{weak}\n```"
+    )
+    n, m, _ = SHAPES["papers100M-like"]
+    parts.append(
+        f"## 32 layers of width 128 on {n:,} nodes, {m:,} edges: grids, and stages x grid\n\n"
+        "Stages are those of `Pipeline`, four chunks for each: they read history, so they do\n"
+        f"not train exactly as the grids do.\n\n```\n{deep()}\n```"
     )
     if args.check:
         scale, degree, widths = SMALL

@@ -19,7 +19,7 @@ KINDS = {
     "raw": {"normalize": False},
     "loopless": {"add_self_loops": False},
     "turned": {"flow": "target_to_source"},
-    "max": {"aggr": "max"},
+    "mean": {"aggr": "mean"},
 }
 
 
@@ -55,7 +55,7 @@ def _compare(kind, graph, grid, weighted):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_pyg(kind, size):
-    every = [(size, 1, 1)] if kind == "max" else grids(size)
+    every = [(size, 1, 1)] if kind == "mean" else grids(size)
     for k, grid in enumerate(every):
         graph = ("directed", "loops_and_copies", "isolated")[k % 3]
         worlds.run(_compare, size, kind, graph, grid, k % 2 == 0)
@@ -70,3 +70,30 @@ def test_it_is_pygs_layer_for_ordinary_inputs():
     inputs = data.x, data.x, data.edge_index
     assert torch.equal(conv(*inputs), plain(*inputs))
     assert repr(conv).removeprefix("Dist") == repr(plain)
+
+
+def _linked(own):
+    data = GRAPHS["directed"]()
+    torch.manual_seed(2)
+    conv = pdc.convert(GCN2Conv(7, 0.2, 0.5, 3).double())
+    found = []
+    for link in (None, pdc.VARCO(9, c_max=1), pdc.Sylvie(late=0, exact_last=False)):
+        share = pdc.partition(data, worlds.mesh(), "random", link=None if own else link)
+        mesh = share.edge_index.nodes.mesh
+        conv.link = link if own else None
+        x = share.x.clone().requires_grad_()
+        mesh.ledger.reset()
+        out = conv(x, share.x, share.edge_index)
+        out.square().sum().backward()
+        moved = mesh.ledger.bytes()
+        found.append((out.detach().full_tensor(), x.grad.full_tensor(), moved))
+    (out, grad, exact), (same, again, _), (other, _, coded) = found
+    assert torch.equal(out, same)
+    assert torch.equal(grad, again)
+    assert not torch.equal(out, other)
+    assert 0 < coded < exact / 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_it_goes_by_a_link(own):
+    worlds.run(_linked, 3, own)

@@ -16,6 +16,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import bench
 from pyg_distcomm.cli import main
 from pyg_distcomm.constants import ORDERS, Ordering
+from pyg_distcomm.exchange.codecs import Quantise, Residual
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.plan.law import Degrees, PowerLaw
@@ -299,7 +300,9 @@ def test_auto_refuses_on_all_ranks():
 
 def measured():
     mesh = worlds.mesh(grid=(2, 1, 1))
-    machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2)
+    codecs = ["1 bit", "bf16 late", Residual(Quantise(4))]
+    machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2, codecs=codecs)
+    assert len(machine.codes) == 3
     assert not mesh.ledger.entries
     return machine.to_dict()
 

@@ -17,6 +17,15 @@ from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.exchange.codecs.plain import Plain
 from pyg_distcomm.exchange.forecast import Forecast
+from pyg_distcomm.exchange.refusals import (
+    EVALUATES,
+    PROBLEMS,
+    RECOMPUTES,
+    REPEATS,
+    TRAINS,
+    check_state,
+    check_together,
+)
 from pyg_distcomm.exchange.run import Run
 from pyg_distcomm.exchange.saved import (
     mark,
@@ -27,20 +36,6 @@ from pyg_distcomm.exchange.saved import (
 from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
 from pyg_distcomm.exchange.timing import Timing
 from pyg_distcomm.rows import Rows
-
-# what a rank says of a call; the greatest holds on all ranks
-_TRAINS, _EVALUATES, _RECOMPUTES, _REPEATS = range(4)
-_PROBLEMS = {
-    _RECOMPUTES: (
-        "was computed again in the backward pass (activation checkpointing), where an "
-        "exchange that is coded or late would travel twice; leave the layer out of the "
-        "checkpoint, or give it link='exact'"
-    ),
-    _REPEATS: (
-        "runs again after its backward pass, in the same epoch of its link; call "
-        "link.step() once an epoch, after the optimizer's step"
-    ),
-}
 
 
 class LinkPolicy:
@@ -105,26 +100,13 @@ class LinkPolicy:
         self._asked = schedule  # a budget is solved for later
         rule = Adaptive() if adaptive is True else adaptive or None
         self.trend = None if rule is None else Trend(rule, bits_of(codec))
-        self._check()
+        if schedule is not None:
+            codec.with_rate(1.0)  # raises for a codec without a rate
+        switches = self.timing.switches or self.trend is not None
+        check_together((codec, gradient_codec), switches, exact_eval)
         self.epoch = 0
         self.run = Run()
         self._written: dict[int, tuple[Codec, Codec | None]] = {}
-
-    def _check(self) -> None:
-        if self.pace is not None:
-            self.codec.with_rate(1.0)  # raises for a codec without a rate
-        switches = self.timing.sync_every not in (None, 1) and self.timing.is_late
-        for codec in filter(None, (self.codec, self.gradient_codec)):
-            if codec.stateful and (switches or self.trend is not None):
-                raise ValueError(
-                    f"{codec!r} must read all messages in order, which synchronous epochs "
-                    "between late ones do not; leave out sync_every and adaptive"
-                )
-            if codec.stateful and not self.exact_eval:
-                raise ValueError(
-                    f"evaluation would change what {codec!r} remembers of training; use "
-                    "exact_eval=True"
-                )
 
     # what layers ask
 
@@ -158,21 +140,40 @@ class LinkPolicy:
         said = int(
             wire.all_reduce(torch.tensor([said], dtype=torch.uint8), mesh.data, "max")
         )
-        if said in _PROBLEMS:
-            raise ValueError(f"{self.run.where(place)} {_PROBLEMS[said]}")
-        if said == _EVALUATES:
+        if said in PROBLEMS:
+            raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
+        if said == EVALUATES:
             return None if self.exact_eval else self._call(place, 0, keeps=False)
         number = self.run.next_call(place)
         if (place, number) == self.run.last:
             return None
         return self._call(place, number, keeps=True)
 
+    def part(self, site: Any, name: str, nodes: Rows, number: int) -> Call | None:
+        """Returns the call of a chunk of rows in training, or None if it is exact.
+
+        All ranks of a stage train alike; the pipeline knows which of its sites is the last.
+
+        Args:
+            site: whose rows they are.
+            name: of its layer, in messages.
+            nodes: which nodes are where.
+            number: which chunk.
+        """
+        if nodes.mesh.size == 1 or self.is_exact:
+            return None
+        run = self.run
+        run.bind(nodes)
+        run.in_parts, place = True, run.place(site, name=name)
+        run.made[place, number] = None
+        return self._call(place, number, keeps=True)
+
     def _mode(self, place: int, training: bool) -> int:
         if torch._C._current_graph_task_id() != -1:
-            return _RECOMPUTES
+            return RECOMPUTES
         if not (training and torch.is_grad_enabled()):
-            return _EVALUATES
-        return _REPEATS if place in self.run.answered else _TRAINS
+            return EVALUATES
+        return REPEATS if place in self.run.answered else TRAINS
 
     def _call(self, place: int, number: int, *, keeps: bool) -> Call:
         first = self._exact_first and self.epoch == 0 and keeps
@@ -275,8 +276,7 @@ class LinkPolicy:
 
     @property
     def _exact_first(self) -> bool:
-        budget = isinstance(self._asked, Budget)
-        return self.exact_last or budget
+        return self.exact_last or isinstance(self._asked, Budget)
 
     @property
     def _goes_by_metric(self) -> bool:
@@ -299,7 +299,7 @@ class LinkPolicy:
             self._rated,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
-            1 if run.nodes is None else run.nodes.mesh.size,
+            1 if run.nodes is None or run.in_parts else run.nodes.mesh.size,
         )
 
     def price(self, epoch: int | None = None) -> LinkPrice:
@@ -370,20 +370,7 @@ class LinkPolicy:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that is not of such a link."""
-        wanted = {"epoch", "pace", "solved", "trend", "last", "active", "mark"}
-        wanted |= {"constant", "kept"}
-        if wanted - state.keys():
-            raise ValueError(
-                f"the state of a link lacks {sorted(wanted - state.keys())}; give what "
-                "link.state_dict() returned"
-            )
-        for name, mine in (("schedule", self.pace), ("adaptive", self.trend)):
-            other = state["pace" if name == "schedule" else "trend"]
-            if (mine is None) != (other is None):
-                raise ValueError(
-                    f"of two links, the saved one and this, only one has {name}; make it "
-                    "with the same arguments"
-                )
+        check_state(state, schedule=self.pace, adaptive=self.trend)
 
     def __str__(self) -> str:
         """Returns a table of the exchanges seen, with bytes foretold for this epoch."""

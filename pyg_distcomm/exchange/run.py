@@ -40,6 +40,7 @@ class Run:
         active: calls of the last epoch.
         last: the call that is exact.
         answered: layers that have had a backward pass in this epoch.
+        in_parts: whether a pipeline takes it into use, chunk by chunk.
         constant: layers whose inputs had been seen before the run was restored.
     """
 
@@ -57,6 +58,7 @@ class Run:
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
     answered: set[int] = field(default_factory=set)
+    in_parts: bool = False
     constant: set[int] = field(default_factory=set)
 
     def bind(self, nodes: Rows) -> None:
@@ -88,10 +90,15 @@ class Run:
                 stacklevel=2,
             )
 
-    def place(self, layer: Any, stage: Callable[[], int] | None = None) -> int:
+    def place(
+        self,
+        layer: Any,
+        stage: Callable[[], int] | None = None,
+        name: str | None = None,
+    ) -> int:
         """Returns the place of a layer, and remembers how to ask for its input."""
         place: int = self.places.setdefault(layer, len(self.layers))
-        self.layers[place] = type(layer).__name__
+        self.layers[place] = name or type(layer).__name__
         if stage is not None:
             self.stages[place] = stage
         return place
@@ -142,7 +149,7 @@ class Run:
     def settle(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
         self.active = tuple(self.made)
-        if exact_last and self.last is None and self.made:
+        if exact_last and self.last is None and self.made and not self.in_parts:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
         self._drop([key for key in self.inboxes if key[:2] not in alive])

@@ -57,6 +57,11 @@ class Timing:
         """Whether anything ever is."""
         return max(self.lateness(False), self.lateness(True)) > 0
 
+    @property
+    def switches(self) -> bool:
+        """Whether late epochs and synchronous ones take turns."""
+        return self.sync_every not in (None, 1) and self.is_late
+
     def lateness(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late; 0 is now."""
         if self.sync_every == 1:

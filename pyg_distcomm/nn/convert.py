@@ -23,6 +23,9 @@ _MATRIX: dict[type, type] = {
 }
 
 
+LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv
+
+
 def convert(model: Model, link: OwnLink = None) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
@@ -43,7 +46,7 @@ def convert(model: Model, link: OwnLink = None) -> Model:
     out = _converted(model, done)
     if check_link(link) is not None:
         for module in out.modules():
-            if isinstance(module, (DistGCNConv, DistSAGEConv, HaloConv)):
+            if isinstance(module, LINKED):
                 module.link = link
     return out  # type: ignore[return-value]
 

@@ -10,6 +10,7 @@ from torch_geometric.nn import GCN2Conv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
 from pyg_distcomm.nn.product import flowing
 from pyg_distcomm.tensor import DistTensor
 
@@ -24,6 +25,9 @@ class DistGCN2Conv(GCN2Conv):
     With a `DistEdgeIndex` it computes the same numbers on any grid; degrees and self-loops
     are global.
 
+    Args:
+        link: how rows travel, if not by the link of the edges; "exact" as they are.
+
     Shapes (this rank): x, x_0 `[n_i, C]` DistTensors -> `[n_i, C]`.
     Price: `GridMatrix.price(C)` forward, and that of its transpose backward unless x needs
     no gradient.
@@ -32,6 +36,12 @@ class DistGCN2Conv(GCN2Conv):
         TypeError: if x is not a DistTensor; ValueError: if its rows are not the nodes.
     """
 
+    link: OwnLink = None
+
+    def __init__(self, *args: Any, link: OwnLink = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.link = check_link(link)
+
     def forward(
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
@@ -39,15 +49,17 @@ class DistGCN2Conv(GCN2Conv):
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, x_0, edge_index, edge_weight)
         if self.aggr not in ("add", "sum"):
-            return through_halo(self, super().forward, x, x_0, edge_index, edge_weight)
+            run = super().forward
+            return through_halo(self, self.link, run, x, x_0, edge_index, edge_weight)
         local = edge_index.check_nodes(x, "x")
         first = edge_index.check_nodes(x_0, "x_0")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
         topology, weight = flowing(edge_index.topology, weight, self.flow)
+        wrap = Linked.of(self, self.link, edge_index).wrap()
         if self.normalize:
-            mixed = topology.gcn(local, weight, False, self.add_self_loops)
+            mixed = topology.gcn(local, weight, False, self.add_self_loops, wrap)
         else:
-            mixed = topology.sum(local, weight)
+            mixed = topology.sum(local, weight, wrap)
         mixed, first = mixed * (1 - self.alpha), first * self.alpha
         rest = {"beta": 1 - self.beta, "alpha": self.beta}
         if self.weight2 is None:

@@ -52,7 +52,7 @@ def _aggregations(layer: Layer) -> int:
     return sum(isinstance(part, MessagePassing) for part in layer.run.modules())
 
 
-def seconds_of(run: Callable[[], object], times: int = 2) -> float:
+def seconds_of(run: Callable[[], object], times: int = 3) -> float:
     """Returns the least seconds that something took, once it has been warmed up."""
     run()
     taken = []

@@ -10,6 +10,7 @@ import torch
 
 from pyg_distcomm import wire
 from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.history import DTYPES
 from pyg_distcomm.pipeline.stack import Layer
@@ -83,6 +84,17 @@ def check_untied(stack: Sequence[Layer], balance: Sequence[int]) -> None:
                     f"{first} and {layer} share a parameter, but are in stages {home} and "
                     f"{stage}; give balance=[...] so that both are in one"
                 )
+
+
+def check_links(stack: Sequence[Layer]) -> None:
+    """Refuses a link of a layer: that of the data holds for all exchanges of a stage."""
+    for layer in stack:
+        parts = layer.run.modules() if isinstance(layer.run, torch.nn.Module) else ()
+        if any(isinstance(getattr(part, "link", None), LinkPolicy) for part in parts):
+            raise ValueError(
+                f"{layer} has a link of its own, but a pipeline exchanges chunk by chunk; "
+                "give the link to pdc.partition(data, mesh, link=...)"
+            )
 
 
 def check_options(

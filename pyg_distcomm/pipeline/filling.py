@@ -35,7 +35,10 @@ def share_weights(stack: Sequence[Layer], mesh: Mesh) -> None:
 
 
 def measured_costs(stage: Stage) -> list[float]:
-    """Returns the seconds that each layer takes, forward and back, on the largest chunk."""
+    """Returns the seconds that each layer takes, forward and back, on the largest chunk.
+
+    Of the rows of a stage together, the same on all ranks; collective.
+    """
     run, plan = stage.run, stage.run.plan
     sizes = torch.tensor([plan.own.size(c) for c in range(plan.chunks)])
     chunk = int(wire.all_reduce(sizes, plan.mesh.world).argmax())
@@ -43,6 +46,7 @@ def measured_costs(stage: Stage) -> list[float]:
     known = stage.given(chunk)
     for place in range(stage.begin, stage.end):
         layer, inputs = stage.layers[place], _leaves(known)
+        run.sites.clear()  # one layer's buffers at a time
 
         def step(
             place: int = place, layer: Layer = layer, inputs: Any = inputs
@@ -59,7 +63,12 @@ def measured_costs(stage: Stage) -> list[float]:
     for layer in stage.layers[stage.begin : stage.end]:
         if isinstance(layer.run, torch.nn.Module):
             layer.run.zero_grad()
-    return costs
+    run.sites.clear()
+    # what ranks with the same rows measured is the same work: the least disturbed counts
+    least = wire.all_reduce(
+        torch.tensor(costs, dtype=torch.float64), plan.mesh.stage, "min"
+    )
+    return [float(cost) for cost in wire.all_reduce(least, plan.mesh.world)]
 
 
 def _leaves(values: Values) -> Values:

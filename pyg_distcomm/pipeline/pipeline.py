@@ -56,8 +56,7 @@ class Pipeline(torch.nn.Module):
 
     Layers read and write by name, as in `torch_geometric.nn.Sequential`, whose headers are
     understood: with `(lin, "x -> x_0")` and `(GCN2Conv(...), "x, x_0, edge_index -> x")`,
-    `x_0` goes along to every stage that reads it. Names that no layer writes are attributes
-    of the data (`x`, `edge_weight`, ...).
+    `x_0` goes along to each stage that reads it. Names that none writes are the data's.
 
     One chunk trains as the full graph does. With more, neighbours that are computed later
     are read as they were in an earlier epoch, and no gradient goes to them: see `gradient`.
@@ -67,9 +66,10 @@ class Pipeline(torch.nn.Module):
         layers: a list of layers, a `Sequential` of torch or PyG, or a ModuleList; the same
             on all ranks. Weights start as rank 0's.
         mesh: of `pdc.init(stages=S)`; each stage has the ranks of one mesh of its own
-            ("1d"), over which the rows of each chunk are spread (the hybrid).
-        data: the share of the graph, if layers are to be shared out by their measured
-            seconds; otherwise each that reads neighbours counts as one.
+            ("1d"), over which the rows of each chunk are spread (the hybrid), by the link
+            of the data; between stages rows are exact.
+        data: the share, if layers are to be shared out by their measured seconds; else each
+            that reads neighbours counts as one.
         chunks: how many chunks, or the chunk of each node `[num_nodes]`; without, four for
             each stage. METIS cuts them, within the ranks of a stage.
         history_refresh: for how many epochs history stays as it is, R.
@@ -83,15 +83,14 @@ class Pipeline(torch.nn.Module):
         balance: how many layers each stage has; measured or counted without.
         history_dtype: torch.bfloat16, float16 or int8 keep history in fewer bytes.
         history_path: a folder to map history from, instead of memory.
-        damping: see `gradient`.
-        seed: of orders and dropout; the mesh's without.
+        damping, seed: see `gradient`; of orders and dropout, the mesh's if None.
 
     Price: `price()`; 2 (S - 1) n d (1 + s) words an epoch between stages, with s values
     beside x that cross borders, and the hybrid's exchanges.
 
     Raises:
-        ValueError, TypeError: on all ranks: for more stages than layers, chunks without a
-            node, layers that normalise over nodes, and what no layer can be.
+        ValueError, TypeError: on all ranks: for more stages than layers, chunks without
+            nodes, layers that normalise over nodes, and what is no layer.
     """
 
     def __init__(
@@ -126,6 +125,7 @@ class Pipeline(torch.nn.Module):
             whole = {"chunks": chunks, "history_refresh": history_refresh}
             checks.check_options(mesh, order, whole, history_dtype)
             stack = read_stack(layers)
+            checks.check_links(stack)
             checks.check_balance(stack, mesh.stage.size, balance)
         with checks.on_all_ranks(mesh):
             checks.check_same(stack, mesh)
@@ -149,11 +149,8 @@ class Pipeline(torch.nn.Module):
         with checks.on_all_ranks(self.mesh):
             stage = Stage(stack, 0, len(stack), self._run, self._names)
             stage.look_at(data)
-            found = filling.measured_costs(stage)
-        every = wire.all_reduce(
-            torch.tensor(found, dtype=torch.float64), self.mesh.everyone
-        )
-        return [float(cost) for cost in every]
+            costs = filling.measured_costs(stage)
+        return costs
 
     def _keep(self, stack: list[Layer]) -> None:
         """Keeps the layers of this stage, and lets go of the others."""
@@ -217,6 +214,7 @@ class Pipeline(torch.nn.Module):
             if self._saved is not None:
                 self._saved = self._saved(self._run)
         self._stage.look_at(data)
+        self._run.link = edge_index.topology.link
         return self._stage
 
     @contextlib.contextmanager
@@ -233,7 +231,8 @@ class Pipeline(torch.nn.Module):
 
     def order_of(self, epoch: int) -> list[int]:
         """Returns the order of chunks in an epoch, the same on all ranks."""
-        assert self._run is not None
+        if self._run is None:
+            raise ValueError("chunks are cut when the pipeline first sees the data")
         count = self._run.plan.chunks
         if self.order == "fixed":
             return list(range(count))

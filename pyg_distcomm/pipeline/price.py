@@ -59,7 +59,8 @@ class EpochPrice:
 
     Args:
         stage: rows and their gradients, from and to neighbouring stages.
-        rows: rows and their gradients, among the ranks of a stage.
+        rows: rows and their gradients, among the ranks of a stage, as they are.
+        coded: bytes of those that go by a link; see `LinkPolicy.price`.
         weights: gradients of weights, among the ranks of a stage.
         loss: the loss, from the last stage to all.
         itemsize: bytes of a word, but for the loss, of which one has 8.
@@ -70,10 +71,11 @@ class EpochPrice:
     weights: Price
     loss: Price
     itemsize: int = 4
+    coded: int = 0
 
     @property
     def words(self) -> int:
-        """The words received."""
+        """The words received, but for those that a link writes."""
         parts = (self.stage, self.rows, self.weights, self.loss)
         return sum(part.words for part in parts)
 
@@ -81,7 +83,7 @@ class EpochPrice:
     def bytes(self) -> int:
         """The bytes received."""
         wide = (self.words - self.loss.words) * self.itemsize
-        return wide + self.loss.words * 8
+        return wide + self.loss.words * 8 + self.coded
 
 
 def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> EpochPrice:
@@ -105,6 +107,7 @@ def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> Epoch
         _reduced(weights, mesh.size),
         _reduced(1, mesh.stage.size),
         boundary.outbox.element_size(),
+        0 if run.link is None else run.link.price().total,
     )
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history import History
 
@@ -76,6 +77,7 @@ class Site:
         operator: what reads them.
         rule: of gradients.
         keep: makes a history for blocks and rows like those given; None without.
+        wrap: what the link of a chunk becomes in an epoch, for rows that are coded or late.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Site:
         operator: Operator,
         rule: Rule,
         keep: Callable[[tuple[int, ...], Tensor], History] | None,
+        wrap: Callable[[Site, int], Link] | None = None,
     ) -> None:
         n, h = plan.counts
         self.plan, self.operator, self.rule = plan, operator, rule
@@ -94,6 +97,8 @@ class Site:
             self.history = keep(plan.blocks, self.mix)
         self.gradients: Tensor | None = None
         self.flows = False
+        self._wrap = wrap
+        self._links: dict[int, Link] = {}  # of chunks that have no gradient yet
 
     # the forward pass
 
@@ -121,6 +126,8 @@ class Site:
         if not (again or link.silent):
             ghost = plan.ghost.rows(chunk)
             into = self.mix[n + ghost.start : n + ghost.stop]
+            if self._wrap is not None:
+                link = self._links[chunk] = self._wrap(self, chunk)
             arrive = link.begin(x, into)
         rows = operator.rows(chunk)
         z = x.new_empty((rows.stop - rows.start, x.size(1)))
@@ -151,7 +158,7 @@ class Site:
             ghost = plan.ghost.rows(chunk)
             sums = g.new_empty((ghost.stop - ghost.start, g.size(1)))
             operator.ghost.transposed.matmul(self.gradients, sums, ghost.start)
-            arrive = link.begin_transpose(sums)
+            arrive = self._links.pop(chunk, link).begin_transpose(sums)
         own = plan.own.rows(chunk)
         out = g.new_empty((own.stop - own.start, g.size(1)))
         operator.own.transposed.matmul(self.gradients, out, own.start)

@@ -13,6 +13,8 @@ from torch import Tensor
 from pyg_distcomm import random
 from pyg_distcomm.constants import Ordering
 from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history import History
@@ -36,6 +38,7 @@ class Run:
         rule: of gradients.
         history: makes the history of a site, from its key, bounds and rows.
         seed: of dropout.
+        link: how rows travel among the ranks of a stage; None is exactly, and now.
         mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
             "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
             which only the time counts).
@@ -45,6 +48,7 @@ class Run:
     rule: Rule
     history: Callable[[tuple[int, int], tuple[int, ...], Tensor], History] | None
     seed: int
+    link: LinkPolicy | None = None
     mode: str = "fill"
     epoch: int = 0
     layer: int = 0
@@ -81,8 +85,8 @@ class Run:
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
     def _site(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Site:
-        if self.mode == "measure":
-            return Site(self.plan, x, operator, self.rule, None)
+        if self.mode == "measure" and key not in self.sites:
+            self.sites[key] = Site(self.plan, x, operator, self.rule, None)
         if key not in self.sites:
             raise TypeError(
                 f"layer {key[0]} reads its neighbours more often in training than in "
@@ -96,9 +100,24 @@ class Run:
         if self.mode == "fill":
             keep = self.history
             make = None if keep is None else (lambda *args: keep(key, *args))
-            site = self.sites[key] = Site(self.plan, x, operator, self.rule, make)
+            made = self.plan, x, operator, self.rule, make
+            site = self.sites[key] = Site(*made, lambda *args: self._linked(key, *args))
             site.put(x.detach(), ghosts)
         return ghosts
+
+    def _linked(self, key: tuple[int, int], site: Site, chunk: int) -> Link:
+        """Returns the link of a chunk's rows at a site, as the policy has it now."""
+        link, nodes = self.plan.links[chunk], self.plan.topology.nodes
+        if self.link is None or self.is_last(key):
+            return link
+        call = self.link.part(site, f"layer {key[0]}", nodes, chunk)
+        return link if call is None else call.wrap(link, 0)
+
+    def is_last(self, key: tuple[int, int]) -> bool:
+        """Tells whether a site is the last of the model, and exact for that reason."""
+        stage = self.plan.mesh.stage
+        ends = stage.rank == stage.size - 1 and key == max(self.sites)
+        return ends and self.link is not None and self.link.exact_last
 
     def _fetched(self, x: Tensor) -> Tensor:
         return self.plan.everything.begin(x)()[self.plan.ghost.order]
@@ -124,9 +143,11 @@ class Run:
         return self.facts[key][places]
 
     def price(self) -> Price:
-        """Returns what the sites move in an epoch, among the ranks of a stage."""
-        total = Price()
-        for site in self.sites.values():
+        """Returns what sites move exactly in an epoch, among the ranks of a stage."""
+        total, coded = Price(), self.link is not None and not self.link.is_exact
+        for key, site in self.sites.items():
+            if coded and not self.is_last(key):
+                continue
             for link in self.plan.links:
                 total += link.price(site.mix.size(1))
                 if site.flows:

@@ -13,6 +13,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.mesh import Grid, Mesh
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.calibrate import calibrate
+from pyg_distcomm.plan.codecs import Asked
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.plans import Plan
@@ -37,6 +38,8 @@ def init(
     method: Any = "metis",
     machine: Machine | None = None,
     memory: float | None = None,
+    codecs: Sequence[Asked] = (),
+    pipeline: bool = False,
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
@@ -63,6 +66,9 @@ def init(
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
         layers, inputs, memory: for "auto", see `plan`.
+        codecs, pipeline: for "auto", what else it may take, though it is not exact: links,
+            to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
+            `mesh.plan.chunks` and `balance` for `Pipeline`. See `plan`.
         method: for "auto", how `partition` will cut the graph, and from which seed.
         machine: for "auto", the figures, instead of measuring them.
 
@@ -79,20 +85,12 @@ def init(
     mesh = grids.init("1d", **how)
     wire.agree(problem, mesh.world)
     if machine is None:
-        machine = calibrate(mesh) if mesh.size > 1 else Machine()
-    best, owners = _chosen(
-        mesh,
-        data,
-        widths=widths,
-        model=model,
-        layers=layers,
-        inputs=inputs,
-        machine=machine,
-        memory=memory,
-        partition=method,
-    )
-    if best.grid != mesh.grid:
-        mesh = grids.init(grid=best.grid, **how)
+        machine = calibrate(mesh, codecs=codecs) if mesh.size > 1 else Machine()
+    asked: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
+    asked |= {"machine": machine, "memory": memory, "partition": method}
+    best, owners = _chosen(mesh, data, codecs=codecs, pipeline=pipeline, **asked)
+    if (best.stages, best.grid) != (1, mesh.grid):
+        mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
     return mesh
 
@@ -123,7 +121,11 @@ def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None
         try:
             plans = plan(data, ranks=mesh.size, **asked)
             owners = plans.partition
-            found = plans.best, None if owners is None else owners.owner.numpy()
+            wider = bool(asked["codecs"]) or asked["pipeline"]
+            best = plans[0] if wider and len(plans) else plans.best
+            if best.stages > 1:  # a stage has fewer ranks: `partition` cuts for them
+                owners = None
+            found = best, None if owners is None else owners.owner.numpy()
         except (TypeError, ValueError) as error:
             problem, kind = str(error), type(error)
     kind = wire.broadcast_object(kind, mesh.world)

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import kernels, wire
+from pyg_distcomm.exchange.codec import Draw
+from pyg_distcomm.exchange.codecs import Plain, fresh_state
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Machine, Rate, Wire, lines_of
 from pyg_distcomm.share import partition
@@ -36,6 +39,7 @@ def calibrate(
     rows: int = 1 << 14,
     degree: int = 16,
     repeats: int = 7,
+    codecs: Sequence[Asked] = (),
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
@@ -47,6 +51,7 @@ def calibrate(
         widths: at which products are timed; those of the model, best of all.
         rows, degree: of the matrix that is multiplied, a rank.
         repeats: how often each is timed.
+        codecs: those whose coding is timed, as `plan` takes them.
 
     Price: a few seconds, most of them for slow links.
     """
@@ -63,6 +68,7 @@ def calibrate(
         _overhead(quiet, repeats),
         lines=lines,
         sums=_sums(quiet, repeats) if mesh.size > 1 else None,
+        codes=_codes(quiet, codecs, max(widths), rows, repeats),
         source=f"measured on {mesh.size} ranks",
     )
 
@@ -167,6 +173,29 @@ def _rates(
     pick = torch.randperm(rows, generator=rng).to(mesh.device)
     took = _timed(lambda: kernels.gather_rows(wide, pick), mesh, repeats)
     return Rate(tuple(sparse)), Rate(tuple(dense)), 2 * wide.nbytes / took
+
+
+def _codes(
+    mesh: Mesh, asked: Sequence[Asked], width: int, rows: int, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Returns the bytes of rows a second that codecs write, and read."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, width, generator=rng).to(mesh.device)
+    draw = Draw(1, torch.arange(rows, device=mesh.device))
+    found: dict[str, tuple[float, float]] = {}
+    for coding in filter(None, codings(asked)):
+        for codec in (coding.rows, coding.gradients):
+            if codec == Plain() or repr(codec) in found:
+                continue
+            kept = (
+                fresh_state(rows, width, x.dtype, x.device) if codec.stateful else None
+            )
+            message, out = codec.encode(x, draw, state=kept), torch.empty_like(x)
+            write = partial(codec.encode, x, draw, state=kept)
+            read = partial(codec.decode, message, out, draw, state=kept)
+            took = _timed(write, mesh, repeats), _timed(read, mesh, repeats)
+            found[repr(codec)] = x.nbytes / took[0], x.nbytes / took[1]
+    return found
 
 
 def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:

@@ -59,6 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="only its grids")
+    parser.add_argument(
+        "--codec",
+        action="append",
+        default=[],
+        help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
+    )
+    parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
+    parser.add_argument("--chunks", type=int, help="of nodes, through the stages")
+    parser.add_argument(
+        "--skips", type=int, default=0, help="values beside x at borders"
+    )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
     parser.add_argument("--memory", help="of a rank, as 24GiB")
     parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
@@ -83,6 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
         algorithm=arguments.algorithm,
+        codecs=arguments.codec,
+        pipeline=arguments.pipeline,
+        chunks=arguments.chunks,
+        skips=arguments.skips,
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1

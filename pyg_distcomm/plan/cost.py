@@ -1,10 +1,7 @@
 """Cost: bytes, seconds and memory of an epoch on one grid, as plain arithmetic.
 
-Bytes are exact: what the ledger counts. Seconds follow the steps of `GridMatrix.apply`,
-each as long as its slowest rank takes, with alpha messages + bytes / beta for an exchange:
-
-    fiber | gather, beside the own columns | ghost columns of out rows
-          | scatter, beside the ghost columns of own rows | fiber
+Bytes are exact: what the ledger counts. Products take the seconds of `passage.py`; those of
+late links overlap with all that an epoch computes.
 """
 
 from __future__ import annotations
@@ -13,158 +10,23 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from pyg_distcomm.exchange.codec import Codec
+from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.flow import Flow
 from pyg_distcomm.plan.links import Array, Side
 from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.passage import (
+    Passage,
+    halo_passage,
+    late_seconds,
+    passage,
+    product_seconds,
+)
 from pyg_distcomm.plan.training import Product, Training
-from pyg_distcomm.price import balanced_split
+from pyg_distcomm.wire import ring_words
 
 PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """One exchange on every rank [r, s, p]: bytes each way, and messages sent."""
-
-    axis: str
-    received: Array
-    sent: Array
-    messages: Array
-
-
-@dataclass(frozen=True, eq=False)
-class Passage:
-    """One product: its exchanges, and the nonzeros that each step multiplies.
-
-    gather, scatter        exchanges of rows, and of sums
-    early, between, late   times the width: beside the gather, then, beside the scatter
-    """
-
-    split: Move
-    gather: tuple[Move, ...]
-    scatter: tuple[Move, ...]
-    join: Move
-    width: Array
-    early: Array
-    between: Array
-    late: Array
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """All exchanges, in order."""
-        return self.split, *self.gather, *self.scatter, self.join
-
-    @property
-    def received(self) -> Array:
-        """Bytes received `[r, s, p]`."""
-        out: Array = sum(move.received for move in self.moves)  # type: ignore[assignment]
-        return out
-
-
-def passage(
-    flow: Flow, product: Product, itemsize: int, row_bytes: dict[int, int]
-) -> Passage:
-    """Prices one product, as `GridMatrix.price` does on each rank.
-
-    Args:
-        flow: the rows.
-        product: its width and direction.
-        itemsize: bytes of a number on the fiber.
-        row_bytes: bytes of a row on the wire by its width, as a codec writes it.
-    """
-    p = flow.grid[2]
-    width = np.array(balanced_split(product.width, p))[None, None, :]
-    size = np.array([row_bytes[w] for w in width.ravel()])[None, None, :]
-    sides, axes = flow.sides, ("row", "col")
-    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
-    if product.transposed:
-        sides, axes = sides.mirrored, ("col", "row")
-        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
-    one, two = axes
-    return Passage(
-        _fiber(flow, product.width, width, itemsize, leaving=True),
-        (_there(one, sides.ghost, width, size), _there(two, sides.far, width, size)),
-        (_back(two, sides.out, width, size), _back(one, sides.sums, width, size)),
-        _fiber(flow, product.width, width, itemsize, leaving=False),
-        width,
-        (own + out_own + sum_own)[:, :, None],
-        out_ghost[:, :, None],
-        (own_ghost + own_far)[:, :, None],
-    )
-
-
-def halo_passage(flow: Flow, product: Product, row_bytes: dict[int, int]) -> Passage:
-    """Prices one exchange of `HaloConv`: rows come, or their sums go home."""
-    side, width = flow.sides.ghost, np.array([[[product.width]]])
-    size, none = np.array([[[row_bytes[product.width]]]]), np.zeros((1, 1, 1), np.int64)
-    still = Move("world", none, none, none)
-    here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
-    if product.transposed:
-        back = (_back("world", side, width, size),)
-        return Passage(still, (), back, still, width, none, here, none)
-    there = (_there("world", side, width, size),)
-    return Passage(still, there, (), still, width, none, here, none)
-
-
-def _there(axis: str, side: Side, width: Array, size: Array) -> Move:
-    return _move(axis, side.ghosts, side.lent, side.readers, width, size)
-
-
-def _back(axis: str, side: Side, width: Array, size: Array) -> Move:
-    return _move(axis, side.lent, side.ghosts, side.sources, width, size)
-
-
-def _move(
-    axis: str, into: Array, out: Array, peers: Array, width: Array, size: Array
-) -> Move:
-    received, sent, to = (v[:, :, None] for v in (into, out, peers))
-    return Move(axis, received * size, sent * size, to * (width > 0))
-
-
-def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Move:
-    """All features of own rows for a share of the features of the fiber's, or back."""
-    p, n = flow.grid[2], flow.nodes
-    if p == 1:
-        none = np.zeros_like(n)
-        return Move("fiber", none, none, none)
-    away, others = (
-        n * (total - width) * item,
-        (flow.fiber[:, :, None] - n) * width * item,
-    )
-    if flow.nodes.shape[2] == 1:  # a law of degrees: no rank is empty
-        busy = np.full((1, 1, 1), p)
-    else:
-        busy = (n > 0).sum(2, keepdims=True)
-    wide = (width > 0).sum()
-    if leaving:
-        return Move("fiber", others, away, (n > 0) * (wide - (width > 0)))
-    return Move("fiber", away, others, (width > 0) * (busy - (n > 0)))
-
-
-def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
-    """Returns the seconds of one product; every step waits for its slowest rank."""
-
-    def wire(move: Move) -> Array:
-        link = machine.wire(move.axis, flow.grid)
-        moved = (move.sent + move.received) / machine.stream  # gathered, and put down
-        out: Array = link.seconds(move.messages, move.sent, move.received) + moved
-        return out
-
-    def work(nonzeros: Array) -> Array:
-        out: Array = machine.multiply_seconds(nonzeros, found.width)
-        return out
-
-    gather, scatter = (sum(map(wire, m)) for m in (found.gather, found.scatter))
-    steps = (
-        wire(found.split),
-        np.maximum(gather, work(found.early)),
-        work(found.between),
-        np.maximum(scatter, work(found.late)),
-        wire(found.join),
-    )
-    return float(sum(step.max() for step in steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +50,9 @@ class Cost:
 def epoch_cost(
     flows: tuple[Flow, Flow],
     training: Training,
-    products: list[Product],
-    orders: tuple[str, ...],
-    codec: Codec,
-    dtype: object,
+    ways: tuple[list[Product], tuple[str, ...]],
+    coding: Coding | None,
+    dtype: torch.dtype,
     machine: Machine,
 ) -> Cost:
     """Prices an epoch.
@@ -199,43 +60,101 @@ def epoch_cost(
     Args:
         flows: of products, and of `HaloConv`, which always sends only what is needed.
         training: the model.
-        products, orders: what it multiplies, and each layer's order.
-        codec, dtype: how rows are written, and of what.
+        ways: what it multiplies, and each layer's order.
+        coding: the link; None is the exact one.
+        dtype: of the features.
         machine: the figures for seconds.
     """
     flow, halo = flows
+    products, orders = ways
     size = int(np.prod(flow.grid))
     shape = np.broadcast_shapes(flow.nodes.shape, (1, 1, flow.grid[2]))
-    exchange, messages = np.zeros(shape), np.zeros(shape)
+    exchange, messages, kept = (np.zeros(shape) for _ in range(3))
     if not np.issubdtype(flow.nodes.dtype, np.floating):
         exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
-    seconds, known = 0.0, {}
+    clock, known = _Clock(flow, machine), {}
     for product in products:
-        key = product.width, product.transposed, product.halo
+        writing = _writing(coding, product, len(training.layers) - 1, dtype)
+        key = product.width, product.transposed, product.halo, writing.codec
         if key not in known:
-            written = _row_bytes(codec, product.width, flow.grid[2], dtype)
-            found = (
-                halo_passage(halo, product, written)
+            known[key] = (
+                halo_passage(halo, product, writing)
                 if product.halo
-                else passage(flow, product, training.itemsize, written)
+                else passage(flow, product, training.itemsize, writing)
             )
-            known[key] = found, product_seconds(found, flow, machine)
-        found, took = known[key]
+        found = known[key]
         exchange = exchange + found.received
         messages = messages + sum(move.messages for move in found.moves)
-        seconds += took
+        clock.add(found, writing.late)
+        if coding is not None and writing.codec is not None:
+            kept = kept + _kept(found, writing, coding)
     sums = training.sums(size)
-    seconds += _dense_seconds(flow, training, machine)
+    if coding is not None and size > 1:
+        sums["agreement"] = [ring_words(1, size)] * sum(o != "kept" for o in orders)
     link = machine.sum_wire()
     for each in (n for group in sums.values() for n in group):
-        seconds += float(link.seconds(sum_messages(size), each, each))
+        clock.waited += float(link.seconds(sum_messages(size), each, each))
+    clock.worked += _dense_seconds(flow, training, machine)
     return Cost(
         exchange,
         {name: sum(group) for name, group in sums.items()},
         messages,
-        seconds,
-        memory(flow, training, products, orders, codec, dtype),
+        clock.seconds(1.0 if coding is None else coding.synchronous),
+        memory(flow, training, products, orders, dtype) + kept,
     )
+
+
+def _writing(
+    coding: Coding | None, product: Product, last: int, dtype: torch.dtype
+) -> Writing:
+    codec = None if coding is None else coding.codec_of(product, last)
+    late = 0 if codec is None or coding is None else coding.late(product.transposed)
+    return Writing(codec, dtype, late)
+
+
+def _kept(found: Passage, writing: Writing, coding: Coding) -> Array:
+    """Returns the bytes that exchanges keep from epoch to epoch, as `Inbox` has them."""
+    codec, total = writing.codec, np.zeros(())
+    assert codec is not None
+    for move in (*found.gather, *found.scatter):
+        total = total + writing.late * move.received
+        averaged = writing.late > 0 and coding.link.timing.smooth is not None
+        total = total + move.read * (averaged + codec.stateful)
+        total = total + move.written * codec.stateful
+    return total
+
+
+class _Clock:
+    """Adds up an epoch: what is waited for, what is computed, what has time to arrive."""
+
+    def __init__(self, flow: Flow, machine: Machine) -> None:
+        self._flow, self._machine = flow, machine
+        self._known: dict[
+            tuple[int, int], tuple[float, tuple[float, float, float]]
+        ] = {}
+        self.waited = self.worked = 0.0
+        self._now, self._late = 0.0, (0.0, 0.0, 0.0)
+
+    def add(self, found: Passage, late: int) -> None:
+        """Adds a product."""
+        key = id(found), late
+        if key not in self._known:
+            now = product_seconds(found, self._flow, self._machine)
+            then = (now, 0.0, 0.0)
+            if late:
+                then = late_seconds(found, self._flow, self._machine)
+            self._known[key] = now, then
+        now, then = self._known[key]
+        self._now += now
+        first, second, third = (a + b for a, b in zip(self._late, then, strict=True))
+        self._late = first, second, third
+
+    def seconds(self, synchronous: float) -> float:
+        """Returns the mean epoch, a share of which waits for its own rows."""
+        waited, worked, hidden = self._late
+        now = self.waited + self.worked + self._now
+        late = self.waited + waited + max(self.worked + worked, hidden)
+        return synchronous * now + (1 - synchronous) * late
 
 
 def sum_messages(size: int) -> int:
@@ -244,11 +163,6 @@ def sum_messages(size: int) -> int:
     By halving and doubling, as in [Thakur05] Sec. 4: as many bytes as in a ring.
     """
     return 2 * math.ceil(math.log2(max(size, 1)))
-
-
-def _row_bytes(codec: Codec, width: int, parts: int, dtype: object) -> dict[int, int]:
-    sizes = {width // parts, -(-width // parts)}
-    return {w: codec.wire_bytes(1, w, dtype) for w in sizes}  # type: ignore[arg-type]
 
 
 def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
@@ -268,8 +182,7 @@ def memory(
     training: Training,
     products: list[Product],
     orders: tuple[str, ...],
-    codec: Codec,
-    dtype: object,
+    dtype: torch.dtype,
 ) -> Array:
     """Returns the bytes that live on each rank at the peak of an epoch, about.
 
@@ -296,22 +209,21 @@ def memory(
         40 * flow.edges
         + 24 * block
         + n * (16 + 8 + features + active)
-        + _halo_bytes(flow, products, codec, dtype, item)
+        + _halo_bytes(flow, products, dtype, item)
         + 4 * item * sum(training.parameters)
     )
     return out
 
 
 def _halo_bytes(
-    flow: Flow, products: list[Product], codec: Codec, dtype: object, item: int
+    flow: Flow, products: list[Product], dtype: torch.dtype, item: int
 ) -> Array:
     width = max((product.width for product in products), default=0)
     p = flow.grid[2]
     share = -(-width // p)
-    size = codec.wire_bytes(1, share, dtype)  # type: ignore[arg-type]
     rows = sum(_traffic(side) for side in flow.sides.all)
     inside = flow.fiber * share * item * 2 if p > 1 else 0
-    return (rows * size + inside)[:, :, None]  # type: ignore[operator,index]
+    return (rows * share * dtype.itemsize + inside)[:, :, None]  # type: ignore[operator,index]
 
 
 def _traffic(side: Side) -> Array:

@@ -161,7 +161,7 @@ class RandomGraph:
         r, s, p = grid
         n, m = self.nodes, self.edges
         full = halo == "blocks"
-        none = Side(*(_each(0) for _ in range(4)))
+        none = Side(_each(0), _each(0), _each(0), _each(0))
         rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
         sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
         block, own = m / (r * s), 1 / (r * s)

@@ -7,7 +7,7 @@ counts are kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,31 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
+class Pairs:
+    """Rows that ranks of each line ask of one another, and in how many pieces they come.
+
+    want    [line, asking, asked]
+    pieces  [line]
+    turned  whether lines are columns of the grid
+    """
+
+    want: Array
+    pieces: Array
+    turned: bool = False
+
+    def of_piece(self, number: int) -> Array:
+        """Returns the rows of one piece `[line, asking, asked]`, cut as `plan_link` does."""
+        count = self.pieces[:, None, None]
+        rows: Array = self.want // count + (number < self.want % count)
+        return np.where(number < count, rows, 0)
+
+    def by_rank(self, size: Array) -> tuple[Array, Array]:
+        """Adds up `size[line, asking, asked]` for who asks, and for who is asked."""
+        asking, asked = size.sum(2), size.sum(1)
+        return (asking.T, asked.T) if self.turned else (asking, asked)
+
+
+@dataclass(frozen=True, eq=False)
 class Side:
     """One link of every rank (i, j) of a grid, each entry [r, s] or broadcast to it.
 
@@ -30,28 +55,34 @@ class Side:
     lent     own rows that others need, once for each that needs it
     sources  messages that the ghosts come in
     readers  messages that the lent rows go out in
+    pairs    the same, pair of ranks by pair; None for a law of degrees
     """
 
     ghosts: Array
     lent: Array
     sources: Array
     readers: Array
+    pairs: Pairs | None = None
 
     @staticmethod
-    def of(want: Array, pieces: bool) -> Side:
+    def of(want: Array, pieces: bool | Array) -> Side:
         """Counts `want[line, a, b]`: rows that rank a of a line asks of its rank b.
 
-        In pieces, as `exchange.pieces` cuts them, a pair of ranks exchanges as many
-        messages as there are pieces with rows.
+        In pieces (on each line or none), as `exchange.pieces` cuts them, a pair of ranks
+        exchanges as many messages as there are pieces with rows.
         """
         most = want.sum(2).max(1, initial=0)
-        count = np.clip(most // ROWS, 1, MOST) if pieces else np.ones_like(most)
+        count = np.where(pieces, np.clip(most // ROWS, 1, MOST), 1)
         parts = np.minimum(want, count[:, None, None])
-        return Side(want.sum(2), want.sum(1), parts.sum(2), parts.sum(1))
+        ends = want.sum(2), want.sum(1), parts.sum(2), parts.sum(1)
+        return Side(*ends, Pairs(want, count))
 
     def turned(self) -> Side:
         """Returns the same counts as `[s, r]` for `[r, s]`."""
-        return Side(self.ghosts.T, self.lent.T, self.sources.T, self.readers.T)
+        pairs = self.pairs
+        if pairs is not None:
+            pairs = replace(pairs, turned=not pairs.turned)
+        return Side(self.ghosts.T, self.lent.T, self.sources.T, self.readers.T, pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +228,8 @@ def shared_out(
     _fill(want.ghost, fiber.T, whole_in)
     _fill(want.out, fiber, whole_out)
     sides = Sides(
-        _side(want.ghost, whole_in).turned(),
-        _side(want.out, whole_out),
+        Side.of(want.ghost, ~whole_in).turned(),
+        Side.of(want.out, ~whole_out),
         Side.of(want.sums, True).turned(),
         Side.of(want.far, True),
     )
@@ -254,14 +285,3 @@ def _fill(want: Array, own: Array, whole: Array) -> None:
     size = own.shape[1]
     blocks = np.repeat(own[:, None, :], size, 1) * (1 - np.eye(size, dtype=np.int64))
     want[whole] = blocks[whole]
-
-
-def _side(want: Array, whole: Array) -> Side:
-    dense, cut = Side.of(want, False), Side.of(want, True)
-    pick = whole[:, None]
-    return Side(
-        cut.ghosts,
-        cut.lent,
-        np.where(pick, dense.sources, cut.sources),
-        np.where(pick, dense.readers, cut.readers),
-    )

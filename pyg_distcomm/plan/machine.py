@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.mesh import Grid
 
 Points = tuple[tuple[int, float], ...]
@@ -103,6 +104,8 @@ class Machine:
         lines: `Wire`s of the lines of a grid, by (size, stride): so many ranks, each so
             far from the last; others take the first two arguments.
         sums: the `Wire` of all-reduces, if it is another.
+        code: bytes of rows a second that a codec writes, and that it reads.
+        codes: the same of codecs that were measured, (writes, reads) by `repr`.
         source: where the figures come from.
 
     The default is a cluster of commodity machines on Ethernet of 1 Gbit/s.
@@ -118,19 +121,26 @@ class Machine:
     lines: Mapping[Line, Wire] = field(default_factory=dict)
     sums: Wire | None = None
     source: str = "assumed"
+    code: float = 1e9
+    codes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("spmm", "gemm"):
             value = getattr(self, name)
             if not isinstance(value, Rate):
                 object.__setattr__(self, name, Rate(((1, value),)))
-        for name in ("bandwidth", "stream"):
+        for name in ("bandwidth", "stream", "code"):
             _check_positive(name, getattr(self, name))
         for name in ("latency", "overhead"):
             _check_seconds(name, getattr(self, name))
         if self.memory is not None:
             _check_positive("memory", self.memory)
         object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
+        rates = {name: (float(a), float(b)) for name, (a, b) in self.codes.items()}
+        for name, both in rates.items():
+            for one in both:
+                _check_positive(f"the rate of {name}", one)
+        object.__setattr__(self, "codes", MappingProxyType(rates))
 
     def wire(self, axis: str, grid: Grid) -> Wire:
         """Returns the figures of an axis of a grid."""
@@ -158,6 +168,11 @@ class Machine:
         narrow, wide = sorted((width_in, width_out))
         return self.gemm.seconds(2 * wide * rows, narrow)
 
+    def coding_seconds(self, codec: Codec, written: Any, read: Any) -> Any:
+        """Returns the seconds in which a codec writes, and reads, so many bytes of rows."""
+        writes, reads = self.codes.get(repr(codec), (self.code, self.code))
+        return written / writes + read / reads
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as `from_dict` takes them."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -167,6 +182,7 @@ class Machine:
             {"size": size, "stride": stride, **asdict(wire)}
             for (size, stride), wire in self.lines.items()
         ]
+        plain["codes"] = {name: list(both) for name, both in self.codes.items()}
         plain["sums"] = None if self.sums is None else asdict(self.sums)
         return plain
 
@@ -226,6 +242,9 @@ class Machine:
         lines.append(
             f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer"
         )
+        for name, (writes, reads) in self.codes.items():
+            both = f"writes {writes / 1e9:.3g} GB/s, reads {reads / 1e9:.3g}"
+            lines.append(f"codec     {name}: {both}")
         return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,19 +13,20 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.exchange.codecs import Codec, Plain
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
+from pyg_distcomm.plan.deep import items_of, items_of_stack, modules_of
 from pyg_distcomm.plan.flow import CutEdges, Flow
 from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.pipelines import Deep
 from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
 from pyg_distcomm.plan.training import Training, training_of, training_of_model
 
-CODECS: dict[str, Codec] = {"plain": Plain()}  # what layers can send with
 HALO_GRIDS = (
     "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
 )
@@ -36,7 +38,7 @@ def plan(
     ranks: int | None = None,
     *,
     mesh: Mesh | None = None,
-    model: torch.nn.Module | None = None,
+    model: torch.nn.Module | Sequence[Any] | None = None,
     layers: str | Sequence[str] = "gcn",
     inputs: str = "constant",
     machine: Machine | None = None,
@@ -45,9 +47,13 @@ def plan(
     seed: int = 0,
     algorithm: str | None = None,
     grid: Grid | None = None,
+    codecs: Sequence[Asked] = (),
+    pipeline: bool = False,
+    chunks: int | None = None,
+    skips: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Plans:
-    """Lists every grid, ordering and halo for training a graph, with its costs, ranked.
+    """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
     ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
@@ -59,7 +65,8 @@ def plan(
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks: how many; those of `mesh` if left out.
         mesh: only counted.
-        model: instead of widths: its layers, parameters and batch norms are read.
+        model: instead of widths: its layers, parameters and batch norms are read; or the
+            layers, as `Pipeline` takes them.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
@@ -68,6 +75,19 @@ def plan(
         seed: of the cutter.
         algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
         grid: only this grid.
+        codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
+            "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
+            of its present epoch). Bytes are those of a training epoch, exact where sizes
+            do not depend on values, the most there can be elsewhere. Of layers run by
+            halo exchange their input travels; attention sends more. A plan that changes
+            numbers is never `best`.
+        pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
+            `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
+            `Pipeline.price`. A model is run on two nodes, to learn what crosses borders;
+            of widths alone, layers are cut evenly and nothing normalises over nodes.
+        chunks: of nodes; four for each stage without.
+        skips: values beside the first that cross all borders (GCNII's x_0 is one), of
+            widths; a model knows its own.
         dtype: of the features.
 
     Returns:
@@ -81,14 +101,62 @@ def plan(
     limit = machine.memory if memory is None else memory
     source, words, owners = _source(graph, size, partition, seed)
     found = []
+    if pipeline and algorithm is None and grid is None:
+        given = (model, graph, skips), (source, partition, seed)
+        found += _pipelines(*given, training, chunks, machine, size)
+    links = codings(codecs)
     for one in _grids(size, algorithm, grid):
-        found += _plans_of(one, source, training, machine, dtype)
+        found += _plans_of(one, source, training, machine, links, dtype)
     judged = [_judged(each, limit) for each in found]
     ranked = sorted((p for p in judged if p.reason is None), key=_merit)
     refused = sorted((p for p in judged if p.reason is not None), key=_merit)
     names = () if grid is not None else misfits(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
     return Plans(tuple(ranked), tuple(refused), names, said, machine, owners)
+
+
+def _pipelines(
+    read: tuple[Any, Any, int],
+    cutting: tuple[CutEdges | RandomGraph, Any, int],
+    training: Training,
+    chunks: int | None,
+    machine: Machine,
+    size: int,
+) -> list[Plan]:
+    """Returns the plans of all numbers of stages."""
+    (model, graph, skips), (source, partition, seed) = read, cutting
+    for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(
+                f"{name} must be a whole number from {least} on: {value!r}"
+            )
+
+    def share(ways: int) -> Flow:
+        if isinstance(source, RandomGraph):
+            return source.flow((ways, 1, 1), "rows", False)
+        if ways == source.size:
+            return source.halo_flow()
+        if ways > 1 and not isinstance(partition, str):
+            raise ValueError(
+                f"a stage has {ways} ranks, and the owners given are {source.size}; plan "
+                "with the name of a method"
+            )
+        method = "block" if ways == 1 else partition
+        cut_again = _source(graph, ways, method, seed)[0]
+        assert isinstance(cut_again, CutEdges)
+        return cut_again.halo_flow()
+
+    if model is None:
+        items = items_of(training, skips)
+    else:
+        features = graph.num_features if isinstance(graph, Data) else 0
+        try:
+            items = items_of_stack(model, features or training.layers[0].width_in)
+        except (ValueError, TypeError, RuntimeError) as error:
+            sizes = (d for d in range(2, size + 1) if size % d == 0)
+            return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
+    nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
+    return Deep(items, training, cache(share), nodes, chunks, machine).plans(size)
 
 
 def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
@@ -110,7 +178,7 @@ def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
 def _training(
     graph: Any,
     widths: Sequence[int] | None,
-    model: torch.nn.Module | None,
+    model: torch.nn.Module | Sequence[Any] | None,
     layers: str | Sequence[str],
     inputs: str,
     dtype: torch.dtype,
@@ -121,6 +189,8 @@ def _training(
         )
     if model is not None:
         features = graph.num_features if isinstance(graph, Data) else None
+        if not isinstance(model, torch.nn.Module):  # a stack, as `Pipeline` takes it
+            model = modules_of(model)
         read = training_of_model(model, features or None, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
@@ -204,6 +274,7 @@ def _plans_of(
     source: CutEdges | RandomGraph,
     training: Training,
     machine: Machine,
+    links: list[Coding | None],
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of one grid, one for each different way to train on it."""
@@ -220,17 +291,10 @@ def _plans_of(
                 continue
             seen.add(orders)
             products = training.products(ordering)
-            for name, codec in CODECS.items():
-                cost = epoch_cost(
-                    (flow, ghosts or flow),
-                    training,
-                    products,
-                    orders,
-                    codec,
-                    dtype,
-                    machine,
-                )
-                found.append(_plan(grid, ordering, orders, halo, name, cost))
+            flows, ways = (flow, ghosts or flow), (products, orders)
+            for link in links:
+                cost = epoch_cost(flows, training, ways, link, dtype, machine)
+                found.append(_plan(grid, ordering, orders, halo, link, cost))
     return found
 
 
@@ -258,7 +322,7 @@ def _plan(
     ordering: Ordering,
     orders: tuple[str, ...],
     halo: str,
-    codec: str,
+    link: Coding | None,
     cost: Cost,
 ) -> Plan:
     size = grid[0] * grid[1] * grid[2]
@@ -273,7 +337,7 @@ def _plan(
         orders,
         ordering,
         halo,
-        codec,
+        "plain" if link is None else link.name,
         by_rank if every else (max(by_rank),),
         round(float(cost.exchange.max())),
         cost.sums,
@@ -281,6 +345,9 @@ def _plan(
         round(float(cost.messages.max())),
         cost.seconds,
         round(float(cost.memory.max())),
+        exact=link is None or link.exact,
+        sized=link is None or link.sized,
+        link=None if link is None else link.link,
     )
 
 
@@ -296,7 +363,7 @@ def _merit(found: Plan) -> tuple[Any, ...]:
     """Fastest first; of equals the one with fewer bytes, then the simplest."""
     r, s, p = found.grid
     halo = HALOS.index(found.halo)
-    return found.seconds, found.bytes, halo, found.memory, s * p, p, -r
+    return found.seconds, found.bytes, not found.exact, halo, found.memory, s * p, p, -r
 
 
 def _words(training: Training) -> str:

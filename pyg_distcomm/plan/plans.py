@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from pyg_distcomm.constants import Ordering
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.ledger import format_table
 from pyg_distcomm.mesh import ALGORITHMS, Grid, resolve_grid
 from pyg_distcomm.partition.partition import Partition
@@ -27,7 +28,7 @@ class Plan:
             or "halo" (rows are brought to their edges).
         ordering: the switches that give these orders.
         halo: what travels, as `DistEdgeIndex.with_halo` has it.
-        codec: how rows are written on the wire.
+        codec: how rows are written on the wire, and by how many epochs they are late.
         bytes_by_rank: received in an epoch, all told; one mean for a law of degrees.
         exchange_bytes: of them in products, on the busiest rank.
         sum_bytes: of them in all-reduces, by what is summed; the same on every rank.
@@ -36,6 +37,15 @@ class Plan:
         seconds: predicted for an epoch.
         memory: bytes on the fullest rank, beside the interpreter's.
         reason: why it is refused; None for one that can be run.
+        exact: whether it trains as one process does; if not, rows are rounded, left out or
+            late.
+        sized: whether bytes are exact; if not, sizes depend on values, and they are the
+            most there can be.
+        stages: into how many the layers are cut; a grid is then that of one stage.
+        chunks: of nodes, that stream through the stages.
+        balance: how many items of the stack each stage has.
+        remark: how a pipeline compares with graph parallelism.
+        link: what gives this codec to `pdc.partition`; None for the exact link.
     """
 
     grid: Grid
@@ -51,12 +61,19 @@ class Plan:
     seconds: float = 0.0
     memory: int = 0
     reason: str | None = None
+    exact: bool = True
+    sized: bool = True
+    link: LinkPolicy | None = None
+    stages: int = 1
+    chunks: int = 1
+    balance: tuple[int, ...] = ()
+    remark: str = ""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         r, s, p = self.grid
-        return r * s * p
+        return r * s * p * self.stages
 
     @property
     def bytes(self) -> int:
@@ -65,16 +82,27 @@ class Plan:
 
     @property
     def algorithm(self) -> str:
-        """The name of the grid, as `init` knows it, or "grid"."""
+        """The name of the grid, as `init` knows it, or "grid"; or "pipeline", "hybrid"."""
+        if self.stages > 1:
+            return "pipeline" if self.grid == (1, 1, 1) else "hybrid"
         return name_of(self.grid)
 
+    @property
+    def sides(self) -> str:
+        """The grid in short, as 4x2x1, or stages x grid."""
+        stages = f"{self.stages} x " if self.stages > 1 else ""
+        return stages + "x".join(map(str, self.grid))
+
     def __str__(self) -> str:
-        sides = " x ".join(map(str, self.grid))
+        sides = self.sides.replace("x", " x ").replace("  ", " ")
         said = f"{self.algorithm} ({sides}), {', '.join(self.orders)}"
         if self.halo != "auto":
             said += f", halo {self.halo}"
+        if self.codec != "plain":
+            said += f", {self.codec}{'' if self.exact else ' (not exact)'}"
+        most = "" if self.sized else "at most "
         return (
-            f"{said}: {show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
+            f"{said}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
         )
 
@@ -96,6 +124,12 @@ class Plan:
             "seconds": self.seconds,
             "memory": self.memory,
             "reason": self.reason,
+            "exact": self.exact,
+            "sized": self.sized,
+            "stages": self.stages,
+            "chunks": self.chunks,
+            "balance": list(self.balance),
+            "remark": self.remark,
         }
 
 
@@ -133,13 +167,16 @@ class Plans(Sequence[Plan]):
 
     @property
     def best(self) -> Plan:
-        """The plan predicted to be the fastest of those that can be run.
+        """The exact plan predicted to be the fastest of those that can be run.
+
+        Those that are not exact are ranked among the others: `plans[0]` may be one.
 
         Raises:
             ValueError: if there is none; the message has the reasons.
         """
-        if self.ranked:
-            return self.ranked[0]
+        for plan in self.ranked:
+            if plan.exact:
+                return plan
         reasons = [f"{name_of(p.grid)} {p.grid}: {p.reason}" for p in self.refused]
         reasons += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
         raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
@@ -180,14 +217,17 @@ class Plans(Sequence[Plan]):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        first = {plan.grid: plan for plan in reversed(self.ranked)}
-        shown = [plan for plan in self.ranked if first[plan.grid] is plan][:MOST_LINES]
+        first = {_kind(plan): plan for plan in reversed(self.ranked)}
+        best = [plan for plan in self.ranked if first[_kind(plan)] is plan]
+        shown = best[:MOST_LINES]
         parts = [f"graph     {self.graph}", str(self.machine), "", _table(shown)]
         if len(self.ranked) > len(shown):
             left = len(self.ranked) - len(shown)
             parts.append(
                 f"the best of each grid; {left} more are predicted to be slower"
             )
+        parts += _remarks(shown, self.machine)
+        parts += [plan.remark for plan in self.ranked if plan.remark]
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -197,26 +237,33 @@ class Plans(Sequence[Plan]):
 
     def _refusals(self) -> list[str]:
         """Says why, of each grid that cannot be used at all, its leanest plan is refused."""
-        usable = {plan.grid for plan in self.ranked}
-        lean: dict[Grid, Plan] = {}
+        usable = {(plan.stages, plan.grid) for plan in self.ranked}
+        lean: dict[tuple[int, Grid], Plan] = {}
         for plan in sorted(self.refused, key=lambda plan: plan.memory):
-            if plan.grid not in usable:
-                lean.setdefault(plan.grid, plan)
-        lines = [f"{p.algorithm} {p.grid}{_odd(p)}: {p.reason}" for p in lean.values()]
+            if (plan.stages, plan.grid) not in usable:
+                lean.setdefault((plan.stages, plan.grid), plan)
+        lines = [
+            f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}{_odd(p)}: {p.reason}"
+            for p in lean.values()
+        ]
         left = len(self.refused) - len(lean)
         if left:
             lines.append(f"{left} orderings and halos that take more memory")
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
 
     def __repr__(self) -> str:
-        best = self.ranked[0] if self.ranked else "none can be run"
+        best = next((p for p in self.ranked if p.exact), "none can be run")
         return f"Plans({len(self.ranked)} for {self.graph}; best: {best})"
+
+
+def _kind(plan: Plan) -> tuple[int, Grid, str]:
+    return plan.stages, plan.grid, plan.codec
 
 
 def _odd(plan: Plan) -> str:
     words = [] if plan.ordering.order == "auto" else [plan.ordering.order]
     words += [] if plan.ordering.keep_inputs else ["nothing kept"]
-    words += [] if plan.halo == "auto" else [f"halo {plan.halo}"]
+    words += [] if plan.halo == "auto" or plan.stages > 1 else [f"halo {plan.halo}"]
     return f", {', '.join(words)}" if words else ""
 
 
@@ -226,13 +273,14 @@ def _table(plans: Sequence[Plan]) -> str:
     rows = [
         (
             plan.algorithm,
-            "x".join(map(str, plan.grid)),
+            plan.sides,
             " ".join(plan.orders),
             plan.halo,
-            plan.codec,
-            show_bytes(plan.bytes),
-            show_bytes(plan.total_bytes),
-            show_bytes(plan.exchange_bytes),
+            f"{plan.codec}{'' if plan.exact else ' *'}",
+            *(
+                f"{'' if plan.sized else '<= '}{show_bytes(count)}"
+                for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
+            ),
             plan.messages,
             f"{plan.seconds:.4g}",
             show_bytes(plan.memory),
@@ -240,6 +288,24 @@ def _table(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
+
+
+def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
+    """Says what the signs of the table mean."""
+    said = []
+    if any(not plan.exact for plan in plans):
+        said.append(
+            "* not exact (rounded, left out, late, or read from history): only when asked for"
+        )
+    if any(not plan.sized for plan in plans):
+        said.append("<= sizes depend on values: the most there can be")
+    links = [plan.link for plan in plans if plan.link is not None]
+    if any(repr(link.codec) not in machine.codes for link in links):
+        said.append(
+            f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "
+            "where calibrate has not measured it"
+        )
+    return said
 
 
 def show_bytes(count: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.constants import Ordering
 from pyg_distcomm.nn.halo_conv import HaloConv
@@ -196,7 +196,7 @@ def training_of_model(
         )
     layers: list[Layer] = []
     for conv in distinct:
-        layers.append(_layer(conv, layers[-1].width_out if layers else num_features))
+        layers.append(layer_of(conv, layers[-1].width_out if layers else num_features))
     trained = [p for p in model.parameters() if p.requires_grad]
     lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
     known = () if lazy else tuple(p.numel() for p in trained)
@@ -219,8 +219,17 @@ def _bare(module: torch.nn.Module) -> torch.nn.Module:
     return module.conv if isinstance(module, HaloConv) else module
 
 
-def _layer(conv: torch.nn.Module, before: int | None) -> Layer:
-    width_in, width_out = (getattr(conv, f"{w}_channels", None) for w in ("in", "out"))
+def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
+    """Reads the kind and widths of one layer of PyG's.
+
+    Args:
+        conv: the layer.
+        before: its width, where it does not know itself.
+    """
+    width_in, width_out = (
+        getattr(conv, f"{w}_channels", getattr(conv, "channels", None))
+        for w in ("in", "out")
+    )
     if isinstance(width_in, (tuple, list)):
         width_in = width_in[0]
     width_in = before if width_in in (None, -1) else width_in
@@ -236,6 +245,8 @@ def _layer(conv: torch.nn.Module, before: int | None) -> Layer:
     aggr = getattr(conv, "aggr", None)
     if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
         return Layer("gcn", width_in, width_out)
+    if isinstance(conv, GCN2Conv):  # its input is computed: x_0 comes before it
+        return Layer("gcn", width_in, width_out, True)
     if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
         return Layer("sage", width_in, width_out, bool(conv.project))
     return Layer("halo", width_in, width_out)

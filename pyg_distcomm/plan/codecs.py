@@ -1,0 +1,208 @@
+"""Codings: how products travel by a link, as plans know it: bytes, lateness, what is kept.
+
+Bytes are exact for codecs whose sizes do not depend on values, pair of ranks by pair and
+piece by piece, as `exchange.parcel` has them; for others the most there can be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from pyg_distcomm.exchange.codec import HEADER, Codec
+from pyg_distcomm.exchange.codecs.names import CODECS
+from pyg_distcomm.exchange.codecs.plain import Cast, Plain
+from pyg_distcomm.exchange.codecs.quantise import Quantise
+from pyg_distcomm.exchange.codecs.sparse import Bitmap
+from pyg_distcomm.exchange.coded import answering
+from pyg_distcomm.exchange.pieces import MOST
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.plan.links import Array, Side
+from pyg_distcomm.plan.training import Product
+
+Asked: TypeAlias = str | Codec | LinkPolicy
+
+_NAME = re.compile(r"(?P<codec>.*?)(,? +late(?: +by)?(?: +(?P<late>\d+))?)?")
+_BITS = re.compile(r"([1248])[ -]?bits?")
+
+
+@dataclass(frozen=True, eq=False)
+class Coding:
+    """A link, as it stands, and how its exchanges are written.
+
+    Args:
+        name: in tables.
+        link: the link, to be given to `pdc.partition`.
+        rows, gradients: how they are written.
+    """
+
+    name: str
+    link: LinkPolicy
+    rows: Codec
+    gradients: Codec
+
+    @staticmethod
+    def of(asked: Asked) -> Coding:
+        """Reads what was asked for: a name as "1 bit" or "bf16 late", a codec, or a link.
+
+        Raises:
+            ValueError, TypeError: for what is none, with what there is.
+        """
+        link = asked if isinstance(asked, LinkPolicy) else _link_of(asked)
+        rows, own = link.forecast.codecs_at(link.epoch)
+        name = asked if isinstance(asked, str) else _name_of(link, rows, own)
+        return Coding(name, link, rows, answering(rows, rows, own))
+
+    @property
+    def sized(self) -> bool:
+        """Whether bytes are exact; otherwise they are the most there can be."""
+        return self.rows.sized and self.gradients.sized
+
+    @property
+    def exact(self) -> bool:
+        """Whether it changes no number: lossless, and now."""
+        whole = all(isinstance(c, (Plain, Bitmap)) for c in (self.rows, self.gradients))
+        return whole and not self.link.timing.is_late
+
+    def codec_of(self, product: Product, last: int) -> Codec | None:
+        """Returns how a product's rows are written; None for the exact exchange.
+
+        Args:
+            product: one of an epoch, from the third on.
+            last: the number of the last layer, whose exchanges are exact.
+        """
+        if self.link.is_exact or (self.link.exact_last and product.layer == last):
+            return None
+        return self.gradients if product.transposed else self.rows
+
+    def late(self, transposed: bool) -> int:
+        """Returns by how many epochs rows, or gradients, are late."""
+        return self.link.timing.lateness(transposed)
+
+    @property
+    def synchronous(self) -> float:
+        """The share of epochs that wait for their own rows."""
+        every = self.link.timing.sync_every
+        return 1 / every if every else 0.0
+
+
+def codings(asked: Sequence[Asked]) -> list[Coding | None]:
+    """Returns the exact link, which is None, and each other that was asked for."""
+    if isinstance(asked, (str, Codec, LinkPolicy)):
+        asked = (asked,)
+    found = [Coding.of(one) for one in asked]
+    return [None, *(one for one in found if not one.link.is_exact)]
+
+
+def _link_of(asked: Any) -> LinkPolicy:
+    if isinstance(asked, Codec):
+        return LinkPolicy(asked)
+    if not isinstance(asked, str):
+        raise TypeError(
+            "codecs are names as '1 bit' or 'bf16 late', Codecs or LinkPolicys, got "
+            f"{asked!r}"
+        )
+    match = _NAME.fullmatch(asked.strip())
+    assert match is not None
+    name = match["codec"].strip()
+    late = 0 if match[2] is None else int(match["late"] or 1)
+    bits = _BITS.fullmatch(name)
+    if bits is not None:
+        return LinkPolicy(Quantise(int(bits[1]), "stochastic"), late=late)
+    known = {"plain": Plain(), **CODECS}
+    if name not in known:
+        raise ValueError(
+            f"codec {asked!r} is not known; choose '1 bit', '2 bits', '4 bits', '8 bits', "
+            f"{', '.join(map(repr, known))}, each with ' late' behind it or not, or give a "
+            "Codec or a LinkPolicy"
+        )
+    return LinkPolicy(known[name], late=late)
+
+
+def _name_of(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
+    said = _short(rows)
+    said += "" if own is None else f", gradients {_short(own)}"
+    late = [link.timing.lateness(backward) for backward in (False, True)]
+    if any(late):
+        said += f", late by {late[0]}"
+    return said if late[0] == late[1] else f"{said} and {late[1]}"
+
+
+def _short(codec: Codec) -> str:
+    if isinstance(codec, Quantise):
+        return "1 bit" if codec.bits == 1 else f"{codec.bits} bits"
+    if isinstance(codec, Cast):
+        return "bf16" if codec.dtype == torch.bfloat16 else "fp16"
+    return "plain" if codec == Plain() else f"{codec}"
+
+
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """How the rows of one product are written.
+
+    Args:
+        codec: by what; None is the exact link.
+        dtype: of the numbers.
+        late: by how many epochs they are read.
+    """
+
+    codec: Codec | None
+    dtype: torch.dtype
+    late: int = 0
+
+    def sizes(self, side: Side, width: Array) -> tuple[Array, Array, Array]:
+        """Returns what one link moves, `[r, s, p]` or broadcast to it.
+
+        Args:
+            side: the link.
+            width: of the rows `[1, 1, p]`.
+
+        Returns:
+            Bytes of the rows that a rank asks for, of those it is asked for, and the
+            messages, to all it has to do with, that tell sizes ahead.
+        """
+        codec, dtype = self.codec, self.dtype
+        if codec is None:
+            each = width * dtype.itemsize
+            ends = side.ghosts[:, :, None] * each, side.lent[:, :, None] * each
+            return *ends, np.zeros_like(ends[0])
+        found = {}
+        for w in {int(w) for w in width.ravel()}:
+            message = partial(codec.wire_bytes, width=w, dtype=dtype)
+            found[w] = _coded(side, codec.sized, message)
+        every = [found[int(w)] for w in width.ravel()]
+        asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
+        return asking, asked, ahead
+
+
+def _coded(
+    side: Side, sized: bool, message: Callable[[int], int]
+) -> tuple[Array, Array, Array]:
+    """Returns bytes asked for, those one is asked for, and messages with sizes [r, s]."""
+    pairs = side.pairs
+    if pairs is None:  # means: all messages alike
+        peers = side.sources
+        mean = max(round(float(side.ghosts.max() / max(peers.max(), 1))), 1)
+        each = message(mean) / mean
+        ahead = peers * (not sized) * (side.ghosts > 0)
+        told = ahead * HEADER
+        return side.ghosts * each + told, side.lent * each + told, ahead
+    total = np.zeros_like(pairs.want)
+    others = pairs.want.shape[1] - 1
+    ahead = np.zeros_like(total)
+    for number in range(MOST):
+        rows = pairs.of_piece(number)
+        counts, where = np.unique(rows, return_inverse=True)
+        sizes = [message(int(n)) if n else 0 for n in counts]
+        total = total + np.array(sizes, np.int64)[where.reshape(rows.shape)]
+        if not sized:  # to all others of a line on which anything travels
+            speaks = rows.any((1, 2), keepdims=True)
+            ahead = ahead + speaks * (1 - np.eye(others + 1, dtype=np.int64))
+    asking, asked = pairs.by_rank(total + ahead * HEADER)
+    return asking, asked, pairs.by_rank(ahead)[0]

@@ -1,0 +1,205 @@
+"""Passage: one product on a grid: its exchanges, what each step multiplies, and how long.
+
+Seconds follow the steps of `GridMatrix.apply`, each as long as its slowest rank takes, with
+alpha messages + bytes / beta for an exchange:
+
+    fiber | gather, beside the own columns | ghost columns of out rows
+          | scatter, beside the ghost columns of own rows | fiber
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyg_distcomm.exchange.codec import Codec
+from pyg_distcomm.plan.codecs import Writing
+from pyg_distcomm.plan.flow import Flow
+from pyg_distcomm.plan.links import Array, Side
+from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.training import Product
+from pyg_distcomm.price import balanced_split
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One exchange on every rank [r, s, p]: bytes each way, and messages sent.
+
+    codec          how rows are written; None as they are
+    read, written  bytes of the rows, before and after a codec
+    """
+
+    axis: str
+    received: Array
+    sent: Array
+    messages: Array
+    codec: Codec | None = None
+    read: Array | int = 0
+    written: Array | int = 0
+
+    def handled(self, machine: Machine) -> Array:
+        """Returns the seconds in which rows are gathered or coded, and put down."""
+        out: Array = (self.sent + self.received) / machine.stream
+        if self.codec is None:
+            return out
+        return out + machine.coding_seconds(self.codec, self.written, self.read)
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """One product: its exchanges, and the nonzeros that each step multiplies.
+
+    gather, scatter        exchanges of rows, and of sums
+    early, between, late   times the width: beside the gather, then, beside the scatter
+    """
+
+    split: Move
+    gather: tuple[Move, ...]
+    scatter: tuple[Move, ...]
+    join: Move
+    width: Array
+    early: Array
+    between: Array
+    late: Array
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All exchanges, in order."""
+        return self.split, *self.gather, *self.scatter, self.join
+
+    @property
+    def received(self) -> Array:
+        """Bytes received `[r, s, p]`."""
+        out: Array = sum(move.received for move in self.moves)  # type: ignore[assignment]
+        return out
+
+
+def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Passage:
+    """Prices one product, as `GridMatrix.price` does on each rank.
+
+    Args:
+        flow: the rows.
+        product: its width and direction.
+        itemsize: bytes of a number on the fiber.
+        writing: how rows are written on the other axes.
+    """
+    p = flow.grid[2]
+    width = np.array(balanced_split(product.width, p))[None, None, :]
+    sides, axes = flow.sides, ("row", "col")
+    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
+    if product.transposed:
+        sides, axes = sides.mirrored, ("col", "row")
+        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
+    one, two = axes
+    return Passage(
+        _fiber(flow, product.width, width, itemsize, leaving=True),
+        (
+            _there(one, sides.ghost, width, writing),
+            _there(two, sides.far, width, writing),
+        ),
+        (
+            _back(two, sides.out, width, writing),
+            _back(one, sides.sums, width, writing),
+        ),
+        _fiber(flow, product.width, width, itemsize, leaving=False),
+        width,
+        (own + out_own + sum_own)[:, :, None],
+        out_ghost[:, :, None],
+        (own_ghost + own_far)[:, :, None],
+    )
+
+
+def halo_passage(flow: Flow, product: Product, writing: Writing) -> Passage:
+    """Prices one exchange of `HaloConv`: rows come, or their sums go home."""
+    side, width = flow.sides.ghost, np.array([[[product.width]]])
+    none = np.zeros((1, 1, 1), np.int64)
+    still = Move("world", none, none, none)
+    here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+    if product.transposed:
+        back = (_back("world", side, width, writing),)
+        return Passage(still, (), back, still, width, none, here, none)
+    there = (_there("world", side, width, writing),)
+    return Passage(still, there, (), still, width, none, here, none)
+
+
+def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
+    asking, asked, ahead = writing.sizes(side, width)
+    rows = width * writing.dtype.itemsize
+    messages = side.readers[:, :, None] * (width > 0) + ahead
+    came, went = side.ghosts[:, :, None] * rows, side.lent[:, :, None] * rows
+    return Move(axis, asking, asked, messages, writing.codec, came, went)
+
+
+def _back(axis: str, side: Side, width: Array, writing: Writing) -> Move:
+    asking, asked, ahead = writing.sizes(side, width)
+    rows = width * writing.dtype.itemsize
+    messages = side.sources[:, :, None] * (width > 0) + ahead
+    came, went = side.lent[:, :, None] * rows, side.ghosts[:, :, None] * rows
+    return Move(axis, asked, asking, messages, writing.codec, came, went)
+
+
+def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Move:
+    """All features of own rows for a share of the features of the fiber's, or back."""
+    p, n = flow.grid[2], flow.nodes
+    if p == 1:
+        none = np.zeros_like(n)
+        return Move("fiber", none, none, none)
+    away, others = (
+        n * (total - width) * item,
+        (flow.fiber[:, :, None] - n) * width * item,
+    )
+    if flow.nodes.shape[2] == 1:  # a law of degrees: no rank is empty
+        busy = np.full((1, 1, 1), p)
+    else:
+        busy = (n > 0).sum(2, keepdims=True)
+    wide = (width > 0).sum()
+    if leaving:
+        return Move("fiber", others, away, (n > 0) * (wide - (width > 0)))
+    return Move("fiber", away, others, (width > 0) * (busy - (n > 0)))
+
+
+def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
+    """Returns the seconds of one product; every step waits for its slowest rank."""
+
+    def wire(move: Move) -> Array:
+        return _travel(move, flow, machine) + move.handled(machine)
+
+    def work(nonzeros: Array) -> Array:
+        out: Array = machine.multiply_seconds(nonzeros, found.width)
+        return out
+
+    gather, scatter = (sum(map(wire, m)) for m in (found.gather, found.scatter))
+    steps = (
+        wire(found.split),
+        np.maximum(gather, work(found.early)),
+        work(found.between),
+        np.maximum(scatter, work(found.late)),
+        wire(found.join),
+    )
+    return float(sum(step.max() for step in steps))
+
+
+def late_seconds(
+    found: Passage, flow: Flow, machine: Machine
+) -> tuple[float, float, float]:
+    """Returns the seconds of one product whose rows are read in a later epoch.
+
+    Returns:
+        Those it waits (the fiber's steps are never late), those it computes and codes,
+        and those of messages, which have the whole epoch to arrive.
+    """
+    fiber = (found.split, found.join)
+    waited = sum(_travel(m, flow, machine) + m.handled(machine) for m in fiber)
+    moves = (*found.gather, *found.scatter)
+    nonzeros = found.early + found.between + found.late
+    work = machine.multiply_seconds(nonzeros, found.width)
+    work = work + sum(move.handled(machine) for move in moves)
+    hidden = sum(_travel(move, flow, machine) for move in moves)
+    return tuple(float(np.max(part)) for part in (waited, work, hidden))  # type: ignore[return-value]
+
+
+def _travel(move: Move, flow: Flow, machine: Machine) -> Array:
+    link = machine.wire(move.axis, flow.grid)
+    out: Array = link.seconds(move.messages, move.sent, move.received)
+    return out

@@ -1,0 +1,254 @@
+"""Pipelines as plans know them: layers in stages, chunks of nodes, and what that costs.
+
+Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank, h ghosts.
+
+    bytes      of each border, n d forward and n d back; of each exchange in a stage, h d
+               forward and what is lent back; as `pipeline.price` has them, exactly
+    seconds    M turns of the slowest stage and S - 1 to fill, forward and back; messages
+               between stages overlap with computing, those inside a stage with its own rows
+    memory     of each exchange n + h rows, as many of history, n of gradients; borders
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.plan.cost import PASSES, sum_messages
+from pyg_distcomm.plan.deep import Item
+from pyg_distcomm.plan.flow import Flow
+from pyg_distcomm.plan.links import Array
+from pyg_distcomm.plan.machine import Machine, Wire
+from pyg_distcomm.plan.plans import Plan
+from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
+from pyg_distcomm.wire import ring_words
+
+CHUNKS = 4  # for each stage, as `Pipeline` has it
+BACK = (
+    3  # a backward pass to a forward pass: two products for one, and it computes again
+)
+ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
+
+
+@dataclass(frozen=True, eq=False)
+class Deep:
+    """A deep model on a graph, to be cut into stages.
+
+    Args:
+        items: its layers, in order.
+        training: their kinds and widths, and the size of a number.
+        share: what so many ranks exchange for a layer; raises ValueError with the reason
+            if the graph cannot be cut for them.
+        nodes: of the graph.
+        chunks: how many; None is `CHUNKS` for each stage.
+        machine: the figures for seconds.
+    """
+
+    items: list[Item]
+    training: Training
+    share: Callable[[int], Flow]
+    nodes: int
+    chunks: int | None
+    machine: Machine
+
+    def plans(self, size: int) -> list[Plan]:
+        """Returns a plan, or the reason against it, for each way to cut so many ranks."""
+        found = []
+        for stages in (d for d in range(2, size + 1) if size % d == 0):
+            ways = size // stages
+            found.append(self._plan(size, stages))
+            for r in (d for d in range(1, ways) if ways % d == 0):
+                for s in (d for d in range(1, ways // r + 1) if ways // r % d == 0):
+                    grid = r, s, ways // (r * s)
+                    found.append(Plan(grid, stages=stages, reason=ROWS_ONLY))
+        return found
+
+    def _plan(self, size: int, stages: int) -> Plan:
+        chunks = CHUNKS * stages if self.chunks is None else self.chunks
+        none = Plan((size // stages, 1, 1), stages=stages, chunks=chunks, exact=False)
+        if stages > len(self.items):
+            count = f"{len(self.items)} layers"
+            return replace(none, reason=f"{stages} stages need more than {count}")
+        if chunks > self.nodes:
+            return replace(none, reason=f"{chunks} chunks, but {self.nodes} nodes")
+        try:
+            flow = self.share(size // stages)
+            alpha = _alpha(self.share(size), size, self.nodes)
+        except ValueError as error:
+            return replace(none, reason=str(error))
+        cut = Staged(self, flow, stages, size // stages, chunks)
+        by_rank = [round(float(n)) for n in cut.bytes.ravel()]
+        every = len(by_rank) == size
+        return replace(
+            none,
+            orders=("chunked",),
+            halo="rows",
+            bytes_by_rank=tuple(by_rank) if every else (max(by_rank),),
+            exchange_bytes=round(float((cut.border + cut.rows).max())),
+            sum_bytes={
+                "parameters": int(cut.weights.max()),
+                "loss": int(cut.loss.max()),
+            },
+            total_bytes=round(float(cut.bytes.mean()) * size),
+            messages=round(float(cut.messages.max())),
+            seconds=cut.seconds(),
+            memory=round(float(cut.memory().max())),
+            exact=chunks == 1,
+            balance=cut.balance,
+            remark=self._verdict(cut, alpha),
+        )
+
+    def _verdict(self, cut: Staged, alpha: float) -> str:
+        """Compares the rows of a node that travel with those of graph parallelism."""
+        reads = sum(len(item.reads) for item in self.items)
+        skips = max(self.items[k].skips for k in cut.borders)
+        between = (cut.stages - 1) * (1 + skips)
+        inside = reads * _alpha(cut.flow, cut.ways, self.nodes)
+        other = reads * alpha
+        more = f" + L alpha(W) = {inside:.3g}" if cut.ways > 1 else ""
+        loses = between + inside >= other
+        why = "it loses: the model is too shallow, or few edges are cut"
+        return (
+            f"{cut.stages} stages x {cut.ways}: (S-1)(1+s) = {between}{more} rows a node "
+            f"each way, against L alpha(P) = {other:.3g} of graph parallelism: "
+            f"{why if loses else f'{other / (between + inside):.3g} times fewer'}"
+        )
+
+
+def _alpha(flow: Flow, ranks: int, nodes: int) -> float:
+    """Returns the ghosts of all ranks over the nodes."""
+    return float(flow.sides.ghost.ghosts.mean()) * ranks / max(nodes, 1)
+
+
+class Staged:
+    """A model cut into stages; arrays are `[S, W]`, or `[S, 1]` where ranks are alike.
+
+    Args:
+        deep: the model.
+        flow: what a stage's ranks exchange.
+        stages, ways, chunks: S, W and M.
+    """
+
+    def __init__(
+        self, deep: Deep, flow: Flow, stages: int, ways: int, chunks: int
+    ) -> None:
+        self.deep, self.flow = deep, flow
+        self.stages, self.ways, self.chunks = stages, ways, chunks
+        items = deep.items
+        self.balance = tuple(cut_layers([item.cost for item in items], stages))
+        ends = list(accumulate(self.balance, initial=0))
+        self.borders = [end - 1 for end in ends[1:-1]]
+        self._of = [items[a:b] for a, b in pairwise(ends)]
+        item, side = deep.training.itemsize, flow.sides.ghost
+        self._n = flow.nodes.reshape(1, -1)
+        self._ghosts, self._lent = (
+            np.broadcast_to(x.reshape(1, -1), self._n.shape)
+            for x in (side.ghosts, side.lent)
+        )
+        into = [0, *(items[k].carried for k in self.borders)]
+        out = [*(items[k].carried for k in self.borders), 0]
+        self._into, self._out = (np.array([x]).T for x in (into, out))
+        self.border = self._n * (self._into + self._out) * item
+        there = self._total(lambda one: sum(r.width for r in one.reads))
+        back = self._total(lambda one: sum(r.width * r.flows for r in one.reads))
+        self.rows = (self._ghosts * there + self._lent * back) * item
+        numbers = [sum(one.parameters for one in part) for part in self._of]
+        weights = [ring_words(n, ways) * item for n in numbers]
+        self.weights = np.array([weights]).T
+        last = 2 * ring_words(LOSS_WORDS, ways) * LOSS_ITEM
+        loss = np.full((stages, 1), ring_words(1, stages) * LOSS_ITEM)
+        loss[-1] += last
+        self.loss = loss
+        self.bytes = self.border + self.rows + self.weights + self.loss
+        self._numbers = np.array([numbers]).T
+
+    def _total(self, of: Callable[[Item], float]) -> Array:
+        """Adds something up over the items of each stage."""
+        return np.array([[sum(of(one) for one in part)] for part in self._of])
+
+    @property
+    def messages(self) -> Array:
+        """Messages that each rank sends, at most."""
+        ends = (self._into > 0).astype(np.int64) + (self._out > 0)
+        there = self._total(lambda one: len(one.reads))
+        back = self._total(lambda one: sum(r.flows for r in one.reads))
+        side = self.flow.sides.ghost
+        readers, sources = (x.reshape(1, -1) for x in (side.readers, side.sources))
+        out: Array = self.chunks * (ends + there * readers + back * sources)
+        return out
+
+    def seconds(self) -> float:
+        """Returns the seconds of an epoch."""
+        deep, chunks = self.deep, self.chunks
+        machine, item = deep.machine, deep.training.itemsize
+        loops = self._n * deep.training.adds_loops
+        nonzeros = sum(self.flow.nonzeros).reshape(1, -1) + loops  # type: ignore[union-attr]
+
+        def work(one: Item) -> Array:
+            took = sum(machine.multiply_seconds(nonzeros, r.width) for r in one.reads)
+            took = took + sum(machine.linear_seconds(self._n, *w) for w in one.dense)
+            wide = one.carried / (1 + one.skips)
+            took = took + PASSES / 3 * self._n * wide * item / machine.stream
+            out: Array = took + len(one.reads) * machine.overhead / 3 * chunks
+            return out
+
+        forward = np.concatenate([sum(map(work, part)) for part in self._of])  # type: ignore[arg-type]
+        link = Wire(machine.latency, machine.bandwidth)
+        hop = machine.lines.get((self.stages, self.ways), link)
+        total = 0.0
+        for back in (False, True):
+            each = (forward * (BACK if back else 1) + self._halos(back)) / chunks
+            rows = self._n * np.maximum(self._into, self._out) * item / chunks
+            turn = np.maximum(each, hop.seconds(1, rows, rows))
+            first = each.max() + float(hop.seconds(1, rows, rows).max())
+            total += chunks * float(turn.max()) + (self.stages - 1) * float(first)
+        sums, steps = machine.sum_wire(), sum_messages(self.ways)
+        weights = float(self.weights.max())
+        end = float(self.loss.max())
+        total += float(sums.seconds(steps, weights, weights))
+        return total + float(sums.seconds(sum_messages(self.stages), end, end))
+
+    def _halos(self, back: bool) -> Array:
+        """Returns the seconds of exchanges inside each stage, one way."""
+        item, side = self.deep.training.itemsize, self.flow.sides.ghost
+        link = self.deep.machine.wire("row", (self.ways, 1, 1))
+        peers = (side.sources if back else side.readers).reshape(1, -1)
+        ends = (self._ghosts, self._lent) if back else (self._lent, self._ghosts)
+
+        def one(item_: Item) -> Array:
+            reads = [r for r in item_.reads if r.flows or not back]
+            took = np.zeros(self._n.shape)
+            for r in reads:
+                sent, received = (rows * r.width * item for rows in ends)
+                took = took + link.seconds(self.chunks * peers, sent, received)
+            return took
+
+        return np.concatenate([sum(map(one, part)) for part in self._of])  # type: ignore[arg-type]
+
+    def memory(self) -> Array:
+        """Returns the bytes of each rank at the peak of an epoch, about.
+
+        As in `cost.memory`: edges and blocks, features, parameters; beside them rows that
+        exchanges read, their history and gradients, borders, and a chunk's activations.
+        """
+        item, n = self.deep.training.itemsize, self._n
+        copies = 2 if self.chunks > 1 else 1
+        there = self._total(lambda one: sum(r.width for r in one.reads))
+        back = self._total(lambda one: sum(r.width * r.flows for r in one.reads))
+        sites = ((n + self._ghosts) * there * copies + n * back) * item
+        blocks = sum(self.flow.nonzeros).reshape(1, -1)  # type: ignore[union-attr]
+        active = self._total(lambda one: one.carried + sum(b for _, b in one.dense))
+        features = self.deep.training.layers[0].width_in * item + 33
+        out: Array = (
+            sites
+            + self.border
+            + 40 * self.flow.edges.reshape(1, -1)
+            + 24 * blocks
+            + n * (features + 3 * active * item / self.chunks)
+            + 4 * item * self._numbers
+        )
+        return out

@@ -1,0 +1,126 @@
+"""The hybrid by a link: rows inside a stage coded or late, borders between stages exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import worlds
+from pipelines import loss_of, stack_of
+from problems import GRAPHS
+from torch_geometric.nn import GCNConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm.exchange.codecs import ColumnMask, Plain, Quantise
+from pyg_distcomm.exchange.policy import LinkPolicy
+
+LINKS = {
+    "none": lambda: None,
+    "plain": lambda: LinkPolicy(Plain()),
+    "late": lambda: pdc.PipeGCN(),
+    "late, the last too": lambda: pdc.PipeGCN(exact_last=False),
+    "one bit": lambda: pdc.Sylvie(late=0),
+    "one bit, late": lambda: pdc.Sylvie(),
+    "all one bit": lambda: pdc.Sylvie(late=0, exact_last=False),
+    "8 bits": lambda: LinkPolicy(Quantise(8, "stochastic"), late=2, late_gradients=1),
+    "varco": lambda: pdc.VARCO(6, c_max=4, slope=1),
+    "columns": lambda: LinkPolicy(ColumnMask(1), exact_last=False),
+}
+
+
+def halo_bytes(ledger):
+    return sum(ledger.bytes(op, "world") for op in ("halo", "halo_transpose"))
+
+
+def train(stages, link, name="gcnii", epochs=5, lr=0.3, chunks=4, recompute=True):
+    """Returns losses and outputs, bytes of halos by epoch, and what was foretold of them."""
+    mesh = worlds.mesh(stages=stages)
+    policy = LINKS[link]()
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random", link=policy)
+    pipe = pdc.Pipeline(stack_of(name), mesh, chunks=chunks, recompute=recompute)
+    opt = torch.optim.SGD(pipe.parameters(), lr)
+    pipe(share)
+    losses, moved = [], []
+    for _ in range(epochs):
+        opt.zero_grad()
+        mesh.ledger.reset()
+        losses.append(float(pipe.train_step(share, loss_of)))
+        price = pipe.price()
+        assert price.bytes == mesh.ledger.bytes() - mesh.ledger.bytes(
+            "all_reduce", "world"
+        )
+        moved.append(halo_bytes(mesh.ledger))
+        assert moved[-1] == price.coded + 8 * price.rows.words
+        opt.step()
+        if policy is not None:
+            policy.step()
+    return losses, pipe(share).full_tensor(), moved
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("link", ["plain", "columns"])
+def test_what_changes_nothing_is_the_exact_link(shape, link):
+    stages, ways = shape
+    want = worlds.run(train, stages * ways, stages, "none")
+    got = worlds.run(train, stages * ways, stages, link)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine[0] == theirs[0]
+        assert torch.equal(mine[1], theirs[1])
+        assert mine[2] == theirs[2]
+
+
+@pytest.mark.parametrize("link", [*LINKS][2:])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_bytes_are_foretold_whatever_the_link(shape, link):
+    stages, ways = shape
+    for name in ("gcnii", "gat"):
+        for _, out, _ in worlds.run(train, stages * ways, stages, link, name):
+            assert bool(out.isfinite().all())
+
+
+def test_only_the_models_last_exchange_stays_exact():
+    exact = worlds.run(train, 4, 2, "none", "gcnii", 2)
+    coded = worlds.run(train, 4, 2, "one bit", "gcnii", 2)
+    for rank, (whole, fewer) in enumerate(zip(exact, coded, strict=True)):
+        assert fewer[2][0] == whole[2][0]  # the first epoch
+        if rank < 2:  # of the first stage, which has two of the three exchanges
+            assert 0 < fewer[2][1] < whole[2][1]
+        else:
+            assert fewer[2][1] == whole[2][1] > 0
+    every = worlds.run(train, 4, 2, "all one bit", "gcnii", 2)
+    assert all(e[2][1] < c[2][1] for e, c in zip(every[2:], coded[2:], strict=True))
+    assert all(e[2][1] == c[2][1] for e, c in zip(every[:2], coded[:2], strict=True))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_late_rows_of_frozen_weights_become_exact(recompute):
+    flags = {"name": "gcnii", "epochs": 9, "lr": 0.0, "chunks": 1}
+    want = worlds.run(_frozen, 4, "none", flags, recompute)
+    got = worlds.run(_frozen, 4, "late, the last too", flags, recompute)
+    for mine, theirs in zip(got, want, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def _frozen(link, flags, recompute):
+    """Gradients of the last of some epochs without a step."""
+    mesh = worlds.mesh(stages=2)
+    policy = LINKS[link]()
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random", link=policy)
+    pipe = pdc.Pipeline(stack_of(flags["name"]), mesh, chunks=1, recompute=recompute)
+    for _ in range(flags["epochs"]):
+        pipe.zero_grad()
+        pipe.train_step(share, loss_of)
+        if policy is not None:
+            policy.step()
+    return [p.grad for p in pipe.parameters() if p.grad is not None]
+
+
+def _own_link():
+    mesh = worlds.mesh(stages=2)
+    layer = pdc.convert(GCNConv(7, 7), link=pdc.Sylvie())
+    with pytest.raises(ValueError, match=r"give the link to pdc\.partition"):
+        pdc.Pipeline([layer, GCNConv(7, 4)], mesh)
+
+
+def test_layers_with_a_link_of_their_own_are_refused():
+    worlds.run(_own_link, 2)

@@ -1,0 +1,169 @@
+"""The planner's codecs: bytes of an epoch over a link as the ledger counts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import GRAPHS, grids, owners
+from test_plan import LAYERS, stack
+
+import pyg_distcomm as pdc
+from pyg_distcomm.cli import main
+from pyg_distcomm.constants import Ordering
+from pyg_distcomm.exchange.codecs import (
+    Bitmap,
+    Cast,
+    Chain,
+    ColumnMask,
+    Quantise,
+    Residual,
+    RowSample,
+)
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.plan.training import training_of
+
+WIDTHS = (7, 6, 5, 4)
+ONE = Quantise(1, "stochastic")
+LINKS = {
+    "1 bit": lambda: LinkPolicy(ONE),
+    "4 bits late": lambda: LinkPolicy(Quantise(4, "stochastic"), late=1),
+    "bf16": lambda: LinkPolicy(Cast(torch.bfloat16)),
+    "mask": lambda: LinkPolicy(ColumnMask(2), exact_last=False),
+    "rows": lambda: LinkPolicy(RowSample(3.0), late=2, late_gradients=1),
+    "chain": lambda: LinkPolicy(Chain(ColumnMask(2), ONE), late=1, smooth=0.5),
+    "residual": lambda: LinkPolicy(Residual(ONE), late=1),
+    "gradients": lambda: LinkPolicy(ColumnMask(3), gradient_codec=ONE),
+    "switching": lambda: LinkPolicy(ONE, late=1, sync_every=2),
+    "bitmap": lambda: LinkPolicy(Bitmap(), exact_last=False),
+}
+
+
+def trained(grid, graph, owner, layer, switches):
+    """Bytes of the fourth epoch, all told, and what the link keeps after it."""
+    mesh = worlds.mesh(grid=grid)
+    found = []
+    for name, order, keep, halo in switches:
+        link = LINKS[name]()
+        share = pdc.partition(GRAPHS[graph](), mesh, owner, link=link)
+        edges = share.edge_index.with_halo(halo)
+        edges = edges.with_ordering(order, keep_inputs=keep)
+        torch.manual_seed(0)
+        model = pdc.replicate(stack(LAYERS[layer], WIDTHS), mesh)
+        for _ in range(4):
+            mesh.ledger.reset()
+            model.zero_grad()
+            out = model(share.x, edges)
+            F.cross_entropy(out, share.y % out.size(1)).backward()
+            link.drain()
+            got = mesh.ledger.bytes()
+            messages = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
+            link.step()
+        found.append((got, messages, link.held))
+    return found
+
+
+def same_as_ledger(size, grid, graph, cutter, layer, switches):
+    data = GRAPHS[graph]()
+    owner = owners(cutter, data, size)
+    links = {name: LINKS[name]() for name, *_ in switches}
+    plans = pdc.plan(
+        data,
+        WIDTHS,
+        size,
+        partition=owner,
+        layers=layer,
+        dtype=torch.float64,
+        grid=grid,
+        codecs=list(links.values()),
+    )
+    counted = worlds.run(trained, size, grid, graph, owner, layer, switches)
+    for k, (name, order, keep, halo) in enumerate(switches):
+        halo = halo if grid[:2] != (1, 1) else "auto"
+        orders = training_of(WIDTHS, layer).orders(Ordering(order, keep))
+        asked = {"halo": halo, "orders": orders}
+        one = plans.of(grid, link=links[name], **asked)
+        bytes_, messages, held = zip(*(each[k] for each in counted), strict=True)
+        if name == "bitmap":
+            assert not one.sized
+            assert one.exact
+            assert all(a <= b for a, b in zip(bytes_, one.bytes_by_rank, strict=True))
+            assert "<= " in str(plans)
+            continue
+        assert bytes_ == one.bytes_by_rank, (name, one)
+        assert max(messages) == one.messages
+        assert not one.exact
+        plain = plans.of(grid, codec="plain", **asked)
+        kept = one.memory - plain.memory
+        assert min(held) <= kept <= max(held), name
+
+
+CASES = [
+    (1, "undirected", "block", "gcn"),
+    (2, "directed", "random", "sage"),
+    (3, "loops_and_copies", "empty_rank", "gcn"),
+    (4, "directed", "lopsided", "gcn"),
+    (6, "isolated", "random", "sage"),
+    (8, "undirected", "random", "gcn"),
+]
+SWITCHES = [("first", True, "auto"), ("auto", False, "rows"), ("last", True, "blocks")]
+
+
+@pytest.mark.parametrize(("size", "graph", "cutter", "layer"), CASES)
+def test_bytes_of_a_link_are_those_of_the_ledger(size, graph, cutter, layer):
+    for number, grid in enumerate(grids(size)):
+        some = list(LINKS)[number % 3 :: 3] if size > 2 else list(LINKS)
+        ways = [(name, *SWITCHES[(k + number) % 3]) for k, name in enumerate(some)]
+        same_as_ledger(size, grid, graph, cutter, layer, ways)
+
+
+def test_late_rows_hide_behind_what_is_computed():
+    data = GRAPHS["undirected"]()
+    names = ["plain late", "1 bit", "1 bit late"]
+    slow = pdc.Machine(latency=0.0, bandwidth=1e4, code=1e15, spmm=1e15, gemm=1e15)
+    busy = pdc.Machine(latency=0.0, bandwidth=1e15, code=1e3)
+    for machine in (slow, busy):
+        plans = pdc.plan(
+            data, [7, 6, 6, 4], 4, codecs=names, machine=machine, grid=(4, 1, 1)
+        )
+        now, late = (
+            plans.of((4, 1, 1), codec=name).seconds for name in ("1 bit", "1 bit late")
+        )
+        exact = plans.of((4, 1, 1), codec="plain").seconds
+        if machine is slow:
+            assert late < exact
+            assert now < exact
+            assert plans[0].codec.endswith("late")
+        else:
+            assert exact < now
+        assert late <= now * (1 + 1e-12)
+        assert plans.best.exact
+        assert plans.best.codec == "plain"
+    assert "not exact" in str(plans)
+    assert "coding is assumed" in str(plans)
+
+
+def test_what_is_asked_for_is_read_and_mistakes_are_named():
+    graph = pdc.RandomGraph(10**6, 10**7)
+    plans = pdc.plan(graph, [64, 64, 64, 8], 64, codecs=["1 bit", ONE, "8 bits late 2"])
+    for halo in ("rows", "blocks"):
+        same = {"halo": halo, "orders": ("kept", "first", "last")}
+        whole = plans.of((64, 1, 1), codec="plain", **same).exchange_bytes
+        last = pdc.plan(graph, [64, 8], 64, inputs="changing", layers="gcn")
+        last = last.of((64, 1, 1), halo=halo, orders=("last",)).exchange_bytes
+        coded = plans.of((64, 1, 1), codec="1 bit", **same).exchange_bytes
+        # two of 64 floats become 64 bits and four bytes; the last exchange is exact
+        assert coded - last == pytest.approx((whole - last) * 12 / 256, rel=1e-3)
+    assert plans.of((64, 1, 1), codec="8 bits late 2").link.timing.late == 2
+    with pytest.raises(ValueError, match="'3 bits' is not known"):
+        pdc.plan(graph, [8, 8], 4, codecs=["3 bits"])
+    with pytest.raises(TypeError, match="LinkPolicys"):
+        pdc.plan(graph, [8, 8], 4, codecs=[3])
+
+
+def test_the_command_takes_codecs(tmp_path, capsys):
+    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
+    flags = ["--widths", "7", "6", "5", "4", "--ranks", "4", "--codec", "1 bit"]
+    assert main(["plan", str(tmp_path / "graph.pt"), *flags]) == 0
+    assert "1 bit *" in capsys.readouterr().out

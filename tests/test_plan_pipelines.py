@@ -1,0 +1,160 @@
+"""The planner's pipelines: bytes of an epoch in stages as the ledger counts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import worlds
+from pipelines import loss_of, stack_of
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm.cli import main
+from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
+
+
+def trained(stages, name, owner, chunks):
+    """Bytes of an epoch, all told, its messages, and what is kept."""
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, owner)
+    pipe = pdc.Pipeline(stack_of(name), mesh, chunks=chunks)
+    pipe(share)
+    pipe.train_step(share, loss_of)
+    mesh.ledger.reset()
+    pipe.train_step(share, loss_of)
+    ledger = mesh.ledger
+    sums = ledger.messages("all_reduce")
+    kept = pipe.memory()
+    return ledger.bytes(), ledger.messages() - sums, kept["sites"], pipe.balance
+
+
+@pytest.mark.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2)])
+def test_bytes_are_those_of_the_ledger(stages, ways):
+    data = GRAPHS["undirected"]()
+    for name in ("gcn", "gcnii", "jumping", "sage"):
+        plans = pdc.plan(
+            data,
+            ranks=stages * ways,
+            model=stack_of(name),
+            partition="random",
+            pipeline=True,
+            dtype=torch.float64,
+        )
+        one = plans.of((ways, 1, 1), stages=stages)
+        owner = pdc.plan(data, [7, 4], ways, partition="random").partition.owner
+        counted = worlds.run(trained, stages * ways, stages, name, owner, None)
+        assert one.reason is None
+        assert tuple(got[0] for got in counted) == one.bytes_by_rank, name
+        assert one.total_bytes == sum(one.bytes_by_rank)
+        assert max(got[1] for got in counted) <= one.messages
+        assert {got[3] for got in counted} == {one.balance}
+        assert one.memory > max(got[2] for got in counted)
+        assert not one.exact
+        assert plans.best.stages == 1
+
+
+@pytest.mark.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_widths_alone_give_the_formula(stages, ways):
+    n, d, layers, s = 6400, 32, 8, 1
+    graph = pdc.RandomGraph(n, 20 * n)
+    size = stages * ways
+    plans = pdc.plan(graph, [d] * (layers + 1), size, pipeline=True, skips=s)
+    one = plans.of((ways, 1, 1), stages=stages)
+    between = stage_words(n, d, stages, s) * 4
+    assert one.balance == (layers // stages,) * stages
+    ghosts = graph.flow((ways, 1, 1), "rows", False).sides.ghost.ghosts.mean() * ways
+    weights = layers * (d * d + d)
+    words = hybrid_words(
+        n,
+        d,
+        stages,
+        ways,
+        layers=layers,
+        replication=ghosts / n,
+        weights=weights,
+        shared=s,
+    )
+    loss = one.total_bytes - words * 4
+    # the first layer sends no gradients back; the loss is a few words
+    first = ghosts * d * 4
+    assert -first <= loss <= 400 * size
+    assert one.total_bytes >= between
+
+
+def test_seconds_have_the_bubble_and_memory_its_share():
+    machine = pdc.Machine(latency=0.0, bandwidth=1e18)
+    graph = pdc.RandomGraph(6400, 128000)
+    widths = [32] * 9
+    found = {
+        chunks: pdc.plan(
+            graph, widths, 4, machine=machine, pipeline=True, chunks=chunks
+        ).of((1, 1, 1), stages=4)
+        for chunks in (4, 12)
+    }
+    busy = [one.seconds * (1 - bubble(4, m)) for m, one in found.items()]
+    assert busy[0] == pytest.approx(busy[1], rel=1e-6)
+    exact = pdc.plan(graph, widths, 4, pipeline=True, chunks=1).of((1, 1, 1), stages=4)
+    assert exact.exact
+    kept = 3 * 6400 * 32 * 4 * 8 / 4
+    topology = 64 * 128000
+    assert kept < found[12].memory - topology < 2 * kept
+
+
+def test_what_cannot_be_cut_is_refused_with_its_reason():
+    data = GRAPHS["undirected"]()
+    plans = pdc.plan(data, [7, 6, 4], 8, partition="random", pipeline=True)
+    assert "need more than 2 layers" in plans.of((1, 1, 1), stages=8).reason
+    assert "rows only" in plans.of((2, 2, 1), stages=2).reason
+    assert "rows only" in str(plans)
+    ring = torch.stack([torch.arange(50), torch.arange(1, 51) % 50])
+    sparse = pdc.plan(ring, [7, 6, 4], 8, partition="block", pipeline=True)
+    assert "it loses" in sparse.of((4, 1, 1), stages=2).remark
+    assert plans.of((4, 1, 1), stages=2).remark in str(plans)
+    many = pdc.plan(data, [7, 6, 4], 2, pipeline=True, chunks=10**6)
+    assert "nodes" in many.of((1, 1, 1), stages=2).reason
+    owner = torch.arange(data.num_nodes) % 8
+    given = pdc.plan(data, [7, 6, 4], 8, partition=owner, pipeline=True)
+    assert "owners given are 8" in given.of((4, 1, 1), stages=2).reason
+    norm = torch.nn.Sequential(pdc.nn.DistGCNConv(7, 6), torch.nn.BatchNorm1d(6))
+    one = pdc.plan(data, ranks=2, model=norm, pipeline=True).of((1, 1, 1), stages=2)
+    assert "normalises over all nodes" in one.reason
+    for wrong in ({"chunks": 0}, {"skips": -1}):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            pdc.plan(data, [7, 4], 2, pipeline=True, **wrong)
+    assert {one.stages for one in pdc.plan(data, [7, 4], 2)} == {1}
+
+
+def test_deep_models_on_dense_cuts_win():
+    graph = pdc.RandomGraph(10**6, 5 * 10**7)
+    plans = pdc.plan(graph, [64] * 33, 8, pipeline=True)
+    one = plans.of((1, 1, 1), stages=8)
+    assert "times fewer" in one.remark
+    assert one.bytes < plans.of((8, 1, 1), halo="rows", stages=1).bytes / 2
+
+
+def test_the_command_takes_pipelines(tmp_path, capsys):
+    torch.save(GRAPHS["undirected"](), tmp_path / "graph.pt")
+    flags = "--widths 7 6 5 4 --ranks 4 --pipeline --chunks 3 --skips 1".split()
+    assert main(["plan", str(tmp_path / "graph.pt"), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "2 x 2x1x1" in out
+    assert "(S-1)(1+s) = 2" in out
+
+
+def automatic(asked):
+    data = GRAPHS["undirected"]()
+    widths = [7, 6, 6, 6, 6, 4]
+    machine = pdc.Machine(latency=0.0, bandwidth=1e4)
+    mesh = pdc.init("auto", data=data, widths=widths, machine=machine, **asked)
+    found = pdc.plan(data, widths, 2, machine=machine, **asked)
+    taken = mesh.plan
+    assert taken.to_dict() == (found[0] if asked else found.best).to_dict()
+    share = pdc.partition(data, mesh, link=taken.link)
+    assert share.edge_index.nodes.mesh is mesh
+    return taken.exact, taken.stages, mesh.stage.size
+
+
+def test_auto_takes_what_is_not_exact_only_when_asked():
+    assert worlds.run(automatic, 2, {}) == [(True, 1, 1)] * 2
+    assert worlds.run(automatic, 2, {"codecs": ["1 bit"]}) == [(False, 1, 1)] * 2
+    assert worlds.run(automatic, 2, {"pipeline": True}) == [(False, 2, 2)] * 2
