@@ -30,7 +30,6 @@ from pyg_distcomm.exchange.run import Run
 from pyg_distcomm.exchange.saved import (
     mark,
     read_solved,
-    saved_inbox,
     solved,
 )
 from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
@@ -328,13 +327,7 @@ class LinkPolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank."""
         self.drain()
-        kept = [
-            {"of": list(key), **saved_inbox(inbox)}
-            for key, inbox in self.run.inboxes.items()
-            if inbox.shape is not None
-        ]
         run, nodes = self.run, self.run.nodes
-        kept += map(dict, run.saved.values())  # restored, and not used since
         return {
             "epoch": self.epoch,
             "pace": None if self.pace is None else self.pace.state_dict(),
@@ -343,8 +336,8 @@ class LinkPolicy:
             "last": run.last,
             "active": run.active,
             "mark": run.mark if nodes is None or run.restored else mark(nodes),
-            "constant": self.run.constants(),
-            "kept": kept,
+            "constant": run.constants(),
+            "kept": run.kept(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
