@@ -134,7 +134,8 @@ def _begun(
     if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
         places = out.split(list(recv_counts))
         work = guarded(axis, op, lambda: _messages(places, parts, axis))
-        return Pending(out, x.device, axis, op, work, traced, parts, into)
+        # the work keeps the parts, and lets go of them before anyone waits
+        return Pending(out, x.device, axis, op, work, traced, into=into)
     source = torch.cat(list(parts)) if whole is None else whole
     splits = list(recv_counts), send_counts
     work = guarded(axis, op, lambda: _collective(out, source, *splits, axis))

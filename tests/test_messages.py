@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -227,3 +228,25 @@ def _leaves(absent):
 @pytest.mark.parametrize("absent", [1, 2])
 def test_a_process_that_leaves_keeps_no_thread_waiting(absent):
     pdc.launch(_leaves, 3, absent, timeout=60)
+
+
+def _let_go():
+    """What has left is freed, long before what comes is waited for."""
+    mesh = worlds.mesh()
+    counts = [BIG * (rank != mesh.rank) for rank in range(mesh.size)]
+    x = torch.ones(sum(counts), dtype=torch.float64)
+    gone = weakref.ref(x)
+    parts = list(x.split(counts))
+    pending = wire.all_to_all_parts(parts, counts, mesh.world, "halo")
+    alive = [weakref.ref(part) for part in parts]
+    del x, parts
+    stop = time.monotonic() + 20
+    while time.monotonic() < stop and any(part() is not None for part in alive):
+        time.sleep(0.01)
+    assert gone() is None
+    assert not any(part() is not None for part in alive)
+    assert pending.wait().sum() == sum(counts)
+
+
+def test_what_has_left_is_freed_before_the_wait():
+    worlds.run(_let_go, 3)

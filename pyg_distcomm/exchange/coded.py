@@ -219,7 +219,7 @@ class Coded(Link):
             inbox.seen = fresh_state(len(way.from_gid), x.size(1), x.dtype, x.device)
         sent = inbox.sent if codec.stateful else None
         new = send(way, x, codec, call.epoch, keys, sent, call.where)
-        due = inbox.take(new, 0 if call.fresh else late)
+        due = inbox.take(new, late, call.fresh)
         inbox.trim(late)
         if not way.backward:
             self._read = due

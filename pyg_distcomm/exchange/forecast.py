@@ -130,7 +130,12 @@ class Forecast:
         late = self.timing.lateness(False)
         if self._is_now(epoch) or inbox is None or inbox.since is None:
             return epoch
-        return max(inbox.since, epoch - late)
+        return self._oldest(epoch, late, inbox.since)
+
+    def _oldest(self, epoch: int, late: int, since: int = 0) -> int:
+        """Returns the oldest epoch whose rows are of use in one."""
+        window = range(epoch, max(epoch - late, -1), -1)
+        return next((e for e in window if self._is_now(e)), max(since, epoch - late))
 
     def _codec(self, record: Record, epoch: int, backward: bool) -> Codec:
         """Returns how rows, or gradients, are written in an epoch."""
@@ -160,7 +165,7 @@ class Forecast:
                 continue
             inbox = self.inboxes.get((*key, backward))
             since = epoch if inbox is None or inbox.since is None else inbox.since
-            for e in range(max(since, epoch - late + 1), epoch + 1):
+            for e in range(self._oldest(epoch, late - 1, since), epoch + 1):
                 total += load.payload(self._codec(record, e, backward))
             if self.timing.smooth is not None and late:
                 total += load.rows_bytes
@@ -210,7 +215,7 @@ class Forecast:
             return one.cost(epoch, rate, answers[epoch]) + asking * len(asked)
 
         late = self.timing.lateness(False)
-        read = (t if self._is_now(t) else max(t - late, 0) for t in range(epochs))
+        read = (self._oldest(t, late) for t in range(epochs))
         answers = Counter(read)
         return bytes_of
 

@@ -30,7 +30,6 @@ from pyg_distcomm.exchange.run import Run
 from pyg_distcomm.exchange.saved import (
     mark,
     read_solved,
-    saved_inbox,
     solved,
 )
 from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
@@ -64,8 +63,8 @@ class LinkPolicy:
         sync_every, smooth: when epochs are synchronous, and means of rows; see `Timing`.
         gradient_codec: how gradients are written, if not as the rows they answer. It
             follows the schedule if it has a rate.
-        exact_last: whether the last exchange is exact, and the first epoch, which also is
-            under a `Budget`.
+        exact_last: whether the last call is exact, of layers that make more than one, and
+            the first epoch, which also is under a `Budget`.
         exact_eval: whether evaluation is; if not, it is coded, and never late.
         adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
         seed: of random columns, rows and rounding.
@@ -325,13 +324,7 @@ class LinkPolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank."""
         self.drain()
-        kept: list[Any] = [
-            {"of": list(key), **saved_inbox(inbox)}
-            for key, inbox in self.run.inboxes.items()
-            if inbox.shape is not None
-        ]
         run, nodes = self.run, self.run.nodes
-        kept += run.saved.values()  # restored, and not used since
         return {
             "epoch": self.epoch,
             "pace": None if self.pace is None else self.pace.state_dict(),
@@ -340,8 +333,8 @@ class LinkPolicy:
             "last": run.last,
             "active": run.active,
             "mark": run.mark if nodes is None or run.restored else mark(nodes),
-            "constant": self.run.constants(),
-            "kept": kept,
+            "constant": run.constants(),
+            "kept": run.kept(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

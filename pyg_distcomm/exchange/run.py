@@ -16,7 +16,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.exchange.account import Load, Record, RecordKey
 from pyg_distcomm.exchange.coded import Way
 from pyg_distcomm.exchange.forecast import CallKey, InboxKey
-from pyg_distcomm.exchange.saved import mark, read_inbox
+from pyg_distcomm.exchange.saved import mark, read_inbox, saved_inbox
 from pyg_distcomm.exchange.timing import Inbox
 from pyg_distcomm.rows import Rows
 
@@ -149,11 +149,21 @@ class Run:
     def settle(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
         self.active = tuple(self.made)
-        if exact_last and self.last is None and self.made and not self.in_parts:
+        many = len(self.made) > 1 and not self.in_parts
+        if exact_last and self.last is None and many:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
         self._drop([key for key in self.inboxes if key[:2] not in alive])
         self.saved = {}
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Returns late and residual rows, restored ones that nothing has used as well."""
+        here = [
+            {"of": list(key), **saved_inbox(inbox)}
+            for key, inbox in self.inboxes.items()
+            if inbox.shape is not None
+        ]
+        return [*here, *map(dict, self.saved.values())]
 
     def forget(self) -> None:
         """Drops late and residual rows, restored ones as well."""

@@ -4,7 +4,8 @@
 those of epoch t - k, which have had k epochs to travel. They are read by the codec, at
 the rate and with the key they were written with. An exchange that is new is synchronous;
 until there are k earlier messages the oldest is used. In a synchronous epoch what is
-under way is waited for, and the rows of this epoch are used.
+under way is waited for, and the rows of this epoch are used, which are the oldest from
+then on.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Inbox:
         sent, seen: the states of what is sent, and of what is read.
         mean: the moving average.
         shape: of the rows: their plan, width and type; other rows begin anew.
-        since: the epoch of the first message.
+        since: the epoch of the first message, or of the last synchronous one.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -155,8 +156,13 @@ class Inbox:
         self.since = None
         self.shape = plan, width, dtype
 
-    def take(self, new: Message, late: int) -> Message:
-        """Adds a message, and returns the one to read: `late` before it, or the oldest."""
+    def take(self, new: Message, late: int, fresh: bool) -> Message:
+        """Adds a message, and returns the one to read: `late` before it, or the oldest.
+
+        A fresh one is read itself, and those before it are never read again.
+        """
+        if fresh:
+            self.messages, self.since = [], None
         self.messages.append(new)
         self.since = new.epoch if self.since is None else self.since
         return self.messages[max(len(self.messages) - 1 - late, 0)]
