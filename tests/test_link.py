@@ -672,3 +672,37 @@ def opened(late):
 def test_messages_are_freed_once_read():
     assert worlds.run(opened, 2, 0) == [(True, 0)] * 2
     assert worlds.run(opened, 2, 1) == [(False, 1)] * 2
+
+
+def of_one_layer():
+    _, share, net = build((3, 1, 1), None)
+    net.layers[0].link = link = LinkPolicy(ONE)
+    mesh, counted = share.edge_index.nodes.mesh, []
+    for _ in range(3):
+        mesh.ledger.reset()
+        epoch(net, share)
+        link.step()
+        counted.append(moved(mesh))
+    assert counted[0] > counted[1] == counted[2]
+    assert link.run.last is None
+
+
+def test_a_link_of_one_layer_is_not_the_last_of_many():
+    worlds.run(of_one_layer, 3)
+
+
+def behind():
+    """Which epochs are read, late by 3 and synchronous every 4."""
+    _, share, net = build((2, 1, 1), None)
+    net.layers[0].link = link = LinkPolicy(Plain(), late=3, sync_every=4)
+    seen = []
+    for _ in range(10):
+        epoch(net, share)
+        seen.append({m.messages[0].epoch for m in link.run.inboxes.values()})
+        link.step()
+    return seen
+
+
+def test_nothing_behind_a_synchronous_epoch_is_kept():
+    for seen in worlds.run(behind, 2):
+        assert seen == [{e} for e in (0, 0, 0, 3, 3, 3, 4, 7, 7, 7)]
