@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import time
 
 import pytest
 import torch
@@ -562,6 +563,29 @@ def _diverges():
 def test_what_diverged_is_told_on_all_ranks():
     with pytest.raises(ValueError, match=r"layer 0 \(DistGCNConv\).*diverged"):
         pdc.launch(_diverges, 3, timeout=60)
+
+
+def _catches(late):
+    mesh = pdc.init(timeout=60)
+    link = LinkPolicy(ONE, late=late, exact_last=False)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    conv, said, begun = DistGCNConv(7, 4).double(), "", time.monotonic()
+    try:
+        for e in range(3):
+            if mesh.rank == 1 and e == 2:
+                share.x.to_local().fill_(float("nan"))
+            conv(share.x.clone().requires_grad_(), share.edge_index).sum().backward()
+            link.step()
+    except ValueError as error:
+        said = str(error)
+    return said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_diverged_is_told_also_where_it_is_caught(late):
+    for said, seconds in pdc.launch(_catches, 3, late, timeout=90):
+        assert "layer 0 (DistGCNConv)" in said
+        assert seconds < 30
 
 
 def _leaves():

@@ -322,7 +322,10 @@ class LinkPolicy:
         self.run.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where training stands, with the late and residual rows of this rank."""
+        """Returns where training stands, with the late and residual rows of this rank.
+
+        Between epochs, after `step()`: an epoch that is saved half done would send twice.
+        """
         self.drain()
         run, nodes = self.run, self.run.nodes
         return {

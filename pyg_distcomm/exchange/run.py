@@ -175,11 +175,17 @@ class Run:
 
     @contextlib.contextmanager
     def intact(self) -> Iterator[None]:
-        """Drops what is kept if an exchange fails: half of it may have changed."""
+        """Drops what is kept if an exchange fails, and tells the ranks that wait for it.
+
+        Half of what is kept may have changed, and what was to be sent will not come.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.forget()
+            watch = None if self.nodes is None else self.nodes.mesh.world.watch
+            if watch is not None:
+                watch.report(error)
             raise
 
     @staticmethod
