@@ -18,6 +18,14 @@ torch.set_num_threads(1)
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_idle_ranks():
+    """Ends large pools: even idle, their gloo threads take processors from what comes next."""
+    yield
+    if "worlds" in sys.modules:
+        sys.modules["worlds"].at_most(4)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

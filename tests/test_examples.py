@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import worlds
 
 import pyg_distcomm
 
@@ -17,6 +18,11 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 pytest.importorskip("sklearn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_ranks():
+    worlds.only(0)
 
 
 def run(path, folder, *flags, ranks=None):

@@ -35,6 +35,12 @@ def run(fn, size, *args, deadline=DEADLINE):
         raise
 
 
+def at_most(size):
+    """Closes the pools of more ranks."""
+    for other in [n for n in _POOLS if n > size]:
+        _POOLS.pop(other).close()
+
+
 def only(size):
     """Closes the pools of other sizes: even idle, their gloo threads take processors."""
     for other in [n for n in _POOLS if n != size]:
@@ -46,7 +52,7 @@ class _Pool:
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch_geometric.nn"])
+        context.set_forkserver_preload(["torch_geometric.nn", "pyg_distcomm"])
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
