@@ -102,7 +102,7 @@ class Forecast:
             for place, _ in self.active
             if not (self._is_gone(place, epoch) or self._is_once(place, epoch))
         ]
-        return len(asked) * wire.ring_words(1, self.size) if self.size > 1 else 0
+        return wire.ring_words(1, self.size) if asked and self.size > 1 else 0
 
     def _is_once(self, place: int, epoch: int) -> bool:
         """Tells whether a layer's product is made in this epoch, and kept from then on."""
@@ -212,7 +212,7 @@ class Forecast:
 
         def bytes_of(epoch: int, rate: float) -> float:
             asked = [stage for _, stage in calls if epoch == 0 or not stage]
-            return one.cost(epoch, rate, answers[epoch]) + asking * len(asked)
+            return one.cost(epoch, rate, answers[epoch]) + asking * bool(asked)
 
         late = self.timing.lateness(False)
         read = (self._oldest(t, late) for t in range(epochs))

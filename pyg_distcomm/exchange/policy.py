@@ -50,7 +50,8 @@ class LinkPolicy:
     that do not change, where it is kept (see `DistEdgeIndex.with_ordering`).
 
     Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
-    Ranks agree on each call in a training epoch, on one byte: whether one evaluates.
+    Ranks agree once in a training epoch, on one byte, and in each call of an evaluation:
+    whether one evaluates. More would hold up what is late.
     Memory: `price().kept`; see `Inbox`. What is sent is kept until it has left.
     Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
     grid, and in exact evaluation.
@@ -134,8 +135,10 @@ class LinkPolicy:
             return None
         self.run.bind(nodes)
         place = self.run.place(layer, stage)
-        mine = torch.tensor([self._mode(place, training)], dtype=torch.uint8)
-        said = int(wire.all_reduce(mine, mesh.data, "max"))
+        said = self._mode(place, training)
+        if said != TRAINS or not self.run.made:  # the rest of a pass trains as it began
+            mine = torch.tensor([said], dtype=torch.uint8)
+            said = int(wire.all_reduce(mine, mesh.data, "max"))
         if said in PROBLEMS:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
         if said == EVALUATES:
