@@ -104,8 +104,8 @@ CASES = [
     (2, "directed", "random", "sage"),
     (3, "loops_and_copies", "empty_rank", "gcn"),
     (4, "directed", "lopsided", "gcn"),
-    (6, "isolated", "random", "sage"),
-    (8, "undirected", "random", "gcn"),
+    pytest.param(6, "isolated", "random", "sage", marks=pytest.mark.exhaustive),
+    pytest.param(8, "undirected", "random", "gcn", marks=pytest.mark.exhaustive),
 ]
 SWITCHES = [("first", True, "auto"), ("auto", False, "rows"), ("last", True, "blocks")]
 
