@@ -90,7 +90,7 @@ def epoch_cost(
             kept = kept + _kept(found, writing, coding)
     sums = training.sums(size)
     if coding is not None and size > 1:
-        sums["agreement"] = [ring_words(1, size)] * sum(o != "kept" for o in orders)
+        sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
     link = machine.sum_wire()
     for each in (n for group in sums.values() for n in group):
         clock.waited += float(link.seconds(sum_messages(size), each, each))
