@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 import worlds
+from links import LINKS, ONE, moved
 from problems import GRAPHS
-from test_link import LINKS, ONE, moved
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 import worlds
+from links import LINKS, Net
 from problems import GRAPHS
-from test_link import LINKS, Net
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire

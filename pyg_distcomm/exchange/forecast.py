@@ -102,7 +102,8 @@ class Forecast:
             for place, _ in self.active
             if not (self._is_gone(place, epoch) or self._is_once(place, epoch))
         ]
-        return wire.ring_words(1, self.size) if asked and self.size > 1 else 0
+        passes = asked.count(asked[0]) if asked and self.size > 1 else 0
+        return passes * wire.ring_words(1, self.size)
 
     def _is_once(self, place: int, epoch: int) -> bool:
         """Tells whether a layer's product is made in this epoch, and kept from then on."""

@@ -50,7 +50,7 @@ class LinkPolicy:
     that do not change, where it is kept (see `DistEdgeIndex.with_ordering`).
 
     Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
-    Ranks agree once in a training epoch, on one byte, and in each call of an evaluation:
+    Ranks agree once in a training pass, on one byte, and in each call of an evaluation:
     whether one evaluates. More would hold up what is late.
     Memory: `price().kept`; see `Inbox`. What is sent is kept until it has left.
     Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
@@ -136,9 +136,10 @@ class LinkPolicy:
         self.run.bind(nodes)
         place = self.run.place(layer, stage)
         said = self._mode(place, training)
-        if said != TRAINS or not self.run.made:  # the rest of a pass trains as it began
+        if said != TRAINS or self.run.begins(place):  # the rest goes as it began
             mine = torch.tensor([said], dtype=torch.uint8)
             said = int(wire.all_reduce(mine, mesh.data, "max"))
+            self.run.evaluates = said == EVALUATES
         if said in PROBLEMS:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
         if said == EVALUATES:
@@ -255,9 +256,9 @@ class LinkPolicy:
             self.trend.look(value)
         self.run.settle(self.exact_last)
         if self.pace is not None:
-            if isinstance(self.pace.schedule, Budget) and mesh is not None:
-                epochs = self.pace.schedule.ramp.epochs
-                self.pace.solve(self.forecast.bytes_of(mesh, epochs))
+            budget = self.pace.schedule
+            if isinstance(budget, Budget) and self.run.active and mesh is not None:
+                self.pace.solve(self.forecast.bytes_of(mesh, budget.ramp.epochs))
             if self._unsolved:
                 self.pace.epoch += 1  # nothing travels
             else:

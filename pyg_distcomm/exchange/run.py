@@ -40,6 +40,7 @@ class Run:
         active: calls of the last epoch.
         last: the call that is exact.
         answered: layers that have had a backward pass in this epoch.
+        evaluates: whether ranks last agreed that one of them evaluates.
         in_parts: whether a pipeline takes it into use, chunk by chunk.
         constant: layers whose inputs had been seen before the run was restored.
     """
@@ -58,6 +59,7 @@ class Run:
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
     answered: set[int] = field(default_factory=set)
+    evaluates: bool = False
     in_parts: bool = False
     constant: set[int] = field(default_factory=set)
 
@@ -106,6 +108,11 @@ class Run:
     def where(self, place: int) -> str:
         """Returns what a layer is called in messages."""
         return f"layer {place} ({self.layers[place]})"
+
+    def begins(self, place: int) -> bool:
+        """Tells whether ranks must agree on how a pass goes, before a call of a layer."""
+        first = next(iter(self.made), (place, 0))[0]
+        return place == first or self.evaluates
 
     def next_call(self, place: int) -> int:
         """Counts one more call of a layer in this epoch, and returns its number."""

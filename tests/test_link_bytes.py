@@ -1,0 +1,110 @@
+"""The bytes of a link are those it foretold, and what it keeps is freed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import worlds
+from links import LINKS, ONE, UNSIZED, Net, build, moved
+from problems import GRAPHS, grids
+
+import pyg_distcomm as pdc
+from pyg_distcomm.exchange.codecs import ColumnMask, Plain
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.nn import DistSAGEConv
+
+
+def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=True):
+    link = {**LINKS, **UNSIZED}[name]()
+    mesh, share, net = build(grid, link, cutter, graph, DistSAGEConv, keep)
+    for t in range(7):
+        foretold = link.price().total
+        mesh.ledger.reset()
+        net.zero_grad()
+        loss = net(share.x, share.edge_index).square().sum()
+        loss.backward()
+        counted, price = moved(mesh), link.price()
+        assert price.exact or not sized
+        if price.exact:
+            assert counted == price.total, (t, counted, price.total)
+            if t > 1:
+                assert foretold == counted, (t, counted, foretold)
+        else:
+            assert counted <= price.total
+        if t:  # the last call is exact from now on, and keeps nothing
+            link.drain()
+            if price.exact:
+                assert link.held == price.kept, (t, link.held, price.kept)
+            assert link.held <= price.kept
+        mesh.ledger.reset()
+        with torch.no_grad():
+            net.eval()(share.x, share.edge_index)
+            net.train()
+        link.step(float(10 - t))
+    assert not link.run.records or "forward" in str(link)
+
+
+@pytest.mark.parametrize("name", [*LINKS, *UNSIZED])
+def test_bytes_are_those_foretold(name):
+    sized = name in LINKS
+    worlds.run(priced, 4, name, (4, 1, 1), False, "random", "undirected", sized)
+    worlds.run(priced, 4, name, (2, 2, 1), True, "random", "directed", sized)
+
+
+@pytest.mark.parametrize("graph", ["tiny", "isolated", "edgeless", "star"])
+@pytest.mark.parametrize("cutter", ["empty_rank", "lopsided"])
+def test_bytes_where_ranks_have_little(graph, cutter):
+    worlds.run(priced, 4, "varco late", (4, 1, 1), True, cutter, graph)
+    worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)
+
+
+def budgeted(codec, late):
+    total, epochs = 4.0e5, 40
+    schedule = Budget(total, Exponential(epochs, 64, 1))
+    link = LinkPolicy(codec, schedule, late=late)
+    mesh = worlds.mesh()
+    data = GRAPHS["undirected"]()
+    g = torch.Generator().manual_seed(0)
+    data.x = torch.randn(data.num_nodes, 64, generator=g)
+    share = pdc.partition(data, mesh, "random", link=link)
+    net = Net(DistSAGEConv, (64, 64, 64, 5))
+    spent = 0
+    for _ in range(epochs):
+        mesh.ledger.reset()
+        net(share.x, share.edge_index).square().sum().backward()
+        spent += moved(mesh)
+        link.step()
+    return spent, total, link.pace.schedule
+
+
+@pytest.mark.parametrize(("codec", "late"), [(ColumnMask(64), 0), (ColumnMask(64), 2)])
+def test_a_budget_is_met(codec, late):
+    found = worlds.run(budgeted, 3, codec, late)
+    spent = sum(one for one, _, _ in found)
+    assert 0.99 * found[0][1] <= spent <= found[0][1]
+    assert len({str(schedule) for _, _, schedule in found}) == 1
+
+
+def opened(late):
+    link = LinkPolicy(Plain(), late=late, smooth=None, gradient_codec=ONE)
+    _, share, net = build((2, 1, 1), link)
+    topology = share.edge_index.topology
+    call = link.begin(net, topology.nodes, True)
+    coded = call.wrap(topology.locals.halo, 0)
+    coded.begin(share.x.to_local())()
+    inbox = link.run.inboxes[0, 0, 0, 0, False]
+    return coded._read.raw is None, len(inbox.messages)
+
+
+def test_messages_are_freed_once_read():
+    assert worlds.run(opened, 2, 0) == [(True, 0)] * 2
+    assert worlds.run(opened, 2, 1) == [(False, 1)] * 2
+
+
+def test_every_grid_is_coded():
+    for size in (2, 3, 4):
+        for grid in grids(size):
+            worlds.run(
+                priced, size, "late by 2 and 1", grid, False, "random", "directed"
+            )

@@ -1,0 +1,161 @@
+"""What a link refuses, on all ranks, and how a run ends."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import worlds
+from links import ONE, Net, build, epoch
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm.exchange.codecs import ColumnMask, Plain, Quantise, Residual
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.schedule import Fixed
+from pyg_distcomm.nn import DistGCNConv
+
+# what is refused
+
+
+def test_what_does_not_go_together_is_refused():
+    residual = Residual(Quantise(4))
+    for options, text in (
+        ({"codec": residual, "late": 1, "sync_every": 2}, "in order"),
+        ({"codec": residual, "adaptive": True}, "Quantise|in order"),
+        ({"codec": residual, "exact_eval": False}, "remembers"),
+        ({"codec": ONE, "schedule": Fixed(2)}, "no rate"),
+        ({"codec": ColumnMask(2), "adaptive": True}, "Quantise"),
+        ({"codec": ONE, "late": -1}, "number of epochs"),
+        ({"codec": ONE, "smooth": 0.5}, "late=0"),
+        ({"codec": ONE, "late": 1, "smooth": 1.0}, "in \\[0, 1\\)"),
+        ({"codec": ONE, "sync_every": 0}, "1 epoch"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            LinkPolicy(**options)
+    with pytest.raises(TypeError, match="Codec"):
+        LinkPolicy("one bit")
+    with pytest.raises(TypeError, match="LinkPolicy"):
+        DistGCNConv(3, 4, link=Plain())
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            pdc.BNS(wrong)
+    with pytest.raises(ValueError, match="mask must be"):
+        pdc.VARCO(3, mask="suffix")
+
+
+def steps(how):
+    link = LinkPolicy(ONE, late=1, exact_last=False)
+    _, share, net = build((3, 1, 1), link)
+    if how == "step":
+        epoch(net, share)
+        epoch(net, share)
+    if how == "checkpoint":
+        x = share.x.clone().requires_grad_()
+        torch.utils.checkpoint.checkpoint(
+            net, x, share.edge_index, use_reentrant=False
+        ).sum().backward()
+    if how == "again":
+        for _ in range(2):
+            x = share.x.clone().requires_grad_()
+            out = net(x, share.edge_index).sum()
+            out.backward(retain_graph=True)
+            link.step()
+        out.backward()
+    if how == "mesh":
+        epoch(net, share)
+        share = pdc.partition(GRAPHS["tiny"](), worlds.mesh(fresh=True), link=link)
+        net(share.x, share.edge_index)
+    if how == "metric":
+        link = pdc.Sylvie(adaptive=True)
+        link.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("step", r"layer \d .DistGCNConv.*link.step\(\) once"),
+        ("checkpoint", "computed again"),
+        ("again", "second backward"),
+        ("mesh", "one for each"),
+        ("metric", "goes by the loss"),
+    ],
+)
+def test_misuse_is_refused_on_all_ranks(how, text):
+    worlds.run(refused, 3, how, text)
+
+
+def refused(how, text):
+    with pytest.raises(ValueError, match=text):
+        steps(how)
+
+
+def _diverges():
+    mesh = pdc.init(timeout=30)
+    link = LinkPolicy(ONE, exact_last=False)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    if mesh.rank == 1:
+        share.x.to_local().fill_(float("nan"))
+    conv = DistGCNConv(7, 4).double()
+    conv(share.x, share.edge_index).sum().backward()
+
+
+def test_what_diverged_is_told_on_all_ranks():
+    with pytest.raises(ValueError, match=r"layer 0 \(DistGCNConv\).*diverged"):
+        pdc.launch(_diverges, 3, timeout=60)
+
+
+def _catches(late):
+    mesh = pdc.init(timeout=60)
+    link = LinkPolicy(ONE, late=late, exact_last=False)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    conv, said, begun = DistGCNConv(7, 4).double(), "", time.monotonic()
+    try:
+        for e in range(3):
+            if mesh.rank == 1 and e == 2:
+                share.x.to_local().fill_(float("nan"))
+            conv(share.x.clone().requires_grad_(), share.edge_index).sum().backward()
+            link.step()
+    except ValueError as error:
+        said = str(error)
+    return said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_diverged_is_told_also_where_it_is_caught(late):
+    for said, seconds in pdc.launch(_catches, 3, late, timeout=90):
+        assert "layer 0 (DistGCNConv)" in said
+        assert seconds < 30
+
+
+def _leaves():
+    mesh = pdc.init(timeout=30)
+    link = LinkPolicy(ONE, late=2, exact_last=False)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    net = Net().double()
+    for _ in range(3):
+        net(share.x, share.edge_index).sum().backward()
+        link.step()
+    return mesh.rank
+
+
+def test_leaving_with_rows_under_way():
+    assert pdc.launch(_leaves, 3, timeout=60) == [0, 1, 2]
+
+
+def lost_metric():
+    link = pdc.Sylvie(adaptive=True)
+    mesh, share, net = build((3, 1, 1), link)
+    for lost in (1, 0):
+        epoch(net, share)
+        metric = float("nan") if mesh.rank == lost else 1.0
+        if lost == 0:  # rank 0's counts
+            with pytest.raises(ValueError, match="goes by the loss"):
+                link.step(metric)
+        else:
+            link.step(metric)
+
+
+def test_a_lost_loss_is_told_on_all_ranks_or_none():
+    worlds.run(lost_metric, 3)
