@@ -20,10 +20,10 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_idle_ranks():
-    """Ends large pools: even idle, their gloo threads take processors from what comes next."""
+    """Ends large and worn pools: even idle, they take processors from what comes next."""
     yield
     if "worlds" in sys.modules:
-        sys.modules["worlds"].at_most(4)
+        sys.modules["worlds"].rest(size=4, meshes=4)
 
 
 def pytest_collection_modifyitems(items):

@@ -116,8 +116,8 @@ CASES = [
     (4, "star", "lopsided", "gcn"),
     (4, "directed", "metis", "gcn"),
     (6, "isolated", "random", "sage"),
-    (6, "undirected", "ldg", "gcn"),
-    (8, "tiny", "block", "gcn"),
+    pytest.param(6, "undirected", "ldg", "gcn", marks=pytest.mark.exhaustive),
+    pytest.param(8, "tiny", "block", "gcn", marks=pytest.mark.exhaustive),
     (8, "directed", "random", "gcn"),
 ]
 

@@ -35,14 +35,17 @@ def run(fn, size, *args, deadline=DEADLINE):
         raise
 
 
-def at_most(size):
-    """Closes the pools of more ranks."""
-    for other in [n for n in _POOLS if n > size]:
+def rest(size, meshes):
+    """Closes the pools of more ranks, and those whose ranks have made more meshes.
+
+    Each mesh has gloo threads, which wake a hundred times a second even when idle.
+    """
+    for other in [n for n, p in _POOLS.items() if n > size or p.meshes > meshes]:
         _POOLS.pop(other).close()
 
 
 def only(size):
-    """Closes the pools of other sizes: even idle, their gloo threads take processors."""
+    """Closes the pools of other sizes."""
     for other in [n for n in _POOLS if n != size]:
         _POOLS.pop(other).close()
 
@@ -56,7 +59,7 @@ class _Pool:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
-        self.pipes, self.ranks = [], []
+        self.pipes, self.ranks, self.meshes = [], [], 0
         for rank in range(size):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -75,7 +78,8 @@ class _Pool:
             left = [p for r, p in enumerate(self.pipes) if r not in answers]
             for pipe in wait(left, timeout=1.0):
                 try:
-                    answers[self.pipes.index(pipe)] = pipe.recv()
+                    *answer, self.meshes = pipe.recv()
+                    answers[self.pipes.index(pipe)] = answer
                 except EOFError:
                     answers[self.pipes.index(pipe)] = (False, "process died")
             if any(not ok for ok, _ in answers.values()):
@@ -112,22 +116,25 @@ def _serve(rank, size, port, pipe):
         except EOFError:
             return
         try:
-            pipe.send((True, fn(*args)))
+            pipe.send((True, fn(*args), _made))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), _made))
 
 
 _MESHES: dict = {}
+_made = 0  # meshes, by this process
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
     """A mesh of this world, kept between tests, with a clean ledger."""
+    global _made
     import pyg_distcomm as pdc
 
     key = (algorithm, grid, replication, stages)
     if fresh or key not in _MESHES:
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
+        _made += 1
         if fresh:
             return made
         _MESHES[key] = made
