@@ -19,7 +19,7 @@ from pyg_distcomm import bench
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.pipeline.price import hybrid_words
 
-FEATURES, CLASSES = 128, 16  # of an R-MAT graph
+FEATURES, CLASSES = 128, 16  # of an R-MAT graph; others have at most so many
 BASES = "1D, random", "1D, METIS"
 
 
@@ -63,10 +63,11 @@ def ways(size: int) -> list[Way]:
     if size % 2 == 0 and size > 2:
         found.append(Way("hybrid, random", size // 2, "random"))
         found.append(Way("hybrid, METIS", size // 2))
-    if hasattr(pdc, "Sylvie"):
-        found.append(Way("1D, METIS, one bit", one_bit=True))
-        if size % 2 == 0 and size > 2:
-            found.append(Way("hybrid, METIS, one bit", size // 2, one_bit=True))
+    found.append(Way("1D, METIS, one bit", one_bit=True))
+    if size % 2 == 0 and size > 2:
+        half = size // 2
+        found.append(Way("hybrid, random, one bit", half, "random", one_bit=True))
+        found.append(Way("hybrid, METIS, one bit", half, one_bit=True))
     return found
 
 
@@ -74,7 +75,10 @@ def ways(size: int) -> list[Way]:
 
 
 def graph(name: str, root: str, degree: int, seed: int = 0) -> Data:
-    """Returns an R-MAT graph ("rmat-13") with random features, or a data set by name."""
+    """Returns an R-MAT graph ("rmat-13") with random features, or a data set by name.
+
+    Wide features are projected on principal directions, so that eight ranks hold them.
+    """
     if name.startswith("rmat-"):
         row, col, n = bench.rmat(int(name[5:]), degree // 2)
         rng = torch.Generator().manual_seed(seed)
@@ -83,6 +87,10 @@ def graph(name: str, root: str, degree: int, seed: int = 0) -> Data:
         data.y = torch.randint(0, CLASSES, (n,), generator=rng)
     else:
         data = load_dataset(name, root)
+        if data.x.size(1) > FEATURES:
+            torch.manual_seed(0)
+            _, _, v = torch.pca_lowrank(data.x, FEATURES, center=False)
+            data.x = data.x @ v
     masks = "train_mask", "val_mask", "test_mask"
     if "train_mask" not in data:
         torch.manual_seed(seed)
@@ -154,7 +162,7 @@ def built(
     way: Way, case: Case, data: Data, args: argparse.Namespace, seed: int = 0
 ) -> Trainer:
     """Builds one way to train; collective."""
-    d, link = args.width, pdc.Sylvie() if way.one_bit else None  # type: ignore[attr-defined]
+    d, link = args.width, pdc.Sylvie() if way.one_bit else None
     if way.planned:
         widths = [d] * (case.depth + 1)
         mesh = pdc.init("auto", seed=seed, data=data, widths=widths, inputs="trained")

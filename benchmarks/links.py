@@ -6,8 +6,8 @@ Models are trained on the whole graph, one setting after another in the same pro
 the same partition and from the same parameters. Bytes are those of halos that all ranks
 received in training, by the ledger; sums of gradients and evaluation are not counted.
 Accuracy is that of the test nodes in the epoch whose validation accuracy was best, by exact
-evaluation. 20 nodes of each class are labelled, 500 validate. "none" trains without the edges
-between ranks.
+evaluation. `--labels` nodes of each class are trained by and 500 validate, or a share of all
+nodes and a fifth validates. "none" trains without the edges between ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
-LABELS = 20  # of each class, to train by
 Policy = Callable[[int], pdc.LinkPolicy | None]  # of the number of epochs
 
 
@@ -98,8 +97,9 @@ SETTINGS: dict[str, Policy] = {
 class Net(torch.nn.Module):
     """As many layers of one kind as there are pairs of widths."""
 
-    def __init__(self, kind: str, widths: list[int]) -> None:
+    def __init__(self, kind: str, widths: list[int], dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         heads = 4
         make = {
             "sage": DistSAGEConv,
@@ -115,10 +115,11 @@ class Net(torch.nn.Module):
     def forward(self, x, edge_index):
         for conv in self.convs[:-1]:
             x = conv(x, edge_index).relu()
+            x = F.dropout(x, self.dropout, self.training)
         return self.convs[-1](x, edge_index)
 
 
-def graph(name: str, root: str, features: int) -> Data:
+def graph(name: str, root: str, features: int, labels: float) -> Data:
     """Returns a graph with masks; wide features are projected on principal directions."""
     data = load_dataset(name, root)
     x = data.x / data.x.norm(dim=1, keepdim=True).clamp_min(1e-12)
@@ -127,7 +128,9 @@ def graph(name: str, root: str, features: int) -> Data:
         _, _, v = torch.pca_lowrank(x, features, center=False)
         x = x @ v
     torch.manual_seed(0)
-    split = T.RandomNodeSplit("test_rest", num_train_per_class=LABELS, num_val=500)
+    split = T.RandomNodeSplit("test_rest", 1, int(labels), num_val=500)
+    if labels < 1:
+        split = T.RandomNodeSplit(num_val=0.2, num_test=0.8 - labels)
     return split(Data(x=x, y=data.y, edge_index=data.edge_index))
 
 
@@ -142,7 +145,7 @@ def train(
     """Returns the accuracy in %, the bytes of halos of all ranks, and the last loss."""
     torch.manual_seed(seed)
     widths = [data.x.size(1), *[args.hidden] * (args.layers - 1), args.classes]
-    model = pdc.replicate(Net(args.model, widths), mesh)
+    model = pdc.replicate(Net(args.model, widths, args.dropout), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     if link is not None:
         data.edge_index = data.edge_index.with_link(link)
@@ -182,7 +185,7 @@ def trained(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Runs on a rank: trains every setting with every seed."""
     torch.set_num_threads(1)
     mesh = pdc.init(grid=tuple(args.grid) if args.grid else None)
-    whole = graph(args.graph, args.root, args.features)
+    whole = graph(args.graph, args.root, args.features, args.labels)
     args.classes = int(whole.y.max()) + 1
     nodes = pdc.partition(whole, mesh, args.method).edge_index.nodes
     owner = nodes.partition.owner.long()
@@ -234,6 +237,10 @@ def main() -> None:
     parser.add_argument("--model", choices=("sage", "gcn", "gat"), default="sage")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument(
+        "--labels", type=float, default=20, help="a class, or < 1: of all"
+    )
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--every", type=int, default=5, help="epochs per evaluation")

@@ -207,7 +207,10 @@ class DistEdgeIndex(torch.Tensor):
             link: a `LinkPolicy`, as of `pdc.VARCO(...)`; None is exact.
         """
         if link is not None and not isinstance(link, LinkPolicy):
-            raise TypeError(f"link must be a LinkPolicy or None, got {link!r}")
+            raise TypeError(
+                "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or "
+                f"None for the exact one, got {link!r}"
+            )
         twin = copy.copy(self.topology)
         twin.link = link
         return _wrap(self.to_local(), twin)

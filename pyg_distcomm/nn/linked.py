@@ -22,8 +22,8 @@ def check_link(link: OwnLink) -> OwnLink:
     if link is None or link == "exact" or isinstance(link, LinkPolicy):
         return link
     raise TypeError(
-        "link must be a LinkPolicy, 'exact', or None for that of the edge_index, got "
-        f"{link!r}"
+        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), 'exact', or "
+        f"None for that of the edge_index, got {link!r}"
     )
 
 

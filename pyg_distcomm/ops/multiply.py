@@ -93,6 +93,7 @@ class Product:
             outgoing.append(part.begin_transpose(rows))
             self._note("begin", "out")
             first += part.num_ghosts
+        self._out = self._own[:0]  # what is coded is not needed any more
         return far, outgoing
 
     def _sent(self, link: Link, block: CSR) -> list[Land]:
