@@ -359,3 +359,29 @@ def test_a_stage_that_dies_leaves_no_one_waiting():
     with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:
         worlds.run(_failing, 3, 3, 1, "die")
     assert str(told.value).count("process died") == 1
+
+
+def _made_of(stages, first, second, balance):
+    """Losses of two layers and what comes before and between them."""
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    torch.manual_seed(0)
+    stack = [first(), GCNConv(7, 8), second(), GCNConv(8, 4)]
+    stack = [layer.double() for layer in stack]
+    pipe = pdc.Pipeline(stack, mesh, chunks=3, balance=balance)
+    opt = torch.optim.SGD(pipe.parameters(), 0.3)
+    losses = []
+    for _ in range(3):
+        opt.zero_grad()
+        losses.append(float(pipe.train_step(share, loss_of)))
+        opt.step()
+    return losses
+
+
+@pytest.mark.parametrize("first", [torch.nn.Identity, torch.nn.Dropout])
+def test_a_stage_may_hand_on_what_it_got(first):
+    layers = first, torch.nn.Dropout
+    (want,) = worlds.run(_made_of, 1, 1, *layers, None)
+    for stages, balance in ((2, [1, 3]), (4, [1, 1, 1, 1])):
+        for losses in worlds.run(_made_of, stages, stages, *layers, balance):
+            assert losses == pytest.approx(want, rel=1e-9)

@@ -106,7 +106,7 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
                 found = _whole(stage, takes, inbox)
                 names = crossing(stage.layers, stage.end)
                 gives = Cargo.of(found, names, str(stage.layers[stage.end - 1]))
-                outbox = gives.pack(found).contiguous()
+                outbox = gives.pack(found).clone()  # it may be the data's, or the inbox
                 _probe(stage, takes, inbox)
         said = wire.all_gather_object(gives if turn == axis.rank else None, axis)
         if turn == axis.rank - 1:
