@@ -361,14 +361,15 @@ def test_a_stage_that_dies_leaves_no_one_waiting():
     assert str(told.value).count("process died") == 1
 
 
-def _made_of(stages, first, second, balance):
+def _made_of(stages, first, second, balance, recompute=True):
     """Losses of two layers and what comes before and between them."""
     mesh = worlds.mesh(stages=stages)
     share = pdc.partition(GRAPHS["directed"](), mesh)
     torch.manual_seed(0)
     stack = [first(), GCNConv(7, 8), second(), GCNConv(8, 4)]
     stack = [layer.double() for layer in stack]
-    pipe = pdc.Pipeline(stack, mesh, chunks=3, balance=balance)
+    options = {"balance": balance, "recompute": recompute}
+    pipe = pdc.Pipeline(stack, mesh, chunks=3, **options)
     opt = torch.optim.SGD(pipe.parameters(), 0.3)
     losses = []
     for _ in range(3):
@@ -376,6 +377,19 @@ def _made_of(stages, first, second, balance):
         losses.append(float(pipe.train_step(share, loss_of)))
         opt.step()
     return losses
+
+
+class _InPlace(torch.nn.ELU):
+    def __init__(self):
+        super().__init__(inplace=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
+    layers = torch.nn.Identity, _InPlace
+    (want,) = worlds.run(_made_of, 1, 1, *layers, None, recompute)
+    for losses in worlds.run(_made_of, 2, 2, *layers, [2, 2], recompute):
+        assert losses == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("first", [torch.nn.Identity, torch.nn.Dropout])

@@ -71,13 +71,13 @@ class Cargo:
         return torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()
 
     def unpack(self, packed: Tensor, rows: Rows) -> Values:
-        """Returns the values of a matrix."""
+        """Returns the values of a matrix, copied: layers may write into them."""
         widths = [_count(s) for shape in self.shapes for s in _several(shape)]
         parts = iter(packed.split(widths, 1))
         values: Values = {}
         for name, shape in zip(self.names, self.shapes, strict=True):
             found = [
-                DistTensor.wrap(next(parts).reshape(len(packed), *s), rows)
+                DistTensor.wrap(next(parts).reshape(len(packed), *s).clone(), rows)
                 for s in _several(shape)
             ]
             values[name] = found if isinstance(shape, list) else found[0]
