@@ -121,7 +121,8 @@ def test_names_are_read_as_in_pyg():
     assert (layers[5].takes, layers[5].gives) == (("y",), ("y",))
     found = [crossing(layers, k) for k in range(7)]
     assert found == [(), ("x_0",), ("x", "x_0"), ("x", "x_0"), ("x",), ("y",), ("y",)]
-    assert from_data(layers) == ("x",)
+    assert from_data(layers, 0, 6) == ("x",)
+    assert from_data(layers, 2, 6) == ()  # what an earlier stage writes comes from there
 
 
 @pytest.mark.parametrize(

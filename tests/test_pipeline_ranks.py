@@ -124,6 +124,7 @@ def _alone(stages, name, measured):
     torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **close)
     with pytest.raises(ValueError, match="has save"):
         pdc.save_checkpoint("nowhere", mesh, pipe)
+    assert ("x" in pipe._stage._data) == (mesh.stage.rank == 0)  # others would keep it
     return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
 
 

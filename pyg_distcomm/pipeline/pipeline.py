@@ -32,7 +32,7 @@ from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
 from pyg_distcomm.pipeline.site import Rule
-from pyg_distcomm.pipeline.stack import Layer, from_data, read_stack
+from pyg_distcomm.pipeline.stack import Layer, read_stack
 from pyg_distcomm.pipeline.stage import Cargo, Stage
 from pyg_distcomm.pipeline.view import Run
 from pyg_distcomm.tensor import DistTensor
@@ -131,7 +131,6 @@ class Pipeline(torch.nn.Module):
             checks.check_same(stack, mesh)
         stack = [_converted(layer) for layer in stack]
         filling.share_weights(stack, mesh)
-        self._names = from_data(stack)
         self._run: Run | None = None
         if data is not None:
             self._plan(data)
@@ -147,7 +146,7 @@ class Pipeline(torch.nn.Module):
             return supposed_costs(stack)
         assert self._run is not None
         with checks.on_all_ranks(self.mesh):
-            stage = Stage(stack, 0, len(stack), self._run, self._names)
+            stage = Stage(stack, 0, len(stack), self._run)
             stage.look_at(data)
             costs = filling.measured_costs(stage)
         return costs
@@ -207,7 +206,7 @@ class Pipeline(torch.nn.Module):
             )
         if self._boundary is None:
             begin, end = self._span
-            self._stage = Stage(self._stack, begin, end, self._run, self._names)
+            self._stage = Stage(self._stack, begin, end, self._run)
             self._stage.look_at(data)
             with self._mode(False):
                 self._boundary = filling.fill(self._stage, self.mesh)

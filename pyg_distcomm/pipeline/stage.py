@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.pipeline.chunks import ChunkPlan
-from pyg_distcomm.pipeline.stack import Layer
+from pyg_distcomm.pipeline.stack import Layer, from_data
 from pyg_distcomm.pipeline.view import Run, view_of
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
@@ -99,21 +99,13 @@ class Stage:
         layers: all layers of the stack.
         begin, end: which are this stage's.
         run: what is being computed.
-        names: of the attributes of the data that layers read.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        begin: int,
-        end: int,
-        run: Run,
-        names: Sequence[str],
+        self, layers: Sequence[Layer], begin: int, end: int, run: Run
     ) -> None:
         self.layers, self.begin, self.end, self.run = layers, begin, end, run
-        self._read = {
-            name for layer in layers[begin:end] for name in layer.takes
-        } & set(names)
+        self._read = from_data(layers, begin, end)
         self._data: dict[str, tuple[Any, str]] = {}
         self._seen: dict[str, tuple[Any, int]] = {}
         self._views: dict[int | None, Any] = {}
