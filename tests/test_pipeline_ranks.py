@@ -400,3 +400,29 @@ def test_a_stage_may_hand_on_what_it_got(first):
     for stages, balance in ((2, [1, 3]), (4, [1, 1, 1, 1])):
         for losses in worlds.run(_made_of, stages, stages, *layers, balance):
             assert losses == pytest.approx(want, rel=1e-9)
+
+
+def _sent(stages, recompute):
+    """Whether all that goes to other stages lies in the boundary, and is not kept beside."""
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4, recompute=recompute)
+    pipe(share)
+    send, places = pdc.wire.send, set()
+
+    def noted(x, *rest):
+        places.add(x.untyped_storage().data_ptr())
+        return send(x, *rest)
+
+    pdc.wire.send = noted
+    try:
+        pipe.train_step(share, loss_of)
+    finally:
+        pdc.wire.send = send
+    boxes = pipe._boundary.inbox, pipe._boundary.outbox
+    return places <= {b.untyped_storage().data_ptr() for b in boxes if b is not None}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_sent_is_not_kept_beside_the_boundary(recompute):
+    assert all(worlds.run(_sent, 3, 3, recompute))

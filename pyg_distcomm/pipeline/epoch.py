@@ -25,8 +25,8 @@ Loss = Callable[[Any, Any], Tensor]
 class Boundary:
     """What a stage receives and sends, all chunks side by side.
 
-    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, the
-    outbox takes the gradients of what it held.
+    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, they
+    take the gradients of what they held.
 
     Args:
         takes, gives: what the rows are made of; the first stage takes none.
@@ -117,10 +117,9 @@ class Epoch:
         self._start("send", slot, wire.send(rows, self._peer(1), self._axis, OP))
 
     def _send_grad(self, slot: int) -> None:
-        leaf, _ = self._graphs.pop(slot)
-        assert leaf is not None
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        self._start("send_grad", slot, wire.send(grad, self._peer(-1), self._axis, OP))
+        assert self.boundary.inbox is not None
+        rows = self.boundary.inbox[self._rows(slot)]
+        self._start("send_grad", slot, wire.send(rows, self._peer(-1), self._axis, OP))
 
     @property
     def _axis(self) -> wire.Axis:
@@ -149,11 +148,15 @@ class Epoch:
         if self.recompute:
             self.stage.run.mode = "again"
             with torch.enable_grad():
-                self._graphs[slot] = self._computed(slot)
-        leaf, out = self._graphs[slot]
+                leaf, out = self._computed(slot)
+        else:
+            leaf, out = self._graphs.pop(slot)
         if out.requires_grad:
             torch.autograd.backward(out, self.boundary.outbox[self._rows(slot)])
-        self._graphs[slot] = leaf, out.detach()[:0]
+        if leaf is not None:
+            assert self.boundary.inbox is not None
+            grad = 0.0 if leaf.grad is None else leaf.grad
+            self.boundary.inbox[self._rows(slot)] = grad
         for site in self._sites():
             site.retire(chunk, self.refresh)
         self._note("backward", slot, begin)
