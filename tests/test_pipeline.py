@@ -224,3 +224,34 @@ def test_another_graph_is_refused():
         pipe(pdc.partition(data, mesh))
     with pytest.raises(TypeError, match="one number as a tensor"):
         pipe.train_step(share, lambda out, data: out)
+
+
+@pytest.mark.parametrize("gradient", ["surrogate", "damped"])
+def test_a_step_that_fails_leaves_everything_as_it_was(gradient):
+    _, share, mesh = _share()
+    found = []
+    for fails in (False, True):
+        pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=5, gradient=gradient)
+        for p in pipe.parameters():
+            p.grad = torch.ones_like(p)
+        losses = []
+        for _ in range(3):
+            if fails:
+                with pytest.raises(ZeroDivisionError):
+                    pipe.train_step(share, lambda out, data: 1 / 0)
+            losses.append(float(pipe.train_step(share, loss_of)))
+            with torch.no_grad():
+                for p in pipe.parameters():
+                    p.sub_(0.3 * p.grad)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_a_step_needs_no_gradients_around_it():
+    _, share, mesh = _share()
+    want, got = (pdc.Pipeline(stack_of("gcn"), mesh, chunks=3) for _ in range(2))
+    loss = want.train_step(share, loss_of)
+    with torch.no_grad():
+        assert got.train_step(share, loss_of) == loss
+    for p, q in zip(got.parameters(), want.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -33,6 +33,18 @@ def on_all_ranks(mesh: Mesh) -> Iterator[None]:
     wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
 
 
+@contextlib.contextmanager
+def telling(mesh: Mesh) -> Iterator[None]:
+    """Lets the other ranks know if this one fails: they wait for what will not come."""
+    try:
+        yield
+    except Exception as error:
+        watch = mesh.everyone.watch
+        if watch is not None:
+            watch.report(error)
+        raise
+
+
 def check_same(stack: Sequence[Layer], mesh: Mesh) -> None:
     """Refuses layers that differ between ranks."""
     every = wire.all_gather_object([_told(layer) for layer in stack], mesh.everyone)

@@ -74,8 +74,6 @@ class Epoch:
         """Carries out this stage's actions, and returns the loss, on all ranks."""
         self._begun = time.perf_counter()
         loss = torch.zeros((), dtype=torch.float64)
-        for site in self._sites():
-            site.begin_backward()
         for action in schedule.stages[self.mesh.stage.rank]:
             if action.kind == "loss":
                 loss = self._loss(data, loss_fn)
@@ -86,6 +84,11 @@ class Epoch:
         for site in self._sites():
             site.end_epoch(self.refresh)
         return wire.all_reduce(loss, self.mesh.stage)
+
+    def give_up(self) -> None:
+        """Puts history back in place of the rows of this epoch, which has failed."""
+        for site in self._sites():
+            site.end_epoch(refresh=True)
 
     def _sites(self) -> list[Any]:
         return list(self.stage.run.sites.values())
@@ -145,6 +148,9 @@ class Epoch:
 
     def _backward(self, slot: int) -> None:
         begin, chunk = time.perf_counter(), self.order[slot]
+        if slot == len(self.order) - 1:
+            for site in self._sites():
+                site.begin_backward()
         if self.recompute:
             self.stage.run.mode = "again"
             with torch.enable_grad():
@@ -177,8 +183,8 @@ class Epoch:
         box, own = self.boundary.outbox, self.stage.run.plan.own
         leaf = box[own.place].requires_grad_()
         edge_index: Any = data.edge_index
-        values = self.boundary.gives.unpack(leaf, edge_index.nodes)
         with torch.enable_grad():
+            values = self.boundary.gives.unpack(leaf, edge_index.nodes)
             loss = loss_fn(values[self.boundary.gives.names[0]], data)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (

@@ -262,9 +262,15 @@ class Pipeline(torch.nn.Module):
         before = [p.grad for p in own]
         for p in own:
             p.grad = None
-        with self._telling():
-            loss = epoch.run(self.schedule, data, loss_fn)
-        average_gradients(self.mesh, own)
+        try:
+            with checks.telling(self.mesh):
+                loss = epoch.run(self.schedule, data, loss_fn)
+            average_gradients(self.mesh, own)
+        except BaseException:
+            epoch.give_up()
+            for p, grad in zip(own, before, strict=True):
+                p.grad = grad
+            raise
         for p, grad in zip(own, before, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
@@ -296,7 +302,7 @@ class Pipeline(torch.nn.Module):
         """
         out, result, axis = *self._full(data), self.mesh.stage
         found = None
-        with self._telling(), torch.no_grad():
+        with checks.telling(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
                 found = metric(self._output(out, result, data), data)
         return wire.all_gather_object(found, axis)[-1]
@@ -306,7 +312,7 @@ class Pipeline(torch.nn.Module):
         stage, axis = self._prepare(data), self.mesh.stage
         assert self._boundary is not None
         stage.run.mode = "full"
-        with self._mode(False), self._telling():
+        with self._mode(False), checks.telling(self.mesh):
             return filling.whole_pass(
                 stage, self._boundary, axis
             ), self._boundary.result
@@ -316,17 +322,6 @@ class Pipeline(torch.nn.Module):
         edge_index: Any = data.edge_index
         rows = packed[self._run.plan.own.place]
         return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Lets the other ranks know if this one fails: they wait for what will not come."""
-        try:
-            yield
-        except Exception as error:
-            watch = self.mesh.everyone.watch
-            if watch is not None:
-                watch.report(error)
-            raise
 
     # what it costs
 
