@@ -255,3 +255,15 @@ def test_a_step_needs_no_gradients_around_it():
         assert got.train_step(share, loss_of) == loss
     for p, q in zip(got.parameters(), want.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_the_first_use_may_be_in_inference_mode():
+    data, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("weighted"), mesh, chunks=1)
+    with torch.inference_mode():
+        out = pipe(share).full_tensor()
+    right, loss, grads = run_plain(stack_of("weighted"), data)
+    torch.testing.assert_close(out, right, **EXACT)
+    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **EXACT)
+    for p, g in zip(pipe.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, g, **EXACT)

@@ -190,6 +190,7 @@ class Pipeline(torch.nn.Module):
         name = f"rank{self.mesh.everyone.rank}-layer{key[0]}-{key[1]}.rows"
         return History(bounds, like, dtype, None if folder is None else folder / name)
 
+    @torch.inference_mode(False)  # what is planned in an evaluation is trained with
     def _prepare(self, data: Data) -> Stage:
         """Plans at the first use, and fills the sites by a pass over the whole graph."""
         if self._run is None:
