@@ -212,6 +212,15 @@ def test_mistakes_are_told(stack, options, kind, told):
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
 
 
+def test_data_that_would_be_learnt_are_refused():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
+    pipe.train_step(share, loss_of)
+    share.x = share.x.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"data\.x requires a gradient"):
+        pipe.train_step(share, loss_of)
+
+
 def test_another_graph_is_refused():
     data, share, mesh = _share()
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)

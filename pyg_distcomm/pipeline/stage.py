@@ -166,6 +166,11 @@ class Stage:
 
 def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     """An attribute of the data in the order of chunks, and what it has a row for."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"data.{name} requires a gradient, which a pipeline does not return; make it "
+            "a parameter of the first layer"
+        )
     if not isinstance(value, DistTensor):
         return value, "graph"
     topology, local = plan.topology, value.to_local().detach()
