@@ -276,7 +276,7 @@ def _mistakes(stages):
     def tell(act):
         try:
             act()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             told.append(f"{type(error).__name__}: {error}")
 
     tied = torch.nn.Linear(7, 7)
@@ -299,6 +299,11 @@ def _mistakes(stages):
         layers = [layer.double() for layer in layers]
         pipe = pdc.Pipeline(layers, mesh, **options)
         tell(lambda pipe=pipe: pipe.train_step(share, loss_of))
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    state = pipe.state_dict()
+    tell(lambda: pipe.load_state_dict({**state, "0.bias": state["0.bias"][:1]}))
+    share.x = share.x.requires_grad_()  # only the first stage reads it
+    tell(lambda: pipe.train_step(share, loss_of))
     return told
 
 
@@ -313,12 +318,41 @@ def test_mistakes_are_told_on_all_ranks():
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
         "chunks [1, 3] of 5 have no node",
+        "size mismatch for 0.bias",
+        "requires a gradient",
     ]
     for size, stages in ((2, 2), (4, 2)):
         for told in worlds.run(_mistakes, size, stages):
             assert len(told) == len(want)
             for text, parts in zip(told, want, strict=True):
                 assert any(part in text for part in parts.split("|")), text
+
+
+def _later(stages, how):
+    """What one stage alone runs into, once all is planned."""
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+    pipe.train_step(share, loss_of)
+    start = time.monotonic()
+    try:
+        if how == "metric":
+            pipe.eval_step(share, lambda out, data: lambda: None)
+        share.x = share.x[:-1]
+        pipe.train_step(share, loss_of)
+    except Exception as error:
+        return str(error), time.monotonic() - start
+    return "all went well", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("metric", "pickle"), ("data", "neither those of the nodes")]
+)
+def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
+    for text, seconds in worlds.run(_later, 2, 2, how):
+        assert told in text
+        assert seconds < 30
+    worlds.only(0)
 
 
 def _failing(stages, where, how):

@@ -208,12 +208,14 @@ class Pipeline(torch.nn.Module):
         if self._boundary is None:
             begin, end = self._span
             self._stage = Stage(self._stack, begin, end, self._run)
-            self._stage.look_at(data)
+            with checks.on_all_ranks(self.mesh):  # each stage reads its own names
+                self._stage.look_at(data)
             with self._mode(False):
                 self._boundary = filling.fill(self._stage, self.mesh)
             if self._saved is not None:
                 self._saved = self._saved(self._run)
-        self._stage.look_at(data)
+        with checks.telling(self.mesh):
+            self._stage.look_at(data)
         self._run.link = edge_index.topology.link
         return self._stage
 
@@ -306,7 +308,7 @@ class Pipeline(torch.nn.Module):
         with checks.telling(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
                 found = metric(self._output(out, result, data), data)
-        return wire.all_gather_object(found, axis)[-1]
+            return wire.all_gather_object(found, axis)[-1]
 
     def _full(self, data: Data) -> tuple[Tensor, Cargo]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
@@ -361,10 +363,15 @@ class Pipeline(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Takes the part of an unsplit stack's state that belongs to this stage."""
+        """Takes the part of an unsplit stack's state that belongs to this stage; collective.
+
+        Raises:
+            RuntimeError: on all ranks, where that of one stage does not fit.
+        """
         own = dict(self.layers.named_children())
         mine = {k: v for k, v in state_dict.items() if k.split(".")[0] in own}
-        return self.layers.load_state_dict(mine, strict=strict, assign=assign)
+        with checks.on_all_ranks(self.mesh):
+            return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
     def save(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None

@@ -65,7 +65,8 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
                 sites.append(torch.load(name, map_location="cpu", weights_only=True))
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
-        pipe.load_state_dict(whole["model"])
+    pipe.load_state_dict(whole["model"])
+    with on_all_ranks(pipe.mesh):
         if optimizer is not None:
             _put_optimizer(pipe, optimizer, whole["optimizer"], path)
     pipe.epoch = int(whole["epoch"])

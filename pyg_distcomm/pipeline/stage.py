@@ -168,8 +168,8 @@ def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     """An attribute of the data in the order of chunks, and what it has a row for."""
     if isinstance(value, Tensor) and value.requires_grad:
         raise ValueError(
-            f"data.{name} requires a gradient, which a pipeline does not return; make it "
-            "a parameter of the first layer"
+            f"data.{name} requires a gradient, which a pipeline does not return; detach "
+            "it, or learn it in a layer"
         )
     if not isinstance(value, DistTensor):
         return value, "graph"
