@@ -32,7 +32,7 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     """Writes a folder, whole or not at all: it is written aside and renamed; collective."""
     mesh, first = pipe.mesh, pipe.mesh.everyone.rank == 0
     aside = path.with_name(f".{path.name}.writing")
-    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe.mesh.seed}
+    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer(pipe, optimizer)
     with on_all_ranks(mesh):
         if first:
@@ -69,12 +69,10 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     with on_all_ranks(pipe.mesh):
         if optimizer is not None:
             _put_optimizer(pipe, optimizer, whole["optimizer"], path)
-    pipe.epoch = int(whole["epoch"])
-    put = _putter(sites, path)
-    if pipe._run is not None and pipe._boundary is not None:
-        put(pipe._run)
-    else:
-        pipe._saved = put
+    pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
+    if pipe._run is not None:
+        pipe._run.seed = pipe._seed
+    pipe._boundary, pipe._saved = None, _putter(sites, path)  # for sites made anew
 
 
 def _rows(run: Run) -> dict[tuple[int, int], Any]:
