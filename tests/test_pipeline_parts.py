@@ -122,7 +122,9 @@ def test_names_are_read_as_in_pyg():
     found = [crossing(layers, k) for k in range(7)]
     assert found == [(), ("x_0",), ("x", "x_0"), ("x", "x_0"), ("x",), ("y",), ("y",)]
     assert from_data(layers, 0, 6) == ("x",)
-    assert from_data(layers, 2, 6) == ()  # what an earlier stage writes comes from there
+    assert (
+        from_data(layers, 2, 6) == ()
+    )  # what an earlier stage writes comes from there
 
 
 @pytest.mark.parametrize(

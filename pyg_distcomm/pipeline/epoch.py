@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +72,19 @@ class Epoch:
     _begun: float = 0.0
 
     def run(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
-        """Carries out this stage's actions, and returns the loss, on all ranks."""
+        """Carries out this stage's actions, and returns the loss, on all ranks.
+
+        Where that fails, history is put back in place of the rows of this epoch.
+        """
         self._begun = time.perf_counter()
+        try:
+            return self._carried_out(schedule, data, loss_fn)
+        except BaseException:
+            for site in self._sites():
+                site.end_epoch(refresh=True)
+            raise
+
+    def _carried_out(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64)
         for action in schedule.stages[self.mesh.stage.rank]:
             if action.kind == "loss":
@@ -84,11 +96,6 @@ class Epoch:
         for site in self._sites():
             site.end_epoch(self.refresh)
         return wire.all_reduce(loss, self.mesh.stage)
-
-    def give_up(self) -> None:
-        """Puts history back in place of the rows of this epoch, which has failed."""
-        for site in self._sites():
-            site.end_epoch(refresh=True)
 
     def _sites(self) -> list[Any]:
         return list(self.stage.run.sites.values())
@@ -202,7 +209,25 @@ class Epoch:
         self.spans.append(span)
 
 
-def average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+@contextlib.contextmanager
+def gradients_added(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Averages the gradients of a step, and adds them to those there are; if it fails, none."""
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+        _average_gradients(mesh, parameters)
+    except BaseException:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+        raise
+    for p, grad in zip(parameters, before, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+
+def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
     """Averages gradients over the ranks of a stage; see [Note: gradients] in `adjoint`.
 
     Price: one all-reduce of the parameters that have a gradient.

@@ -119,6 +119,8 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
         elif turn == axis.rank and turn < axis.size - 1:
             wire.send(outbox, turn + 1, axis, OP).wait()
     assert gives is not None
+    counts = wire.all_gather_object(len(run.sites), axis)
+    run.before, run.all_sites = sum(counts[: axis.rank]), sum(counts)
     return Boundary(takes, gives, said[-1], inbox, outbox)
 
 

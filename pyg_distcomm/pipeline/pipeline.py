@@ -27,7 +27,7 @@ from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.pipeline import checks, filling, saving
 from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, average_gradients
+from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
@@ -205,18 +205,19 @@ class Pipeline(torch.nn.Module):
                 "this Data is not the one that the pipeline was planned for; make another "
                 "Pipeline for another graph"
             )
+        self._run.link = edge_index.topology.link
         if self._boundary is None:
             begin, end = self._span
             self._stage = Stage(self._stack, begin, end, self._run)
             with checks.on_all_ranks(self.mesh):  # each stage reads its own names
                 self._stage.look_at(data)
             with self._mode(False):
-                self._boundary = filling.fill(self._stage, self.mesh)
+                boundary = filling.fill(self._stage, self.mesh)
             if self._saved is not None:
                 self._saved = self._saved(self._run)
+            self._boundary = boundary
         with checks.telling(self.mesh):
             self._stage.look_at(data)
-        self._run.link = edge_index.topology.link
         return self._stage
 
     @contextlib.contextmanager
@@ -257,32 +258,21 @@ class Pipeline(torch.nn.Module):
         stage = self._prepare(data)
         assert self._run is not None
         assert self._boundary is not None
+        if self._run.link is not None:
+            self._run.link.begin_parts(self._run.plan.topology.nodes)
         self._run.epoch = self.epoch
         again = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)
         epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
         own = list(self.parameters())
-        before = [p.grad for p in own]
-        for p in own:
-            p.grad = None
-        try:
-            with checks.telling(self.mesh):
-                loss = epoch.run(self.schedule, data, loss_fn)
-            average_gradients(self.mesh, own)
-        except BaseException:
-            epoch.give_up()
-            for p, grad in zip(own, before, strict=True):
-                p.grad = grad
-            raise
-        for p, grad in zip(own, before, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad.add_(p.grad)
+        with gradients_added(self.mesh, own), checks.telling(self.mesh):
+            loss = epoch.run(self.schedule, data, loss_fn)
         self.timeline = epoch.spans
         self.epoch += 1
         return loss
 
     def forward(self, data: Data) -> DistTensor:
-        """Returns the exact output of the whole graph, in this mode, on every stage.
+        """Returns the exact output of the whole graph, without dropout, on every stage.
 
         Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
         """
@@ -312,13 +302,12 @@ class Pipeline(torch.nn.Module):
 
     def _full(self, data: Data) -> tuple[Tensor, Cargo]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
-        stage, axis = self._prepare(data), self.mesh.stage
-        assert self._boundary is not None
+        stage, boundary = self._prepare(data), self._boundary
+        assert boundary is not None
         stage.run.mode = "full"
         with self._mode(False), checks.telling(self.mesh):
-            return filling.whole_pass(
-                stage, self._boundary, axis
-            ), self._boundary.result
+            out = filling.whole_pass(stage, boundary, self.mesh.stage)
+        return out, boundary.result
 
     def _output(self, packed: Tensor, result: Cargo, data: Data) -> DistTensor:
         assert self._run is not None
@@ -376,7 +365,10 @@ class Pipeline(torch.nn.Module):
     def save(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Writes weights, optimizer, epoch and history to a folder; collective."""
+        """Writes weights, optimizer, epoch and history to a folder; collective.
+
+        Where the data have a link, it is written too: between epochs, after `link.step()`.
+        """
         saving.save(self, Path(path), optimizer)
 
     def load(
@@ -385,7 +377,8 @@ class Pipeline(torch.nn.Module):
         """Reads what `save` wrote, on any number of stages; collective.
 
         Training goes on bit for bit where the graph is spread and cut into chunks as it
-        was; elsewhere history begins anew, with a warning.
+        was; elsewhere history begins anew, with a warning. At the first use the link of the
+        data, made as it was, goes where it stood.
         """
         saving.load(self, Path(path), optimizer)
 

@@ -101,9 +101,7 @@ class Stage:
         run: what is being computed.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], begin: int, end: int, run: Run
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], begin: int, end: int, run: Run) -> None:
         self.layers, self.begin, self.end, self.run = layers, begin, end, run
         self._read = from_data(layers, begin, end)
         self._data: dict[str, tuple[Any, str]] = {}
