@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import worlds
@@ -174,6 +176,47 @@ def test_a_budget_is_that_of_all_stages(stages):
     found = worlds.run(_spent, 2 * stages, stages)
     assert 0.97 * BUDGET <= sum(spent for spent, *_ in found) <= BUDGET
     assert len({f"{rest}" for _, *rest in found}) == 1
+
+
+def _resumed(stages, link, path, first, balance):
+    pipe, share, opt = _coded(stages, link, balance)
+    if first:
+        _go_on(pipe, share, opt, 4)
+        pipe.save(path, opt)
+        return _go_on(pipe, share, opt, 3)
+    _go_on(pipe, share, opt, 1)
+    pipe.load(path, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _go_on(pipe, share, opt, 3)
+
+
+@pytest.mark.parametrize("link", ["one bit, late", "8 bits", "varco", "budget"])
+def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
+    path = tmp_path / "pipe"
+    (want, *_) = worlds.run(_resumed, 4, 2, link, path, True, [3, 5])
+    for stages, balance in ((2, [3, 5]), (2, [6, 2]), (1, None)):
+        for losses in worlds.run(
+            _resumed, 2 * stages, stages, link, path, False, balance
+        ):
+            assert losses == want
+
+
+def _restarted(stages, path):
+    """A link that goes on in chunks of other nodes, without the rows of the old ones."""
+    pipe, share, opt = _coded(stages, "one bit, late", None)
+    _go_on(pipe, share, opt, 2)
+    pipe.save(path, opt)
+    share.edge_index = share.edge_index.with_link(LINKS["one bit, late"]())
+    pipe = pdc.Pipeline(stack_of("gcnii"), share.edge_index.nodes.mesh, chunks=3)
+    pipe.load(path)
+    with pytest.warns(UserWarning, match="late rows of links as well"):
+        _go_on(pipe, share, opt, 1)
+    return share.edge_index.topology.link.epoch
+
+
+def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
+    assert worlds.run(_restarted, 4, 2, tmp_path / "pipe") == [3] * 4
 
 
 def _unstepped(stages):
