@@ -208,8 +208,10 @@ class _Centred(torch.nn.Module):
 def test_mistakes_are_told(stack, options, kind, told):
     _, share, mesh = _share()
     stack = stack_of("gcn") if stack is None else stack
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=told) as caught:
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
+    if isinstance(stack[0], _Centred):  # the trace leads to where it happened
+        assert caught.value.__cause__.__traceback__ is not None
 
 
 def test_data_that_would_be_learnt_are_refused():

@@ -394,6 +394,33 @@ def test_a_stage_that_fails_is_heard_of_on_all(where):
     worlds.only(0)  # the meshes of these ranks have heard of a failure
 
 
+def _failing_at_first(stages, where):
+    """One rank of a stage fails in the first pass, and the other waits for its rows."""
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+
+    def fail(module, inputs):
+        raise ValueError("this layer is out of order")
+
+    if mesh.everyone.rank == where:
+        next(pipe.layers.children()).register_forward_pre_hook(fail)
+    start = time.monotonic()
+    try:
+        pipe(share)
+    except Exception as error:
+        return str(error), time.monotonic() - start
+    return "all went well", 0.0
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_a_rank_that_fails_at_first_is_heard_of_on_all(where):
+    for text, seconds in worlds.run(_failing_at_first, 4, 2, where):
+        assert "this layer is out of order" in text
+        assert seconds < 40
+    worlds.only(0)
+
+
 def test_a_stage_that_dies_leaves_no_one_waiting():
     # those that are left say so within the five seconds that the pool gives them
     with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:

@@ -101,7 +101,7 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
     gives: Cargo | None = None
     inbox, outbox = None, torch.empty(0)
     for turn in range(axis.size):
-        with on_all_ranks(mesh):
+        with on_all_ranks(mesh, exchanging=True):
             if turn == axis.rank:
                 found = _whole(stage, takes, inbox)
                 names = crossing(stage.layers, stage.end)

@@ -145,7 +145,7 @@ class Pipeline(torch.nn.Module):
         if data is None or self.mesh.stage.size == 1:
             return supposed_costs(stack)
         assert self._run is not None
-        with checks.on_all_ranks(self.mesh):
+        with checks.on_all_ranks(self.mesh, exchanging=True):
             stage = Stage(stack, 0, len(stack), self._run)
             stage.look_at(data)
             costs = filling.measured_costs(stage)
