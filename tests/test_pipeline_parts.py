@@ -168,11 +168,12 @@ def test_history_keeps_rows(dtype, kind, tmp_path):
         assert torch.equal(out[3:5], rows[3:5])
         plain = 60 * (dtype or kind).itemsize
         assert history.nbytes <= plain + (40 if dtype is torch.int8 else 0) + 40
-        assert history.exact == (dtype is None)
     with pytest.raises(ValueError, match="not finite"):
         History((0, 1), rows, torch.int8).store(
             0, torch.full((1, 6), float("inf")).to(kind)
         )
+    with pytest.raises(ValueError, match="not finite as float16"):
+        History((0, 1), rows, torch.float16).store(0, 1e6 * rows[4:5])
 
 
 def test_prices_are_those_of_the_paper():
