@@ -158,6 +158,17 @@ def test_layers_are_measured_and_balance_can_be_given():
     assert kinds == want
 
 
+def test_chunks_do_not_keep_their_edges_twice():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    pipe.train_step(share, loss_of)
+    plan = pipe._run.plan
+    for chunk in (None, 0, 1, 2):
+        edges = pipe._stage.view(chunk).to_local()
+        whole = plan.edges.untyped_storage().data_ptr()
+        assert edges.untyped_storage().data_ptr() == whole
+
+
 def test_names_of_the_state_are_those_of_the_stack():
     data, share, mesh = _share()
     stack = torch.nn.ModuleList(stack_of("gcn"))

@@ -292,6 +292,7 @@ def _mistakes(stages):
         ([tied, tied], {"balance": [1, 1]}),
         ([torch.nn.Linear(7, 7 + mesh.stage.rank), torch.nn.ReLU()], {}),
         (stack_of("gcn"), {"balance": [6, 2]}),
+        (stack_of("gcn"), {"balance": [3.5, 3.5]}),
     ):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
@@ -319,6 +320,7 @@ def test_mistakes_are_told_on_all_ranks():
         "normalises over all nodes",
         "share a parameter",
         "same layers on all ranks",
+        "each of 2 stages",
         "each of 2 stages",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",

@@ -173,7 +173,7 @@ def check_balance(
     if balance is None:
         return
     fits = len(balance) == stages and sum(balance) == len(stack)
-    if not fits or any(n < 1 for n in balance):
+    if not fits or any(n < 1 or n != int(n) for n in balance):
         raise ValueError(
             f"balance={list(balance)} must give each of {stages} stages one layer or more, "
             f"and {len(stack)} in all"

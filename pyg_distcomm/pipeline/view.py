@@ -290,6 +290,6 @@ class _Steady(Ordering):
 
 def view_of(run: Run, chunk: int | None) -> DistEdgeIndex:
     """Returns the edges of a chunk, or of all of them in the order of chunks."""
-    topology = ChunkTopology(run, chunk)
-    edges = torch.stack([topology.source_gid, topology.target_gid])
+    topology, plan = ChunkTopology(run, chunk), run.plan
+    edges = plan.edges if chunk is None else plan.edges[:, plan.edge.rows(chunk)]
     return DistEdgeIndex.of(edges.to(topology.device), topology)
