@@ -158,6 +158,17 @@ def test_layers_are_measured_and_balance_can_be_given():
     assert kinds == want
 
 
+def test_chunks_do_not_keep_their_edges_twice():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    pipe.train_step(share, loss_of)
+    plan = pipe._run.plan
+    for chunk in (None, 0, 1, 2):
+        edges = pipe._stage.view(chunk).to_local()
+        whole = plan.edges.untyped_storage().data_ptr()
+        assert edges.untyped_storage().data_ptr() == whole
+
+
 def test_names_of_the_state_are_those_of_the_stack():
     data, share, mesh = _share()
     stack = torch.nn.ModuleList(stack_of("gcn"))
@@ -208,8 +219,19 @@ class _Centred(torch.nn.Module):
 def test_mistakes_are_told(stack, options, kind, told):
     _, share, mesh = _share()
     stack = stack_of("gcn") if stack is None else stack
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=told) as caught:
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
+    if told == "reduces over all nodes":  # the trace leads to where it happened
+        assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_data_that_would_be_learnt_are_refused():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
+    pipe.train_step(share, loss_of)
+    share.x = share.x.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"data\.x requires a gradient"):
+        pipe.train_step(share, loss_of)
 
 
 def test_another_graph_is_refused():
@@ -224,3 +246,62 @@ def test_another_graph_is_refused():
         pipe(pdc.partition(data, mesh))
     with pytest.raises(TypeError, match="one number as a tensor"):
         pipe.train_step(share, lambda out, data: out)
+
+
+@pytest.mark.parametrize("gradient", ["surrogate", "damped"])
+def test_a_step_that_fails_leaves_everything_as_it_was(gradient):
+    _, share, mesh = _share()
+    found = []
+    for fails in (False, True):
+        pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=5, gradient=gradient)
+        for p in pipe.parameters():
+            p.grad = torch.ones_like(p)
+        losses = []
+        for _ in range(3):
+            if fails:
+                with pytest.raises(ZeroDivisionError):
+                    pipe.train_step(share, lambda out, data: 1 / 0)
+            losses.append(float(pipe.train_step(share, loss_of)))
+            with torch.no_grad():
+                for p in pipe.parameters():
+                    p.sub_(0.3 * p.grad)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_a_step_needs_no_gradients_around_it():
+    _, share, mesh = _share()
+    want, got = (pdc.Pipeline(stack_of("gcn"), mesh, chunks=3) for _ in range(2))
+    loss = want.train_step(share, loss_of)
+    with torch.no_grad():
+        assert got.train_step(share, loss_of) == loss
+    for p, q in zip(got.parameters(), want.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_the_first_use_may_be_in_inference_mode():
+    data, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("weighted"), mesh, chunks=1)
+    with torch.inference_mode():
+        out = pipe(share).full_tensor()
+    right, loss, grads = run_plain(stack_of("weighted"), data)
+    torch.testing.assert_close(out, right, **EXACT)
+    torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **EXACT)
+    for p, g in zip(pipe.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, g, **EXACT)
+
+
+def test_two_pipelines_may_map_history_from_one_folder(tmp_path):
+    _, share, mesh = _share()
+    found = []
+    for path in (None, tmp_path):
+        options = {"chunks": 5, "history_path": path}
+        pipes = [pdc.Pipeline(stack_of("gcn", seed=k), mesh, **options) for k in (1, 2)]
+        for pipe in pipes * 3:
+            pipe.train_step(share, loss_of)
+            with torch.no_grad():
+                for p in pipe.parameters():
+                    p.sub_(0.1 * p.grad)
+        found.append([p.detach() for pipe in pipes for p in pipe.parameters()])
+    for plain, mapped in zip(*found, strict=True):
+        assert torch.equal(plain, mapped)

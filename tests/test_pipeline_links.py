@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import worlds
@@ -12,7 +14,9 @@ from torch_geometric.nn import GCNConv
 import pyg_distcomm as pdc
 from pyg_distcomm.exchange.codecs import ColumnMask, Plain, Quantise
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.schedule import Budget, Exponential
 
+BUDGET = 1.2e5
 LINKS = {
     "none": lambda: None,
     "plain": lambda: LinkPolicy(Plain()),
@@ -24,6 +28,7 @@ LINKS = {
     "8 bits": lambda: LinkPolicy(Quantise(8, "stochastic"), late=2, late_gradients=1),
     "varco": lambda: pdc.VARCO(6, c_max=4, slope=1),
     "columns": lambda: LinkPolicy(ColumnMask(1), exact_last=False),
+    "budget": lambda: LinkPolicy(ColumnMask(6), Budget(BUDGET, Exponential(12, 6, 1))),
 }
 
 
@@ -124,3 +129,105 @@ def _own_link():
 
 def test_layers_with_a_link_of_their_own_are_refused():
     worlds.run(_own_link, 2)
+
+
+def _coded(stages, link, balance):
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random", link=LINKS[link]())
+    chunk = torch.arange(60) * 7 % 4
+    pipe = pdc.Pipeline(stack_of("gcnii"), mesh, chunks=chunk, balance=balance)
+    return pipe, share, torch.optim.Adam(pipe.parameters(), 0.02)
+
+
+def _go_on(pipe, share, opt, epochs):
+    losses = []
+    for _ in range(epochs):
+        opt.zero_grad()
+        losses.append(float(pipe.train_step(share, loss_of)))
+        opt.step()
+        share.edge_index.topology.link.step(losses[-1])
+    return losses
+
+
+def _losses(stages, link, balance):
+    return _go_on(*_coded(stages, link, balance), 5)
+
+
+@pytest.mark.parametrize("link", ["8 bits", "one bit, late", "budget"])
+def test_results_do_not_depend_on_stages(link):
+    want = worlds.run(_losses, 2, 1, link, None)[0]
+    for stages, balance in ((2, [3, 5]), (2, [7, 1])):  # the last reads no neighbours
+        for losses in worlds.run(_losses, 2 * stages, stages, link, balance):
+            assert losses == pytest.approx(want, rel=1e-9)
+
+
+def _spent(stages):
+    pipe, share, opt = _coded(stages, "budget", None)
+    pipe(share)
+    ledger = share.edge_index.nodes.mesh.ledger
+    ledger.reset()
+    _go_on(pipe, share, opt, 12)
+    link = share.edge_index.topology.link
+    return halo_bytes(ledger), link.pace.schedule, link.epoch
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_budget_is_that_of_all_stages(stages):
+    found = worlds.run(_spent, 2 * stages, stages)
+    assert 0.97 * BUDGET <= sum(spent for spent, *_ in found) <= BUDGET
+    assert len({f"{rest}" for _, *rest in found}) == 1
+
+
+def _resumed(stages, link, path, first, balance):
+    pipe, share, opt = _coded(stages, link, balance)
+    if first:
+        _go_on(pipe, share, opt, 4)
+        pipe.save(path, opt)
+        return _go_on(pipe, share, opt, 3)
+    _go_on(pipe, share, opt, 1)
+    pipe.load(path, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _go_on(pipe, share, opt, 3)
+
+
+@pytest.mark.parametrize("link", ["one bit, late", "8 bits", "varco", "budget"])
+def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
+    path = tmp_path / "pipe"
+    (want, *_) = worlds.run(_resumed, 4, 2, link, path, True, [3, 5])
+    for stages, balance in ((2, [3, 5]), (2, [6, 2]), (1, None)):
+        for losses in worlds.run(
+            _resumed, 2 * stages, stages, link, path, False, balance
+        ):
+            assert losses == want
+
+
+def _restarted(stages, path):
+    """A link that goes on in chunks of other nodes, without the rows of the old ones."""
+    pipe, share, opt = _coded(stages, "one bit, late", None)
+    _go_on(pipe, share, opt, 2)
+    pipe.save(path, opt)
+    share.edge_index = share.edge_index.with_link(LINKS["one bit, late"]())
+    pipe = pdc.Pipeline(stack_of("gcnii"), share.edge_index.nodes.mesh, chunks=3)
+    pipe.load(path)
+    with pytest.warns(UserWarning, match="late rows of links as well"):
+        _go_on(pipe, share, opt, 1)
+    return share.edge_index.topology.link.epoch
+
+
+def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
+    assert worlds.run(_restarted, 4, 2, tmp_path / "pipe") == [3] * 4
+
+
+def _unstepped(stages):
+    pipe, share, opt = _coded(stages, "one bit", [7, 1] if stages == 2 else None)
+    pipe.train_step(share, loss_of)
+    with pytest.raises(ValueError, match=r"link\.step\(\) once an epoch"):
+        pipe.train_step(share, loss_of)
+    share.edge_index.topology.link.step()
+    return _go_on(pipe, share, opt, 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_epoch_of_a_link_is_one_of_the_pipeline(stages):
+    worlds.run(_unstepped, 2 * stages, stages)

@@ -124,6 +124,7 @@ def _alone(stages, name, measured):
     torch.testing.assert_close(pipe.train_step(share, loss_of), loss, **close)
     with pytest.raises(ValueError, match="has save"):
         pdc.save_checkpoint("nowhere", mesh, pipe)
+    assert ("x" in pipe._stage._data) == (mesh.stage.rank == 0)  # others would keep it
     return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
 
 
@@ -187,16 +188,17 @@ def test_bytes_are_those_of_the_formula(shape, chunks):
         assert words == stage_words(n, 8, stages)
 
 
-def _resumed(stages, path, dtype, gradient, first):
-    """Trains four epochs, or two and two from what was saved; on other stages, too."""
+def _resumed(stages, path, dtype, gradient, first, used=False):
+    """Trains six epochs, or the last three from what was saved; on other stages, too."""
     data = GRAPHS["directed"]()
     mesh = worlds.mesh(stages=stages)
     share = pdc.partition(data, mesh, "random")
     losses = []
 
-    def made():
+    def made(seed=None):
         stack = stack_of("gcnii", dropout=0.3)
         options = {"history_dtype": dtype, "gradient": gradient, "history_refresh": 2}
+        options["seed"] = seed
         pipe = pdc.Pipeline(stack, mesh, chunks=_chunks("directed"), **options)
         return pipe, torch.optim.Adam(pipe.parameters(), 0.02)
 
@@ -212,10 +214,13 @@ def _resumed(stages, path, dtype, gradient, first):
         pipe.save(path, opt)
         train(pipe, opt, 3)
         return losses[3:], pipe.state_dict()
-    pipe, opt = made()
+    pipe, opt = made(seed=7)
     with torch.no_grad():
         for p in pipe.parameters():
             p.zero_()
+    if used:
+        train(pipe, opt, 5)
+        losses.clear()
     pipe.load(path, opt)
     train(pipe, opt, 3)
     return losses, pipe.state_dict()
@@ -233,8 +238,9 @@ def test_training_resumes_bit_for_bit_on_any_number_of_stages(
     options = (path, dtype, gradient)
     want = worlds.run(_resumed, 2 * ways, 2, *options, True)[0]
     for stages in (2, 1) if ways == 2 else (2, 4):
+        used = stages == 2  # the pipeline had trained by itself before
         for losses, state in worlds.run(
-            _resumed, stages * ways, stages, *options, False
+            _resumed, stages * ways, stages, *options, False, used
         ):
             assert losses == want[0]
             assert all(torch.equal(state[k], want[1][k]) for k in want[1])
@@ -275,7 +281,7 @@ def _mistakes(stages):
     def tell(act):
         try:
             act()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             told.append(f"{type(error).__name__}: {error}")
 
     tied = torch.nn.Linear(7, 7)
@@ -286,6 +292,7 @@ def _mistakes(stages):
         ([tied, tied], {"balance": [1, 1]}),
         ([torch.nn.Linear(7, 7 + mesh.stage.rank), torch.nn.ReLU()], {}),
         (stack_of("gcn"), {"balance": [6, 2]}),
+        (stack_of("gcn"), {"balance": [3.5, 3.5]}),
     ):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
@@ -298,6 +305,11 @@ def _mistakes(stages):
         layers = [layer.double() for layer in layers]
         pipe = pdc.Pipeline(layers, mesh, **options)
         tell(lambda pipe=pipe: pipe.train_step(share, loss_of))
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    state = pipe.state_dict()
+    tell(lambda: pipe.load_state_dict({**state, "0.bias": state["0.bias"][:1]}))
+    share.x = share.x.requires_grad_()  # only the first stage reads it
+    tell(lambda: pipe.train_step(share, loss_of))
     return told
 
 
@@ -309,15 +321,45 @@ def test_mistakes_are_told_on_all_ranks():
         "share a parameter",
         "same layers on all ranks",
         "each of 2 stages",
+        "each of 2 stages",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
         "chunks [1, 3] of 5 have no node",
+        "size mismatch for 0.bias",
+        "requires a gradient",
     ]
     for size, stages in ((2, 2), (4, 2)):
         for told in worlds.run(_mistakes, size, stages):
             assert len(told) == len(want)
             for text, parts in zip(told, want, strict=True):
                 assert any(part in text for part in parts.split("|")), text
+
+
+def _later(stages, how):
+    """What one stage alone runs into, once all is planned."""
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+    pipe.train_step(share, loss_of)
+    start = time.monotonic()
+    try:
+        if how == "metric":
+            pipe.eval_step(share, lambda out, data: lambda: None)
+        share.x = share.x[share.train_mask]
+        pipe.train_step(share, loss_of)
+    except Exception as error:
+        return str(error), time.monotonic() - start
+    return "all went well", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("metric", "pickle"), ("data", "neither those of the nodes")]
+)
+def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
+    for text, seconds in worlds.run(_later, 2, 2, how):
+        assert told in text
+        assert seconds < 30
+    worlds.only(0)
 
 
 def _failing(stages, where, how):
@@ -354,8 +396,101 @@ def test_a_stage_that_fails_is_heard_of_on_all(where):
     worlds.only(0)  # the meshes of these ranks have heard of a failure
 
 
+def _failing_at_first(stages, where):
+    """One rank of a stage fails in the first pass, and the other waits for its rows."""
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+
+    def fail(module, inputs):
+        raise ValueError("this layer is out of order")
+
+    if mesh.everyone.rank == where:
+        next(pipe.layers.children()).register_forward_pre_hook(fail)
+    start = time.monotonic()
+    try:
+        pipe(share)
+    except Exception as error:
+        return str(error), time.monotonic() - start
+    return "all went well", 0.0
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_a_rank_that_fails_at_first_is_heard_of_on_all(where):
+    for text, seconds in worlds.run(_failing_at_first, 4, 2, where):
+        assert "this layer is out of order" in text
+        assert seconds < 40
+    worlds.only(0)
+
+
 def test_a_stage_that_dies_leaves_no_one_waiting():
     # those that are left say so within the five seconds that the pool gives them
     with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:
         worlds.run(_failing, 3, 3, 1, "die")
     assert str(told.value).count("process died") == 1
+
+
+def _made_of(stages, first, second, balance, recompute=True):
+    """Losses of two layers and what comes before and between them."""
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    torch.manual_seed(0)
+    stack = [first(), GCNConv(7, 8), second(), GCNConv(8, 4)]
+    stack = [layer.double() for layer in stack]
+    options = {"balance": balance, "recompute": recompute}
+    pipe = pdc.Pipeline(stack, mesh, chunks=3, **options)
+    opt = torch.optim.SGD(pipe.parameters(), 0.3)
+    losses = []
+    for _ in range(3):
+        opt.zero_grad()
+        losses.append(float(pipe.train_step(share, loss_of)))
+        opt.step()
+    return losses
+
+
+class _InPlace(torch.nn.ELU):
+    def __init__(self):
+        super().__init__(inplace=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
+    layers = torch.nn.Identity, _InPlace
+    (want,) = worlds.run(_made_of, 1, 1, *layers, None, recompute)
+    for losses in worlds.run(_made_of, 2, 2, *layers, [2, 2], recompute):
+        assert losses == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("first", [torch.nn.Identity, torch.nn.Dropout])
+def test_a_stage_may_hand_on_what_it_got(first):
+    layers = first, torch.nn.Dropout
+    (want,) = worlds.run(_made_of, 1, 1, *layers, None)
+    for stages, balance in ((2, [1, 3]), (4, [1, 1, 1, 1])):
+        for losses in worlds.run(_made_of, stages, stages, *layers, balance):
+            assert losses == pytest.approx(want, rel=1e-9)
+
+
+def _sent(stages, recompute):
+    """Whether all that goes to other stages lies in the boundary, and is not kept beside."""
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4, recompute=recompute)
+    pipe(share)
+    send, places = pdc.wire.send, set()
+
+    def noted(x, *rest):
+        places.add(x.untyped_storage().data_ptr())
+        return send(x, *rest)
+
+    pdc.wire.send = noted
+    try:
+        pipe.train_step(share, loss_of)
+    finally:
+        pdc.wire.send = send
+    boxes = pipe._boundary.inbox, pipe._boundary.outbox
+    return places <= {b.untyped_storage().data_ptr() for b in boxes if b is not None}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_sent_is_not_kept_beside_the_boundary(recompute):
+    assert all(worlds.run(_sent, 3, 3, recompute))

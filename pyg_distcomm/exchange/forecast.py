@@ -23,7 +23,7 @@ from pyg_distcomm.exchange.codecs.plain import Plain
 from pyg_distcomm.exchange.coded import answering
 from pyg_distcomm.exchange.schedule import BytesOf
 from pyg_distcomm.exchange.timing import Inbox, Timing
-from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.wire import Axis
 
 CallKey: TypeAlias = tuple[int, int]  # place of the layer, number of its call
 InboxKey: TypeAlias = tuple[int, int, int, int, bool]
@@ -182,7 +182,7 @@ class Forecast:
         if (record.place, record.number) == self.last:
             return "exact: the last one"
         if record.exactly:
-            return "exact: attention depends on it"
+            return "exact: the last one, or attention depends on it"
         if self._is_exact(record, epoch):
             return "exact: the first epoch"
         codec, own = self.codecs_at(epoch)
@@ -194,8 +194,8 @@ class Forecast:
             return f"{how}, late by {late[0]}"
         return f"{how}, late by {late[0]} and {late[1]}"
 
-    def bytes_of(self, mesh: Mesh, epochs: int) -> BytesOf:
-        """Returns the bytes of all ranks by epoch and rate; collective.
+    def bytes_of(self, axis: Axis, epochs: int) -> BytesOf:
+        """Returns the bytes of all ranks of an axis by epoch and rate; collective.
 
         Where gradients are masked as the rows they answer, they are counted in the epoch
         of these.
@@ -204,9 +204,7 @@ class Forecast:
             (key, record.loads, self.stages.get(record.place, 0), record.exactly)
             for key, record in self._alive(0)
         ]
-        every = [
-            one for rows in wire.all_gather_object(mine, mesh.world) for one in rows
-        ]
+        every = [one for rows in wire.all_gather_object(mine, axis) for one in rows]
         calls = {(key[:2], stage) for key, _, stage, _ in every}
         asking = wire.ring_words(1, self.size) * self.size
         one = _Epochs(self, every)

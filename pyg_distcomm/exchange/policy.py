@@ -27,11 +27,7 @@ from pyg_distcomm.exchange.refusals import (
     check_together,
 )
 from pyg_distcomm.exchange.run import Run
-from pyg_distcomm.exchange.saved import (
-    mark,
-    read_solved,
-    solved,
-)
+from pyg_distcomm.exchange.saved import mark, read_solved, solved
 from pyg_distcomm.exchange.schedule import Budget, Pace, Plateau, Schedule
 from pyg_distcomm.exchange.timing import Timing
 from pyg_distcomm.rows import Rows
@@ -150,24 +146,24 @@ class LinkPolicy:
             return None
         return self._call(place, number, keeps=True)
 
-    def part(self, site: Any, name: str, nodes: Rows, number: int) -> Call | None:
-        """Returns the call of a chunk of rows in training, or None if it is exact.
+    def begin_parts(self, nodes: Rows) -> None:
+        """Begins an epoch of a pipeline, on the ranks of all its stages; see `part`."""
+        if nodes.mesh.size > 1 and not self.is_exact:
+            self.run.begin_parts(nodes, self.epoch)
 
-        All ranks of a stage train alike; the pipeline knows which of its sites is the last.
+    def part(self, place: int, name: str, number: int, last: bool) -> Call:
+        """Returns the call of a chunk of rows in training, of a link that is not exact.
 
         Args:
-            site: whose rows they are.
+            place: of the site whose rows they are, among those of all stages.
             name: of its layer, in messages.
-            nodes: which nodes are where.
             number: which chunk.
+            last: whether no site comes after it.
         """
-        if nodes.mesh.size == 1 or self.is_exact:
-            return None
-        run = self.run
-        run.bind(nodes)
-        run.in_parts, place = True, run.place(site, name=name)
-        run.made[place, number] = None
-        return self._call(place, number, keeps=True)
+        self.run.layers[place] = name
+        self.run.made[place, number] = None
+        call = self._call(place, number, keeps=True)
+        return call.whole() if last and self.exact_last else call
 
     def _mode(self, place: int, training: bool) -> int:
         if torch._C._current_graph_task_id() != -1:
@@ -246,9 +242,9 @@ class LinkPolicy:
             ValueError: if one of these is given none.
         """
         value = None if metric is None else float(torch.as_tensor(metric).detach())
-        mesh = None if self.run.nodes is None else self.run.nodes.mesh
+        axis = self.run.axis
         if self.trend is not None or self._goes_by_metric:
-            value = value if mesh is None else wire.broadcast_object(value, mesh.world)
+            value = value if axis is None else wire.broadcast_object(value, axis)
             if value is None or math.isnan(value):
                 raise ValueError(
                     f"this link goes by the loss: link.step(loss), got {value}"
@@ -258,8 +254,9 @@ class LinkPolicy:
         self.run.settle(self.exact_last)
         if self.pace is not None:
             budget = self.pace.schedule
-            if isinstance(budget, Budget) and self.run.active and mesh is not None:
-                self.pace.solve(self.forecast.bytes_of(mesh, budget.ramp.epochs))
+            used = self.run.active or self.run.in_parts
+            if isinstance(budget, Budget) and used and axis is not None:
+                self.pace.solve(self.forecast.bytes_of(axis, budget.ramp.epochs))
             if self._unsolved:
                 self.pace.epoch += 1  # nothing travels
             else:
@@ -340,6 +337,7 @@ class LinkPolicy:
             "trend": None if self.trend is None else self.trend.state_dict(),
             "last": run.last,
             "active": run.active,
+            "parts_of": run.parts_of,
             "mark": run.mark if nodes is None or run.restored else mark(nodes),
             "constant": run.constants(),
             "kept": run.kept(),

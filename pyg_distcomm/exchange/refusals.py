@@ -14,6 +14,7 @@ STATE = {
     "trend",
     "last",
     "active",
+    "parts_of",
     "mark",
     "constant",
     "kept",

@@ -16,9 +16,11 @@ from pyg_distcomm import wire
 from pyg_distcomm.exchange.account import Load, Record, RecordKey
 from pyg_distcomm.exchange.coded import Way
 from pyg_distcomm.exchange.forecast import CallKey, InboxKey
+from pyg_distcomm.exchange.refusals import PROBLEMS, REPEATS
 from pyg_distcomm.exchange.saved import mark, read_inbox, saved_inbox
 from pyg_distcomm.exchange.timing import Inbox
 from pyg_distcomm.rows import Rows
+from pyg_distcomm.wire import Axis
 
 
 @dataclass(eq=False)
@@ -41,7 +43,7 @@ class Run:
         last: the call that is exact.
         answered: layers that have had a backward pass in this epoch.
         evaluates: whether ranks last agreed that one of them evaluates.
-        in_parts: whether a pipeline takes it into use, chunk by chunk.
+        parts_of: the epoch that a pipeline began last, which uses it chunk by chunk.
         constant: layers whose inputs had been seen before the run was restored.
     """
 
@@ -60,7 +62,7 @@ class Run:
     last: CallKey | None = None
     answered: set[int] = field(default_factory=set)
     evaluates: bool = False
-    in_parts: bool = False
+    parts_of: int | None = None
     constant: set[int] = field(default_factory=set)
 
     def bind(self, nodes: Rows) -> None:
@@ -92,15 +94,34 @@ class Run:
                 stacklevel=2,
             )
 
-    def place(
-        self,
-        layer: Any,
-        stage: Callable[[], int] | None = None,
-        name: str | None = None,
-    ) -> int:
+    @property
+    def in_parts(self) -> bool:
+        """Whether a pipeline uses it."""
+        return self.parts_of is not None
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks that use it, those of all stages of a pipeline; None before."""
+        if self.nodes is None:
+            return None
+        mesh = self.nodes.mesh
+        return mesh.everyone if self.in_parts else mesh.world
+
+    def begin_parts(self, nodes: Rows, epoch: int) -> None:
+        """Begins an epoch of a pipeline; collective over its stage at first.
+
+        Raises:
+            ValueError: if it is begun already.
+        """
+        self.bind(nodes)
+        if self.parts_of == epoch:
+            raise ValueError(f"a pipeline {PROBLEMS[REPEATS]}")
+        self.parts_of = epoch
+
+    def place(self, layer: Any, stage: Callable[[], int] | None = None) -> int:
         """Returns the place of a layer, and remembers how to ask for its input."""
         place: int = self.places.setdefault(layer, len(self.layers))
-        self.layers[place] = name or type(layer).__name__
+        self.layers[place] = type(layer).__name__
         if stage is not None:
             self.stages[place] = stage
         return place
@@ -201,6 +222,7 @@ class Run:
         last = None if state["last"] is None else tuple(state["last"])
         active = tuple((place, number) for place, number in state["active"])
         run = Run(mark=state["mark"], restored=True, active=active, last=last)
+        run.parts_of = state["parts_of"]
         run.constant = {int(place) for place in state["constant"]}
         for one in state["kept"]:
             place, number, name, piece, backward = one["of"]

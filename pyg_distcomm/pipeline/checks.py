@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,26 +12,61 @@ import torch
 from pyg_distcomm import wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.failure import RankError
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.history import DTYPES
 from pyg_distcomm.pipeline.stack import Layer
 
 ORDERS = ("shuffled", "fixed")
+_PATIENCE = 10.0  # seconds for ranks that compute alike to fail alike
 _KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 @contextlib.contextmanager
-def on_all_ranks(mesh: Mesh) -> Iterator[None]:
-    """Raises on the ranks of all stages what one of them raises inside; collective."""
+def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
+    """Raises on the ranks of all stages what one of them raises inside; collective.
+
+    Args:
+        mesh: the ranks.
+        exchanging: whether ranks of a stage exchange rows inside: if one fails alone, those
+            that wait for its rows are told after some seconds, as by `telling`.
+    """
     problem: Exception | None = None
+    axis, watch = mesh.everyone, mesh.everyone.watch
     try:
         yield
     except Exception as error:
+        if exchanging and watch is not None:
+            if watch.failed():
+                raise
+            soon = replace(watch, deadline=min(_PATIENCE, watch.deadline))
+            axis = replace(axis, watch=soon)
         problem = error
     near = next((k for k in _KINDS if isinstance(problem, k)), RuntimeError)
-    kinds = wire.all_gather_object(near if problem else None, mesh.everyone)
+    try:
+        kinds = wire.all_gather_object(near if problem else None, axis)
+    except RankError:
+        if problem is None or watch is None:
+            raise
+        watch.report(problem)
+        raise problem from None
     kind = next((k for k in kinds if k is not None), ValueError)
-    wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
+    try:
+        wire.agree(None if problem is None else str(problem), mesh.everyone, kind)
+    except kind as told:
+        raise told from problem
+
+
+@contextlib.contextmanager
+def telling(mesh: Mesh) -> Iterator[None]:
+    """Lets the other ranks know if this one fails: they wait for what will not come."""
+    try:
+        yield
+    except Exception as error:
+        watch = mesh.everyone.watch
+        if watch is not None:
+            watch.report(error)
+        raise
 
 
 def check_same(stack: Sequence[Layer], mesh: Mesh) -> None:
@@ -137,7 +173,7 @@ def check_balance(
     if balance is None:
         return
     fits = len(balance) == stages and sum(balance) == len(stack)
-    if not fits or any(n < 1 for n in balance):
+    if not fits or any(n < 1 or n != int(n) for n in balance):
         raise ValueError(
             f"balance={list(balance)} must give each of {stages} stages one layer or more, "
             f"and {len(stack)} in all"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,8 @@ Loss = Callable[[Any, Any], Tensor]
 class Boundary:
     """What a stage receives and sends, all chunks side by side.
 
-    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, the
-    outbox takes the gradients of what it held.
+    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, they
+    take the gradients of what they held.
 
     Args:
         takes, gives: what the rows are made of; the first stage takes none.
@@ -71,11 +72,20 @@ class Epoch:
     _begun: float = 0.0
 
     def run(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
-        """Carries out this stage's actions, and returns the loss, on all ranks."""
+        """Carries out this stage's actions, and returns the loss, on all ranks.
+
+        Where that fails, history is put back in place of the rows of this epoch.
+        """
         self._begun = time.perf_counter()
+        try:
+            return self._carried_out(schedule, data, loss_fn)
+        except BaseException:
+            for site in self._sites():
+                site.end_epoch(refresh=True)
+            raise
+
+    def _carried_out(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64)
-        for site in self._sites():
-            site.begin_backward()
         for action in schedule.stages[self.mesh.stage.rank]:
             if action.kind == "loss":
                 loss = self._loss(data, loss_fn)
@@ -117,10 +127,9 @@ class Epoch:
         self._start("send", slot, wire.send(rows, self._peer(1), self._axis, OP))
 
     def _send_grad(self, slot: int) -> None:
-        leaf, _ = self._graphs.pop(slot)
-        assert leaf is not None
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        self._start("send_grad", slot, wire.send(grad, self._peer(-1), self._axis, OP))
+        assert self.boundary.inbox is not None
+        rows = self.boundary.inbox[self._rows(slot)]
+        self._start("send_grad", slot, wire.send(rows, self._peer(-1), self._axis, OP))
 
     @property
     def _axis(self) -> wire.Axis:
@@ -146,14 +155,21 @@ class Epoch:
 
     def _backward(self, slot: int) -> None:
         begin, chunk = time.perf_counter(), self.order[slot]
+        if slot == len(self.order) - 1:
+            for site in self._sites():
+                site.begin_backward()
         if self.recompute:
             self.stage.run.mode = "again"
             with torch.enable_grad():
-                self._graphs[slot] = self._computed(slot)
-        leaf, out = self._graphs[slot]
+                leaf, out = self._computed(slot)
+        else:
+            leaf, out = self._graphs.pop(slot)
         if out.requires_grad:
             torch.autograd.backward(out, self.boundary.outbox[self._rows(slot)])
-        self._graphs[slot] = leaf, out.detach()[:0]
+        if leaf is not None:
+            assert self.boundary.inbox is not None
+            grad = 0.0 if leaf.grad is None else leaf.grad
+            self.boundary.inbox[self._rows(slot)] = grad
         for site in self._sites():
             site.retire(chunk, self.refresh)
         self._note("backward", slot, begin)
@@ -174,8 +190,8 @@ class Epoch:
         box, own = self.boundary.outbox, self.stage.run.plan.own
         leaf = box[own.place].requires_grad_()
         edge_index: Any = data.edge_index
-        values = self.boundary.gives.unpack(leaf, edge_index.nodes)
         with torch.enable_grad():
+            values = self.boundary.gives.unpack(leaf, edge_index.nodes)
             loss = loss_fn(values[self.boundary.gives.names[0]], data)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (
@@ -193,7 +209,25 @@ class Epoch:
         self.spans.append(span)
 
 
-def average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+@contextlib.contextmanager
+def gradients_added(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Averages the gradients of a step, and adds them to those there are; if it fails, none."""
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+        _average_gradients(mesh, parameters)
+    except BaseException:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+        raise
+    for p, grad in zip(parameters, before, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+
+def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
     """Averages gradients over the ranks of a stage; see [Note: gradients] in `adjoint`.
 
     Price: one all-reduce of the parameters that have a gradient.

@@ -101,12 +101,12 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
     gives: Cargo | None = None
     inbox, outbox = None, torch.empty(0)
     for turn in range(axis.size):
-        with on_all_ranks(mesh):
+        with on_all_ranks(mesh, exchanging=True):
             if turn == axis.rank:
                 found = _whole(stage, takes, inbox)
                 names = crossing(stage.layers, stage.end)
                 gives = Cargo.of(found, names, str(stage.layers[stage.end - 1]))
-                outbox = gives.pack(found).contiguous()
+                outbox = gives.pack(found).clone()  # it may be the data's, or the inbox
                 _probe(stage, takes, inbox)
         said = wire.all_gather_object(gives if turn == axis.rank else None, axis)
         if turn == axis.rank - 1:
@@ -119,6 +119,8 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
         elif turn == axis.rank and turn < axis.size - 1:
             wire.send(outbox, turn + 1, axis, OP).wait()
     assert gives is not None
+    counts = wire.all_gather_object(len(run.sites), axis)
+    run.before, run.all_sites = sum(counts[: axis.rank]), sum(counts)
     return Boundary(takes, gives, said[-1], inbox, outbox)
 
 

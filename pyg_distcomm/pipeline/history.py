@@ -36,7 +36,7 @@ class History:
         dtype: torch.dtype | None = None,
         path: Path | None = None,
     ) -> None:
-        self._bounds, self._like = bounds, like[:0].detach()
+        self._bounds = bounds
         coded = dtype is torch.int8 and like.is_floating_point()
         kind = like.dtype if dtype is None or not like.is_floating_point() else dtype
         width = like.size(1)
@@ -54,11 +54,6 @@ class History:
             self.kept = numbers.view(bounds[-1], width)
 
     @property
-    def exact(self) -> bool:
-        """Whether rows come back as they were."""
-        return self._ends is None and self.kept.dtype == self._like.dtype
-
-    @property
     def nbytes(self) -> int:
         """The bytes that it takes."""
         return self.kept.nbytes
@@ -66,15 +61,14 @@ class History:
     def store(self, block: int, x: Tensor) -> None:
         """Writes the rows of a block."""
         if self._ends is None:
-            self._rows(block).copy_(x)
+            rows = self._rows(block).copy_(x)
+            if rows.dtype is torch.float16 and not bool(rows.isfinite().all()):
+                raise _not_finite("float16")
         elif x.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
             bad = codes.quantise(x, None, _BITS, None, message)
             if bad >= 0:
-                raise ValueError(
-                    "a row of history is not finite, and cannot be kept as int8; lower the "
-                    "learning rate, or use history_dtype=torch.bfloat16"
-                )
+                raise _not_finite("int8")
 
     def load(self, block: int, out: Tensor) -> None:
         """Reads the rows of a block."""
@@ -88,10 +82,18 @@ class History:
         return self.kept[self._bounds[block] : self._bounds[block + 1]]
 
 
+def _not_finite(kind: str) -> ValueError:
+    return ValueError(
+        f"a row of history is not finite as {kind}, and cannot be kept; lower the learning "
+        "rate, or use history_dtype=torch.bfloat16"
+    )
+
+
 def _empty(
     count: int, dtype: torch.dtype, device: torch.device, path: Path | None
 ) -> Tensor:
     if path is None or not count:
         return torch.zeros(count, dtype=dtype, device=device)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # another history may be mapped from it, and keeps it
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype)

@@ -27,12 +27,12 @@ from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.pipeline import checks, filling, saving
 from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, average_gradients
+from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
 from pyg_distcomm.pipeline.site import Rule
-from pyg_distcomm.pipeline.stack import Layer, from_data, read_stack
+from pyg_distcomm.pipeline.stack import Layer, read_stack
 from pyg_distcomm.pipeline.stage import Cargo, Stage
 from pyg_distcomm.pipeline.view import Run
 from pyg_distcomm.tensor import DistTensor
@@ -131,7 +131,6 @@ class Pipeline(torch.nn.Module):
             checks.check_same(stack, mesh)
         stack = [_converted(layer) for layer in stack]
         filling.share_weights(stack, mesh)
-        self._names = from_data(stack)
         self._run: Run | None = None
         if data is not None:
             self._plan(data)
@@ -146,8 +145,8 @@ class Pipeline(torch.nn.Module):
         if data is None or self.mesh.stage.size == 1:
             return supposed_costs(stack)
         assert self._run is not None
-        with checks.on_all_ranks(self.mesh):
-            stage = Stage(stack, 0, len(stack), self._run, self._names)
+        with checks.on_all_ranks(self.mesh, exchanging=True):
+            stage = Stage(stack, 0, len(stack), self._run)
             stage.look_at(data)
             costs = filling.measured_costs(stage)
         return costs
@@ -191,6 +190,7 @@ class Pipeline(torch.nn.Module):
         name = f"rank{self.mesh.everyone.rank}-layer{key[0]}-{key[1]}.rows"
         return History(bounds, like, dtype, None if folder is None else folder / name)
 
+    @torch.inference_mode(False)  # what is planned in an evaluation is trained with
     def _prepare(self, data: Data) -> Stage:
         """Plans at the first use, and fills the sites by a pass over the whole graph."""
         if self._run is None:
@@ -205,16 +205,19 @@ class Pipeline(torch.nn.Module):
                 "this Data is not the one that the pipeline was planned for; make another "
                 "Pipeline for another graph"
             )
+        self._run.link = edge_index.topology.link
         if self._boundary is None:
             begin, end = self._span
-            self._stage = Stage(self._stack, begin, end, self._run, self._names)
-            self._stage.look_at(data)
+            self._stage = Stage(self._stack, begin, end, self._run)
+            with checks.on_all_ranks(self.mesh):  # each stage reads its own names
+                self._stage.look_at(data)
             with self._mode(False):
-                self._boundary = filling.fill(self._stage, self.mesh)
+                boundary = filling.fill(self._stage, self.mesh)
             if self._saved is not None:
                 self._saved = self._saved(self._run)
-        self._stage.look_at(data)
-        self._run.link = edge_index.topology.link
+            self._boundary = boundary
+        with checks.telling(self.mesh):
+            self._stage.look_at(data)
         return self._stage
 
     @contextlib.contextmanager
@@ -255,26 +258,21 @@ class Pipeline(torch.nn.Module):
         stage = self._prepare(data)
         assert self._run is not None
         assert self._boundary is not None
+        if self._run.link is not None:
+            self._run.link.begin_parts(self._run.plan.topology.nodes)
         self._run.epoch = self.epoch
         again = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)
         epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
         own = list(self.parameters())
-        before = [p.grad for p in own]
-        for p in own:
-            p.grad = None
-        with self._telling():
+        with gradients_added(self.mesh, own), checks.telling(self.mesh):
             loss = epoch.run(self.schedule, data, loss_fn)
-        average_gradients(self.mesh, own)
-        for p, grad in zip(own, before, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.timeline = epoch.spans
         self.epoch += 1
         return loss
 
     def forward(self, data: Data) -> DistTensor:
-        """Returns the exact output of the whole graph, in this mode, on every stage.
+        """Returns the exact output of the whole graph, without dropout, on every stage.
 
         Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
         """
@@ -297,37 +295,25 @@ class Pipeline(torch.nn.Module):
         """
         out, result, axis = *self._full(data), self.mesh.stage
         found = None
-        with self._telling(), torch.no_grad():
+        with checks.telling(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
                 found = metric(self._output(out, result, data), data)
-        return wire.all_gather_object(found, axis)[-1]
+            return wire.all_gather_object(found, axis)[-1]
 
     def _full(self, data: Data) -> tuple[Tensor, Cargo]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
-        stage, axis = self._prepare(data), self.mesh.stage
-        assert self._boundary is not None
+        stage, boundary = self._prepare(data), self._boundary
+        assert boundary is not None
         stage.run.mode = "full"
-        with self._mode(False), self._telling():
-            return filling.whole_pass(
-                stage, self._boundary, axis
-            ), self._boundary.result
+        with self._mode(False), checks.telling(self.mesh):
+            out = filling.whole_pass(stage, boundary, self.mesh.stage)
+        return out, boundary.result
 
     def _output(self, packed: Tensor, result: Cargo, data: Data) -> DistTensor:
         assert self._run is not None
         edge_index: Any = data.edge_index
         rows = packed[self._run.plan.own.place]
         return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Lets the other ranks know if this one fails: they wait for what will not come."""
-        try:
-            yield
-        except Exception as error:
-            watch = self.mesh.everyone.watch
-            if watch is not None:
-                watch.report(error)
-            raise
 
     # what it costs
 
@@ -366,15 +352,23 @@ class Pipeline(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Takes the part of an unsplit stack's state that belongs to this stage."""
+        """Takes the part of an unsplit stack's state that belongs to this stage; collective.
+
+        Raises:
+            RuntimeError: on all ranks, where that of one stage does not fit.
+        """
         own = dict(self.layers.named_children())
         mine = {k: v for k, v in state_dict.items() if k.split(".")[0] in own}
-        return self.layers.load_state_dict(mine, strict=strict, assign=assign)
+        with checks.on_all_ranks(self.mesh):
+            return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
     def save(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Writes weights, optimizer, epoch and history to a folder; collective."""
+        """Writes weights, optimizer, epoch and history to a folder; collective.
+
+        Where the data have a link, it is written too: between epochs, after `link.step()`.
+        """
         saving.save(self, Path(path), optimizer)
 
     def load(
@@ -383,7 +377,8 @@ class Pipeline(torch.nn.Module):
         """Reads what `save` wrote, on any number of stages; collective.
 
         Training goes on bit for bit where the graph is spread and cut into chunks as it
-        was; elsewhere history begins anew, with a warning.
+        was; elsewhere history begins anew, with a warning. At the first use the link of the
+        data, made as it was, goes where it stood.
         """
         saving.load(self, Path(path), optimizer)
 

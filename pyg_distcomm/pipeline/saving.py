@@ -18,6 +18,11 @@ from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.view import Run
 
 _MODEL = "model.pt"
+_NO_ROWS: dict[str, Any] = {
+    "kept": [],
+    "mark": None,
+    "active": [],
+}  # each rank's, of a link
 
 
 def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
@@ -32,16 +37,20 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     """Writes a folder, whole or not at all: it is written aside and renamed; collective."""
     mesh, first = pipe.mesh, pipe.mesh.everyone.rank == 0
     aside = path.with_name(f".{path.name}.writing")
-    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe.mesh.seed}
+    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer(pipe, optimizer)
+    link = None if pipe._run is None else pipe._run.link
     with on_all_ranks(mesh):
+        state = None if link is None else link.state_dict()
+        whole["link"] = None if state is None else {**state, **_NO_ROWS}
         if first:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             torch.save(whole, aside / _MODEL)
     with on_all_ranks(mesh):
         if pipe._run is not None:
-            rows = {"mark": _mark(pipe._run), "sites": _rows(pipe._run)}
+            rows: dict[str, Any] = {"mark": _mark(pipe._run), "sites": _rows(pipe._run)}
+            rows["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
             name = f"rows{mesh.rank}-stage{mesh.stage.rank}.pt"
             torch.save(rows, aside / name)
     with on_all_ranks(mesh):
@@ -65,15 +74,14 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
                 sites.append(torch.load(name, map_location="cpu", weights_only=True))
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
-        pipe.load_state_dict(whole["model"])
+    pipe.load_state_dict(whole["model"])
+    with on_all_ranks(pipe.mesh):
         if optimizer is not None:
             _put_optimizer(pipe, optimizer, whole["optimizer"], path)
-    pipe.epoch = int(whole["epoch"])
-    put = _putter(sites, path)
-    if pipe._run is not None and pipe._boundary is not None:
-        put(pipe._run)
-    else:
-        pipe._saved = put
+    pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
+    if pipe._run is not None:
+        pipe._run.seed = pipe._seed
+    pipe._boundary, pipe._saved = None, _putter(sites, whole["link"], path)
 
 
 def _rows(run: Run) -> dict[tuple[int, int], Any]:
@@ -94,8 +102,11 @@ def _mark(run: Run) -> str:
     return told.hexdigest()
 
 
-def _putter(saved: list[Any], path: Path) -> Callable[[Run], None]:
-    """Returns what puts saved rows in the place of those that sites were filled with."""
+def _putter(saved: list[Any], link: Any, path: Path) -> Callable[[Run], None]:
+    """Returns what puts saved rows in the place of those that sites were filled with.
+
+    The link of the data goes where the saved one stood, with what it kept if all fits.
+    """
 
     def put(run: Run) -> None:
         mark = _mark(run)
@@ -104,11 +115,14 @@ def _putter(saved: list[Any], path: Path) -> Callable[[Run], None]:
             key in every and _fit(site.history, every[key]["history"])
             for key, site in run.sites.items()
         )
-        world = run.plan.mesh.everyone
-        if not all(wire.all_gather_object(fits, world)):
+        fits = all(wire.all_gather_object(fits, run.plan.mesh.everyone))
+        if link is not None and run.link is not None:
+            parts = [part["link"] for part in saved] if fits else []
+            run.link.load_state_dict({**link, **_joined(parts)})
+        if not fits:
             warnings.warn(
                 f"{path} holds history of other chunks, or kept in another way; history "
-                "begins anew from an exact pass over the graph",
+                "begins anew from an exact pass over the graph, late rows of links as well",
                 stacklevel=2,
             )
             return
@@ -121,6 +135,14 @@ def _putter(saved: list[Any], path: Path) -> Callable[[Run], None]:
                 site.gradients = every[key]["gradients"].to(device)
 
     return put
+
+
+def _joined(parts: list[Any]) -> dict[str, Any]:
+    """Returns what the links of all stages kept for this rank's place in them."""
+    if not parts:
+        return _NO_ROWS
+    kept, active = ([one for p in parts for one in p[k]] for k in ("kept", "active"))
+    return {"kept": kept, "mark": parts[0]["mark"], "active": active}
 
 
 def _fit(history: Any, kept: Any) -> bool:

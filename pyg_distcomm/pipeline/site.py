@@ -87,7 +87,7 @@ class Site:
         operator: Operator,
         rule: Rule,
         keep: Callable[[tuple[int, ...], Tensor], History] | None,
-        wrap: Callable[[Site, int], Link] | None = None,
+        wrap: Callable[[int], Link] | None = None,
     ) -> None:
         n, h = plan.counts
         self.plan, self.operator, self.rule = plan, operator, rule
@@ -127,7 +127,7 @@ class Site:
             ghost = plan.ghost.rows(chunk)
             into = self.mix[n + ghost.start : n + ghost.stop]
             if self._wrap is not None:
-                link = self._links[chunk] = self._wrap(self, chunk)
+                link = self._links[chunk] = self._wrap(chunk)
             arrive = link.begin(x, into)
         rows = operator.rows(chunk)
         z = x.new_empty((rows.stop - rows.start, x.size(1)))

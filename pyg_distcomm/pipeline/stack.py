@@ -150,11 +150,11 @@ def crossing(layers: Sequence[Layer], place: int) -> tuple[str, ...]:
     return tuple(sorted(name for name in set(alive) if name in written))
 
 
-def from_data(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """Returns the names that layers read and none before them writes."""
-    written: set[str] = set()
+def from_data(layers: Sequence[Layer], begin: int, end: int) -> tuple[str, ...]:
+    """Returns the names that layers from `begin` to `end` read and none before writes."""
+    written = {name for layer in layers[:begin] for name in layer.gives}
     found: list[str] = []
-    for layer in layers:
+    for layer in layers[begin:end]:
         found += [n for n in layer.takes if n not in written and n not in found]
         written |= set(layer.gives)
     return tuple(name for name in found if name != "edge_index")

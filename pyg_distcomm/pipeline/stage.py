@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.pipeline.chunks import ChunkPlan
-from pyg_distcomm.pipeline.stack import Layer
+from pyg_distcomm.pipeline.stack import Layer, from_data
 from pyg_distcomm.pipeline.view import Run, view_of
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
@@ -71,13 +71,13 @@ class Cargo:
         return torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()
 
     def unpack(self, packed: Tensor, rows: Rows) -> Values:
-        """Returns the values of a matrix."""
+        """Returns the values of a matrix, copied: layers may write into them."""
         widths = [_count(s) for shape in self.shapes for s in _several(shape)]
         parts = iter(packed.split(widths, 1))
         values: Values = {}
         for name, shape in zip(self.names, self.shapes, strict=True):
             found = [
-                DistTensor.wrap(next(parts).reshape(len(packed), *s), rows)
+                DistTensor.wrap(next(parts).reshape(len(packed), *s).clone(), rows)
                 for s in _several(shape)
             ]
             values[name] = found if isinstance(shape, list) else found[0]
@@ -99,21 +99,11 @@ class Stage:
         layers: all layers of the stack.
         begin, end: which are this stage's.
         run: what is being computed.
-        names: of the attributes of the data that layers read.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        begin: int,
-        end: int,
-        run: Run,
-        names: Sequence[str],
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], begin: int, end: int, run: Run) -> None:
         self.layers, self.begin, self.end, self.run = layers, begin, end, run
-        self._read = {
-            name for layer in layers[begin:end] for name in layer.takes
-        } & set(names)
+        self._read = from_data(layers, begin, end)
         self._data: dict[str, tuple[Any, str]] = {}
         self._seen: dict[str, tuple[Any, int]] = {}
         self._views: dict[int | None, Any] = {}
@@ -174,6 +164,11 @@ class Stage:
 
 def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     """An attribute of the data in the order of chunks, and what it has a row for."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"data.{name} requires a gradient, which a pipeline does not return; detach "
+            "it, or learn it in a layer"
+        )
     if not isinstance(value, DistTensor):
         return value, "graph"
     topology, local = plan.topology, value.to_local().detach()

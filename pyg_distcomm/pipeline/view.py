@@ -42,6 +42,7 @@ class Run:
         mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
             "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
             which only the time counts).
+        before, all_sites: how many sites earlier stages have, and all of them.
     """
 
     plan: ChunkPlan
@@ -54,6 +55,8 @@ class Run:
     layer: int = 0
     sites: dict[tuple[int, int], Site] = field(default_factory=dict)
     facts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    before: int = 0
+    all_sites: int = 0
     _exchanges: int = 0
     _draws: int = 0
 
@@ -101,23 +104,18 @@ class Run:
             keep = self.history
             make = None if keep is None else (lambda *args: keep(key, *args))
             made = self.plan, x, operator, self.rule, make
-            site = self.sites[key] = Site(*made, lambda *args: self._linked(key, *args))
+            site = self.sites[key] = Site(*made, lambda chunk: self._linked(key, chunk))
             site.put(x.detach(), ghosts)
         return ghosts
 
-    def _linked(self, key: tuple[int, int], site: Site, chunk: int) -> Link:
+    def _linked(self, key: tuple[int, int], chunk: int) -> Link:
         """Returns the link of a chunk's rows at a site, as the policy has it now."""
-        link, nodes = self.plan.links[chunk], self.plan.topology.nodes
-        if self.link is None or self.is_last(key):
+        link = self.plan.links[chunk]
+        if self.link is None or self.link.is_exact:
             return link
-        call = self.link.part(site, f"layer {key[0]}", nodes, chunk)
-        return link if call is None else call.wrap(link, 0)
-
-    def is_last(self, key: tuple[int, int]) -> bool:
-        """Tells whether a site is the last of the model, and exact for that reason."""
-        stage = self.plan.mesh.stage
-        ends = stage.rank == stage.size - 1 and key == max(self.sites)
-        return ends and self.link is not None and self.link.exact_last
+        place = self.before + list(self.sites).index(key)
+        last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
+        return self.link.part(place, f"layer {key[0]}", chunk, last).wrap(link, 0)
 
     def _fetched(self, x: Tensor) -> Tensor:
         return self.plan.everything.begin(x)()[self.plan.ghost.order]
@@ -143,11 +141,11 @@ class Run:
         return self.facts[key][places]
 
     def price(self) -> Price:
-        """Returns what sites move exactly in an epoch, among the ranks of a stage."""
-        total, coded = Price(), self.link is not None and not self.link.is_exact
-        for key, site in self.sites.items():
-            if coded and not self.is_last(key):
-                continue
+        """Returns what sites move in an epoch, among the ranks of a stage, by no link."""
+        total = Price()
+        if self.link is not None and not self.link.is_exact:
+            return total
+        for site in self.sites.values():
             for link in self.plan.links:
                 total += link.price(site.mix.size(1))
                 if site.flows:
@@ -292,6 +290,6 @@ class _Steady(Ordering):
 
 def view_of(run: Run, chunk: int | None) -> DistEdgeIndex:
     """Returns the edges of a chunk, or of all of them in the order of chunks."""
-    topology = ChunkTopology(run, chunk)
-    edges = torch.stack([topology.source_gid, topology.target_gid])
+    topology, plan = ChunkTopology(run, chunk), run.plan
+    edges = plan.edges if chunk is None else plan.edges[:, plan.edge.rows(chunk)]
     return DistEdgeIndex.of(edges.to(topology.device), topology)
