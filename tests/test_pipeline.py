@@ -206,7 +206,9 @@ class _Centred(torch.nn.Module):
         (None, {"chunks": 61}, ValueError, "graph has 60"),
         (None, {"chunks": torch.arange(60) % 4 * 2}, ValueError, r"chunks \[1, 3, 5\]"),
         (None, {"chunks": torch.zeros(3)}, ValueError, "each of the 60 nodes"),
+        (None, {"chunks": "4"}, ValueError, "chunks must be a whole number"),
         (None, {"history_refresh": 0}, ValueError, "history_refresh"),
+        (None, {"history_refresh": None}, ValueError, "history_refresh"),
         (None, {"order": "any"}, ValueError, "shuffled, fixed"),
         (None, {"gradient": "none"}, ValueError, "surrogate, scaled, stale, damped"),
         (None, {"damping": 2}, ValueError, "between 0 and 1"),
@@ -223,6 +225,12 @@ def test_mistakes_are_told(stack, options, kind, told):
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
     if told == "reduces over all nodes":  # the trace leads to where it happened
         assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_a_mesh_is_a_mesh():
+    _, share, mesh = _share()
+    with pytest.raises(TypeError, match="order is Pipeline"):
+        pdc.Pipeline(stack_of("gcn"), share, mesh)
 
 
 def test_data_that_would_be_learnt_are_refused():

@@ -147,7 +147,9 @@ def check_options(
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")
     for name, value in whole.items():
-        if isinstance(value, (int, float)) and (type(value) is not int or value < 1):
+        if name == "chunks" and not isinstance(value, (int, float, str)):
+            continue  # the chunk of each node
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     if history_dtype not in DTYPES:
         raise ValueError(

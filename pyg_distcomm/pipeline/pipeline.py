@@ -111,6 +111,11 @@ class Pipeline(torch.nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"mesh must be of pdc.init(stages=S), got {type(mesh).__name__}; the order "
+                "is Pipeline(layers, mesh, data)"
+            )
         self.mesh, self.epoch, self.recompute = mesh, 0, recompute
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = 4 * mesh.stage.size if chunks is None else chunks
@@ -122,7 +127,7 @@ class Pipeline(torch.nn.Module):
         self.timeline: list[Span] = []
         with checks.on_all_ranks(mesh):
             self._rule = Rule.of(gradient, damping)
-            whole = {"chunks": chunks, "history_refresh": history_refresh}
+            whole = {"chunks": self._chunks, "history_refresh": history_refresh}
             checks.check_options(mesh, order, whole, history_dtype)
             stack = read_stack(layers)
             checks.check_links(stack)
