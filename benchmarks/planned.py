@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--widths", type=int, nargs="+", default=[602, 16, 41])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--burst", default=network.BURST, help="see network.py")
     parser.add_argument("--method", default="random")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="keep the figures")
@@ -147,7 +148,7 @@ def main() -> None:
     rows = []
     for rate in args.rates:
         wire.barrier(world)
-        network.shape(rate)
+        network.shape(rate, args.burst)
         wire.barrier(world)
         measure(jobs, 3, world)  # plans, and products that are kept
         degree = max(1, data.num_edges // data.num_nodes)
