@@ -15,9 +15,11 @@ import sys
 import time
 import traceback
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import DistNetworkError
 
 _GRACE = 2.0  # seconds a broken connection waits for the reason to reach the store
 
@@ -41,6 +43,7 @@ class Watch:
     rank: int
     size: int
     deadline: float
+    _gone: bool = field(default=False, init=False)
 
     def report(self, error: BaseException) -> None:
         """Writes this rank's failure where the waiting ranks look."""
@@ -81,7 +84,7 @@ class Watch:
     def broken(self, doing: str, error: BaseException) -> BaseException:
         """Returns why a connection broke, waiting briefly for the other to say."""
         stop = time.monotonic() + _GRACE
-        while time.monotonic() < stop:
+        while time.monotonic() < stop and not self._gone:
             try:
                 self.look()
             except Exception as reason:
@@ -98,9 +101,12 @@ class Watch:
         return "not waiting (computing, or gone)"
 
     def _quietly(self, verb: str, *args: Any) -> Any:
+        if self._gone:  # each further try would print a page of torch's own warnings
+            return None
         try:
             return getattr(self.store, verb)(*args)
-        except RuntimeError:  # the store went with the process that held it
+        except RuntimeError as error:  # the store went with the process that held it
+            self._gone = isinstance(error, DistNetworkError)
             return None
 
 

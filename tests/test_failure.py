@@ -17,6 +17,7 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
+from pyg_distcomm.failure import RankError, Watch
 
 ROOT = Path(__file__).parents[1]
 
@@ -222,3 +223,26 @@ def test_misuse_says_what_to_do(size):
 def test_data_must_have_edges():
     with pytest.raises(TypeError, match="edge_index"):
         pdc.partition(Data(), pdc.init())
+
+
+class _Lost:
+    """A store whose process has ended: torch prints a page at each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def check(self, keys):
+        self.calls += 1
+        raise torch.distributed.DistNetworkError("broken pipe")
+
+
+def test_a_store_that_went_is_asked_once():
+    store = _Lost()
+    watch = Watch(store, 1, 2, 60.0)
+    begun = time.monotonic()
+    told = watch.broken("halo over axis world", RuntimeError("closed by peer"))
+    assert isinstance(told, RankError)
+    assert "closed by peer" in str(told)
+    assert "not waiting" in str(watch.expired("halo"))
+    assert store.calls == 1
+    assert time.monotonic() - begun < 1  # it does not wait for what cannot come
