@@ -52,7 +52,7 @@ class Channel:
         After a failure they are kept: what a rank still waits for would not let them end.
         """
         watch = self.world.watch
-        if not dist.is_initialized() or (watch is not None and watch.failed()):
+        if not dist.is_initialized() or (watch is not None and watch.note()):
             return
         # c = 1: row and world share one group
         for group in {axis.group for axis in (self.world, self.row, self.col)}:

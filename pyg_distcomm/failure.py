@@ -4,7 +4,8 @@
 that waits does so in short slices, looks at the store between them, and raises what it
 finds there: the same kind of exception, with the rank and the cause in its message. A
 rank that waits past the deadline says what every rank was doing. Nothing is written
-while all is well, so the price of an uneventful run is zero.
+while all is well, so the price of an uneventful run is zero. What all ranks failed with
+alike, and a script caught, is not raised again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Watch:
     size: int
     deadline: float
     _gone: bool = field(default=False, init=False)
+    _known: str = field(default="", init=False)  # a failure that was this rank's as well
 
     def report(self, error: BaseException) -> None:
         """Writes this rank's failure where the waiting ranks look."""
@@ -55,18 +57,25 @@ class Watch:
             "traceback": text,
         }
         # the first to write is the cause; the others have only heard of it
-        self._quietly("compare_set", "error", "", json.dumps(note))
+        mine = json.dumps(note)
+        told = self._quietly("compare_set", "error", self._known, mine)
+        if told is not None and _alike(json.loads(told), note):
+            self._known = told.decode()
 
     def look(self) -> None:
         """Raises another rank's failure, if one has been reported."""
-        if self._quietly("check", ["error"]):
-            note = json.loads(self.store.get("error"))
+        told = self.note()
+        if told and told != self._known:
+            note = json.loads(told)
             if note["rank"] != self.rank:
                 raise _rebuilt(note)
 
-    def failed(self) -> bool:
-        """Tells whether any rank has reported a failure."""
-        return bool(self._quietly("check", ["error"]))
+    def note(self) -> str:
+        """Returns the failure that was reported last; nothing if none was."""
+        if not self._quietly("check", ["error"]):
+            return ""
+        told: bytes = self.store.get("error")
+        return told.decode()
 
     def say(self, doing: str) -> None:
         """Leaves word of what this rank waits for (only once a wait is long)."""
@@ -108,6 +117,10 @@ class Watch:
         except RuntimeError as error:  # the store went with the process that held it
             self._gone = isinstance(error, DistNetworkError)
             return None
+
+
+def _alike(note: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(note[part] == other[part] for part in ("kind", "message"))
 
 
 def _rebuilt(note: dict[str, Any]) -> BaseException:

@@ -17,6 +17,9 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
+from pyg_distcomm import wire
+from pyg_distcomm.exchange.codecs import Quantise
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.failure import RankError, Watch
 
 ROOT = Path(__file__).parents[1]
@@ -246,3 +249,31 @@ def test_a_store_that_went_is_asked_once():
     assert "not waiting" in str(watch.expired("halo"))
     assert store.calls == 1
     assert time.monotonic() - begun < 1  # it does not wait for what cannot come
+
+
+def fails_alike():
+    """All ranks fail alike and go on; then one of them fails alone."""
+    link = LinkPolicy(Quantise(1, "stochastic"), late=1, exact_last=False)
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    conv = pdc.nn.DistGCNConv(share.num_features, 4).to(share.x.dtype)
+    x = share.x.clone().requires_grad_()
+    for _ in range(2):
+        out = conv(x, share.edge_index).sum()
+        out.backward(retain_graph=True)
+        link.step()
+    with pytest.raises(ValueError, match="gradients twice"):
+        out.backward()
+    wire.barrier(mesh.world)
+    for slow in range(mesh.size):  # longer than a slice of waiting
+        time.sleep(0.6 * (mesh.rank == slow))
+        wire.barrier(mesh.world)
+    if mesh.rank == 1:
+        mesh.world.watch.report(KeyError("of one rank"))
+        return
+    with pytest.raises(RuntimeError, match="of one rank"):
+        wire.barrier(mesh.world)
+
+
+def test_what_all_ranks_failed_with_alike_is_over():
+    worlds.run(fails_alike, 3)

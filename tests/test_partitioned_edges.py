@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import batches
@@ -249,12 +250,14 @@ def test_an_error_in_a_transform_ends_all_ranks_with_it(prefetch):
 def lives(size):
     share, loader = built(size)
     list(loader)
+    gc.collect()  # groups of the tests before
     groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(4):
         other = DistNeighborLoader(share, [2], batch_size=9)
         list(other)
         del other
-    assert len(dist.distributed_c10d._world.pg_map) == groups
+    gc.collect()
+    assert len(dist.distributed_c10d._world.pg_map) <= groups
 
 
 def test_loaders_leave_no_process_groups_behind():

@@ -131,7 +131,9 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
     import pyg_distcomm as pdc
 
     key = (algorithm, grid, replication, stages)
-    if fresh or key not in _MESHES:
+    watch = _MESHES[key].world.watch if key in _MESHES else None
+    failed = watch is not None and watch.note()  # by all ranks alike, in a test before
+    if fresh or failed or key not in _MESHES:
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
         _made += 1

@@ -33,11 +33,12 @@ def on_all_ranks(mesh: Mesh, exchanging: bool = False) -> Iterator[None]:
     """
     problem: Exception | None = None
     axis, watch = mesh.everyone, mesh.everyone.watch
+    before = watch.note() if exchanging and watch is not None else ""
     try:
         yield
     except Exception as error:
         if exchanging and watch is not None:
-            if watch.failed():
+            if watch.note() != before:
                 raise
             soon = replace(watch, deadline=min(_PATIENCE, watch.deadline))
             axis = replace(axis, watch=soon)
