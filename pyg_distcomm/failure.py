@@ -45,9 +45,8 @@ class Watch:
     size: int
     deadline: float
     _gone: bool = field(default=False, init=False)
-    _known: str = field(
-        default="", init=False
-    )  # a failure that was this rank's as well
+    # a failure that was this rank's as well
+    _known: str = field(default="", init=False)
 
     def report(self, error: BaseException) -> None:
         """Writes this rank's failure where the waiting ranks look."""

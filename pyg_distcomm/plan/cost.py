@@ -26,7 +26,6 @@ from pyg_distcomm.plan.passage import (
 from pyg_distcomm.plan.training import Product, Training
 from pyg_distcomm.wire import ring_words
 
-PLANNING = 160  # bytes for each nonzero of the block, while products are planned
 PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
 
 
@@ -185,14 +184,11 @@ def memory(
     orders: tuple[str, ...],
     dtype: torch.dtype,
 ) -> Array:
-    """Returns the bytes that live on each rank at the peak, about.
-
-    That of an epoch, or of planning the products before the first if it is higher, while
-    the nonzeros of the block are sorted.
+    """Returns the bytes that live on each rank at the peak of an epoch, about.
 
     topology     ids of own edges and of their ends (24 e), in local numbering (16 e)
     operator     columns, values and edges of the block (12 each), its transpose the same
-    features     x, y and masks; A X where it is kept
+    features     x, and A X where it is kept; y and masks
     activations  of each layer A X, where it comes first, and its outcome; a temporary
     gradients    two of the widest at once
     halo         rows received and sent, for the widest product
@@ -201,6 +197,7 @@ def memory(
     n, item = flow.nodes, training.itemsize
     layers = training.layers
     block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+    features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
     saved = sum(
         (order == "first") * layer.width_in + (order == "halo") * layer.width_in
         for order, layer in zip(orders, layers, strict=True)
@@ -208,14 +205,13 @@ def memory(
     outs = [layer.width_out for layer in layers]
     widest = max([*outs, *(layer.width_in for layer in layers[1:])])
     active = (saved + sum(outs) + 3 * outs[-1] + 3 * widest) * item
-    epoch = (
-        24 * block
-        + n * (8 + active + layers[0].width_in * (orders[0] == "kept") * item)
+    out: Array = (
+        40 * flow.edges
+        + 24 * block
+        + n * (16 + 8 + features + active)
         + _halo_bytes(flow, products, dtype, item)
         + 4 * item * sum(training.parameters)
     )
-    data = 40 * flow.edges + n * (16 + layers[0].width_in * item + 9)
-    out: Array = data + np.maximum(epoch, PLANNING * block)
     return out
 
 
