@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_distcomm import ending
 from pyg_distcomm.failure import Watch
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.messages import Messages
@@ -62,6 +63,8 @@ class Pending:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.work is not None and not self.out.is_cuda:
+            ending.keep_in_mind(self)
         if self.traced is not None:  # on a stream, futures do not tell
             told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
             self.traced.under_way(told and told())

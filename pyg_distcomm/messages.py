@@ -16,7 +16,6 @@ nobody asks for them any more.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
@@ -124,8 +123,7 @@ def _serve(inbox: SimpleQueue[Messages]) -> None:
         _idle.append(inbox)
 
 
-@atexit.register
-def _let_go() -> None:
-    # a thread that comes back from torch while Python ends would end the process badly
+def let_go() -> None:
+    """Ends all waits, as a process must before it ends: see [Note: at rest]."""
     for messages in list(_under_way):
         messages.give_up()

@@ -1,4 +1,9 @@
-"""Compiles each loop once, also when several processes start together."""
+"""Compiles each loop once, also when several processes start together.
+
+[Note: compiled apart] Numba keeps the exceptions that it meets while it compiles, with
+their tracebacks, and these hold every frame below: the caller's graph, its model, its
+process groups. So loops are compiled in a thread of their own, below which nothing lies.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import numba
 
+from .loops import jit
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
 PATIENCE = 120.0  # seconds to wait for another process before compiling as well
 
 Signature = tuple[Any, ...]
@@ -22,10 +31,26 @@ def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., 
     key = (id(loop), tuple(_kind(arg) for arg in args))
     if key not in _known:
         types = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
-        with _alone(cache_folder(loop)):
-            loop.compile(tuple(types))
+        with ThreadPoolExecutor(1) as own:  # [Note: compiled apart]
+            own.submit(_compile, loop, tuple(types)).result()
         _known.add(key)
     return partial(loop, *args)
+
+
+def entry(loop: Loop) -> Loop:
+    """Declares a loop for Python to call, not for other loops: see `ready`."""
+    compiled = jit(loop)
+
+    @wraps(loop)
+    def call(*args: Any) -> Any:
+        return ready(compiled, args)()
+
+    return cast(Loop, call)
+
+
+def _compile(loop: Any, types: tuple[Any, ...]) -> None:
+    with _alone(cache_folder(loop)):
+        loop.compile(types)
 
 
 def cache_folder(loop: Any) -> str | None:

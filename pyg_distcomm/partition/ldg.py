@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
+
+from pyg_distcomm.kernels.compile import entry
+from pyg_distcomm.kernels.loops import jit
 
 Array = np.ndarray
 
 LOADS = 3  # what a part carries: nodes (a hard limit), in-edges, train nodes (soft)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def symmetric_csr(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
     """Gives indptr [n + 1] and sorted indices of A + A^T, loops and duplicates dropped.
 
@@ -46,7 +48,7 @@ def symmetric_csr(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]
     return _squeeze(start, fill, indices)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _squeeze(start: Array, end: Array, indices: Array) -> tuple[Array, Array]:
     num_nodes = end.size
     indptr = np.zeros(num_nodes + 1, np.int64)
@@ -59,7 +61,7 @@ def _squeeze(start: Array, end: Array, indices: Array) -> tuple[Array, Array]:
     return indptr, indices[:total].copy()
 
 
-@njit(nogil=True, cache=True)
+@entry
 def bfs_order(indptr: Array, indices: Array, roots: Array) -> Array:
     """Lists every node, breadth first, each component from its first node in roots."""
     order = np.empty(roots.size, np.int64)
@@ -83,7 +85,7 @@ def bfs_order(indptr: Array, indices: Array, roots: Array) -> Array:
     return order
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _touch(
     v: int, indptr: Array, indices: Array, owner: Array, count: Array, touched: Array
 ) -> int:
@@ -99,7 +101,7 @@ def _touch(
     return found
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _room(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
     """Gives the smallest free share over the loads that v adds to; <= 0 is full."""
     room: float = 1.0 - load[p, 0] / capacity[0]
@@ -109,7 +111,7 @@ def _room(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
     return room
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _emptiest(load: Array, capacity: Array, weight: Array, v: int) -> int:
     """Gives the part with the most room that is not full of nodes."""
     best, best_room = -1, -np.inf
@@ -121,7 +123,7 @@ def _emptiest(load: Array, capacity: Array, weight: Array, v: int) -> int:
     return best
 
 
-@njit(nogil=True, cache=True)
+@entry
 def stream(
     order: Array,
     indptr: Array,
@@ -164,7 +166,7 @@ def stream(
             load[best, c] += weight[v, c]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     for c in range(LOADS):
         if weight[v, c] > 0 and load[p, c] + weight[v, c] > capacity[c]:
@@ -172,7 +174,7 @@ def _fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@entry
 def refine(
     order: Array,
     indptr: Array,
@@ -209,7 +211,7 @@ def refine(
     return moves
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _over(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     over = False
     for c in range(LOADS):
@@ -217,7 +219,7 @@ def _over(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     return over
 
 
-@njit(nogil=True, cache=True)
+@entry
 def relieve(
     order: Array,
     indptr: Array,
@@ -256,7 +258,7 @@ def relieve(
                 load[best, c] += weight[v, c]
 
 
-@njit(nogil=True, cache=True)
+@entry
 def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
     """Deals nodes out to groups: each to the lightest that has room, ties to the first.
 
@@ -280,7 +282,7 @@ def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
             heapq.heappush(heap, (load[g], g))
 
 
-@njit(nogil=True, cache=True)
+@entry
 def cut_size(indptr: Array, indices: Array, owner: Array) -> int:
     """Counts the neighbours owned by another part, over all nodes."""
     total = 0

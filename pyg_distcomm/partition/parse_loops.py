@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pyg_distcomm.kernels.compile import entry
 
 Array = np.ndarray
 
@@ -14,7 +15,7 @@ BETWEEN = (32, 9, 44, 59)  # space, tab, comma, semicolon
 ZERO, NINE = 48, 57
 
 
-@njit(nogil=True, cache=True)
+@entry
 def pairs(text: Array, limit: int, out: Array) -> tuple[int, int, int, int, int]:
     """Reads lines of two ids in 0 .. limit - 1; text ends with a newline.
 

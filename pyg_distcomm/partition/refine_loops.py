@@ -7,7 +7,9 @@ needed by the `size[u]` parts from `part[start[u]]` on, each for `count` of its 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pyg_distcomm.kernels.compile import entry
+from pyg_distcomm.kernels.loops import jit
 
 Array = np.ndarray
 Held = tuple[Array, Array, Array, Array]
@@ -16,7 +18,7 @@ CANDIDATES = 8  # parts that a node is tried in: those with most of its neighbou
 TINY = 1e-12  # differences below are rounding
 
 
-@njit(nogil=True, cache=True)
+@entry
 def distinct_sources(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
     """Gives indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
 
@@ -55,7 +57,7 @@ def distinct_sources(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Arr
     return indptr, source[:total].copy()
 
 
-@njit(nogil=True, cache=True)
+@entry
 def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
     """Says which parts need each node's row, and for how many targets."""
     num_nodes = owner.size
@@ -74,7 +76,7 @@ def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
     return held
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _take(u: int, q: int, held: Held) -> None:
     """Notes that one more target of u is in part q."""
     start, size, part, count = held
@@ -87,7 +89,7 @@ def _take(u: int, q: int, held: Held) -> None:
     size[u] += 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _drop(u: int, q: int, held: Held) -> None:
     """Notes that one target of u less is in part q."""
     start, size, part, count = held
@@ -101,7 +103,7 @@ def _drop(u: int, q: int, held: Held) -> None:
         part[k], count[k] = part[last], count[last]
 
 
-@njit(nogil=True, cache=True)
+@entry
 def rows(owner: Array, num_parts: int, held: Held) -> Array:
     """Counts the rows that each part sends [:P] and receives [P:]."""
     start, size, part, _ = held
@@ -114,7 +116,7 @@ def rows(owner: Array, num_parts: int, held: Held) -> Array:
     return found
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _note(q: int, change: int, delta: Array, hit: Array, hits: int) -> int:
     """Adds to delta[q]; hit lists the entries ever touched, in that order."""
     if delta[q, 1] == 0:
@@ -125,7 +127,7 @@ def _note(q: int, change: int, delta: Array, hit: Array, hits: int) -> int:
     return hits
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _change(
     v: int,
     b: int,
@@ -169,7 +171,7 @@ def _change(
     return hits
 
 
-@njit(nogil=True, cache=True)
+@jit
 def power_of(value: float, doublings: int) -> float:
     """Gives value ** (2 ** doublings), by squaring: the same bits everywhere."""
     for _ in range(doublings):
@@ -177,7 +179,7 @@ def power_of(value: float, doublings: int) -> float:
     return value
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _gain(
     load: Array,
     limit: Array,
@@ -206,7 +208,7 @@ def _gain(
     return gain if allowed and load[:num_parts].sum() + volume <= most else 0.0
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _candidates(
     v: int,
     indptr: Array,
@@ -241,7 +243,7 @@ def _candidates(
     return found
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _better(q: int, best: int, home: int, near: Array) -> int:
     if q == home or near[q] == 0:
         return best
@@ -250,7 +252,7 @@ def _better(q: int, best: int, home: int, near: Array) -> int:
     return best
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fits(carried: Array, capacity: Array, b: int, weight: Array, v: int) -> bool:
     for c in range(capacity.size):
         if weight[v, c] > 0 and carried[b, c] + weight[v, c] > capacity[c]:
@@ -258,7 +260,7 @@ def _fits(carried: Array, capacity: Array, b: int, weight: Array, v: int) -> boo
     return True
 
 
-@njit(nogil=True, cache=True)
+@entry
 def sweep(
     order: Array,
     indptr: Array,

@@ -6,14 +6,16 @@ Each takes a chunk of edges and arrays with an entry, or SEATS entries, per node
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pyg_distcomm.kernels.compile import entry
+from pyg_distcomm.kernels.loops import jit
 
 Array = np.ndarray
 
 LOADS = 2  # what a part carries: nodes (a hard limit) and in-edges (soft)
 
 
-@njit(nogil=True, cache=True)
+@entry
 def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> None:
     """Adds to the out-degrees [n], and to the in-degrees weight[:, 1]."""
     for e in range(src.size):
@@ -21,7 +23,7 @@ def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> N
         weight[dst[e], 1] += 1
 
 
-@njit(nogil=True, cache=True)
+@entry
 def cluster(
     src: Array,
     dst: Array,
@@ -53,7 +55,7 @@ def cluster(
             home[small] = b
 
 
-@njit(nogil=True, cache=True)
+@entry
 def pack(
     order: Array,
     weight: Array,
@@ -80,7 +82,7 @@ def pack(
             load[best] += weight[c]
 
 
-@njit(nogil=True, cache=True)
+@entry
 def vote(
     src: Array,
     dst: Array,
@@ -111,7 +113,7 @@ def vote(
     return cut
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sit(v: int, part: int, seat: Array, count: Array) -> None:
     free = -1
     for k in range(seat.shape[1]):
@@ -127,7 +129,7 @@ def _sit(v: int, part: int, seat: Array, count: Array) -> None:
         count[v, k] -= 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fits(v: int, q: int, weight: Array, capacity: Array, load: Array) -> bool:
     for c in range(LOADS):
         if weight[v, c] > 0 and load[q, c] + weight[v, c] > capacity[c]:
@@ -135,7 +137,7 @@ def _fits(v: int, q: int, weight: Array, capacity: Array, load: Array) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@entry
 def move(
     order: Array,
     owner: Array,

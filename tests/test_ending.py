@@ -1,0 +1,82 @@
+"""What a process keeps, and how it ends: [Note: compiled apart], [Note: at rest]."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+KEEPS_NOTHING = """
+import gc, weakref
+import numpy as np
+gc.disable()
+import torch
+from pyg_distcomm import kernels
+from pyg_distcomm.partition.cutters import ldg
+
+class Mine: ...
+
+def frame(act):
+    mine = Mine()
+    act()
+    return weakref.ref(mine)
+
+def multiply():
+    rowptr, col = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
+    kernels.spmm(rowptr, col, torch.ones(3), torch.ones(2, 3))
+
+def cut():
+    ldg(torch.tensor([[0, 1, 2], [1, 2, 0]]), 2, np.ones(3, bool))
+
+for act in (multiply, cut):
+    assert frame(act)() is None, act
+"""
+
+ENDS_AT_ONCE = """
+import torch
+import torch.nn.functional as F
+import pyg_distcomm as pdc
+from pyg_distcomm import wire
+from pyg_distcomm.nn import DistGCNConv
+from torch_geometric.data import Data
+
+# what a module holds lives until Python ends, and nothing here waits for gloo's threads
+mesh = pdc.init(timeout=60)
+torch.manual_seed(0)
+x, edge_index = torch.rand(50, 8), torch.randint(0, 50, (2, 300))
+data = pdc.partition(Data(x=x, edge_index=edge_index, y=torch.arange(50) % 3), mesh)
+model = pdc.replicate(DistGCNConv(8, 3), mesh)
+for _ in range(3):
+    F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
+"""
+
+
+def _run(tmp_path, text, *launcher):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
+    done = _run(tmp_path, KEEPS_NOTHING)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "",
+        "pending = wire.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
+        "torch.distributed.destroy_process_group()\n",
+    ],
+)
+def test_a_script_may_end_with_a_step_of_training(tmp_path, last):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = _run(tmp_path, ENDS_AT_ONCE + last, *launcher)
+    assert done.returncode == 0, done.stderr
