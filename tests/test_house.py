@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "kernels",
     "failure timeline trace_file clocks ledger price partition",
-    "messages axis wire random mesh launch channel trace",
+    "messages ending axis wire random mesh launch channel trace",
     "exchange adjoint rows dropout",
     "ops",
     "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",
