@@ -128,6 +128,35 @@ def _alone(stages, name, measured):
     return {k: p.grad for k, p in pipe.layers.named_parameters()}, pipe.balance
 
 
+def _clipped(stages, most, norm_type):
+    data, mesh = GRAPHS["directed"](), worlds.mesh(stages=stages)
+    pipe = pdc.Pipeline(stack_of("gcnii"), mesh, chunks=1)
+    pipe.train_step(pdc.partition(data, mesh, "random"), loss_of)
+    total = pipe.clip_grad_norm_(most, norm_type)
+    return total, [p.grad for p in pipe.layers.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("norm_type", "share"), [(2, 0.5), (float("inf"), 0.1), (1, 2)]
+)
+def test_gradients_are_clipped_to_the_norm_of_all_stages(shape, norm_type, share):
+    whole = run_plain(stack_of("gcnii"), GRAPHS["directed"]())[2]
+    want = [torch.zeros_like(g, requires_grad=True) for g in whole]
+    for weight, grad in zip(want, whole, strict=True):
+        weight.grad = grad.clone()
+    most = share * float(torch.nn.utils.clip_grad_norm_(want, 1e9, norm_type))
+    total = torch.nn.utils.clip_grad_norm_(want, most, norm_type)
+    stages, ways = shape
+    every = worlds.run(_clipped, stages * ways, stages, most, norm_type)
+    for told, _ in every:
+        torch.testing.assert_close(told, total, **CLOSE)
+    for row in range(ways):  # stages lie one behind the other
+        got = [grad for _, grads in every[row::ways] for grad in grads]
+        for grad, weight in zip(got, want, strict=True):
+            torch.testing.assert_close(grad, weight.grad, **CLOSE)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["gcn", "gat", "gcnii", "jumping"])
 def test_one_chunk_is_the_full_graph(name, shape):
@@ -222,6 +251,9 @@ def _resumed(stages, path, dtype, gradient, first, used=False):
         train(pipe, opt, 5)
         losses.clear()
     pipe.load(path, opt)
+    again = path.parent.with_name(f"again{stages}")
+    pipe.save(again, opt)  # as it was read, not as the pipeline was before
+    pipe.load(again, opt)
     train(pipe, opt, 3)
     return losses, pipe.state_dict()
 
@@ -308,6 +340,7 @@ def _mistakes(stages):
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
     state = pipe.state_dict()
     tell(lambda: pipe.load_state_dict({**state, "0.bias": state["0.bias"][:1]}))
+    tell(lambda: pipe.load_state_dict({**state, "97.bias": state["0.bias"]}))
     share.x = share.x.requires_grad_()  # only the first stage reads it
     tell(lambda: pipe.train_step(share, loss_of))
     return told
@@ -326,6 +359,7 @@ def test_mistakes_are_told_on_all_ranks():
         "graph has 60",
         "chunks [1, 3] of 5 have no node",
         "size mismatch for 0.bias",
+        'Unexpected key(s) in state_dict: "97.bias"',
         "requires a gradient",
     ]
     for size, stages in ((2, 2), (4, 2)):

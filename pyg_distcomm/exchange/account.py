@@ -56,7 +56,7 @@ class Record:
         place, number: which call of which layer it belongs to.
         name, piece: which of the call's exchanges it is.
         layer: what the layer is called.
-        exactly: whether its rows are always exact, and now.
+        exactly: why its rows are always exact, and now, if they are.
         loads: what arrives forward, and backward; None where nothing has gone that way.
         sent_rows: how many rows leave, forward and backward.
     """
@@ -66,7 +66,7 @@ class Record:
     name: int
     piece: int
     layer: str
-    exactly: bool
+    exactly: str
     loads: list[Load | None]
     sent_rows: list[int]
 

@@ -35,7 +35,7 @@ class Call:
         keeps: whether it changes what is kept; evaluation does not.
         first: whether it is exact because the epoch is the first.
         where: what the layer is called in messages.
-        exactly: whether rows are exact, and now, in all epochs.
+        exactly: why rows are exact, and now, in all epochs; nothing where they are not.
     """
 
     run: Run
@@ -51,12 +51,12 @@ class Call:
     keeps: bool
     first: bool
     where: str
-    exactly: bool = False
+    exactly: str = ""
 
-    def whole(self) -> Call:
+    def whole(self, why: str) -> Call:
         """Returns the same call for rows that must be exact, and of now."""
         exact: Any = {"codec": Plain(), "gradient_codec": None}
-        return replace(self, **exact, first=False, exactly=True)
+        return replace(self, **exact, first=False, exactly=why)
 
     def wrap(self, link: Link, name: int) -> Link:
         """Returns a link of an operator as this call uses it, part by part."""

@@ -120,7 +120,7 @@ class Forecast:
     def _is_exact(self, record: Record, epoch: int) -> bool:
         first = self.exact_first and epoch == 0
         last = (record.place, record.number) == self.last
-        return first or last or record.exactly
+        return first or last or bool(record.exactly)
 
     def _is_now(self, epoch: int) -> bool:
         return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
@@ -182,7 +182,7 @@ class Forecast:
         if (record.place, record.number) == self.last:
             return "exact: the last one"
         if record.exactly:
-            return "exact: the last one, or attention depends on it"
+            return f"exact: {record.exactly}"
         if self._is_exact(record, epoch):
             return "exact: the first epoch"
         codec, own = self.codecs_at(epoch)
@@ -225,7 +225,7 @@ class _Epochs:
     def __init__(
         self,
         forecast: Forecast,
-        every: list[tuple[tuple[int, ...], list[Load | None], int, bool]],
+        every: list[tuple[tuple[int, ...], list[Load | None], int, str]],
     ) -> None:
         self._forecast = forecast
         last = forecast.last

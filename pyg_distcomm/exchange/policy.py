@@ -163,7 +163,7 @@ class LinkPolicy:
         self.run.layers[place] = name
         self.run.made[place, number] = None
         call = self._call(place, number, keeps=True)
-        return call.whole() if last and self.exact_last else call
+        return call.whole("the last one") if last and self.exact_last else call
 
     def _mode(self, place: int, training: bool) -> int:
         if torch._C._current_graph_task_id() != -1:

@@ -150,7 +150,7 @@ class Run:
         return self.inboxes.setdefault(key, Inbox())
 
     def note(
-        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: bool
+        self, key: RecordKey, back: bool, load: Load, sent: int, exactly: str
     ) -> None:
         """Remembers that an exchange takes place."""
         if back:

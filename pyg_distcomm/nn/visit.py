@@ -261,7 +261,7 @@ class Visit:
                 return ghosted
         link = None
         if self.call is not None:
-            call = self.call if coded else self.call.whole()
+            call = self.call if coded else self.call.whole("attention depends on it")
             link = call.wrap(self.here.halo, len(NAMES) + self.coded)
             self.coded += 1
         ghosted = self.here.with_ghosts(local, link)

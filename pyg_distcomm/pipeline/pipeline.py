@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from torch_geometric.data import Data
 from pyg_distcomm import random, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.pipeline import checks, filling, saving
 from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.clipping import clip_grad_norm_
 from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
@@ -134,7 +133,7 @@ class Pipeline(torch.nn.Module):
             checks.check_balance(stack, mesh.stage.size, balance)
         with checks.on_all_ranks(mesh):
             checks.check_same(stack, mesh)
-        stack = [_converted(layer) for layer in stack]
+        stack = [layer.converted() for layer in stack]
         filling.share_weights(stack, mesh)
         self._run: Run | None = None
         if data is not None:
@@ -171,7 +170,7 @@ class Pipeline(torch.nn.Module):
             # optimizers refuse to have no parameters, and would on this rank alone
             self.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
         self._stack = [
-            layer if begin <= k < end else replace(layer, run=_elsewhere)
+            layer if begin <= k < end else layer.elsewhere()
             for k, layer in enumerate(stack)
         ]
         self._span = begin, end
@@ -219,7 +218,8 @@ class Pipeline(torch.nn.Module):
             with self._mode(False):
                 boundary = filling.fill(self._stage, self.mesh)
             if self._saved is not None:
-                self._saved = self._saved(self._run)
+                self._saved.put(self._run)
+                self._saved = None
             self._boundary = boundary
         with checks.telling(self.mesh):
             self._stage.look_at(data)
@@ -275,6 +275,16 @@ class Pipeline(torch.nn.Module):
         self.timeline = epoch.spans
         self.epoch += 1
         return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales gradients of all stages down to a norm, as torch.nn.utils' does.
+
+        That one would see this stage's parameters only. Collective.
+
+        Returns:
+            The norm of the gradients of the whole stack, before.
+        """
+        return clip_grad_norm_(self.layers, self.mesh, max_norm, norm_type)
 
     def forward(self, data: Data) -> DistTensor:
         """Returns the exact output of the whole graph, without dropout, on every stage.
@@ -362,8 +372,9 @@ class Pipeline(torch.nn.Module):
         Raises:
             RuntimeError: on all ranks, where that of one stage does not fit.
         """
-        own = dict(self.layers.named_children())
-        mine = {k: v for k, v in state_dict.items() if k.split(".")[0] in own}
+        others = {layer.name for layer in self._stack}
+        others -= dict(self.layers.named_children()).keys()
+        mine = {k: v for k, v in state_dict.items() if k.split(".")[0] not in others}
         with checks.on_all_ranks(self.mesh):
             return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
@@ -386,13 +397,3 @@ class Pipeline(torch.nn.Module):
         data, made as it was, goes where it stood.
         """
         saving.load(self, Path(path), optimizer)
-
-
-def _converted(layer: Layer) -> Layer:
-    if isinstance(layer.run, torch.nn.Module):
-        return replace(layer, run=convert(layer.run))
-    return layer
-
-
-def _elsewhere(*args: Any) -> Any:
-    raise RuntimeError("this layer is another stage's")

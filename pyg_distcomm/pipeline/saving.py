@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,19 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     aside = path.with_name(f".{path.name}.writing")
     whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer(pipe, optimizer)
-    link = None if pipe._run is None else pipe._run.link
     with on_all_ranks(mesh):
-        state = None if link is None else link.state_dict()
-        whole["link"] = None if state is None else {**state, **_NO_ROWS}
+        kept = _kept(pipe) if pipe._saved is None else pipe._saved
+        whole["link"] = kept.link
         if first:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             torch.save(whole, aside / _MODEL)
     with on_all_ranks(mesh):
-        if pipe._run is not None:
-            rows: dict[str, Any] = {"mark": _mark(pipe._run), "sites": _rows(pipe._run)}
-            rows["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
-            name = f"rows{mesh.rank}-stage{mesh.stage.rank}.pt"
-            torch.save(rows, aside / name)
+        for name, part in kept.parts.items():
+            if (
+                pipe._saved is None or mesh.stage.rank == 0
+            ):  # it has those of all stages
+                torch.save(part, aside / name)
     with on_all_ranks(mesh):
         if first:
             old = path.with_name(f".{path.name}.old")
@@ -66,12 +66,14 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
 def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Reads such a folder; collective."""
     whole: dict[str, Any] = {}
-    sites: list[Any] = []
+    parts: dict[str, Any] = {}
     with on_all_ranks(pipe.mesh):
         try:
             whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
             for name in sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt")):
-                sites.append(torch.load(name, map_location="cpu", weights_only=True))
+                parts[name.name] = torch.load(
+                    name, map_location="cpu", weights_only=True
+                )
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
     pipe.load_state_dict(whole["model"])
@@ -81,7 +83,19 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
     if pipe._run is not None:
         pipe._run.seed = pipe._seed
-    pipe._boundary, pipe._saved = None, _putter(sites, whole["link"], path)
+    pipe._boundary, pipe._saved = None, _Kept(parts, whole["link"], path)
+
+
+def _kept(pipe: Any) -> _Kept:
+    """Returns what this rank's sites and link keep."""
+    run, mesh = pipe._run, pipe.mesh
+    if run is None:
+        return _Kept({}, None)
+    state = None if run.link is None else run.link.state_dict()
+    part: dict[str, Any] = {"mark": _mark(run), "sites": _rows(run)}
+    part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
+    link = None if state is None else {**state, **_NO_ROWS}
+    return _Kept({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
 
 
 def _rows(run: Run) -> dict[tuple[int, int], Any]:
@@ -102,27 +116,40 @@ def _mark(run: Run) -> str:
     return told.hexdigest()
 
 
-def _putter(saved: list[Any], link: Any, path: Path) -> Callable[[Run], None]:
-    """Returns what puts saved rows in the place of those that sites were filled with.
+@dataclass
+class _Kept:
+    """What is kept from epoch to epoch, beside weights and what optimizers have.
 
-    The link of the data goes where the saved one stood, with what it kept if all fits.
+    Args:
+        parts: by the names of their files, the rows of stages at this rank's place in them.
+        link: the state of the data's link, but for rows.
+        path: where it was read.
     """
 
-    def put(run: Run) -> None:
-        mark = _mark(run)
+    parts: dict[str, Any]
+    link: Any
+    path: Path | None = None
+
+    def put(self, run: Run) -> None:
+        """Puts saved rows in the place of those that sites were filled with.
+
+        The link of the data goes where the saved one stood, with what it kept if all fits.
+        """
+        mark, saved = _mark(run), self.parts.values()
         every = {k: v for part in saved for k, v in part["sites"].items()}
         fits = all(part["mark"] == mark for part in saved) and all(
             key in every and _fit(site.history, every[key]["history"])
             for key, site in run.sites.items()
         )
         fits = all(wire.all_gather_object(fits, run.plan.mesh.everyone))
-        if link is not None and run.link is not None:
+        if self.link is not None and run.link is not None:
             parts = [part["link"] for part in saved] if fits else []
-            run.link.load_state_dict({**link, **_joined(parts)})
+            run.link.load_state_dict({**self.link, **_joined(parts)})
         if not fits:
             warnings.warn(
-                f"{path} holds history of other chunks, or kept in another way; history "
-                "begins anew from an exact pass over the graph, late rows of links as well",
+                f"{self.path} holds history of other chunks, or kept in another way; "
+                "history begins anew from an exact pass over the graph, late rows of links "
+                "as well",
                 stacklevel=2,
             )
             return
@@ -133,8 +160,6 @@ def _putter(saved: list[Any], link: Any, path: Path) -> Callable[[Run], None]:
             if every[key]["gradients"] is not None:
                 device = site.mix.device
                 site.gradients = every[key]["gradients"].to(device)
-
-    return put
 
 
 def _joined(parts: list[Any]) -> dict[str, Any]:

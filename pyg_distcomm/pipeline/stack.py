@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from pyg_distcomm.nn.convert import convert
 
 _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
@@ -40,6 +43,19 @@ class Layer:
         kind = getattr(self.run, "__name__", type(self.run).__name__)
         head = f"{', '.join(self.takes)} -> {', '.join(self.gives)}"
         return f"layer {self.name} ({kind}: {head})"
+
+    def converted(self) -> Layer:
+        """Returns the layer in its distributed form."""
+        run = self.run
+        return replace(self, run=convert(run)) if isinstance(run, Module) else self
+
+    def elsewhere(self) -> Layer:
+        """Returns the layer as the other stages know it: by its names only."""
+        return replace(self, run=_elsewhere)
+
+
+def _elsewhere(*args: Any) -> Any:
+    raise RuntimeError("this layer is another stage's")
 
 
 def read_stack(layers: Any) -> list[Layer]:

@@ -1,0 +1,33 @@
+"""The norm of gradients that are spread over stages, and gradients scaled down to one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+
+
+def clip_grad_norm_(
+    layers: torch.nn.Module, mesh: Mesh, max_norm: float, norm_type: float
+) -> Tensor:
+    """Scales the gradients of all stages; returns their norm before, on all ranks.
+
+        norm = (sum over parameters of |grad|^p)^(1/p),  grad <- grad min(1, max / norm)
+
+    The norms of parameters are joined in the order of layers, so that the number of
+    stages does not matter.
+
+    Price: one number for each parameter, pickled.
+    """
+    mine = [p.grad for p in layers.parameters() if p.grad is not None]
+    norms = [float(torch.linalg.vector_norm(g.detach(), norm_type)) for g in mine]
+    every = [n for part in wire.all_gather_object(norms, mesh.stage) for n in part]
+    total = torch.linalg.vector_norm(
+        torch.tensor(every or [0.0], dtype=torch.float64), norm_type
+    )
+    scale = min(1.0, max_norm / (float(total) + 1e-6))
+    for grad in mine:
+        grad.mul_(scale)
+    return total
