@@ -131,6 +131,19 @@ def test_layers_with_a_link_of_their_own_are_refused():
     worlds.run(_own_link, 2)
 
 
+def _evaluated():
+    mesh = worlds.mesh(stages=2)
+    link = LinkPolicy(Quantise(8), exact_eval=False)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random", link=link)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
+    with pytest.raises(ValueError, match="evaluates exactly"):
+        pipe(share)
+
+
+def test_links_that_code_evaluation_are_refused():
+    worlds.run(_evaluated, 2)
+
+
 def _coded(stages, link, balance):
     mesh = worlds.mesh(stages=stages)
     share = pdc.partition(GRAPHS["directed"](), mesh, "random", link=LINKS[link]())

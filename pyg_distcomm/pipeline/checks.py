@@ -104,6 +104,12 @@ def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
             f"the Data is spread over {edge_index.nodes.mesh}, the pipeline over {mesh}; "
             "partition it over the mesh of the pipeline"
         )
+    link = edge_index.topology.link
+    if link is not None and not link.exact_eval:
+        raise ValueError(
+            "a pipeline evaluates exactly, in one pass over the whole graph, but its data "
+            "have a link with exact_eval=False; make the link without"
+        )
     return edge_index
 
 
