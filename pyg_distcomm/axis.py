@@ -63,8 +63,8 @@ class Pending:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.work is not None and not self.out.is_cuda:
-            ending.keep_in_mind(self)
+        if isinstance(self.work, dist.Work) and not self.out.is_cuda:
+            ending.keep_in_mind(self.work)
         if self.traced is not None:  # on a stream, futures do not tell
             told = None if self.out.is_cuda else getattr(self.work, "get_future", None)
             self.traced.under_way(told and told())
@@ -78,6 +78,8 @@ class Pending:
             self.axis.ledger.waited(self.op, self.axis.name, spent)
             if self.traced is not None:
                 self.traced.waited(start)
+            if isinstance(self.work, dist.Work):
+                ending.forget(self.work)
             self.work = self.kept = None
         if self.into is not None and self.into is not self.out:
             self.out = self.into.copy_(self.out)

@@ -14,8 +14,8 @@ import contextlib
 import os
 import time
 from datetime import timedelta
-from typing import Any
-from weakref import WeakSet
+
+import torch.distributed as dist
 
 from pyg_distcomm import messages
 
@@ -23,25 +23,34 @@ _PATIENCE = 2.0  # seconds for what nobody waited for, and for threads to sleep
 _PAUSE = 0.005  # seconds in which a thread that waits for Python's lock would get it
 _UNSEEN = 0.05  # seconds left to threads where the system does not tell of them
 _TASKS, _NAME = "/proc/self/task", "pt_gloo_runloop"
-_begun: WeakSet[Any] = WeakSet()
+_MANY = 8  # works remembered before those that have ended are let go
+_begun: set[dist.Work] = set()
 
 
-def keep_in_mind(pending: Any) -> None:
-    """Remembers a collective (its `work`) that perhaps nobody will wait for."""
-    _begun.add(pending)
+def keep_in_mind(work: dist.Work) -> None:
+    """Remembers a collective, which perhaps nobody will wait for, until it has ended."""
+    if len(_begun) >= _MANY:
+        _begun.difference_update([one for one in list(_begun) if one.is_completed()])
+    _begun.add(work)
+
+
+def forget(work: dist.Work) -> None:
+    """Forgets a collective that was waited for."""
+    _begun.discard(work)
 
 
 @atexit.register
 def _come_to_rest() -> None:
     messages.let_go()
     stop = time.monotonic() + _PATIENCE
-    for work in [pending.work for pending in list(_begun)]:
-        if work is not None:
-            left = max(stop - time.monotonic(), 0.001)
-            with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=left))
-    if not os.path.isdir(_TASKS):
+    for work in list(_begun):
+        left = max(stop - time.monotonic(), 0.001)
+        with contextlib.suppress(Exception):
+            work.wait(timedelta(seconds=left))
+    _begun.clear()
+    if dist.is_available() and dist.is_initialized() and not os.path.isdir(_TASKS):
         time.sleep(_UNSEEN)
+    stop = time.monotonic() + _PATIENCE
     before, now = None, _gloo_threads()
     while now and time.monotonic() < stop:
         if now == before and not any("R (" in state for state in now.values()):

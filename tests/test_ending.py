@@ -32,6 +32,19 @@ for act in (multiply, cut):
     assert frame(act)() is None, act
 """
 
+COMPILES_LATE = """
+import threading, time
+import torch
+from pyg_distcomm import kernels
+
+def multiply():
+    time.sleep(1)
+    rowptr, col = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
+    print(kernels.spmm(rowptr, col, torch.ones(3), torch.ones(2, 3)).sum())
+
+threading.Thread(target=multiply).start()
+"""
+
 ENDS_AT_ONCE = """
 import torch
 import torch.nn.functional as F
@@ -68,11 +81,18 @@ def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_thread_may_compile_once_the_script_is_through(tmp_path):
+    done = _run(tmp_path, COMPILES_LATE)
+    assert "tensor(9.)" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "last",
     [
         "",
-        "pending = wire.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
+        # nobody waits for it, and one rank is late
+        "import time\ntime.sleep(mesh.rank / 20)\n"
+        "wire.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
         "torch.distributed.destroy_process_group()\n",
     ],
 )

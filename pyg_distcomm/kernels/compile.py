@@ -31,8 +31,7 @@ def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., 
     key = (id(loop), tuple(_kind(arg) for arg in args))
     if key not in _known:
         types = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
-        with ThreadPoolExecutor(1) as own:  # [Note: compiled apart]
-            own.submit(_compile, loop, tuple(types)).result()
+        _compile_apart(loop, tuple(types))
         _known.add(key)
     return partial(loop, *args)
 
@@ -43,9 +42,23 @@ def entry(loop: Loop) -> Loop:
 
     @wraps(loop)
     def call(*args: Any) -> Any:
-        return ready(compiled, args)()
+        types = tuple(numba.typeof(arg) for arg in args)
+        if (id(compiled), types) not in _known:
+            _compile_apart(compiled, types)
+            _known.add((id(compiled), types))
+        return compiled(*args)
 
     return cast(Loop, call)
+
+
+def _compile_apart(loop: Any, types: tuple[Any, ...]) -> None:
+    """Compiles in a thread of its own; see [Note: compiled apart]."""
+    with ThreadPoolExecutor(1) as own:
+        try:
+            done = own.submit(_compile, loop, types)
+        except RuntimeError:  # Python begins to end, and no thread begins any more
+            return _compile(loop, types)
+    return done.result()
 
 
 def _compile(loop: Any, types: tuple[Any, ...]) -> None:

@@ -27,7 +27,7 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(
         torch.tensor(every or [0.0], dtype=torch.float64), norm_type
     )
-    scale = min(1.0, max_norm / (float(total) + 1e-6))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # NaN stays
     for grad in mine:
-        grad.mul_(scale)
+        grad.mul_(float(scale))
     return total

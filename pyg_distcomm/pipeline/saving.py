@@ -48,11 +48,10 @@ def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
             aside.mkdir(parents=True)
             torch.save(whole, aside / _MODEL)
     with on_all_ranks(mesh):
-        for name, part in kept.parts.items():
-            if (
-                pipe._saved is None or mesh.stage.rank == 0
-            ):  # it has those of all stages
-                torch.save(part, aside / name)
+        # what was loaded has the rows of all stages: the first writes them
+        mine = pipe._saved is None or mesh.stage.rank == 0
+        for name, part in kept.parts.items() if mine else ():
+            torch.save(part, aside / name)
     with on_all_ranks(mesh):
         if first:
             old = path.with_name(f".{path.name}.old")
