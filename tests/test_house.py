@@ -35,7 +35,7 @@ FLOORS = (
     "cli __init__",
 )
 TALKS = {"wire", "mesh", "launch", "failure", "checkpoint", "nn.replicate", "doctor"}
-TALKS |= {"loader.world", "channel", "axis", "messages"}
+TALKS |= {"loader.world", "channel", "axis", "messages", "ending"}
 KNOWS_PYG = {
     "topology",
     "edge_index",
