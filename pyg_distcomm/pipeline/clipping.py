@@ -20,7 +20,12 @@ def clip_grad_norm_(
     stages does not matter.
 
     Price: one number for each parameter, pickled.
+
+    Raises:
+        ValueError: for a norm that is none.
     """
+    if isinstance(max_norm, str) or not float(max_norm) >= 0:
+        raise ValueError(f"max_norm must be a number from 0 on, got {max_norm!r}")
     mine = [p.grad for p in layers.parameters() if p.grad is not None]
     norms = [float(torch.linalg.vector_norm(g.detach(), norm_type)) for g in mine]
     every = [n for part in wire.all_gather_object(norms, mesh.stage) for n in part]
