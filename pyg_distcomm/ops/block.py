@@ -11,6 +11,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.pieces import plan_link
+from pyg_distcomm.kernels.reference import offset_dtype
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.ops.cover import blocks_pay, handed
 from pyg_distcomm.ops.csr import CSR, Pattern
@@ -39,6 +40,10 @@ class Edges:
     def of(self, which: Tensor) -> Edges:
         """Returns some of them."""
         return Edges(self.source[which], self.target[which])
+
+    def but(self, given: Tensor) -> Edges:
+        """Returns the others, without a copy where none is given."""
+        return self.of(~given) if bool(given.any()) else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +78,17 @@ class Block:
         given, whole_in = self._handed(edges.source, edges.target, 0, everyone)
         hop, served = self._hop(edges, given, edges.source, 0, 0)
         summed = edges.target[given]
-        edges = edges.of(~given)
+        edges = edges.but(given)
         unpaid = ~torch.isin(edges.target, summed)
         given, whole_out = self._handed(edges.target, edges.source, 1, unpaid)
         hop_out, far = self._hop(edges, given, edges.target, 1, len(served))
         forwarded = edges.source[given]
-        edges = edges.of(~given)
-        columns = torch.cat([edges.source, forwarded])
+        edges = edges.but(given)
+        columns = _joined(edges.source, forwarded)
         ghost, ghost_gid = self._link(columns, 0, self.own_gid, whole_in)
-        rows = torch.cat([edges.target, summed])
+        rows = _joined(edges.target, summed)
         out, out_gid = self._link(rows, 1, self.own_gid, whole_out)
+        del columns, forwarded, rows, summed, given, unpaid, everyone
         sums, sum_gid = _nothing(row, len(self.own_gid) + len(out_gid))
         if hop is not None:
             land = torch.cat([self.own_gid, out_gid])
@@ -175,16 +181,27 @@ def _block(
     first: int = 0,
 ) -> tuple[CSR, Tensor]:
     """Builds a block of some nonzeros, and the place of each one's value."""
-    edge = torch.arange(len(edges)) if which is None else torch.nonzero(which).flatten()
-    row = _position(edges.target[edge], row_gid)
-    col = _position(edges.source[edge], col_gid)
+    edge = (
+        None if which is None or bool(which.all()) else torch.nonzero(which).flatten()
+    )
+    if edge is not None:
+        edges = edges.of(edge)
+    row, col = _position(edges.target, row_gid), _position(edges.source, col_gid)
     pattern, order = Pattern.build(row, col, (len(row_gid), len(col_gid)))
-    return CSR(pattern), (edge.index_select(0, order) + first).to(order.dtype)
+    del row, col, edges
+    slot = order if edge is None else edge.index_select(0, order).to(order.dtype)
+    return CSR(pattern), slot + first
+
+
+def _joined(some: Tensor, more: Tensor) -> Tensor:
+    return torch.cat([some, more]) if len(more) else some
 
 
 def _position(gid: Tensor, among: Tensor) -> Tensor:
-    order = torch.argsort(among)
-    return order[torch.searchsorted(among[order], gid)] if len(gid) else gid
+    """Returns where nodes stand among others, in as few bits as may be."""
+    order = torch.argsort(among).to(offset_dtype(len(among)))
+    found = torch.searchsorted(among[order], gid, out_int32=order.dtype == torch.int32)
+    return order.index_select(0, found)
 
 
 def _needed(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:

@@ -29,11 +29,11 @@ class Pattern:
     ) -> tuple[Pattern, Tensor]:
         """Returns the pattern of a list of edges, and the edge of each nonzero."""
         _, row_sorted, by_col = kernels.coo_to_csr(col, row, shape[1])
-        rowptr, _, by_row = kernels.coo_to_csr(row_sorted, by_col, shape[0])
-        index = by_col.index_select(0, by_row)
-        del row_sorted, by_col, by_row
-        narrow = index.to(rowptr.dtype)
-        return Pattern(rowptr, col[index].to(rowptr.dtype), shape[1]), narrow
+        rowptr, index, _ = kernels.coo_to_csr(row_sorted, by_col, shape[0])
+        del row_sorted, by_col
+        index = index.to(rowptr.dtype)
+        col = col.index_select(0, index).to(rowptr.dtype)
+        return Pattern(rowptr, col, shape[1]), index
 
     @property
     def shape(self) -> tuple[int, int]:
