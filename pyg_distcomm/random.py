@@ -8,7 +8,9 @@ are a hash of the key and the two (`kernels.reference.keyed_bits` is the definit
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -36,6 +38,13 @@ def fold(*parts: int) -> int:
 def fresh_seed(generator: torch.Generator | None = None) -> int:
     """Draws a seed from torch's generator, so that `torch.manual_seed` decides it."""
     return int(torch.randint(1 << 62, (), generator=generator))
+
+
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Lets torch's generators be seeded, and puts them back as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 def keyed_bits48(key: int, count: int) -> Tensor:

@@ -135,7 +135,9 @@ def test_dropout_repeats_itself_and_changes_from_epoch_to_epoch():
     for recompute in (True, False):
         stack = stack_of("gcn", dropout=0.5)
         pipe = pdc.Pipeline(stack, mesh, chunks=1, recompute=recompute)
+        before = torch.get_rng_state()
         found.append([float(pipe.train_step(share, loss_of)) for _ in range(3)])
+        assert torch.equal(torch.get_rng_state(), before)
         found.append([p.grad.sum().item() for p in pipe.parameters()])
         pipe.eval()
         found.append(float(pipe.train_step(share, loss_of)))

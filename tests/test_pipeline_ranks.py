@@ -504,6 +504,26 @@ def test_a_stage_may_hand_on_what_it_got(first):
             assert losses == pytest.approx(want, rel=1e-9)
 
 
+class _DropConnect(torch.nn.Linear):
+    """Drops weights, which are no rows of nodes."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        weight = torch.nn.functional.dropout(self.weight, 0.5, self.training)
+        return torch.nn.functional.linear(x, weight, self.bias)
+
+
+def test_dropped_weights_are_the_same_when_computed_again():
+    layers = torch.nn.Identity, _DropConnect
+    (want,) = worlds.run(_made_of, 1, 1, *layers, None, False)
+    for ranks, stages, balance in ((1, 1, None), (2, 2, [3, 1]), (4, 2, [1, 3])):
+        for losses in worlds.run(_made_of, ranks, stages, *layers, balance):
+            assert losses == pytest.approx(want, rel=1e-9)
+    assert len(set(want)) == 3
+
+
 def _sent(stages, recompute):
     """Whether all that goes to other stages lies in the boundary, and is not kept beside."""
     mesh = worlds.mesh(stages=stages)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
+from pyg_distcomm import random, wire
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.balance import seconds_of
 from pyg_distcomm.pipeline.checks import on_all_ranks
@@ -51,15 +51,16 @@ def measured_costs(stage: Stage) -> list[float]:
         def step(
             place: int = place, layer: Layer = layer, inputs: Any = inputs
         ) -> Values:
-            run.begin_layer(place)
+            run.begin_layer(place, chunk)
             gives = stage.call(layer, inputs)
             total = sum(part.to_local().sum() for part in _tensors(gives))
             if isinstance(total, Tensor) and total.requires_grad:
                 total.backward()
             return gives
 
-        costs.append(seconds_of(step))
-        known.update(step())
+        with random.apart(plan.topology.device):
+            costs.append(seconds_of(step))
+            known.update(step())
     for layer in stage.layers[stage.begin : stage.end]:
         if isinstance(layer.run, torch.nn.Module):
             layer.run.zero_grad()

@@ -71,8 +71,8 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
             whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
             for name in sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt")):
                 parts[name.name] = torch.load(
-                    name, map_location="cpu", weights_only=True
-                )
+                    name, map_location="cpu", weights_only=True, mmap=True
+                )  # read where it is of use
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
     pipe.load_state_dict(whole["model"])
@@ -158,7 +158,7 @@ class _Kept:
                 site.end_epoch(refresh=True)
             if every[key]["gradients"] is not None:
                 device = site.mix.device
-                site.gradients = every[key]["gradients"].to(device)
+                site.gradients = every[key]["gradients"].to(device, copy=True)
 
 
 def _joined(parts: list[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from pyg_distcomm import random
 from pyg_distcomm.pipeline.chunks import ChunkPlan
 from pyg_distcomm.pipeline.stack import Layer, from_data
 from pyg_distcomm.pipeline.view import Run, view_of
@@ -127,10 +128,10 @@ class Stage:
     def forward(self, chunk: int | None, values: Values) -> Values:
         """Runs the layers on the rows of a chunk, or of all nodes."""
         known = {**self.given(chunk), **values}
-        for place in range(self.begin, self.end):
-            self.run.begin_layer(place)
-            layer = self.layers[place]
-            known.update(self.call(layer, known))
+        with random.apart(self.run.plan.topology.device):
+            for place in range(self.begin, self.end):
+                self.run.begin_layer(place, chunk)
+                known.update(self.call(self.layers[place], known))
         return known
 
     def call(self, layer: Layer, known: Values) -> Values:

@@ -23,7 +23,7 @@ from pyg_distcomm.price import Price
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.topology import Locals, Topology
 
-_KEYED = 0x919E  # sets the keys of a pipeline apart
+_KEYED, _PLAIN = 0x919E, 0x919F  # set the keys of a pipeline apart
 
 
 @dataclass(eq=False)
@@ -60,9 +60,14 @@ class Run:
     _exchanges: int = 0
     _draws: int = 0
 
-    def begin_layer(self, layer: int) -> None:
-        """Starts to count the exchanges and draws of a layer."""
+    def begin_layer(self, layer: int, chunk: int | None) -> None:
+        """Starts to count the exchanges and draws of a layer.
+
+        What it draws for plain tensors, as weights are, is drawn again the same.
+        """
         self.layer, self._exchanges, self._draws = layer, 0, 0
+        whom = 0 if chunk is None else 1 + chunk
+        torch.manual_seed(random.fold(self.seed, _PLAIN, self.epoch, layer, whom))
 
     def next_key(self) -> int:
         """Returns the key of the layer's next draw, however often it is computed."""
