@@ -10,16 +10,20 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
+from pyg_distcomm.exchange.codecs import Bitmap
 from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
 
 
-def trained(stages, name, owner, chunks):
+def trained(stages, name, owner, chunks, link=None):
     """Bytes of an epoch, all told, its messages, and what is kept."""
     mesh = worlds.mesh(stages=stages)
-    share = pdc.partition(GRAPHS["undirected"](), mesh, owner)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, owner, link=link)
     pipe = pdc.Pipeline(stack_of(name), mesh, chunks=chunks)
     pipe(share)
-    pipe.train_step(share, loss_of)
+    for _ in range(1 if link is None else 3):
+        pipe.train_step(share, loss_of)
+        if link is not None:
+            link.step()
     mesh.ledger.reset()
     pipe.train_step(share, loss_of)
     ledger = mesh.ledger
@@ -51,6 +55,35 @@ def test_bytes_are_those_of_the_ledger(stages, ways):
         assert one.memory > max(got[2] for got in counted)
         assert not one.exact
         assert plans.best.stages == 1
+
+
+@pytest.mark.parametrize("codec", ["1 bit", "4 bits late", "bf16", Bitmap()])
+def test_coded_bytes_are_at_most_those_planned(codec):
+    data = GRAPHS["undirected"]()
+    for name in ("gcn", "gat"):
+        plans = pdc.plan(
+            data,
+            ranks=4,
+            model=stack_of(name),
+            partition="random",
+            pipeline=True,
+            codecs=[codec],
+            dtype=torch.float64,
+        )
+        plain, one = (plans.of((2, 1, 1), stages=2, sized=s) for s in (True, False))
+        owner = pdc.plan(data, [7, 4], 2, partition="random").partition.owner
+        counted = worlds.run(trained, 4, 2, name, owner, None, one.link)
+        pairs = list(zip(counted, one.bytes_by_rank, strict=True))
+        assert all(got[0] <= most for got, most in pairs), name
+        if codec != Bitmap():  # what is left is heads of messages
+            assert one.total_bytes < 1.25 * sum(got[0] for got in counted)
+            assert one.total_bytes < plain.total_bytes
+        assert max(got[1] for got in counted) <= one.messages
+        assert one.memory >= plain.memory
+        assert not one.sized
+        assert not one.exact
+        coded = [p for p in (*plans, *plans.refused) if p.codec == one.codec]
+        assert {p.grid for p in coded if p.stages > 1} == {(2, 1, 1)}
 
 
 @pytest.mark.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2), (4, 2)])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from pyg_distcomm.exchange.codecs import Plain, fresh_state
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Machine, Rate, Wire, lines_of
@@ -29,7 +31,8 @@ FEW = 3  # times that such a row is timed
 LONG = 0.1  # seconds that exchanges of a size are timed, in a row
 WIDE = 256  # the other side of a dense product, at least
 AXES = ("world", "row", "col", "fiber", "data")
-STEP = 4  # how much longer than the one before an exchange of a curve is
+SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
+EXCHANGES, REDUCTIONS = 2, 3  # of a layer, and of an epoch beside its layers
 
 
 def calibrate(
@@ -44,7 +47,9 @@ def calibrate(
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
     Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of
-    all ranks sending to all others at once. Nothing is added to the ledger.
+    all ranks sending to all others at once, many times, with pauses as long as a layer
+    computes: links that let more through after a pause do so in an epoch. Nothing is added
+    to the ledger.
 
     Args:
         mesh: the ranks; the lines of every grid of so many are measured.
@@ -55,19 +60,27 @@ def calibrate(
 
     Price: a few seconds, most of them for slow links.
     """
-    quiet = _uncounted(mesh)
-    lines = {line: _wire(*line, quiet, repeats) for line in lines_of(mesh.size)}
+    quiet, widths = _uncounted(mesh), sorted(set(widths))
+    spmm, gemm, stream = _rates(quiet, widths, rows, degree, repeats)
+    layer, epoch = _overheads(quiet, repeats)
+    middle = widths[len(widths) // 2]
+    pause = layer / 2 + epoch / 4 + float(spmm.seconds(rows * degree, middle))
+    lines = {line: _wire(*line, pause, quiet, repeats) for line in lines_of(mesh.size)}
     every = lines.get((mesh.size, 1), Wire(0.0, 1e12))
-    spmm, gemm, stream = _rates(quiet, sorted(set(widths)), rows, degree, repeats)
+    sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
+    if sums is not None:  # what messages take is counted where they are
+        layer -= EXCHANGES * every.latency
+        epoch -= REDUCTIONS * sums.latency * sum_messages(mesh.size)
     return Machine(
         every.latency,
         every.bandwidth,
         spmm,
         gemm,
         stream,
-        _overhead(quiet, repeats),
+        max(layer, 0.0),
+        max(epoch, 0.0),
         lines=lines,
-        sums=_sums(quiet, repeats) if mesh.size > 1 else None,
+        sums=sums,
         codes=_codes(quiet, codecs, max(widths), rows, repeats),
         source=f"measured on {mesh.size} ranks",
     )
@@ -89,13 +102,16 @@ def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
         start = time.perf_counter()
         work()
         found.append(time.perf_counter() - start)
-    slowest = wire.all_reduce(
-        torch.tensor(found, dtype=torch.float64), mesh.world, "max"
-    )
-    return statistics.median(slowest.tolist())
+    return _slowest(found, mesh)
 
 
-def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
+def _slowest(found: list[float], mesh: Mesh) -> float:
+    """Returns the median of what the slowest rank took each time."""
+    every = torch.tensor(found, dtype=torch.float64)
+    return statistics.median(wire.all_reduce(every, mesh.world, "max").tolist())
+
+
+def _wire(size: int, stride: int, pause: float, mesh: Mesh, repeats: int) -> Wire:
     """Times exchanges in which each rank of a line sends as much to every other.
 
     All lines at once, over the process group of the world: what a rank sends to ranks
@@ -112,27 +128,31 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
             message, counts, counts, mesh.world, most=each
         ).wait()
 
-    return _curve(exchange, len(line), mesh, repeats)
+    return _curve(exchange, len(line), pause, mesh, repeats)
 
 
-def _sums(mesh: Mesh, repeats: int) -> Wire:
+def _sums(pause: float, mesh: Mesh, repeats: int) -> Wire:
     """Times all-reduces; sizes are those of what a rank receives."""
 
     def reduce(size: int) -> Callable[[], object]:
         values = torch.zeros(max(1, size * mesh.size // (8 * (mesh.size - 1))))
         return lambda: wire.all_reduce(values, mesh.world)
 
-    return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
+    return _curve(reduce, sum_messages(mesh.size), pause, mesh, repeats)
 
 
 def _curve(
-    work: Callable[[int], Callable[[], object]], messages: int, mesh: Mesh, repeats: int
+    work: Callable[[int], Callable[[], object]],
+    messages: int,
+    pause: float,
+    mesh: Mesh,
+    repeats: int,
 ) -> Wire:
-    """Times work of each size many times in a row, so that bursts do not count."""
+    """Times work of each size many times, as often as an epoch would exchange."""
     latency = _timed(work(SMALL * messages), mesh, repeats) / messages
     points, size, took, before = [], LEAST, 0.0, 0.0
     while took < LONG and size <= MOST:
-        before, took = took, max(took, _in_a_row(work(size), mesh))
+        before, took = took, max(took, _in_a_row(work(size), pause, mesh))
         points.append((size, max(took - latency * messages, 0.0)))
         size *= 2
     # the last point is twice as long as the one before it
@@ -141,15 +161,20 @@ def _curve(
     )
 
 
-def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
+def _in_a_row(work: Callable[[], object], pause: float, mesh: Mesh) -> float:
     """Returns the seconds of one, when as many follow one another as take a while."""
-    times = max(1, round(LONG / max(_timed(work, mesh, 1), 1e-6)))
-
-    def every() -> None:
+    times = max(1, round(LONG / max(_timed(work, mesh, 1) + pause, 1e-6)))
+    found = []
+    for _ in range(FEW):
+        wire.barrier(mesh.world)
+        took = 0.0
         for _ in range(times):
+            time.sleep(pause)
+            start = time.perf_counter()
             work()
-
-    return _timed(every, mesh, FEW) / times
+            took += time.perf_counter() - start
+        found.append(took / times)
+    return _slowest(found, mesh)
 
 
 def _rates(
@@ -204,23 +229,42 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
     torch.mm(g.t(), x)
 
 
-def _overhead(mesh: Mesh, repeats: int) -> float:
-    """Returns the seconds of a layer, forward and backward, that has next to no rows."""
-    nodes = 2 * mesh.size
-    none = torch.empty(2, 0, dtype=torch.int64)
-    data = Data(x=torch.ones(nodes, 4), edge_index=none, num_nodes=nodes)
+def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float]:
+    """Returns the seconds of a layer, forward and backward, and of an epoch beside layers.
+
+    Of models with next to no rows, on a ring of which each rank needs one row of another.
+    """
+    nodes = torch.arange(2 * mesh.size)
+    ring = torch.stack([nodes, nodes.roll(1)])
+    data = Data(x=torch.ones(len(nodes), 4), edge_index=ring, y=nodes % 4)
     share = partition(data, mesh, "block")
-    convs = torch.nn.ModuleList(DistGCNConv(4, 4) for _ in range(4))
-    optimizer = torch.optim.Adam(convs.parameters())
+    share.x.requires_grad_()  # else the first product is kept
+    found = {}
+    for depth in (SHALLOW, DEEP):
+        model = replicate(_Stack(depth), mesh)
+        optimizer = torch.optim.Adam(model.parameters())
 
-    def epoch() -> None:
-        optimizer.zero_grad()
-        x = share.x
-        for conv in convs:
-            x = conv(x, share.edge_index).relu()
-        x.to_local().sum().backward()
-        optimizer.step()
+        def epoch(model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            out = model(share.x, share.edge_index)
+            torch.nn.functional.cross_entropy(out, share.y).backward()
+            optimizer.step()
 
-    for _ in itertools.repeat(None, 2):
-        epoch()
-    return _timed(epoch, mesh, repeats) / len(convs)
+        for _ in itertools.repeat(None, 2):
+            epoch()
+        found[depth] = _timed(epoch, mesh, repeats)
+    layer = (found[DEEP] - found[SHALLOW]) / (DEEP - SHALLOW)
+    return max(layer, 0.0), max(found[SHALLOW] - SHALLOW * layer, 0.0)
+
+
+class _Stack(torch.nn.Module):
+    """Layers of no width to speak of."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(DistGCNConv(4, 4) for _ in range(depth))
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return x

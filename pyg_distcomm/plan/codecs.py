@@ -180,6 +180,33 @@ class Writing:
         asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
         return asking, asked, ahead
 
+    def in_chunks(self, side: Side, width: int, chunks: int) -> tuple[Array, Array]:
+        """Returns the bytes a rank asks for, and is asked for, if rows come chunk by chunk.
+
+        Exact without a codec; with one the most there can be, as a plan does not know how
+        many rows of a pair of ranks are in which chunk. Shapes `[r, s]`.
+        """
+        codec, others = self.codec, side.ghosts.size - 1
+        if codec is None:
+            each = width * self.dtype.itemsize
+            return side.ghosts * each, side.lent * each
+        message = partial(codec.wire_bytes, width=width, dtype=self.dtype)
+        told = 0 if codec.sized else chunks * others * HEADER
+
+        def most(rows: int) -> int:
+            if not rows:
+                return 0
+            return message(rows) + (min(chunks, rows) - 1) * message(1)
+
+        if side.pairs is None:  # means: all messages alike
+            mean = max(round(float(side.ghosts.max() / max(side.sources.max(), 1))), 1)
+            share = most(mean) / mean
+            return side.ghosts * share + told, side.lent * share + told
+        counts, where = np.unique(side.pairs.want, return_inverse=True)
+        sizes = np.array([most(int(n)) for n in counts], np.int64)
+        ends = side.pairs.by_rank(sizes[where.reshape(side.pairs.want.shape)])
+        return ends[0] + told, ends[1] + told
+
 
 def _coded(
     side: Side, sized: bool, message: Callable[[int], int]

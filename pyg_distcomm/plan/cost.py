@@ -94,7 +94,7 @@ def epoch_cost(
     link = machine.sum_wire()
     for each in (n for group in sums.values() for n in group):
         clock.waited += float(link.seconds(sum_messages(size), each, each))
-    clock.worked += _dense_seconds(flow, training, machine)
+    clock.worked += machine.epoch + _dense_seconds(flow, training, machine)
     return Cost(
         exchange,
         {name: sum(group) for name, group in sums.items()},

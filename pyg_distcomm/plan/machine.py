@@ -100,6 +100,7 @@ class Machine:
             its narrower width.
         stream: bytes a second that row by row operations read and write.
         overhead: seconds a layer takes in an epoch beside its work.
+        epoch: seconds that an epoch takes beside its layers, for the loss and the optimizer.
         memory: bytes a rank may use; None for no limit.
         lines: `Wire`s of the lines of a grid, by (size, stride): so many ranks, each so
             far from the last; others take the first two arguments.
@@ -117,6 +118,7 @@ class Machine:
     gemm: Rate | float = 20e9
     stream: float = 5e9
     overhead: float = 0.0
+    epoch: float = 0.0
     memory: float | None = None
     lines: Mapping[Line, Wire] = field(default_factory=dict)
     sums: Wire | None = None
@@ -131,7 +133,7 @@ class Machine:
                 object.__setattr__(self, name, Rate(((1, value),)))
         for name in ("bandwidth", "stream", "code"):
             _check_positive(name, getattr(self, name))
-        for name in ("latency", "overhead"):
+        for name in ("latency", "overhead", "epoch"):
             _check_seconds(name, getattr(self, name))
         if self.memory is not None:
             _check_positive("memory", self.memory)
@@ -240,7 +242,8 @@ class Machine:
             each = ", ".join(f"{r / 1e9:.3g} at width {w}" for w, r in rate.points)
             lines.append(f"{name:<9} 1e9/s: {each}")
         lines.append(
-            f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer"
+            f"rows      {self.stream / 1e9:.3g} GB/s; {self.overhead * 1e3:.3g} ms a layer, "
+            f"{self.epoch * 1e3:.3g} ms an epoch"
         )
         for name, (writes, reads) in self.codes.items():
             both = f"writes {writes / 1e9:.3g} GB/s, reads {reads / 1e9:.3g}"

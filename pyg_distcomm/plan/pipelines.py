@@ -3,26 +3,30 @@
 Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank, h ghosts.
 
     bytes      of each border, n d forward and n d back; of each exchange in a stage, h d
-               forward and what is lent back; as `pipeline.price` has them, exactly
+               forward and what is lent back; as `pipeline.price` has them, exactly; coded,
+               the most there can be
     seconds    M turns of the slowest stage and S - 1 to fill, forward and back; messages
-               between stages overlap with computing, those inside a stage with its own rows
+               between stages overlap with computing, as late ones inside a stage do
     memory     of each exchange n + h rows, as many of history, n of gradients; borders
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+import torch
 
 from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.cost import PASSES, sum_messages
 from pyg_distcomm.plan.deep import Item
 from pyg_distcomm.plan.flow import Flow
 from pyg_distcomm.plan.links import Array
 from pyg_distcomm.plan.machine import Machine, Wire
+from pyg_distcomm.plan.passage import Move
 from pyg_distcomm.plan.plans import Plan
 from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
 from pyg_distcomm.wire import ring_words
@@ -46,6 +50,8 @@ class Deep:
         nodes: of the graph.
         chunks: how many; None is `CHUNKS` for each stage.
         machine: the figures for seconds.
+        links: by which rows may travel inside a stage; None is the exact one.
+        dtype: of the rows.
     """
 
     items: list[Item]
@@ -54,22 +60,28 @@ class Deep:
     nodes: int
     chunks: int | None
     machine: Machine
+    links: Sequence[Coding | None] = (None,)
+    dtype: torch.dtype = torch.float32
 
     def plans(self, size: int) -> list[Plan]:
         """Returns a plan, or the reason against it, for each way to cut so many ranks."""
         found = []
         for stages in (d for d in range(2, size + 1) if size % d == 0):
             ways = size // stages
-            found.append(self._plan(size, stages))
+            links = self.links if ways > 1 else (None,)  # one rank ignores a link
+            found += [self._plan(size, stages, link) for link in links]
             for r in (d for d in range(1, ways) if ways % d == 0):
                 for s in (d for d in range(1, ways // r + 1) if ways // r % d == 0):
                     grid = r, s, ways // (r * s)
                     found.append(Plan(grid, stages=stages, reason=ROWS_ONLY))
         return found
 
-    def _plan(self, size: int, stages: int) -> Plan:
+    def _plan(self, size: int, stages: int, coding: Coding | None) -> Plan:
         chunks = CHUNKS * stages if self.chunks is None else self.chunks
-        none = Plan((size // stages, 1, 1), stages=stages, chunks=chunks, exact=False)
+        grid = size // stages, 1, 1
+        none = Plan(grid, stages=stages, chunks=chunks, exact=False)
+        if coding is not None:
+            none = replace(none, codec=coding.name, link=coding.link, sized=False)
         if stages > len(self.items):
             count = f"{len(self.items)} layers"
             return replace(none, reason=f"{stages} stages need more than {count}")
@@ -80,7 +92,7 @@ class Deep:
             alpha = _alpha(self.share(size), size, self.nodes)
         except ValueError as error:
             return replace(none, reason=str(error))
-        cut = Staged(self, flow, stages, size // stages, chunks)
+        cut = Staged(self, flow, stages, size // stages, chunks, coding)
         by_rank = [round(float(n)) for n in cut.bytes.ravel()]
         every = len(by_rank) == size
         return replace(
@@ -97,7 +109,7 @@ class Deep:
             messages=round(float(cut.messages.max())),
             seconds=cut.seconds(),
             memory=round(float(cut.memory().max())),
-            exact=chunks == 1,
+            exact=chunks == 1 and (coding is None or coding.exact),
             balance=cut.balance,
             remark=self._verdict(cut, alpha),
         )
@@ -131,13 +143,21 @@ class Staged:
         deep: the model.
         flow: what a stage's ranks exchange.
         stages, ways, chunks: S, W and M.
+        coding: how rows travel inside a stage.
     """
 
     def __init__(
-        self, deep: Deep, flow: Flow, stages: int, ways: int, chunks: int
+        self,
+        deep: Deep,
+        flow: Flow,
+        stages: int,
+        ways: int,
+        chunks: int,
+        coding: Coding | None = None,
     ) -> None:
         self.deep, self.flow = deep, flow
         self.stages, self.ways, self.chunks = stages, ways, chunks
+        self.coding = coding
         items = deep.items
         self.balance = tuple(cut_layers([item.cost for item in items], stages))
         ends = list(accumulate(self.balance, initial=0))
@@ -145,17 +165,16 @@ class Staged:
         self._of = [items[a:b] for a, b in pairwise(ends)]
         item, side = deep.training.itemsize, flow.sides.ghost
         self._n = flow.nodes.reshape(1, -1)
-        self._ghosts, self._lent = (
-            np.broadcast_to(x.reshape(1, -1), self._n.shape)
-            for x in (side.ghosts, side.lent)
-        )
+        self._ghosts = np.broadcast_to(side.ghosts.reshape(1, -1), self._n.shape)
+        self._there, self._back = self._moves(False), self._moves(True)
         into = [0, *(items[k].carried for k in self.borders)]
         out = [*(items[k].carried for k in self.borders), 0]
         self._into, self._out = (np.array([x]).T for x in (into, out))
         self.border = self._n * (self._into + self._out) * item
-        there = self._total(lambda one: sum(r.width for r in one.reads))
-        back = self._total(lambda one: sum(r.width * r.flows for r in one.reads))
-        self.rows = (self._ghosts * there + self._lent * back) * item
+        both = zip(self._there, self._back, strict=True)
+        self.rows = np.concatenate(
+            [self._sum(move.received for move in (*a, *b)) for a, b in both]
+        )
         numbers = [sum(one.parameters for one in part) for part in self._of]
         weights = [ring_words(n, ways) * item for n in numbers]
         self.weights = np.array([weights]).T
@@ -170,19 +189,57 @@ class Staged:
         """Adds something up over the items of each stage."""
         return np.array([[sum(of(one) for one in part)] for part in self._of])
 
+    def _moves(self, back: bool) -> list[list[Move]]:
+        """Returns the exchanges of each stage, one way, each of all chunks together."""
+        last = sum(len(one.reads) for one in self.deep.items) - 1
+        place = 0
+        found: list[list[Move]] = []
+        for part in self._of:
+            found.append([])
+            for read in (r for one in part for r in one.reads):
+                if read.flows or not back:
+                    found[-1].append(self._move(read.width, 0 < place == last, back))
+                place += 1
+        return found
+
+    def _move(self, width: int, last: bool, back: bool) -> Move:
+        coding, side = self.coding, self.flow.sides.ghost
+        codec = None
+        if coding is not None and not (last and coding.link.exact_last):
+            codec = coding.gradients if back else coding.rows
+        writing, row = Writing(codec, self.deep.dtype), width * self.deep.dtype.itemsize
+        ends = writing.in_chunks(side, width, self.chunks)
+        rows = side.ghosts * row, side.lent * row
+        peers = side.sources if back else side.readers
+        if codec is not None and not codec.sized:  # sizes go ahead
+            peers = peers + self.ways - 1
+        if back:
+            ends, rows = ends[::-1], rows[::-1]
+        found = (x.reshape(1, -1) for x in (*ends, self.chunks * peers, *rows))
+        received, sent, messages, read, written = found
+        return Move("row", received, sent, messages, codec, read, written)
+
+    def _sum(self, parts: Iterable[Array]) -> Array:
+        return sum(parts, np.zeros_like(self._n))
+
     @property
     def messages(self) -> Array:
         """Messages that each rank sends, at most."""
-        ends = (self._into > 0).astype(np.int64) + (self._out > 0)
-        there = self._total(lambda one: len(one.reads))
-        back = self._total(lambda one: sum(r.flows for r in one.reads))
-        side = self.flow.sides.ghost
-        readers, sources = (x.reshape(1, -1) for x in (side.readers, side.sources))
-        out: Array = self.chunks * (ends + there * readers + back * sources)
+        ends = self.chunks * ((self._into > 0).astype(np.int64) + (self._out > 0))
+        both = zip(self._there, self._back, strict=True)
+        inside = [self._sum(move.messages for move in (*a, *b)) for a, b in both]
+        out: Array = ends + np.concatenate(inside)
         return out
 
     def seconds(self) -> float:
-        """Returns the seconds of an epoch."""
+        """Returns the seconds of an epoch, a share of which waits for its own rows."""
+        now, coding = self._seconds(False), self.coding
+        if coding is None or not coding.link.timing.is_late:
+            return now
+        share = coding.synchronous
+        return share * now + (1 - share) * self._seconds(True)
+
+    def _seconds(self, late: bool) -> float:
         deep, chunks = self.deep, self.chunks
         machine, item = deep.machine, deep.training.itemsize
         loops = self._n * deep.training.adds_loops
@@ -199,35 +256,35 @@ class Staged:
         forward = np.concatenate([sum(map(work, part)) for part in self._of])  # type: ignore[arg-type]
         link = Wire(machine.latency, machine.bandwidth)
         hop = machine.lines.get((self.stages, self.ways), link)
-        total = 0.0
+        total, hidden = machine.epoch, 0.0
         for back in (False, True):
-            each = (forward * (BACK if back else 1) + self._halos(back)) / chunks
+            waited, behind = self._halos(back, late)
+            each = (forward * (BACK if back else 1) + waited) / chunks
             rows = self._n * np.maximum(self._into, self._out) * item / chunks
             turn = np.maximum(each, hop.seconds(1, rows, rows))
             first = each.max() + float(hop.seconds(1, rows, rows).max())
             total += chunks * float(turn.max()) + (self.stages - 1) * float(first)
+            hidden += float(behind.max())
         sums, steps = machine.sum_wire(), sum_messages(self.ways)
         weights = float(self.weights.max())
         end = float(self.loss.max())
-        total += float(sums.seconds(steps, weights, weights))
+        total = max(total, hidden) + float(sums.seconds(steps, weights, weights))
         return total + float(sums.seconds(sum_messages(self.stages), end, end))
 
-    def _halos(self, back: bool) -> Array:
-        """Returns the seconds of exchanges inside each stage, one way."""
-        item, side = self.deep.training.itemsize, self.flow.sides.ghost
-        link = self.deep.machine.wire("row", (self.ways, 1, 1))
-        peers = (side.sources if back else side.readers).reshape(1, -1)
-        ends = (self._ghosts, self._lent) if back else (self._lent, self._ghosts)
-
-        def one(item_: Item) -> Array:
-            reads = [r for r in item_.reads if r.flows or not back]
-            took = np.zeros(self._n.shape)
-            for r in reads:
-                sent, received = (rows * r.width * item for rows in ends)
-                took = took + link.seconds(self.chunks * peers, sent, received)
-            return took
-
-        return np.concatenate([sum(map(one, part)) for part in self._of])  # type: ignore[arg-type]
+    def _halos(self, back: bool, late: bool) -> tuple[Array, Array]:
+        """Returns the seconds of exchanges inside each stage, one way: waited for, and not."""
+        machine, coding = self.deep.machine, self.coding
+        link = machine.wire("row", (self.ways, 1, 1))
+        late = late and coding is not None and coding.late(back) > 0
+        waited, behind = np.zeros((2, self.stages, self._n.size))
+        for stage, moves in enumerate(self._back if back else self._there):
+            for move in moves:
+                took = link.seconds(move.messages, move.sent, move.received)
+                if move.codec is not None:
+                    waited[stage] += move.handled(machine)[0]
+                held = behind if late and move.codec is not None else waited
+                held[stage] += took[0]
+        return waited, behind
 
     def memory(self) -> Array:
         """Returns the bytes of each rank at the peak of an epoch, about.
@@ -250,5 +307,25 @@ class Staged:
             + 24 * blocks
             + n * (features + 3 * active * item / self.chunks)
             + 4 * item * self._numbers
+            + self._kept()
         )
         return out
+
+    def _kept(self) -> Array:
+        """Returns the bytes that coded exchanges keep from epoch to epoch."""
+
+        def of(move: Move, back: bool) -> Array:
+            coding = self.coding
+            if coding is None or move.codec is None:
+                return np.zeros_like(self._n)
+            out: Array = coding.late(back) * move.received
+            averaged = coding.late(back) > 0 and coding.link.timing.smooth is not None
+            out = out + move.read * (averaged + move.codec.stateful)
+            return out + move.written * move.codec.stateful
+
+        return np.concatenate(
+            [
+                self._sum([*(of(m, False) for m in a), *(of(m, True) for m in b)])
+                for a, b in zip(self._there, self._back, strict=True)
+            ]
+        )

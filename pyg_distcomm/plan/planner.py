@@ -84,7 +84,8 @@ def plan(
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. A model is run on two nodes, to learn what crosses borders;
-            of widths alone, layers are cut evenly and nothing normalises over nodes.
+            of widths alone, layers are cut evenly and nothing normalises over nodes. Inside
+            stages of several ranks rows also travel by each of `codecs`, at most as said.
         chunks: of nodes; four for each stage without.
         skips: values beside the first that cross all borders (GCNII's x_0 is one), of
             widths; a model knows its own.
@@ -100,11 +101,10 @@ def plan(
     machine = machine or Machine()
     limit = machine.memory if memory is None else memory
     source, words, owners = _source(graph, size, partition, seed)
-    found = []
+    found, links = [], codings(codecs)
     if pipeline and algorithm is None and grid is None:
         given = (model, graph, skips), (source, partition, seed)
-        found += _pipelines(*given, training, chunks, machine, size)
-    links = codings(codecs)
+        found += _pipelines(*given, training, chunks, machine, size, links, dtype)
     for one in _grids(size, algorithm, grid):
         found += _plans_of(one, source, training, machine, links, dtype)
     judged = [_judged(each, limit) for each in found]
@@ -122,6 +122,8 @@ def _pipelines(
     chunks: int | None,
     machine: Machine,
     size: int,
+    links: list[Coding | None],
+    dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of all numbers of stages."""
     (model, graph, skips), (source, partition, seed) = read, cutting
@@ -156,7 +158,8 @@ def _pipelines(
             sizes = (d for d in range(2, size + 1) if size % d == 0)
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
     nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
-    return Deep(items, training, cache(share), nodes, chunks, machine).plans(size)
+    deep = Deep(items, training, cache(share), nodes, chunks, machine, links, dtype)
+    return deep.plans(size)
 
 
 def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
