@@ -74,11 +74,16 @@ SETTINGS: dict[str, Policy] = {
     "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs),
     "VARCO, slope 2": lambda epochs: pdc.VARCO(epochs, slope=2),
     "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
+    "VARCO, slope 1, all": lambda epochs: pdc.VARCO(epochs, slope=1, exact_last=False),
     "linear in 1/c": ramp(schedules.LinearInRate),
     "exponential": ramp(schedules.Exponential),
     "cosine": ramp(schedules.Cosine),
     "Sylvie, 1 bit, now": lambda epochs: pdc.Sylvie(bits=1, late=0),
     "Sylvie, 1 bit, late": lambda epochs: pdc.Sylvie(bits=1),
+    "Sylvie, 1 bit, now, all": lambda epochs: pdc.Sylvie(
+        bits=1, late=0, exact_last=False
+    ),
+    "fixed 16, all": coded(ColumnMask(16), exact_last=False),
     **{f"Sylvie, every {n}": sylvie(n) for n in (2, 5, 10, 20)},
     "2 bits, now": coded(Quantise(2, "stochastic")),
     "4 bits, now": coded(Quantise(4, "stochastic")),

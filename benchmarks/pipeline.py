@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="ways so named, and the bases")
     parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--auc", action="store_true", help="scored, of two classes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="epochs between tests")
