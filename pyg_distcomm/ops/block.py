@@ -190,7 +190,7 @@ def _block(
     pattern, order = Pattern.build(row, col, (len(row_gid), len(col_gid)))
     del row, col, edges
     slot = order if edge is None else edge.index_select(0, order).to(order.dtype)
-    return CSR(pattern), slot + first
+    return CSR(pattern), slot.add_(first)
 
 
 def _joined(some: Tensor, more: Tensor) -> Tensor:

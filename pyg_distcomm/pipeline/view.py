@@ -67,7 +67,8 @@ class Run:
         """
         self.layer, self._exchanges, self._draws = layer, 0, 0
         whom = 0 if chunk is None else 1 + chunk
-        torch.manual_seed(random.fold(self.seed, _PLAIN, self.epoch, layer, whom))
+        key = random.fold(self.seed, _PLAIN, self.epoch, layer, whom)
+        random.seed(key, self.plan.topology.device)
 
     def next_key(self) -> int:
         """Returns the key of the layer's next draw, however often it is computed."""

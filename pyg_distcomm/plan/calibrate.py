@@ -28,11 +28,11 @@ from pyg_distcomm.share import partition
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
 FEW = 3  # times that such a row is timed
-LONG = 0.1  # seconds that exchanges of a size are timed, in a row
+LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
 WIDE = 256  # the other side of a dense product, at least
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
-EXCHANGES, REDUCTIONS = 2, 3  # of a layer, and of an epoch beside its layers
+REDUCTIONS = 3  # of an epoch beside its layers
 
 
 def calibrate(
@@ -62,14 +62,14 @@ def calibrate(
     """
     quiet, widths = _uncounted(mesh), sorted(set(widths))
     spmm, gemm, stream = _rates(quiet, widths, rows, degree, repeats)
-    layer, epoch = _overheads(quiet, repeats)
+    layer, epoch, messages = _overheads(quiet, repeats)
     middle = widths[len(widths) // 2]
     pause = layer / 2 + epoch / 4 + float(spmm.seconds(rows * degree, middle))
     lines = {line: _wire(*line, pause, quiet, repeats) for line in lines_of(mesh.size)}
     every = lines.get((mesh.size, 1), Wire(0.0, 1e12))
     sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
     if sums is not None:  # what messages take is counted where they are
-        layer -= EXCHANGES * every.latency
+        layer -= messages * every.latency
         epoch -= REDUCTIONS * sums.latency * sum_messages(mesh.size)
     return Machine(
         every.latency,
@@ -229,19 +229,23 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
     torch.mm(g.t(), x)
 
 
-def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float]:
+def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float, float]:
     """Returns the seconds of a layer, forward and backward, and of an epoch beside layers.
 
-    Of models with next to no rows, on a ring of which each rank needs one row of another.
+    Of models with next to no rows, of which each rank needs one of every other. Also the
+    messages that a layer sends.
     """
-    nodes = torch.arange(2 * mesh.size)
-    ring = torch.stack([nodes, nodes.roll(1)])
-    data = Data(x=torch.ones(len(nodes), 4), edge_index=ring, y=nodes % 4)
-    share = partition(data, mesh, "block")
+    nodes = torch.arange(4 * mesh.size)
+    away = torch.combinations(nodes[::4]).t()
+    data = Data(
+        x=torch.ones(len(nodes), 4), edge_index=torch.cat([away, away.flip(0)], 1)
+    )
+    data.y = nodes % 4
+    share = partition(data, mesh, "block").to(mesh.device)
     share.x.requires_grad_()  # else the first product is kept
-    found = {}
+    found, sent = {}, {}
     for depth in (SHALLOW, DEEP):
-        model = replicate(_Stack(depth), mesh)
+        model = replicate(_Stack(depth).to(mesh.device), mesh)
         optimizer = torch.optim.Adam(model.parameters())
 
         def epoch(model: Any = model, optimizer: Any = optimizer) -> None:
@@ -252,9 +256,14 @@ def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float]:
 
         for _ in itertools.repeat(None, 2):
             epoch()
+        mesh.ledger.reset()
+        epoch()
+        sent[depth] = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
         found[depth] = _timed(epoch, mesh, repeats)
-    layer = (found[DEEP] - found[SHALLOW]) / (DEEP - SHALLOW)
-    return max(layer, 0.0), max(found[SHALLOW] - SHALLOW * layer, 0.0)
+    layer, messages = ((v[DEEP] - v[SHALLOW]) / (DEEP - SHALLOW) for v in (found, sent))
+    rest = found[SHALLOW] - SHALLOW * layer
+    every = wire.all_reduce(torch.tensor(messages), mesh.world, "max")
+    return max(layer, 0.0), max(rest, 0.0), float(every)
 
 
 class _Stack(torch.nn.Module):

@@ -180,13 +180,16 @@ class Writing:
         asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
         return asking, asked, ahead
 
-    def in_chunks(self, side: Side, width: int, chunks: int) -> tuple[Array, Array]:
+    def in_chunks(
+        self, side: Side, width: int, chunks: int, others: int
+    ) -> tuple[Array, Array]:
         """Returns the bytes a rank asks for, and is asked for, if rows come chunk by chunk.
 
         Exact without a codec; with one the most there can be, as a plan does not know how
-        many rows of a pair of ranks are in which chunk. Shapes `[r, s]`.
+        many rows of a pair of ranks are in which chunk. Shapes `[r, s]`; `others` are the
+        ranks beside one.
         """
-        codec, others = self.codec, side.ghosts.size - 1
+        codec = self.codec
         if codec is None:
             each = width * self.dtype.itemsize
             return side.ghosts * each, side.lent * each
@@ -196,7 +199,8 @@ class Writing:
         def most(rows: int) -> int:
             if not rows:
                 return 0
-            return message(rows) + (min(chunks, rows) - 1) * message(1)
+            # a message more rounds up once more
+            return message(rows) + (min(chunks, rows) - 1) * (message(1) + 1)
 
         if side.pairs is None:  # means: all messages alike
             mean = max(round(float(side.ghosts.max() / max(side.sources.max(), 1))), 1)

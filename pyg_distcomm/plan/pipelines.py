@@ -208,7 +208,7 @@ class Staged:
         if coding is not None and not (last and coding.link.exact_last):
             codec = coding.gradients if back else coding.rows
         writing, row = Writing(codec, self.deep.dtype), width * self.deep.dtype.itemsize
-        ends = writing.in_chunks(side, width, self.chunks)
+        ends = writing.in_chunks(side, width, self.chunks, self.ways - 1)
         rows = side.ghosts * row, side.lent * row
         peers = side.sources if back else side.readers
         if codec is not None and not codec.sized:  # sizes go ahead
@@ -280,8 +280,7 @@ class Staged:
         for stage, moves in enumerate(self._back if back else self._there):
             for move in moves:
                 took = link.seconds(move.messages, move.sent, move.received)
-                if move.codec is not None:
-                    waited[stage] += move.handled(machine)[0]
+                waited[stage] += move.handled(machine)[0]
                 held = behind if late and move.codec is not None else waited
                 held[stage] += took[0]
         return waited, behind

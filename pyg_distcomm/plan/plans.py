@@ -39,8 +39,8 @@ class Plan:
         reason: why it is refused; None for one that can be run.
         exact: whether it trains as one process does; if not, rows are rounded, left out or
             late.
-        sized: whether bytes are exact; if not, sizes depend on values, and they are the
-            most there can be.
+        sized: whether bytes are exact; if not, sizes depend on values, or on which rows
+            come in which chunk of a hybrid, and they are the most there can be.
         stages: into how many the layers are cut; a grid is then that of one stage.
         chunks: of nodes, that stream through the stages.
         balance: how many items of the stack each stage has.
@@ -227,7 +227,7 @@ class Plans(Sequence[Plan]):
                 f"the best of each grid; {left} more are predicted to be slower"
             )
         parts += _remarks(shown, self.machine)
-        parts += [plan.remark for plan in self.ranked if plan.remark]
+        parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
             parts += ["", "refused:", *(f"  {line}" for line in lines[:MOST_LINES])]
@@ -248,7 +248,7 @@ class Plans(Sequence[Plan]):
         ]
         left = len(self.refused) - len(lean)
         if left:
-            lines.append(f"{left} orderings and halos that take more memory")
+            lines.append(f"{left} orderings, halos and codecs that take more memory")
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
 
     def __repr__(self) -> str:
@@ -298,7 +298,7 @@ def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
             "* not exact (rounded, left out, late, or read from history): only when asked for"
         )
     if any(not plan.sized for plan in plans):
-        said.append("<= sizes depend on values: the most there can be")
+        said.append("<= sizes depend on values, or on chunks: the most there can be")
     links = [plan.link for plan in plans if plan.link is not None]
     if any(repr(link.codec) not in machine.codes for link in links):
         said.append(
