@@ -110,7 +110,9 @@ class DistEdgeIndex(torch.Tensor):
         weight = self.check_edges(edge_weight, "edge_weight")
         link, wrap = self.topology.link, None
         if link is not None:
-            call = link.begin(self.topology, self.nodes, torch.is_grad_enabled())
+            # copies with another link share what is kept, by which they are known
+            who, train = self.topology.constants, torch.is_grad_enabled()
+            call = link.begin(who, self.nodes, train, name="matmul")
             wrap = None if call is None else call.wrap
         return DistTensor.wrap(self.topology.sum(local, weight, wrap), self.nodes)
 

@@ -43,6 +43,7 @@ CHAINS = [
     Chain(ColumnMask(3, "prefix"), Cast(torch.float16), Bitmap()),
     Chain(ColumnMask(2), TopK(4, Quantise(8))),
     Chain(Quantise(4)),
+    Chain(ColumnMask(2, scaled=True), ColumnMask(3, "prefix")),
 ]
 SPARSE = [Bitmap(), TopK(4), TopK(40), TopK(2, Quantise(4, "stochastic"))]
 KEPT = [
@@ -530,7 +531,7 @@ def test_names_and_bad_arguments():
 
 
 def test_flags():
-    linear = [Plain(), *MASKS, Bitmap()]
+    linear = [Plain(), *MASKS, CHAINS[6], Bitmap()]
     assert [c for c in EVERY if c.linear] == linear
     scaled = [c for c in MASKS if c.scaled]
     unbiased = [Plain(), *RANDOM, *scaled, CHAINS[1], Bitmap(), KEPT[0], KEPT[3]]

@@ -17,7 +17,8 @@ from torch_geometric.data.feature_store import AttrView
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
 from pyg_distcomm.channel import open_channel
-from pyg_distcomm.exchange.codecs import Plain, Quantise
+from pyg_distcomm.exchange.codecs import Cast, Chain, Plain, Quantise, RowSample
+from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
@@ -363,7 +364,13 @@ def test_what_a_codec_draws_depends_on_the_row_alone():
 
 @pytest.mark.parametrize(
     "link",
-    [pdc.PipeGCN(), pdc.VARCO(9), pdc.Sylvie(late=0, adaptive=True), pdc.BNS(0.5)],
+    [
+        pdc.PipeGCN(),
+        pdc.VARCO(9),
+        pdc.Sylvie(late=0, adaptive=True),
+        pdc.BNS(0.5),
+        LinkPolicy(Chain(Cast(torch.bfloat16), RowSample(4))),
+    ],
 )
 def test_links_that_rows_cannot_be_fetched_by(link):
     with pytest.raises(ValueError, match=r"late, nor follow|leaves some out"):

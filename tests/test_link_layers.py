@@ -13,6 +13,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import wire
 from pyg_distcomm.exchange.codecs import ColumnMask, Plain, TopK
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.nn.coding import is_coded
 
 LAYERS = {
     "GCN": lambda a, b: pyg.GCNConv(a, b),
@@ -61,6 +62,16 @@ def same(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rate_one_is_the_exact_layer(layer):
     worlds.run(same, 3, layer)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
+def test_what_attention_is_made_of_is_exact_in_any_precision(dtype):
+    conv, x = pyg.TransformerConv(7, 4), torch.zeros(2, 4, dtype=dtype)
+    assert not is_coded(conv, "propagate", "key", x)
+    assert is_coded(conv, "propagate", "value", x)
+    assert not is_coded(conv, "edge_updater", "value", x)
 
 
 def trains(layer, name):

@@ -11,6 +11,7 @@ from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
+from pyg_distcomm.pipeline.history import History
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -227,6 +228,46 @@ def test_mistakes_are_told(stack, options, kind, told):
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
     if told == "reduces over all nodes":  # the trace leads to where it happened
         assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_the_schedule_is_known_once_data_were_seen():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    with pytest.raises(ValueError, match="first sees the data"):
+        print(pipe.schedule)
+    pipe(share)
+    assert "F2" in str(pipe.schedule)
+
+
+def test_an_optimizer_that_had_not_begun_begins_anew(tmp_path):
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    opt = torch.optim.Adam(pipe.parameters(), 0.02)
+
+    def train():
+        losses = []
+        for _ in range(3):
+            opt.zero_grad()
+            losses.append(float(pipe.train_step(share, loss_of)))
+            opt.step()
+        return losses
+
+    pipe(share)
+    pipe.save(tmp_path / "a", opt)
+    want = train()
+    pipe.load(tmp_path / "a", opt)
+    assert train() == want
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_rows_of_half_precision_are_kept_as_int8(kind):
+    x = torch.randn(7, 5).to(kind)
+    history = History((0, 3, 7), x, torch.int8)
+    out = torch.empty_like(x)
+    for block, rows in ((0, slice(0, 3)), (1, slice(3, 7))):
+        history.store(block, x[rows])
+        history.load(block, out[rows])
+    assert (out - x).abs().max() < 0.03
 
 
 def test_a_mesh_is_a_mesh():

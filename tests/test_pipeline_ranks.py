@@ -325,6 +325,8 @@ def _mistakes(stages):
         ([torch.nn.Linear(7, 7 + mesh.stage.rank), torch.nn.ReLU()], {}),
         (stack_of("gcn"), {"balance": [6, 2]}),
         (stack_of("gcn"), {"balance": [3.5, 3.5]}),
+        (stack_of("gcn"), {"chunks": 4 + mesh.stage.rank}),
+        (stack_of("gcn"), {"history_refresh": 1 + mesh.everyone.rank}),
     ):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
@@ -352,9 +354,11 @@ def test_mistakes_are_told_on_all_ranks():
         "chunks must be a whole number",
         "normalises over all nodes",
         "share a parameter",
-        "same layers on all ranks",
+        "same layers and options on all ranks",
         "each of 2 stages",
         "each of 2 stages",
+        "same layers and options on all ranks",
+        "same layers and options on all ranks",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
         "chunks [1, 3] of 5 have no node",

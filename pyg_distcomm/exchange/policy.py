@@ -118,20 +118,21 @@ class LinkPolicy:
         nodes: Rows,
         training: bool,
         stage: Callable[[], int] | None = None,
+        name: str = "",
     ) -> Call | None:
         """Returns one call of a layer, or None if it is exact; collective.
 
         Args:
             layer: whose call it is.
-            nodes: which nodes are where.
-            training: whether the layer is.
-            stage: tells whether the layer's input is kept; see `Constants.stage`.
+            nodes, training: which nodes are where, and whether the layer trains.
+            stage: tells whether its input is kept; see `Constants.stage`.
+            name: what it is called, if not as its class.
         """
         mesh = nodes.mesh
         if mesh.size == 1 or self.is_exact:
             return None
         self.run.bind(nodes)
-        place = self.run.place(layer, stage)
+        place = self.run.place(layer, name)
         said = self._mode(place, training)
         if said != TRAINS or self.run.begins(place):  # the rest goes as it began
             mine = torch.tensor([said], dtype=torch.uint8)
@@ -141,6 +142,7 @@ class LinkPolicy:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
         if said == EVALUATES:
             return None if self.exact_eval else self._call(place, 0, keeps=False)
+        self.run.train(place, stage, self.epoch)
         number = self.run.next_call(place)
         if (place, number) == self.run.last:
             return None
@@ -245,12 +247,12 @@ class LinkPolicy:
         axis = self.run.axis
         if self.trend is not None or self._goes_by_metric:
             value = value if axis is None else wire.broadcast_object(value, axis)
-            if value is None or math.isnan(value):
+            if value is None or not math.isfinite(value):
                 raise ValueError(
                     f"this link goes by the loss: link.step(loss), got {value}"
                 )
-        if self.trend is not None and value is not None:
-            self.trend.look(value)
+            if self.trend is not None:
+                self.trend.look(value)
         self.run.settle(self.exact_last)
         if self.pace is not None:
             budget = self.pace.schedule
@@ -288,7 +290,7 @@ class LinkPolicy:
             run.records,
             run.inboxes,
             tuple(run.made) if self.epoch == 0 else run.active,
-            {place: stage() for place, stage in run.stages.items()},
+            {place: run.stage_of(place) for place in run.stages},
             run.kept_at,
             run.last,
             self.timing,

@@ -17,7 +17,7 @@ from pyg_distcomm.exchange.account import Load, Record, RecordKey
 from pyg_distcomm.exchange.coded import Way
 from pyg_distcomm.exchange.forecast import CallKey, InboxKey
 from pyg_distcomm.exchange.refusals import PROBLEMS, REPEATS
-from pyg_distcomm.exchange.saved import mark, read_inbox, saved_inbox
+from pyg_distcomm.exchange.saved import check_rows, mark, read_inbox, saved_inbox
 from pyg_distcomm.exchange.timing import Inbox
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.wire import Axis
@@ -31,7 +31,9 @@ class Run:
         nodes: which nodes are where, once it is in use.
         places: of layers, in the order of their first use.
         layers: what they are called.
-        stages: how to ask whether their inputs are kept; see `Constants.stage`.
+        stages: how to ask whether their inputs are kept; see `Constants.stage`. Inputs of
+            training: without dropout those of an evaluation may be others.
+        began: in which epoch they were first trained by a link, and in which last.
         kept_at: in which epoch a product was made to be kept.
         records: the exchanges seen.
         inboxes: what they keep.
@@ -51,6 +53,7 @@ class Run:
     places: Any = field(default_factory=weakref.WeakKeyDictionary)
     layers: dict[int, str] = field(default_factory=dict)
     stages: dict[int, Callable[[], int]] = field(default_factory=dict)
+    began: dict[int, tuple[int, int]] = field(default_factory=dict)
     kept_at: dict[int, int] = field(default_factory=dict)
     records: dict[RecordKey, Record] = field(default_factory=dict)
     inboxes: dict[InboxKey, Inbox] = field(default_factory=dict)
@@ -118,13 +121,25 @@ class Run:
             raise ValueError(f"a pipeline {PROBLEMS[REPEATS]}")
         self.parts_of = epoch
 
-    def place(self, layer: Any, stage: Callable[[], int] | None = None) -> int:
-        """Returns the place of a layer, and remembers how to ask for its input."""
+    def place(self, layer: Any, name: str = "") -> int:
+        """Returns the place of a layer."""
         place: int = self.places.setdefault(layer, len(self.layers))
-        self.layers[place] = type(layer).__name__
+        self.layers[place] = name or type(layer).__name__
+        return place
+
+    def train(self, place: int, stage: Callable[[], int] | None, epoch: int) -> None:
+        """Remembers how to ask for the input that a layer is trained with."""
+        self.began[place] = self.began.get(place, (epoch,))[0], epoch
         if stage is not None:
             self.stages[place] = stage
-        return place
+
+    def stage_of(self, place: int) -> int:
+        """Returns `Constants.stage` of the input that a layer is trained with.
+
+        One that was seen comes again in the next epoch, or it does not last.
+        """
+        stage, (first, last) = self.stages[place](), self.began[place]
+        return 0 if stage == 1 and first < last else stage
 
     def where(self, place: int) -> str:
         """Returns what a layer is called in messages."""
@@ -146,6 +161,8 @@ class Run:
         if key in self.saved:
             device = way.from_gid.device
             ids = way.from_gid, way.from_counts
+            ends = (way.gid, way.counts), (way.from_gid, way.from_counts)
+            check_rows(self.saved[key], ends, self.where(key[0]))
             self.inboxes[key] = read_inbox(self.saved.pop(key), None, *ids, device)
         return self.inboxes.setdefault(key, Inbox())
 
@@ -167,11 +184,12 @@ class Run:
         if epoch is not None:
             self.kept_at[place] = epoch
             self.constant.discard(place)
-        self._drop([key for key in self.inboxes if key[0] == place])
+        if epoch is not None or (place in self.stages and self.stage_of(place)):
+            self._drop([key for key in self.inboxes if key[0] == place])
 
     def constants(self) -> list[int]:
         """Returns the layers whose inputs have been seen, so that products are kept."""
-        seen = {place for place, stage in self.stages.items() if stage()}
+        seen = {place for place in self.stages if self.stage_of(place)}
         return sorted(seen | self.kept_at.keys() | self.constant)
 
     def settle(self, exact_last: bool) -> None:

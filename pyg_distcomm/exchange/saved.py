@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +20,9 @@ from pyg_distcomm.exchange.codecs.sparse import Bitmap, TopK
 from pyg_distcomm.exchange.schedule import Budget, Fixed, Pace, Ramp
 from pyg_distcomm.exchange.timing import Inbox, Message
 from pyg_distcomm.rows import Rows
+
+# ids of rows, and how many of each rank
+End: TypeAlias = tuple[torch.Tensor, tuple[int, ...]]
 
 _KNOWN: dict[str, Callable[..., Codec]] = {
     kind.__name__: kind
@@ -74,9 +78,37 @@ def saved_inbox(inbox: Inbox) -> dict[str, Any]:
         "seen": None if inbox.seen is None else inbox.seen.last,
         "mean": inbox.mean,
         "since": inbox.since,
+        "rows": _rows_of(inbox.shape[0]),
         "width": inbox.shape[1],
         "dtype": inbox.shape[2],
     }
+
+
+def _rows_of(halo: Any) -> list[int]:
+    sent, read = (halo.send_gid, halo.send_counts), (halo.ghost_gid, halo.recv_counts)
+    return _digests((sent, read))
+
+
+def _digests(ends: tuple[End, End]) -> list[int]:
+    """Returns what tells the rows of an exchange from others, whichever way they go."""
+    return sorted(
+        zlib.crc32(gid.cpu().numpy().tobytes(), zlib.crc32(str(tuple(counts)).encode()))
+        for gid, counts in ends
+    )
+
+
+def check_rows(state: Mapping[str, Any], ends: tuple[End, End], where: str) -> None:
+    """Refuses late and residual rows of another exchange than that of these ends.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if state["rows"] != _digests(ends):
+        raise ValueError(
+            f"{where}: the late and residual rows that were saved are not those that travel "
+            "now; load them with the edges and halo they were saved with, or call "
+            "link.reset() after loading"
+        )
 
 
 def read_inbox(

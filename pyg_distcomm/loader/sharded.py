@@ -14,7 +14,7 @@ from torch_geometric.data import FeatureStore, TensorAttr
 
 from pyg_distcomm import random
 from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.exchange.codecs import Codec, Plain, RowSample, codec_of
+from pyg_distcomm.exchange.codecs import Chain, Codec, Plain, RowSample, codec_of
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
 from pyg_distcomm.loader.hot import hottest, rows_kept
@@ -65,7 +65,8 @@ def _known_size(wire: Wire) -> Codec:
             )
         wire = wire.codec
     codec = codec_of(wire)
-    if not codec.sized or codec.stateful or isinstance(codec, RowSample):
+    last = codec.last if isinstance(codec, Chain) else codec
+    if not codec.sized or codec.stateful or isinstance(last, RowSample):
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
             "on values, remembers rows, or leaves some out; choose 'fp16', 'bf16', 'int8' "

@@ -33,6 +33,7 @@ _COMPARED = {
     "TransformerConv": {"key"},
 }
 _LINEAR = (SumAggregation, MeanAggregation)
+_CODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool:
@@ -44,8 +45,8 @@ def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool
         name: what the layer calls the tensor.
         value: the tensor.
     """
-    if verb != "propagate" or value.dtype not in (torch.float32, torch.float64):
-        return value.dtype in (torch.float16, torch.bfloat16) and verb == "propagate"
+    if verb != "propagate" or value.dtype not in _CODED:
+        return False
     kinds = {kind.__name__ for kind in type(layer).__mro__}
     return not any(name in _COMPARED.get(kind, ()) for kind in kinds)
 

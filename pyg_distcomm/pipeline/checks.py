@@ -70,9 +70,11 @@ def telling(mesh: Mesh) -> Iterator[None]:
         raise
 
 
-def check_same(stack: Sequence[Layer], mesh: Mesh) -> None:
-    """Refuses layers that differ between ranks."""
-    every = wire.all_gather_object([_told(layer) for layer in stack], mesh.everyone)
+def check_same(stack: Sequence[Layer], mesh: Mesh, options: Sequence[Any]) -> None:
+    """Refuses layers and options that differ between ranks."""
+    told = [f"{one}" for one in options]
+    told += [_told(layer) for layer in stack]
+    every = wire.all_gather_object(told, mesh.everyone)
     differ = [rank for rank, other in enumerate(every) if other != every[0]]
     if differ:
         pairs = zip(every[0], every[differ[0]], strict=False)
@@ -80,8 +82,8 @@ def check_same(stack: Sequence[Layer], mesh: Mesh) -> None:
             (f"{a}, and there {b}" for a, b in pairs if a != b), "their number"
         )
         raise ValueError(
-            f"Pipeline needs the same layers on all ranks, but ranks {differ} have others "
-            f"than rank 0: {first}"
+            "Pipeline needs the same layers and options on all ranks, but ranks "
+            f"{differ} have others than rank 0: {first}"
         )
 
 

@@ -237,6 +237,9 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     except (TypeError, ValueError) as error:
         problem = str(error)
     wire.agree(problem, mesh.everyone)
+    every_count = wire.all_gather_object(count, mesh.everyone)
+    if len(set(every_count)) > 1:
+        raise ValueError(f"chunks must be equal on all ranks, got {every_count}")
     assert chunk is not None
     chunk = wire.broadcast_object(chunk, mesh.stage)  # the first stage's on all stages
     _check_sizes(chunk, count, mesh)

@@ -42,7 +42,7 @@ class History:
         width = like.size(1)
         if coded:
             sizes = [b - a for a, b in pairwise(bounds)]
-            item = like.element_size()
+            item = max(like.element_size(), 4)  # codes are of float32 and float64
             ends = [codes.message_bytes(n, width, _BITS, item) for n in sizes]
             self._ends: list[int] | None = [0]
             for size in ends:
@@ -66,7 +66,7 @@ class History:
                 raise _not_finite("float16")
         elif x.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            bad = codes.quantise(x, None, _BITS, None, message)
+            bad = codes.quantise(_codable(x), None, _BITS, None, message)
             if bad >= 0:
                 raise _not_finite("int8")
 
@@ -76,10 +76,17 @@ class History:
             out.copy_(self._rows(block))
         elif out.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            codes.dequantise(message, _BITS, out)
+            rows = _codable(out)
+            codes.dequantise(message, _BITS, rows)
+            if rows is not out:
+                out.copy_(rows)
 
     def _rows(self, block: int) -> Tensor:
         return self.kept[self._bounds[block] : self._bounds[block + 1]]
+
+
+def _codable(x: Tensor) -> Tensor:
+    return x if x.element_size() >= 4 else x.float()
 
 
 def _not_finite(kind: str) -> ValueError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pyg_distcomm.pipeline.clipping import clip_grad_norm_
 from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
-from pyg_distcomm.pipeline.schedule import Schedule, Span, fill_drain, verify
+from pyg_distcomm.pipeline.schedule import Schedule, Span, schedule_of
 from pyg_distcomm.pipeline.site import Rule
 from pyg_distcomm.pipeline.stack import Layer, read_stack
 from pyg_distcomm.pipeline.stage import Cargo, Stage
@@ -53,9 +54,9 @@ class Pipeline(torch.nn.Module):
             opt.step()
         out = pipe(data)
 
-    Layers read and write by name, as in `torch_geometric.nn.Sequential`, whose headers are
-    understood: with `(lin, "x -> x_0")` and `(GCN2Conv(...), "x, x_0, edge_index -> x")`,
-    `x_0` goes along to each stage that reads it. Names that none writes are the data's.
+    Layers read and write by name, as in PyG's `Sequential`, whose headers are understood:
+    with `(lin, "x -> x_0")` and `(GCN2Conv(...), "x, x_0, edge_index -> x")`, `x_0` goes
+    along to each stage that reads it. Names that none writes are the data's.
 
     One chunk trains as the full graph does. With more, neighbours that are computed later
     are read as they were in an earlier epoch, and no gradient goes to them: see `gradient`.
@@ -119,10 +120,8 @@ class Pipeline(torch.nn.Module):
         self.order, self.refresh = order, history_refresh
         self._chunks: Any = 4 * mesh.stage.size if chunks is None else chunks
         self._seed = mesh.seed if seed is None else seed
-        self._history = (
-            history_dtype,
-            None if history_path is None else Path(history_path),
-        )
+        folder = None if history_path is None else Path(history_path)
+        self._history = history_dtype, folder
         self.timeline: list[Span] = []
         with checks.on_all_ranks(mesh):
             self._rule = Rule.of(gradient, damping)
@@ -132,7 +131,7 @@ class Pipeline(torch.nn.Module):
             checks.check_links(stack)
             checks.check_balance(stack, mesh.stage.size, balance)
         with checks.on_all_ranks(mesh):
-            checks.check_same(stack, mesh)
+            checks.check_same(stack, mesh, (whole, order, gradient, self._seed))
         stack = [layer.converted() for layer in stack]
         filling.share_weights(stack, mesh)
         self._run: Run | None = None
@@ -184,8 +183,6 @@ class Pipeline(torch.nn.Module):
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         keep = self._new_history if plan.chunks > 1 else None
         self._run = Run(plan, self._rule, keep, self._seed)
-        self.schedule: Schedule = fill_drain(self.mesh.stage.size, plan.chunks)
-        verify(self.schedule)
 
     def _new_history(
         self, key: tuple[int, int], bounds: tuple[int, ...], like: Tensor
@@ -237,11 +234,19 @@ class Pipeline(torch.nn.Module):
 
     # what a script calls
 
-    def order_of(self, epoch: int) -> list[int]:
-        """Returns the order of chunks in an epoch, the same on all ranks."""
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What each stage does in an epoch, verified."""
+        return schedule_of(self.mesh.stage.size, self._count())
+
+    def _count(self) -> int:
         if self._run is None:
             raise ValueError("chunks are cut when the pipeline first sees the data")
-        count = self._run.plan.chunks
+        return self._run.plan.chunks
+
+    def order_of(self, epoch: int) -> list[int]:
+        """Returns the order of chunks in an epoch, the same on all ranks."""
+        count = self._count()
         if self.order == "fixed":
             return list(range(count))
         key = random.fold(self._seed, _ORDER, epoch)
@@ -254,8 +259,8 @@ class Pipeline(torch.nn.Module):
 
         Args:
             data: the share of the graph.
-            loss_fn: returns the loss of (output, data), the output a DistTensor with a row for
-                each node of the graph; called on the last stage.
+            loss_fn: returns the loss of (output, data), the output a DistTensor with a row a
+                node; called on the last stage, so penalties go into the optimizer.
 
         Returns:
             The loss, without gradient, on all ranks.
@@ -277,12 +282,9 @@ class Pipeline(torch.nn.Module):
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales gradients of all stages down to a norm, as torch.nn.utils' does.
+        """Scales gradients of all stages down to a norm, as torch.nn.utils' does for one.
 
-        That one would see this stage's parameters only. Collective.
-
-        Returns:
-            The norm of the gradients of the whole stack, before.
+        Collective; returns the norm of the gradients of the whole stack, before.
         """
         return clip_grad_norm_(self.layers, self.mesh, max_norm, norm_type)
 
@@ -341,8 +343,7 @@ class Pipeline(torch.nn.Module):
     def memory(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps from epoch to epoch, by what they are for.
 
-        Beside them a chunk's intermediate results come and go; of all chunks without
-        `recompute`.
+        Beside them results of a chunk come and go, of all chunks without `recompute`.
         """
         boundary, run = self._planned()
         sites = sum(site.memory() for site in run.sites.values())

@@ -203,6 +203,7 @@ def _put_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
     ):
         mine.update(was)
         for p, number in zip(group["params"], mine["params"], strict=True):
+            whole["state"].pop(number, None)  # one that had not begun begins anew
             if names.get(id(p)) in saved["state"]:
                 whole["state"][number] = saved["state"][names[id(p)]]
     optimizer.load_state_dict(whole)

@@ -145,6 +145,13 @@ def _pass(
             yield Action(f"send{suffix}", slot)
 
 
+def schedule_of(stages: int, chunks: int) -> Schedule:
+    """Returns the schedule of `fill_drain`, verified."""
+    schedule = fill_drain(stages, chunks)
+    verify(schedule)
+    return schedule
+
+
 def verify(schedule: Schedule) -> None:
     """Checks that a schedule can be carried out; see [Note: lanes].
 

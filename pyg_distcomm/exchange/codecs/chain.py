@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -138,7 +137,17 @@ class Chain(Codec):
 
     def adjoint(self, g: Tensor, draw: Draw | None = None) -> Tensor:
         """Returns what the linear stages make of a gradient; those that round pass it."""
-        return reduce(lambda h, one: one.adjoint(h, draw), self._all, g)
+
+        def through(h: Tensor, stages: tuple[Stage, ...]) -> Tensor:
+            if not stages:
+                return self.last.adjoint(h, draw)
+            first, *rest = stages
+            if not first.masking:
+                return through(first.adjoint(h, draw), tuple(rest))
+            inner = through(first.narrow(h, draw, None), tuple(rest))
+            return first.widen(inner, torch.empty_like(h), draw)
+
+        return through(g, self.stages)
 
     def _shapes(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
         """Returns the width and type before the first stage and after each."""

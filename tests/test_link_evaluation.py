@@ -1,0 +1,138 @@
+"""Evaluations leave training by a link as it is, whatever they are given."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from links import LINKS, OPS
+from problems import GRAPHS
+
+import pyg_distcomm as pdc
+from pyg_distcomm.exchange.codecs import ColumnMask
+from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.nn import DistGCNConv
+
+
+class Dropping(torch.nn.Module):
+    """Drops of its input too, which only an evaluation sees as it is."""
+
+    def __init__(self, widths=(7, 7, 7, 4)):
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.convs = torch.nn.ModuleList(DistGCNConv(a, b) for a, b in pairs)
+
+    def forward(self, x, edge_index):
+        for k, conv in enumerate(self.convs):
+            x = conv(
+                F.dropout(x if k == 0 else x.relu(), 0.5, self.training), edge_index
+            )
+        return x
+
+
+def begun(mesh, link):
+    torch.manual_seed(1)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    net = pdc.replicate(Dropping().double(), mesh)
+    return share, net, torch.optim.Adam(net.parameters(), 0.02), link
+
+
+def trained(share, net, optimizer, link, epochs, evaluates):
+    losses = []
+    for _ in range(epochs):
+        net.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(share.x, share.edge_index), share.y)
+        loss.backward()
+        optimizer.step()
+        if evaluates == "before the step":
+            evaluate(share, net)
+        link.step(loss.item())
+        losses.append(loss.item())
+        if evaluates:
+            evaluate(share, net)
+    return losses
+
+
+def evaluate(share, net):
+    net.eval()
+    with torch.no_grad():
+        net(share.x, share.edge_index)
+
+
+def losses_of(name, evaluates):
+    return trained(*begun(worlds.mesh(), LINKS[name]()), 6, evaluates)
+
+
+@pytest.mark.parametrize("name", ["pipegcn", "sylvie", "residual", "varco late"])
+def test_losses_are_the_same_with_evaluations_and_without(name):
+    want = worlds.run(losses_of, 3, name, "")
+    assert worlds.run(losses_of, 3, name, "after") == want
+    assert worlds.run(losses_of, 3, name, "before the step") == want
+
+
+def resumed(folder):
+    mesh = worlds.mesh()
+    one = begun(mesh, pdc.Sylvie())
+    trained(*one, 4, "after")
+    assert one[3].state_dict()["constant"] == []
+    pdc.save_checkpoint(folder, mesh, one[1], one[2], link=one[3])
+    want = trained(*one, 3, "after")
+    two = begun(mesh, pdc.Sylvie())
+    pdc.load_checkpoint(folder, mesh, two[1], two[2], link=two[3])
+    return want, trained(*two, 3, "after")
+
+
+def test_training_resumes_bit_for_bit_after_an_evaluation(tmp_path):
+    for want, got in worlds.run(resumed, 3, tmp_path / "a"):
+        assert got == want
+
+
+def matmuls(anew):
+    mesh = worlds.mesh()
+    link = pdc.PipeGCN(exact_last=False)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    edge_index, right = share.edge_index.with_link(link), []
+    for epoch in range(4):
+        x = (share.x * (epoch + 1.0)).requires_grad_()
+        if anew:
+            edge_index = share.edge_index.with_link(link)
+        out = edge_index.matmul(x)
+        out.sum().backward()
+        want = share.edge_index.matmul(x)
+        right.append(bool(torch.allclose(out.full_tensor(), want.full_tensor())))
+        link.step()
+    return right, len(link.run.layers)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_edges_are_the_same_however_often_they_get_their_link(anew):
+    for right, layers in worlds.run(matmuls, 3, anew):
+        assert right == [True, False, False, False]
+        assert layers == 1
+
+
+def spent(evaluates):
+    mesh = worlds.mesh()
+    total, epochs = 3.0e5, 10
+    link = LinkPolicy(ColumnMask(7), Budget(total, Exponential(epochs, 7, 1)))
+    share, net, _, link = begun(mesh, link)
+    moved = 0
+    for _ in range(epochs):
+        before = sum(mesh.ledger.bytes(op) for op in OPS)
+        net.train()
+        F.cross_entropy(net(share.x, share.edge_index), share.y).backward()
+        moved += sum(mesh.ledger.bytes(op) for op in OPS) - before
+        if evaluates:
+            evaluate(share, net)
+        link.step()
+    return moved, total
+
+
+def test_budgets_count_what_evaluations_do_not_keep():
+    plain, evaluated = (worlds.run(spent, 3, flag) for flag in (False, True))
+    assert [m for m, _ in evaluated] == [m for m, _ in plain]
