@@ -9,6 +9,7 @@ import torch
 import worlds
 from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of
 from problems import GRAPHS
+from torch_geometric.nn import DeepGCNLayer, GENConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.history import History
@@ -228,6 +229,22 @@ def test_mistakes_are_told(stack, options, kind, told):
         pdc.Pipeline(stack, mesh, **options).train_step(share, loss_of)
     if told == "reduces over all nodes":  # the trace leads to where it happened
         assert caught.value.__cause__.__traceback__ is not None
+
+
+def test_layers_with_checkpoints_of_their_own_train():
+    _, share, mesh = _share()
+    losses = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        norm, conv = torch.nn.LayerNorm(8), GENConv(8, 8, norm=None)
+        deep = DeepGCNLayer(conv, norm, torch.nn.ReLU(), ckpt_grad=checkpoints)
+        stack = [torch.nn.Linear(7, 8), deep, torch.nn.Linear(8, 4)]
+        pipe = pdc.Pipeline([layer.double() for layer in stack], mesh, chunks=3)
+        opt = torch.optim.SGD(pipe.parameters(), 0.3)
+        for _ in range(2):
+            losses.append(float(pipe.train_step(share, loss_of)))
+            opt.step()
+    assert losses[:2] == losses[2:]
 
 
 def test_the_schedule_is_known_once_data_were_seen():

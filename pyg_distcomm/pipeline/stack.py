@@ -45,9 +45,17 @@ class Layer:
         return f"layer {self.name} ({kind}: {head})"
 
     def converted(self) -> Layer:
-        """Returns the layer in its distributed form."""
-        run = self.run
-        return replace(self, run=convert(run)) if isinstance(run, Module) else self
+        """Returns the layer in its distributed form, without checkpoints of its own.
+
+        One of those would exchange rows again; a chunk is computed again as a whole.
+        """
+        if not isinstance(self.run, Module):
+            return self
+        run = convert(self.run)
+        for part in run.modules():
+            if isinstance(part, pyg.DeepGCNLayer):
+                part.ckpt_grad = False
+        return replace(self, run=run)
 
     def elsewhere(self) -> Layer:
         """Returns the layer as the other stages know it: by its names only."""
