@@ -99,6 +99,16 @@ def stack_of(name, f=7, c=4, h=8, seed=0, dropout=0.0):
     return [m if header is None else (m, header) for m, header in pairs]
 
 
+def trained(pipe, share, optimizer, epochs=3):
+    """The losses of some epochs."""
+    losses = []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        losses.append(float(pipe.train_step(share, loss_of)))
+        optimizer.step()
+    return losses
+
+
 def loss_of(out, data):
     return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import worlds
-from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of
+from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS
 from torch_geometric.nn import DeepGCNLayer, GENConv
 
@@ -260,20 +260,11 @@ def test_an_optimizer_that_had_not_begun_begins_anew(tmp_path):
     _, share, mesh = _share()
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
     opt = torch.optim.Adam(pipe.parameters(), 0.02)
-
-    def train():
-        losses = []
-        for _ in range(3):
-            opt.zero_grad()
-            losses.append(float(pipe.train_step(share, loss_of)))
-            opt.step()
-        return losses
-
     pipe(share)
     pipe.save(tmp_path / "a", opt)
-    want = train()
+    want = trained(pipe, share, opt)
     pipe.load(tmp_path / "a", opt)
-    assert train() == want
+    assert trained(pipe, share, opt) == want
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import worlds
-from pipelines import STACKS, loss_of, run_plain, stack_of
+from pipelines import STACKS, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS, owners
 from torch_geometric.nn import GCNConv
 
@@ -477,13 +477,7 @@ def _made_of(stages, first, second, balance, recompute=True):
     stack = [layer.double() for layer in stack]
     options = {"balance": balance, "recompute": recompute}
     pipe = pdc.Pipeline(stack, mesh, chunks=3, **options)
-    opt = torch.optim.SGD(pipe.parameters(), 0.3)
-    losses = []
-    for _ in range(3):
-        opt.zero_grad()
-        losses.append(float(pipe.train_step(share, loss_of)))
-        opt.step()
-    return losses
+    return trained(pipe, share, torch.optim.SGD(pipe.parameters(), 0.3))
 
 
 class _InPlace(torch.nn.ELU):
