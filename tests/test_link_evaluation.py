@@ -118,7 +118,7 @@ def test_edges_are_the_same_however_often_they_get_their_link(anew):
 
 def spent(evaluates):
     mesh = worlds.mesh()
-    total, epochs = 3.0e5, 10
+    total, epochs = 1.5e5, 10  # less than the ramp as it is would take
     link = LinkPolicy(ColumnMask(7), Budget(total, Exponential(epochs, 7, 1)))
     share, net, _, link = begun(mesh, link)
     moved = 0
@@ -134,5 +134,6 @@ def spent(evaluates):
 
 
 def test_budgets_count_what_evaluations_do_not_keep():
-    plain, evaluated = (worlds.run(spent, 3, flag) for flag in (False, True))
-    assert [m for m, _ in evaluated] == [m for m, _ in plain]
+    for flag in (False, True):
+        moved, totals = zip(*worlds.run(spent, 3, flag), strict=True)
+        assert sum(moved) == pytest.approx(totals[0], rel=0.01)
