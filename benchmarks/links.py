@@ -75,6 +75,9 @@ SETTINGS: dict[str, Policy] = {
     "VARCO, slope 2": lambda epochs: pdc.VARCO(epochs, slope=2),
     "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
     "VARCO, slope 1, all": lambda epochs: pdc.VARCO(epochs, slope=1, exact_last=False),
+    "VARCO, slope 1.15, all": lambda epochs: pdc.VARCO(
+        epochs, slope=1.15, exact_last=False
+    ),
     "linear in 1/c": ramp(schedules.LinearInRate),
     "exponential": ramp(schedules.Exponential),
     "cosine": ramp(schedules.Cosine),
@@ -83,7 +86,7 @@ SETTINGS: dict[str, Policy] = {
     "Sylvie, 1 bit, now, all": lambda epochs: pdc.Sylvie(
         bits=1, late=0, exact_last=False
     ),
-    "fixed 16, all": coded(ColumnMask(16), exact_last=False),
+    **{f"fixed {c}, all": coded(ColumnMask(c), exact_last=False) for c in (5, 16)},
     **{f"Sylvie, every {n}": sylvie(n) for n in (2, 5, 10, 20)},
     "2 bits, now": coded(Quantise(2, "stochastic")),
     "4 bits, now": coded(Quantise(4, "stochastic")),

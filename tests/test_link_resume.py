@@ -192,3 +192,22 @@ def swapped():
 
 def test_rows_of_another_rank_are_dropped_on_all():
     worlds.run(swapped, 3)
+
+
+def half_done():
+    mesh = worlds.mesh()
+    share, net, _ = begin(mesh, "random")
+    link = make("sylvie")
+    x = share.x.clone().requires_grad_()
+    for _ in range(2):
+        net(x, share.edge_index.with_link(link)).sum().backward()
+        with pytest.warns(UserWarning, match="save after link.step"):
+            link.state_dict()
+        link.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            link.state_dict()
+
+
+def test_one_that_is_saved_before_its_step_warns():
+    worlds.run(half_done, 2)

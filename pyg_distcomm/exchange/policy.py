@@ -328,9 +328,9 @@ class LinkPolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns where training stands, with the late and residual rows of this rank.
 
-        Between epochs, after `step()`: an epoch that is saved half done would send twice.
+        Between epochs, after `step()`: an epoch that is saved half done is run again, and
+        sends twice, of which a warning tells.
         """
-        self.drain()
         run, nodes = self.run, self.run.nodes
         return {
             "epoch": self.epoch,

@@ -204,6 +204,14 @@ class Run:
 
     def kept(self) -> list[dict[str, Any]]:
         """Returns late and residual rows, restored ones that nothing has used as well."""
+        if self.answered:
+            warnings.warn(
+                "this link is saved between the backward pass of an epoch and link.step(): "
+                "what goes on from there repeats that epoch; save after link.step()",
+                stacklevel=3,
+            )
+        for inbox in self.inboxes.values():
+            inbox.drain()
         here = [
             {"of": list(key), **saved_inbox(inbox)}
             for key, inbox in self.inboxes.items()

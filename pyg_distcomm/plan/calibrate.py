@@ -150,15 +150,20 @@ def _curve(
 ) -> Wire:
     """Times work of each size many times, as often as an epoch would exchange."""
     latency = _timed(work(SMALL * messages), mesh, repeats) / messages
-    points, size, took, before = [], LEAST, 0.0, 0.0
-    while took < LONG and size <= MOST:
-        before, took = took, max(took, _in_a_row(work(size), pause, mesh))
-        points.append((size, max(took - latency * messages, 0.0)))
-        size *= 2
-    # the last point is twice as long as the one before it
-    return Wire(
-        latency, points[-1][0] / 2 / max(took - before, 1e-3 * took), tuple(points)
+    sizes, found = [LEAST], [_in_a_row(work(LEAST), pause, mesh)]
+    while found[-1] < LONG and sizes[-1] < MOST:
+        sizes.append(2 * sizes[-1])
+        found.append(_in_a_row(work(sizes[-1]), pause, mesh))
+    # noise only adds: nothing takes longer than twice as much
+    took = list(itertools.accumulate(reversed(found), min))[::-1]
+    points = tuple(
+        (size, max(t - latency * messages, 0.0))
+        for size, t in zip(sizes, took, strict=True)
     )
+    # what the last bytes took, half of their share or more
+    size, whole = sizes[-1] - [0, *sizes][-2], took[-1]
+    last = max(whole - [0.0, *took][-2], whole * size / sizes[-1] / 2)
+    return Wire(latency, size / last, points)
 
 
 def _in_a_row(work: Callable[[], object], pause: float, mesh: Mesh) -> float:
