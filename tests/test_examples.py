@@ -176,7 +176,7 @@ def link_rows(shown, names):
     return {row[0]: row[1:] for row in rows if row[0] in names}
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
     names += "VARCO", "VARCO, first columns", "VARCO, a budget"
@@ -212,7 +212,7 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     assert "exact: the last one" in shown
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
     names = "exact", "one bit, now", "one bit, late by 1", "one bit, now every 5"
     names += "one bit, the last too", "PipeGCN"
@@ -240,7 +240,7 @@ def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
     assert "stochastic', strict=True), late by 1" in shown
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
 def test_deep_pipeline_counts_what_the_formula_says(tmp_path, ranks, stages):
     flags = ("--layers", "4", "--epochs", "2", "--stages", str(stages))
     shown = run(example("deep_pipeline"), tmp_path, *flags, ranks=ranks)

@@ -74,12 +74,10 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
 
 
 @pytest.mark.parametrize("link", [*LINKS][2:])
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-def test_bytes_are_foretold_whatever_the_link(shape, link):
-    stages, ways = shape
-    for name in ("gcnii", "gat"):
-        for _, out, _ in worlds.run(train, stages * ways, stages, link, name):
-            assert bool(out.isfinite().all())
+@pytest.mark.parametrize(("stages", "name"), [(1, "gat"), (2, "gcnii")])
+def test_bytes_are_foretold_whatever_the_link(stages, name, link):
+    for _, out, _ in worlds.run(train, 2 * stages, stages, link, name):
+        assert bool(out.isfinite().all())
 
 
 def test_only_the_models_last_exchange_stays_exact():
