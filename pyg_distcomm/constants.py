@@ -9,6 +9,10 @@ product is kept from the second time on.
 Activation checkpointing computes a layer again in the backward pass, and takes what that
 saves for what the forward pass saved: both must multiply alike, so where hooks look after
 saved tensors nothing is remembered and nothing taken from memory.
+
+Whether an input has changed is known from its version, which operations in place count up:
+not writes that pass them by (`x.data`, arrays of numpy that share its memory). A rank sees
+its own rows only, so an input must change on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+from pyg_distcomm.mesh import Mesh
 
 ORDERS = ("auto", "first", "last")
 
@@ -84,24 +90,38 @@ class Constants:
         if not (_constant(x) and _constant(weight)) or _hooked():
             return None
         kinds = self._known.setdefault(x, {})
-        now = (x._version, *_state(weight))
-        before, product = kinds.get(kind, (None, None))
+        key, now = _key(kind, weight), (x._version, _version(weight))
+        before, product = kinds.get(key, (None, None))
+        all_or_none(before not in (None, now), x.rows.mesh)
         if before != now and not at_once:
-            kinds[kind] = now, None
+            for old in [k for k, (state, _) in kinds.items() if _gone(k, state, x)]:
+                del kinds[old]
+            kinds[key] = now, None
             return None
         if product is None or before != now:
-            with torch.no_grad():
-                product = multiply()
-            kinds[kind] = now, product
+            with torch.inference_mode(False), torch.no_grad():
+                product = multiply()  # to be trained with, too
+            kinds[key] = now, product
         kept: Tensor = product
         return kept
 
-    def stage(self, x: Any, kind: Any) -> int:
+    def stage(self, x: Any, kind: Any, weight: Any = None) -> int:
         """Returns 1 if an input was seen once, 2 if its product is kept, else 0."""
-        before, product = self._known.get(x, {}).get(kind, (None, None))
+        found = self._known.get(x, {}).get(_key(kind, weight), (None, None))
+        before, product = found
         if before is None or before[0] != x._version:
             return 0
         return 1 if product is None else 2
+
+
+def all_or_none(changed: bool, mesh: Mesh) -> None:
+    """Raises if something that is remembered has changed in place on some ranks only.
+
+    Collective, in the order of calls; nothing is sent where nothing has changed.
+    """
+    watch = mesh.world.watch
+    if watch is not None and mesh.size > 1:
+        watch.all_or_none(changed, mesh.stage.rank, mesh.size)
 
 
 def _constant(t: Any) -> bool:
@@ -116,6 +136,15 @@ def _hooked() -> bool:
         return True
 
 
-def _state(weight: Any) -> tuple[Any, ...]:
+def _key(kind: Any, weight: Any) -> tuple[Any, Any]:
     # WeakIdRef compares by identity, and a dead one equals nothing but itself
-    return () if weight is None else (WeakIdRef(weight), weight._version)
+    return kind, None if weight is None else WeakIdRef(weight)
+
+
+def _version(weight: Any) -> int:
+    return 0 if weight is None else int(weight._version)
+
+
+def _gone(key: tuple[Any, Any], state: tuple[int, int], x: Any) -> bool:
+    by = key[1]
+    return state[0] != x._version or (by is not None and by() is None)

@@ -193,7 +193,9 @@ class DistEdgeIndex(torch.Tensor):
             keep_inputs: whether the product with an input that does not change (a leaf
                 without gradient, the same tensor at the same version) is kept from its
                 second use on. It takes the input's memory once more. Not where hooks
-                look after saved tensors, as in torch's checkpointing.
+                look after saved tensors, as in torch's checkpointing. Such an input may
+                change in place, on all ranks or on none; writes to `x.data`, or through
+                numpy, are not noticed.
         """
         twin = copy.copy(self.topology)
         twin.ordering, twin.constants = Ordering(order, keep_inputs), Constants()

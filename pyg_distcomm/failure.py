@@ -22,6 +22,11 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
+CHANGED = (
+    "an input of a layer, or its edge_weight, was changed in place on some ranks only, and "
+    "what is kept of it is out of date there alone; change it on all ranks or on none, as "
+    "by an operation that every rank calls, if only with rows of its own or none"
+)
 _GRACE = 2.0  # seconds a broken connection waits for the reason to reach the store
 
 
@@ -47,6 +52,10 @@ class Watch:
     _gone: bool = field(default=False, init=False)
     # a failure that was this rank's as well
     _known: str = field(default="", init=False)
+    # places where all ranks of a stage must have changed something, or none
+    _stage: int = field(default=0, init=False)
+    _passed: int = field(default=0, init=False)
+    _changed: int = field(default=0, init=False)  # the last of them where this rank had
 
     def report(self, error: BaseException) -> None:
         """Writes this rank's failure where the waiting ranks look."""
@@ -70,6 +79,41 @@ class Watch:
             note = json.loads(told)
             if note["rank"] != self.rank:
                 raise _rebuilt(note)
+        self._look_for_changes()
+
+    def all_or_none(self, changed: bool, stage: int, ranks: int) -> None:
+        """Passes a place where something has changed on all ranks of a stage, or on none.
+
+        Ranks where it has wait for each other. One where it has not goes on, and learns of
+        them when it waits for what they do not send: both raise.
+        """
+        place, self._stage = self._passed + 1, stage
+        if changed:
+            self._changed = place  # first: other threads look, too
+        self._passed = place
+        if not changed:
+            return
+        name, stop = f"changed/{stage}", time.monotonic() + self.deadline
+        self._quietly("set", name, str(place))
+        came, pause = self._quietly("add", f"{name}/{place}", 1), 0.0005
+        while not self._gone and (came or 0) < ranks:
+            self.look()
+            if time.monotonic() > stop:
+                raise RankError(f"waited {self.deadline:.0f} s: {CHANGED}")
+            time.sleep(pause)
+            came, pause = (
+                self._quietly("add", f"{name}/{place}", 0),
+                min(0.1, 2 * pause),
+            )
+
+    def _look_for_changes(self) -> None:
+        name = f"changed/{self._stage}"
+        if self._passed and self._quietly("check", [name]):
+            place = int(self.store.get(name))
+            if self._changed < place <= self._passed:
+                error = ValueError(f"{CHANGED} (not on rank {self.rank})")
+                self.report(error)
+                raise error
 
     def note(self) -> str:
         """Returns the failure that was reported last; nothing if none was."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_distcomm import adjoint, wire
-from pyg_distcomm.constants import Constants, Ordering
+from pyg_distcomm.constants import Constants, Ordering, all_or_none
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.policy import LinkPolicy
@@ -262,7 +262,9 @@ class Topology:
         version = weight._version if weight is not None and tracked else None
         if known is not None and tracked:
             seen, seen_version, matrix = known
-            if seen_version == version and _same_memory(seen, weight):
+            same = _same_memory(seen, weight)
+            all_or_none(same and seen_version != version, self.nodes.mesh)
+            if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
         with torch.no_grad():
             plan, value = make()

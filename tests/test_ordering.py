@@ -12,7 +12,7 @@ from problems import GRAPHS
 from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm import topology, wire
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # Widths, and how many times fewer words a late epoch sends than the order of [Tripathy20]:
@@ -157,7 +157,7 @@ def changing():
         conv(share.x.relu(), share.edge_index, weight)
     kept = share.edge_index.topology.constants._known[share.x]
     assert all(product is not None for _, product in kept.values())
-    assert len(kept) == 1
+    assert len(kept) == 2  # with weights and without
     weight.to_local().add_(0.5)
     check(share.x, weight)
     check(share.x.float().double(), weight)
@@ -168,6 +168,74 @@ def changing():
 
 def test_a_kept_product_follows_its_inputs():
     worlds.run(changing, 2)
+
+
+def inferred():
+    share = pdc.partition(graph(5), worlds.mesh(), "random")
+    conv = DistGCNConv(5, 6).double()
+    for _ in range(3):
+        with torch.inference_mode():
+            conv(share.x, share.edge_index)
+        conv(share.x, share.edge_index).sum().backward()
+    with torch.inference_mode():
+        x = share.x.clone()
+        want = conv(x, share.edge_index)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(conv(x, share.edge_index).to_local(), want.to_local())
+
+
+def test_evaluation_in_inference_mode_leaves_training_alone():
+    worlds.run(inferred, 1)
+
+
+def alternating():
+    share = pdc.partition(graph(5), worlds.mesh(), "random")
+    conv, mesh = DistGCNConv(5, 6).double(), share.edge_index.nodes.mesh
+    for _ in range(3):
+        mesh.ledger.reset()
+        conv(share.x, share.edge_index)
+        conv(share.x, share.edge_index, share.edge_weight)
+    return mesh.ledger.bytes()
+
+
+def test_products_with_weights_and_without_are_both_kept():
+    assert worlds.run(alternating, 2) == [0, 0]
+
+
+def changed_on_one():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(graph(5), mesh, "random")
+    convs = [DistGCNConv(5, 6).double(), DistGCNConv(6, 3).double()]
+
+    def epoch():
+        x = convs[0](share.x, share.edge_index).relu()
+        convs[1](x, share.edge_index).sum().backward()
+
+    epoch(), epoch()
+    share.x.mul_(2)  # on all ranks: all is well
+    epoch(), epoch()
+    if mesh.rank == 1:
+        share.x.to_local().mul_(3)
+    with pytest.raises(ValueError, match="changed in place on some ranks only"):
+        epoch()
+
+
+def test_a_change_on_one_rank_is_an_error_on_all():
+    worlds.run(changed_on_one, 2)
+    worlds.only(0)  # messages are left over
+
+
+def test_ranks_compare_changes_of_weights(monkeypatch):
+    told = []
+    monkeypatch.setattr(topology, "all_or_none", lambda *given: told.append(given[0]))
+    share = pdc.partition(graph(5), worlds.mesh(), "random")
+    for _ in range(2):
+        share.edge_index.matmul(share.x, share.edge_weight)
+    share.edge_weight.mul_(2)
+    share.edge_index.matmul(share.x, share.edge_weight)
+    share.edge_index.matmul(share.x, share.edge_weight.clone())
+    assert told == [False, True, False]
 
 
 def test_an_unknown_order_is_refused():

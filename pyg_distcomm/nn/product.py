@@ -115,6 +115,6 @@ class Kept:
 
         def stage() -> int:
             now = alive()
-            return 0 if now is None else self.constants.stage(now, kind)
+            return 0 if now is None else self.constants.stage(now, kind, self.weight)
 
         return stage
