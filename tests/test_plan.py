@@ -5,12 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, grids, owners
-from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, Sequential
+from torch_geometric.data import Data
+from torch_geometric.nn import (
+    GATConv,
+    GCNConv,
+    GINConv,
+    LayerNorm,
+    MessagePassing,
+    SAGEConv,
+    Sequential,
+    SGConv,
+)
 
 import pyg_distcomm as pdc
 from pyg_distcomm import bench
@@ -206,6 +217,94 @@ def test_batch_norms_and_projections_are_read_from_the_model():
         assert got["rest"] == best.sum_bytes["loss"] + best.sum_bytes["norms"]
 
 
+def chained(*parts):
+    """A stack of layers, each by its place: a module, or a number of one before."""
+    made = []
+    for part in parts:
+        made.append(made[part] if isinstance(part, int) else part)
+    calls = [
+        (one, "x, edge_index -> x" if isinstance(one, MessagePassing) else "x -> x")
+        for one in made
+    ]
+    return Sequential("x, edge_index", calls)
+
+
+def behind_a_linear():
+    return chained(torch.nn.Linear(7, 6), GCNConv(6, 6), GCNConv(6, 4))
+
+
+def used_twice():
+    return chained(GCNConv(7, 6), GCNConv(6, 6), 1, GCNConv(6, 4))
+
+
+def frozen():
+    return chained(GCNConv(7, 6).requires_grad_(False), GCNConv(6, 4))
+
+
+def only_a_bias_trains():
+    first, conv = torch.nn.Linear(7, 7).requires_grad_(False), GCNConv(7, 5)
+    conv.lin.weight.requires_grad_(False)
+    return chained(first, conv, GATConv(5, 4))
+
+
+UNCOMMON = (behind_a_linear, used_twice, frozen, only_a_bias_trains)
+
+
+def uncommon(owner):
+    mesh, found = worlds.mesh(), []
+    share = pdc.partition(GRAPHS["directed"](), mesh, owner)
+    for make in UNCOMMON:
+        torch.manual_seed(0)
+        model = pdc.replicate(pdc.convert(make().double()), mesh)
+        got = late_epoch(model, share.x, share.edge_index, share.y)
+        found.append(sum(got[k] for k in ("exchange", "parameters", "rest")))
+    return found
+
+
+def test_a_model_is_read_as_it_runs():
+    data = GRAPHS["directed"]()
+    owner = owners("random", data, 2)
+    counted = worlds.run(uncommon, 2, owner)
+    for k, make in enumerate(UNCOMMON):
+        model, state = make(), torch.get_rng_state()
+        plans = pdc.plan(data, ranks=2, model=pdc.convert(model), partition=owner)
+        best = plans.of((2, 1, 1), halo="auto", ordering=Ordering())
+        assert best.bytes_by_rank == tuple(each[k] for each in counted), make
+        assert not best.missing
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (chained(SGConv(7, 6, K=2), GCNConv(6, 4)), "further rounds of SGConv"),
+        (chained(GCNConv(7, 6), LayerNorm(6)), "sums over nodes of LayerNorm"),
+        (torch.nn.ModuleList([GCNConv(7, 4)]), "none on two nodes worked"),
+    ],
+)
+def test_what_is_not_counted_is_said(model, words):
+    plans = pdc.plan(GRAPHS["directed"](), ranks=2, model=model, partition="random")
+    assert words in plans.best.missing
+    assert words in str(plans)
+    assert ">= " in str(plans)
+    assert "at least" in str(plans.best)
+
+
+def test_numbers_are_as_long_as_the_features():
+    data, model = GRAPHS["undirected"](), GCNConv(7, 4)
+    assert data.x.dtype == torch.float64
+
+    def count(**given):
+        graph, how = given.pop("graph", data), {"partition": "random", **given}
+        return pdc.plan(graph, ranks=2, **how).best.bytes
+
+    long, short = (count(model=model, dtype=t) for t in (torch.float64, torch.float32))
+    assert long > short
+    assert count(model=model) == count(widths=[7, 4]) == long
+    assert count(graph=data.edge_index, model=model) == short
+    assert count(graph=data.edge_index, model=GCNConv(7, 4).double()) == long
+
+
 @pytest.mark.parametrize("inputs", ["changing", "trained"])
 def test_inputs_that_change_are_not_kept(inputs):
     orders = training_of([602, 16, 41], inputs=inputs).orders(Ordering())
@@ -216,6 +315,7 @@ def test_inputs_that_change_are_not_kept(inputs):
 
 def test_refusals_have_reasons():
     data = GRAPHS["undirected"]()
+    data.x = torch.ones(data.num_nodes, 50)
     plans = pdc.plan(data, [50, 16, 4], 6, partition="random")
     assert [m.algorithm for m in plans.misfits] == ["3d"]
     assert "q * t * p" in plans.misfits[0].reason
@@ -239,7 +339,14 @@ def test_refusals_have_reasons():
         ({"ranks": 4, "layers": "gat"}, "layers are gcn, sage, halo"),
         ({"ranks": 4, "layers": ["gcn"]}, "1 kinds of layers"),
         ({"ranks": 4, "grid": (3, 1, 1)}, "does not have 4 ranks"),
+        ({"ranks": 4, "grid": (2, 2)}, "three whole numbers"),
+        ({"ranks": 4, "grid": (-2, -2, 1)}, "three whole numbers"),
+        ({"ranks": 4, "grid": (2, 2, 1), "algorithm": "1d"}, "one of them"),
+        ({"ranks": 4, "pipeline": True, "algorithm": "1d"}, "beside all grids"),
+        ({"ranks": 4, "chunks": -3}, "add pipeline=True"),
         ({"ranks": 4, "algorithm": "4d"}, "not known"),
+        ({"ranks": 4, "memory": -1}, "bytes above 0"),
+        ({"ranks": 4, "widths": [9, 4]}, "data.x has 7 features"),
         ({"ranks": 4, "inputs": "old"}, "inputs must be"),
         ({"ranks": 4, "partition": torch.zeros(3, dtype=torch.long)}, "entries"),
     ],
@@ -247,6 +354,17 @@ def test_refusals_have_reasons():
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         pdc.plan(GRAPHS["undirected"](), **{"widths": [7, 5, 4], **arguments})
+
+
+def test_wrong_kinds_are_named():
+    data, how = GRAPHS["undirected"](), {"partition": "random", "ranks": 2}
+    with pytest.raises(TypeError, match=r"as pdc\.Machine\.load"):
+        pdc.plan(data, [7, 4], machine="m.json", **how)
+    with pytest.raises(TypeError, match="number of bytes"):
+        pdc.plan(data, [7, 4], memory="24GiB", **how)
+    with pytest.raises(TypeError, match="data has none"):
+        pdc.plan(Data(x=data.x), [7, 4], **how)
+    assert len(pdc.plan(data, [7, 4], np.int64(2), partition="random"))
 
 
 def automatic(case):
@@ -276,6 +394,8 @@ def test_auto_takes_the_best_plan_on_all_ranks(size):
     plans = pdc.plan(data, WIDTHS, size, machine=machine)
     found = worlds.run(automatic, size, None)
     assert {one[0] for one in found} == {one[1] for one in found} == {plans.best.grid}
+    for _, _, counted, planned, _ in found:
+        assert counted == planned
 
 
 def refusals():
@@ -287,6 +407,8 @@ def refusals():
         pdc.init("auto", data=some, widths=[7, 4], timeout=20)
     with pytest.raises(ValueError, match="for algorithm='auto'"):
         pdc.init("1d", data=data)
+    with pytest.raises(ValueError, match="memory, pipeline, codecs, method are for"):
+        pdc.init("1d", codecs=["1 bit"], pipeline=True, memory=1.0, method="block")
     with pytest.raises(ValueError, match="leave grid"):
         pdc.init("auto", data=data, widths=[7, 4], replication=2)
     with pytest.raises(ValueError, match="no plan can be run"):
@@ -424,6 +546,7 @@ def test_figures_of_a_line_count_for_its_axis_only():
 
 def test_an_epoch_takes_as_long_as_its_exchanges_where_they_dominate():
     data, widths = GRAPHS["directed"](), (8, 4, 12, 4)
+    data.x = torch.ones(data.num_nodes, 8)
     swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15}
     machine = pdc.Machine(latency=0.0, bandwidth=1.0, **swift)
     plans = pdc.plan(data, widths, 4, partition="block", machine=machine)

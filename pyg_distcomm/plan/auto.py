@@ -40,6 +40,7 @@ def init(
     memory: float | None = None,
     codecs: Sequence[Asked] = (),
     pipeline: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
@@ -65,7 +66,7 @@ def init(
         data: for "auto", the whole graph, on every rank; rank 0's counts.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
-        layers, inputs, memory: for "auto", see `plan`.
+        layers, inputs, memory, dtype: for "auto", see `plan`.
         codecs, pipeline: for "auto", what else it may take, though it is not exact: links,
             to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
             `mesh.plan.chunks` and `balance` for `Pipeline`. See `plan`.
@@ -76,7 +77,14 @@ def init(
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
     how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
-    problem = _misuse(algorithm, (replication, grid, stages), data, (widths, model))
+    given = {"data": data, "widths": widths, "model": model, "machine": machine}
+    given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
+    given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
+    given |= {"inputs": None if inputs == INPUTS[0] else inputs}
+    given |= {
+        "method": None if isinstance(method, str) and method == "metis" else method
+    }
+    problem = _misuse(algorithm, (replication, grid, stages), given)
     if algorithm != "auto":
         if problem is not None:
             raise ValueError(problem)
@@ -87,7 +95,7 @@ def init(
     if machine is None:
         machine = calibrate(mesh, codecs=codecs) if mesh.size > 1 else Machine()
     asked: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
-    asked |= {"machine": machine, "memory": memory, "partition": method}
+    asked |= {"machine": machine, "memory": memory, "partition": method, "dtype": dtype}
     best, owners = _chosen(mesh, data, codecs=codecs, pipeline=pipeline, **asked)
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
@@ -96,16 +104,17 @@ def init(
 
 
 def _misuse(
-    algorithm: str, shape: tuple[Any, ...], data: Any, sizes: tuple[Any, Any]
+    algorithm: str, shape: tuple[Any, ...], given: dict[str, Any]
 ) -> str | None:
     """Says what does not go together, if anything."""
-    planned = [value is not None for value in (data, *sizes)]
     if algorithm != "auto":
-        told = f"data, widths and model are for algorithm='auto', got {algorithm!r}"
-        return told if any(planned) else None
+        names = [name for name, value in given.items() if value is not None]
+        verb = "is" if len(names) == 1 else "are"
+        told = f"{', '.join(names)} {verb} for algorithm='auto', got {algorithm!r}"
+        return told if names else None
     if shape != (None, None, 1):
         return "algorithm='auto' finds the grid; leave grid, replication and stages out"
-    if data is None or planned[1] == planned[2]:
+    if given["data"] is None or (given["widths"] is None) == (given["model"] is None):
         return (
             "algorithm='auto' plans before it chooses: give the graph as data=..., and "
             "either widths=[features, hidden, ..., output] or model=..."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.mesh import ALGORITHMS
@@ -115,8 +115,11 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
     return load_dataset(given[0], arguments.root), None
 
 
-def read_edges(folder: Path) -> tuple[Tensor, Partition]:
-    """Returns all edges of a folder of parts, and who owns which node."""
+def read_edges(folder: Path) -> tuple[Data, Partition]:
+    """Returns all edges of a folder of parts, and who owns which node.
+
+    Of the features, only how many there are, of which dtype.
+    """
     if is_pyg_folder(folder):
         partition = read_pyg_partition(folder)
         parts = [read_pyg_folder(folder, k) for k in range(partition.num_parts)]
@@ -124,7 +127,12 @@ def read_edges(folder: Path) -> tuple[Tensor, Partition]:
         count = int(folder_meta(folder)["num_parts"])
         parts = [read_part(folder, part) for part in range(count)]
         partition = parts[0].partition
-    return torch.cat([part.edge_index for part in parts], 1), partition
+    data = Data(edge_index=torch.cat([part.edge_index for part in parts], 1))
+    data.num_nodes = partition.num_nodes
+    x = parts[0].node.get("x")
+    if x is not None:
+        data.x = x.new_empty(1).expand(partition.num_nodes, *x.shape[1:])
+    return data, partition
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:

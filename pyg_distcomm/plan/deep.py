@@ -111,12 +111,6 @@ def items_of_stack(layers: Any, num_features: int) -> list[Item]:
     return found
 
 
-def modules_of(layers: Sequence[Any]) -> torch.nn.ModuleList:
-    """Returns the modules of a stack, without functions and headers."""
-    runs = (layer.run for layer in read_stack(layers))
-    return torch.nn.ModuleList(run for run in runs if isinstance(run, torch.nn.Module))
-
-
 def _run(layer: Layer, known: dict[str, Any]) -> list[Read]:
     """Runs a layer, puts down what it returns, and tells what it read of neighbours."""
     reads: list[Read] = []

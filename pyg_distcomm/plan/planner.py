@@ -12,14 +12,22 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.constants import ORDERS, Ordering
-from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.asked import (
+    check_options,
+    check_width,
+    dtype_of,
+    edges_of,
+    grid_of,
+    ranks_of,
+)
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
-from pyg_distcomm.plan.deep import items_of, items_of_stack, modules_of
+from pyg_distcomm.plan.deep import items_of, items_of_stack
+from pyg_distcomm.plan.dry import Chain
 from pyg_distcomm.plan.flow import CutEdges, Flow
 from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
@@ -51,7 +59,7 @@ def plan(
     pipeline: bool = False,
     chunks: int | None = None,
     skips: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Plans:
     """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
@@ -65,54 +73,63 @@ def plan(
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks: how many; those of `mesh` if left out.
         mesh: only counted.
-        model: instead of widths: its layers, parameters and batch norms are read; or the
-            layers, as `Pipeline` takes them.
+        model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
-        memory: bytes a rank may use beside its interpreter; default `machine.memory`.
+        memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
+            cut the graph, and to plan exchanges, come before. Default `machine.memory`.
         partition: as `pdc.partition` takes it: a method, the owners, or a Partition.
         seed: of the cutter.
         algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
         grid: only this grid.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are those of a training epoch, exact where sizes
-            do not depend on values, the most there can be elsewhere. Of layers run by
-            halo exchange their input travels; attention sends more. A plan that changes
-            numbers is never `best`.
+            of its present epoch). Bytes are exact where sizes do not depend on values,
+            the most there can be elsewhere. Of layers run by halo exchange their input
+            travels; attention sends more. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
-            `Pipeline.price`. A model is run on two nodes, to learn what crosses borders;
-            of widths alone, layers are cut evenly and nothing normalises over nodes. Inside
-            stages of several ranks rows also travel by each of `codecs`, at most as said.
+            `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
+            over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
+            at most as said.
         chunks: of nodes; four for each stage without.
         skips: values beside the first that cross all borders (GCNII's x_0 is one), of
             widths; a model knows its own.
-        dtype: of the features.
+        dtype: of the features; that of data.x, else of the model, else float32.
 
     Returns:
         `Plans`: a sequence, the fastest first, with `best` and `refused`.
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
-    size = _ranks(ranks, mesh, partition)
+    check_options(machine, memory, (pipeline, chunks, skips), (grid, algorithm))
+    size = ranks_of(ranks, mesh, partition)
+    grid = grid_of(grid, algorithm, size)
+    dtype = dtype_of(graph, model, dtype)
     training = _training(graph, widths, model, layers, inputs, dtype)
     machine = machine or Machine()
     limit = machine.memory if memory is None else memory
     source, words, owners = _source(graph, size, partition, seed)
     found, links = [], codings(codecs)
-    if pipeline and algorithm is None and grid is None:
+    if pipeline:
         given = (model, graph, skips), (source, partition, seed)
         found += _pipelines(*given, training, chunks, machine, size, links, dtype)
     for one in _grids(size, algorithm, grid):
         found += _plans_of(one, source, training, machine, links, dtype)
-    judged = [_judged(each, limit) for each in found]
-    ranked = sorted((p for p in judged if p.reason is None), key=_merit)
-    refused = sorted((p for p in judged if p.reason is not None), key=_merit)
+    found = [replace(each, missing=training.missing) for each in found]
     names = () if grid is not None else misfits(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
-    return Plans(tuple(ranked), tuple(refused), names, said, machine, owners)
+    return Plans(*_ranked(found, limit), names, said, machine, owners)
+
+
+def _ranked(
+    found: list[Plan], limit: float | None
+) -> tuple[tuple[Plan, ...], tuple[Plan, ...]]:
+    """Returns what can be run, the fastest first, and what cannot."""
+    judged = sorted((_judged(each, limit) for each in found), key=_merit)
+    refused = tuple(p for p in judged if p.reason is not None)
+    return tuple(p for p in judged if p.reason is None), refused
 
 
 def _pipelines(
@@ -162,22 +179,6 @@ def _pipelines(
     return deep.plans(size)
 
 
-def _ranks(ranks: int | None, mesh: Mesh | None, partition: Any) -> int:
-    if ranks is None:
-        if mesh is not None:
-            return mesh.size
-        if isinstance(partition, Partition):
-            return partition.num_parts
-        raise ValueError("plan needs ranks=P, or the mesh whose ranks it is for")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
-    if mesh is not None and mesh.size != ranks:
-        raise ValueError(
-            f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
-        )
-    return ranks
-
-
 def _training(
     graph: Any,
     widths: Sequence[int] | None,
@@ -193,11 +194,13 @@ def _training(
     if model is not None:
         features = graph.num_features if isinstance(graph, Data) else None
         if not isinstance(model, torch.nn.Module):  # a stack, as `Pipeline` takes it
-            model = modules_of(model)
+            model = Chain(model)
         read = training_of_model(model, features or None, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
-    return training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+    check_width(graph, read.layers[0].width_in, inputs)
+    return read
 
 
 def _source(
@@ -207,7 +210,7 @@ def _source(
     if isinstance(graph, RandomGraph):
         words = f"{graph.nodes:,} nodes, {graph.edges:,} edges, law {graph.law}"
         return graph, words, None
-    edge_index, nodes, mask = _edges(graph, partition)
+    edge_index, nodes, mask = edges_of(graph, partition)
     if isinstance(partition, Partition):
         owners = partition
     else:
@@ -220,38 +223,9 @@ def _source(
     return CutEdges.of(edge_index, owners), words, owners
 
 
-def _edges(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
-    edge_index = graph.edge_index if isinstance(graph, Data) else graph
-    if isinstance(edge_index, DistEdgeIndex):
-        raise TypeError(
-            "plan takes the whole graph, and this is a rank's share; plan before "
-            "pdc.partition"
-        )
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            "plan takes a torch_geometric.data.Data, an edge_index [2, num_edges] or a "
-            f"RandomGraph, got {type(graph).__name__}"
-        )
-    if isinstance(graph, Data):
-        if graph.num_nodes is None:
-            raise ValueError("data.num_nodes is not known; set it, or give data.x")
-        mask = graph.get("train_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
-        return edge_index.cpu(), int(graph.num_nodes), mask
-    if isinstance(partition, Partition):
-        return edge_index.cpu(), partition.num_nodes, None
-    if isinstance(partition, str):
-        nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
-        return edge_index.cpu(), nodes, None
-    return edge_index.cpu(), len(partition), None
-
-
 def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid]:
     if grid is not None:
-        r, s, p = grid
-        if r * s * p != size:
-            raise ValueError(f"grid={tuple(grid)} does not have {size} ranks")
-        return [(r, s, p)]
+        return [grid]
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(
             f"algorithm={algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"

@@ -45,6 +45,7 @@ class Plan:
         chunks: of nodes, that stream through the stages.
         balance: how many items of the stack each stage has.
         remark: how a pipeline compares with graph parallelism.
+        missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     chunks: int = 1
     balance: tuple[int, ...] = ()
     remark: str = ""
+    missing: str = ""
 
     @property
     def size(self) -> int:
@@ -100,7 +102,7 @@ class Plan:
             said += f", halo {self.halo}"
         if self.codec != "plain":
             said += f", {self.codec}{'' if self.exact else ' (not exact)'}"
-        most = "" if self.sized else "at most "
+        most = "at least " if self.missing else "" if self.sized else "at most "
         return (
             f"{said}: {most}{show_bytes(self.bytes)} a rank, {show_bytes(self.total_bytes)} in "
             f"all, {self.seconds:.4g} s an epoch, {show_bytes(self.memory)} of memory"
@@ -130,6 +132,7 @@ class Plan:
             "chunks": self.chunks,
             "balance": list(self.balance),
             "remark": self.remark,
+            "missing": self.missing,
         }
 
 
@@ -278,7 +281,7 @@ def _table(plans: Sequence[Plan]) -> str:
             plan.halo,
             f"{plan.codec}{'' if plan.exact else ' *'}",
             *(
-                f"{'' if plan.sized else '<= '}{show_bytes(count)}"
+                f"{_sign(plan)}{show_bytes(count)}"
                 for count in (plan.bytes, plan.total_bytes, plan.exchange_bytes)
             ),
             plan.messages,
@@ -290,6 +293,10 @@ def _table(plans: Sequence[Plan]) -> str:
     return format_table(head, rows) if rows else "no plan can be run"
 
 
+def _sign(plan: Plan) -> str:
+    return ">= " if plan.missing else "" if plan.sized else "<= "
+
+
 def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
     """Says what the signs of the table mean."""
     said = []
@@ -297,8 +304,10 @@ def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
         said.append(
             "* not exact (rounded, left out, late, or read from history): only when asked for"
         )
-    if any(not plan.sized for plan in plans):
+    if any(not (plan.sized or plan.missing) for plan in plans):
         said.append("<= sizes depend on values, or on chunks: the most there can be")
+    missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
+    said += [f">= bytes and seconds leave out {words}" for words in missing]
     links = [plan.link for plan in plans if plan.link is not None]
     if any(repr(link.codec) not in machine.codes for link in links):
         said.append(

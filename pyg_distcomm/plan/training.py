@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
 from pyg_distcomm.constants import Ordering
-from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.plan.dry import Visited, bare, is_layer, unforeseen, visited
 from pyg_distcomm.wire import ring_words
 
 INPUTS = ("constant", "changing", "trained")
@@ -29,12 +29,18 @@ class Layer:
         width_in, width_out: features that go in and come out.
         fresh: whether its input is computed, so a gradient goes on to it, also where
             the layer is the first.
+        still: whether its input is the features themselves; if None, its place tells.
+        flows: whether a gradient goes on to its input; if None, its place tells.
+        trains: whether the weights that an order could put before the product do.
     """
 
     kind: str
     width_in: int
     width_out: int
     fresh: bool = False
+    still: bool | None = None
+    flows: bool | None = None
+    trains: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -79,6 +85,7 @@ class Training:
             are "trained".
         itemsize: bytes of a number.
         norms: channels of each batch norm.
+        missing: what the model sends beside all this, or may, in words; or nothing.
     """
 
     layers: tuple[Layer, ...]
@@ -86,6 +93,7 @@ class Training:
     inputs: str = "constant"
     itemsize: int = 4
     norms: tuple[int, ...] = ()
+    missing: str = ""
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -105,7 +113,10 @@ class Training:
 
     def wants_gradient(self, number: int) -> bool:
         """Whether the backward pass goes on to the input of a layer."""
-        return number > 0 or self.inputs == "trained" or self.layers[0].fresh
+        layer = self.layers[number]
+        if layer.flows is not None:
+            return layer.flows
+        return number > 0 or self.inputs == "trained" or layer.fresh
 
     def orders(self, ordering: Ordering) -> tuple[str, ...]:
         """Returns for each layer "kept", "first", "last" or "halo"."""
@@ -115,11 +126,13 @@ class Training:
         layer, grad = self.layers[number], self.wants_gradient(number)
         if layer.kind == "halo":
             return "halo"
-        still = number == 0 and self.inputs == "constant" and not layer.fresh
+        still = number == 0 if layer.still is None else layer.still
+        still = still and self.inputs == "constant" and not (grad or layer.fresh)
         if still and ordering.keep_inputs and ordering.order != "last":
             return "kept"
         widths = layer.width_in, layer.width_out
-        return "first" if ordering.takes_first(*widths, (grad, True)) else "last"
+        grads = grad, grad or layer.trains
+        return "first" if ordering.takes_first(*widths, grads) else "last"
 
     def products(self, ordering: Ordering) -> list[Product]:
         """Lists what an epoch multiplies, from the third on (see `Constants`)."""
@@ -131,7 +144,7 @@ class Training:
             width = layer.width_out if order == "last" else layer.width_in
             halo = order == "halo"
             found.append(Product(i, width, False, halo))
-            if order == "last" or self.wants_gradient(i):
+            if (order == "last" and layer.trains) or self.wants_gradient(i):
                 found.append(Product(i, width, True, halo))
         return found
 
@@ -180,23 +193,40 @@ def training_of(
 def training_of_model(
     model: torch.nn.Module, num_features: int | None, inputs: str = "constant"
 ) -> Training:
-    """Reads the layers of a model, in the order in which it holds them.
+    """Reads the layers of a model, in the order in which it calls them.
+
+    A copy of it is run on two nodes. Where that does not work, its layers are taken in the
+    order in which it holds them, each used once an epoch, and `missing` says so.
 
     Args:
-        model: of PyG's layers or ours, each used once an epoch.
-        num_features: what layers of unknown (lazy) width get.
+        model: of PyG's layers or ours.
+        num_features: of x; what layers of unknown (lazy) width get.
         inputs: see `Training`.
     """
-    found = [_bare(m) for m in model.modules() if _is_layer(m)]
-    distinct = list({id(m): m for m in found}.values())
+    distinct = list(dict.fromkeys(bare(m) for m in model.modules() if is_layer(m)))
     if not distinct:
         raise ValueError(
             f"{type(model).__name__} has no message passing layer to plan for; give "
             "widths=[...]"
         )
     layers: list[Layer] = []
-    for conv in distinct:
-        layers.append(layer_of(conv, layers[-1].width_out if layers else num_features))
+    first = layer_of(distinct[0], num_features) if num_features is None else None
+    features = first.width_in if first is not None else num_features
+    missing = [f"sums over nodes of {name}" for name in unforeseen(model)]
+    try:
+        assert features is not None
+        for call in visited(model, features, inputs == "trained"):
+            layers.append(_layer_called(call))
+            if layers[-1].kind == "halo" and call.rounds > 1:
+                missing.append(f"further rounds of {type(call.conv).__name__}")
+        if not layers:
+            raise ValueError("no layer was called")
+    except ValueError as error:
+        missing.append(f"what only a run shows, and none on two nodes worked ({error})")
+        layers = []
+        for conv in distinct:
+            before = layers[-1].width_out if layers else num_features
+            layers.append(layer_of(conv, before))
     trained = [p for p in model.parameters() if p.requires_grad]
     lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
     known = () if lazy else tuple(p.numel() for p in trained)
@@ -208,15 +238,19 @@ def training_of_model(
         inputs,
         item,
         tuple(m.num_features for m in norms),
+        "; ".join(dict.fromkeys(missing)),
     )
 
 
-def _is_layer(module: torch.nn.Module) -> bool:
-    return isinstance(module, (MessagePassing, HaloConv))
-
-
-def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    return module.conv if isinstance(module, HaloConv) else module
+def _layer_called(call: Visited) -> Layer:
+    """Reads a layer, and what a run has shown of it."""
+    read, conv = layer_of(call.conv, call.width), call.conv
+    weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
+    trained = {name for name, p in conv.named_parameters() if p.requires_grad}
+    projects = read.kind == "sage" and read.fresh
+    flows = call.flows or (projects and any(n.startswith("lin.") for n in trained))
+    trains = bool(weights & trained)
+    return replace(read, still=call.still, flows=flows, trains=trains)
 
 
 def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
