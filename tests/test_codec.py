@@ -17,6 +17,7 @@ from pyg_distcomm.exchange.codecs import (
     Plain,
     Quantise,
     Residual,
+    RowSample,
     TopK,
     codec_of,
     fresh_state,
@@ -52,6 +53,7 @@ KEPT = [
     Residual(ColumnMask(4)),
     Residual(Bitmap()),
     Residual(Chain(ColumnMask(2), Quantise(2))),
+    Residual(TopK(2, Quantise(1, "stochastic"))),
 ]
 CASTS = [Cast(torch.float16), Cast(torch.bfloat16)]
 EVERY = [Plain(), *CASTS, *NEAR, *RANDOM, *MASKS, *CHAINS, *SPARSE, *KEPT]
@@ -455,9 +457,30 @@ def test_residuals_settle_on_rows_that_do(codec):
     assert not here.last.any()
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        TopK(4, Quantise(1)),
+        RowSample(2.0, scaled=False, values=Quantise(1)),
+        Chain(ColumnMask(2), Chain(Plain(), Quantise(1))),
+    ],
+    ids=str,
+)
+def test_one_bit_is_believed_less_however_deep_it_lies(inner):
+    assert Residual(inner).factor == 0.125
+
+
 def test_what_a_residual_refuses():
     with pytest.raises(ValueError, match="scales up"):
         Residual(ColumnMask(4, scaled=True))
+    scaled = ColumnMask(4, scaled=True)
+    for inner in (
+        TopK(4, scaled),
+        RowSample(2.0, scaled=False, values=scaled),
+        Chain(Plain(), Chain(scaled)),
+    ):
+        with pytest.raises(ValueError, match="scales up"):
+            Residual(inner)
     with pytest.raises(ValueError, match="residual of a residual"):
         Residual(Residual(Plain()))
     with pytest.raises(ValueError, match="gain lies"):

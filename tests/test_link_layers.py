@@ -11,7 +11,14 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import ColumnMask, Plain, TopK
+from pyg_distcomm.exchange.codecs import (
+    Chain,
+    ColumnMask,
+    Plain,
+    Residual,
+    RowSample,
+    TopK,
+)
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.nn.coding import is_coded
 
@@ -145,6 +152,20 @@ def refused(aggr, codec, late):
 @pytest.mark.parametrize("codec", [ColumnMask(2), TopK(2), ONE], ids=str)
 def test_zeros_must_not_win(aggr, codec):
     worlds.run(refused, 2, aggr, codec, 1)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Residual(ColumnMask(3)),
+        Residual(TopK(3)),
+        Chain(Plain(), Chain(TopK(3))),
+        Residual(RowSample(2.0, scaled=False)),
+    ],
+    ids=str,
+)
+def test_zeros_must_not_win_however_deep_they_are_made(codec):
+    worlds.run(refused, 2, "max", codec, 0)
 
 
 def one_evaluates():

@@ -14,6 +14,7 @@ straight through, and write the gradient as rows of its own.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,11 @@ class Codec(abc.ABC):
         A gradient must then be masked as the rows it answers were.
         """
         return False
+
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """The codecs that it hands numbers to, or asks first; see `nested`."""
+        return ()
 
     @abc.abstractmethod
     def wire_bytes(
@@ -214,6 +220,13 @@ class Stage(Codec):
         """Reads narrow rows."""
         shape = self.narrowed(out.size(1), out.dtype)
         return self.widen(read(message, len(out), *shape), out, draw)
+
+
+def nested(codec: Codec) -> Iterator[Codec]:
+    """Yields a codec and all that it is made of, however deep."""
+    yield codec
+    for one in codec.inside:
+        yield from nested(one)
 
 
 def drawn(codec: Codec, draw: Draw | None, rows: int) -> Draw:

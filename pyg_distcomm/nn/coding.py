@@ -18,7 +18,8 @@ from torch_geometric.nn.aggr import (
     SumAggregation,
 )
 
-from pyg_distcomm.exchange.codecs import Chain, TopK
+from pyg_distcomm.exchange.codec import nested
+from pyg_distcomm.exchange.codecs import TopK
 from pyg_distcomm.exchange.policy import LinkPolicy
 
 # of each layer, the arguments of propagate that its weights of messages come from
@@ -64,8 +65,8 @@ def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
         if custom or not _is_linear(layer.aggr_module):
             what = "its own aggregate" if custom else f"aggr={layer.aggr!r}"
             raise ValueError(
-                f"{type(layer).__name__} has {what}, where the zeros that {link.codec} puts "
-                "for what it leaves out could win; use Quantise, or link='exact' for this "
+                f"{type(layer).__name__} has {what}, where what {link.codec} leaves out, "
+                "which is zero or of before, could win; use Quantise, or link='exact' for this "
                 "layer"
             )
 
@@ -78,5 +79,4 @@ def _is_linear(aggregation: Aggregation | None) -> bool:
 
 def _leaves_out(link: LinkPolicy) -> bool:
     codec = link.codec if link.pace is None else link.codec.with_rate(2.0)
-    last = codec.last if isinstance(codec, Chain) else codec
-    return codec.masking or isinstance(last, TopK)
+    return any(one.masking or isinstance(one, TopK) for one in nested(codec))

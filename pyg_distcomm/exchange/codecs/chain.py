@@ -54,12 +54,12 @@ class Chain(Codec):
     @property
     def linear(self) -> bool:
         """If all of them are."""
-        return all(one.linear for one in self._all)
+        return all(one.linear for one in self.inside)
 
     @property
     def unbiased(self) -> bool:
         """If all of them are."""
-        return all(one.unbiased for one in self._all)
+        return all(one.unbiased for one in self.inside)
 
     @property
     def sized(self) -> bool:
@@ -69,26 +69,27 @@ class Chain(Codec):
     @property
     def keyed(self) -> bool:
         """If one of them is."""
-        return any(one.keyed for one in self._all)
+        return any(one.keyed for one in self.inside)
 
     @property
     def masking(self) -> bool:
         """If one of them is."""
-        return any(one.masking for one in self._all)
+        return any(one.masking for one in self.inside)
 
     @property
-    def _all(self) -> tuple[Codec, ...]:
+    def inside(self) -> tuple[Codec, ...]:
+        """All of them."""
         return (*self.stages, self.last)
 
     def with_rate(self, rate: float) -> Chain:
         """Returns the chain with its only codec that has a rate at another one."""
         kinds = ColumnMask, TopK, RowSample
-        rated = [k for k, one in enumerate(self._all) if isinstance(one, kinds)]
+        rated = [k for k, one in enumerate(self.inside) if isinstance(one, kinds)]
         if len(rated) != 1:
             raise ValueError(
                 f"a schedule sets the rate of one codec, but {self!r} has {len(rated)}"
             )
-        new = list(self._all)
+        new = list(self.inside)
         new[rated[0]] = new[rated[0]].with_rate(rate)
         return Chain(*new)
 
@@ -157,4 +158,4 @@ class Chain(Codec):
         return shapes
 
     def __repr__(self) -> str:
-        return f"Chain({', '.join(map(repr, self._all))})"
+        return f"Chain({', '.join(map(repr, self.inside))})"

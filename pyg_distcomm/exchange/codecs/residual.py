@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyg_distcomm.exchange.codec import Codec, Draw, State, count_of
-from pyg_distcomm.exchange.codecs.chain import Chain
+from pyg_distcomm.exchange.codec import Codec, Draw, State, count_of, nested
 from pyg_distcomm.exchange.codecs.mask import ColumnMask
 from pyg_distcomm.exchange.codecs.plain import rows_at
 from pyg_distcomm.exchange.codecs.quantise import Quantise, refusal
@@ -49,7 +48,7 @@ class Residual(Codec):
         if self.gain is not None and not 0.0 < self.gain <= 1.0:
             raise ValueError(f"gain lies in (0, 1], got {self.gain!r}")
         scaling = (ColumnMask, RowSample)
-        if any(isinstance(c, scaling) and c.scaled for c in _parts(self.inner)):
+        if any(isinstance(c, scaling) and c.scaled for c in nested(self.inner)):
             raise ValueError(
                 f"{self.inner!r} scales up what it sends, so that differences grow instead "
                 "of falling; use scaled=False, which sends later what it left out"
@@ -60,9 +59,8 @@ class Residual(Codec):
         """How much of a difference is believed."""
         if self.gain is not None:
             return self.gain
-        coarse = any(
-            isinstance(c, Quantise) and c.bits == 1 for c in _parts(self.inner)
-        )
+        every = nested(self.inner)
+        coarse = any(isinstance(c, Quantise) and c.bits == 1 for c in every)
         return ONE_BIT_GAIN if coarse else 1.0
 
     @property
@@ -84,6 +82,11 @@ class Residual(Codec):
     def keyed(self) -> bool:
         """As the inner codec."""
         return self.inner.keyed
+
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """The inner codec."""
+        return (self.inner,)
 
     def with_rate(self, rate: float) -> Residual:
         """Returns it with its inner codec at another rate."""
@@ -156,7 +159,3 @@ def fresh_state(
 ) -> State:
     """Returns the state before the first message: zeros."""
     return State(torch.zeros(rows, width, dtype=dtype, device=device))
-
-
-def _parts(codec: Codec) -> tuple[Codec, ...]:
-    return (*codec.stages, codec.last) if isinstance(codec, Chain) else (codec,)

@@ -78,6 +78,11 @@ class RowSample(Codec):
         """It is, beyond rate 1."""
         return self.rate > 1.0 or self.values.masking
 
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """How its values are written."""
+        return (self.values,)
+
     def with_rate(self, rate: float) -> RowSample:
         """Returns the same codec at another rate."""
         return replace(self, rate=rate)

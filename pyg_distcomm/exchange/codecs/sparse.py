@@ -123,6 +123,11 @@ class TopK(Codec):
         """As how its values are written."""
         return self.values.keyed
 
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """How its values are written."""
+        return (self.values,)
+
     def with_rate(self, rate: float) -> TopK:
         """Returns the same codec at another rate."""
         return replace(self, rate=rate)
