@@ -9,9 +9,12 @@ import torch
 import worlds
 from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS
-from torch_geometric.nn import DeepGCNLayer, GENConv
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
+from torch_geometric.nn import DeepGCNLayer, GATConv, GCNConv, GENConv, GINEConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.pipeline.filling import measured_costs
 from pyg_distcomm.pipeline.history import History
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -364,3 +367,66 @@ def test_two_pipelines_may_map_history_from_one_folder(tmp_path):
         found.append([p.detach() for pipe in pipes for p in pipe.parameters()])
     for plain, mapped in zip(*found, strict=True):
         assert torch.equal(plain, mapped)
+
+
+def _double(*layers):
+    return [layer.double() for layer in layers]
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.5, inplace=True)]
+)
+def test_layers_that_work_in_place_are_measured(layer):
+    _, share, mesh = _share()
+    stack = _double(GCNConv(7, 8), layer, GCNConv(8, 4))
+    pipe = pdc.Pipeline(stack, mesh, chunks=3)
+    pipe(share)
+    assert min(measured_costs(pipe._stage)) > 0
+
+
+class _Checkpointed(torch.nn.Module):
+    def __init__(self, reentrant, inner, *more):
+        super().__init__()
+        self.inner, self.reentrant, self.more = inner, reentrant, more
+
+    def forward(self, x, edge_index):
+        more = (edge_index,) if self.more else ()
+        return x + checkpoint(self.inner, x, *more, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("what", ["dropout", "conv"])
+def test_checkpoints_that_would_compute_something_else_are_refused(reentrant, what):
+    _, share, mesh = _share()
+    dropout = torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)
+    linear = torch.nn.Sequential(torch.nn.Linear(8, 8), *dropout)
+    block = (
+        _Checkpointed(reentrant, linear)
+        if what == "dropout"
+        else _Checkpointed(reentrant, GCNConv(8, 8), "edge_index")
+    )
+    stack = _double(GCNConv(7, 8), block, GCNConv(8, 4))
+    pipe = pdc.Pipeline(stack, mesh, chunks=3)
+    with pytest.raises(RuntimeError, match="leave the checkpoint out"):
+        pipe.train_step(share, loss_of)
+
+
+def test_as_many_edges_as_nodes_keep_their_attributes():
+    edges = torch.stack([torch.arange(12), (torch.arange(12) + 1) % 12])
+    edges = edges[:, torch.randperm(12)]
+    data = Data(torch.randn(12, 7), edges, edge_attr=torch.randn(12, 3))
+    data.edge_weight = torch.rand(12)
+    mesh = worlds.mesh()
+    share = pdc.partition(
+        data, mesh, node_attrs=["x"], edge_attrs=["edge_attr", "edge_weight"]
+    )
+    for layer, name in (
+        (GCNConv(7, 4), "edge_weight"),
+        (GATConv(7, 4, edge_dim=3), "edge_attr"),
+        (GINEConv(torch.nn.Linear(7, 4), edge_dim=3), "edge_attr"),
+    ):
+        want = layer(data.x, data.edge_index, data[name]).detach()
+        stack = [(layer, f"x, edge_index, {name} -> x")]
+        pipe = pdc.Pipeline(stack, mesh, chunks=3)
+        torch.testing.assert_close(pipe(share).full_tensor(), want)
+        pipe.train_step(share, lambda out, data: out.square().mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,15 @@ def measured_costs(stage: Stage) -> list[float]:
     run.mode, costs = "measure", []
     known = stage.given(chunk)
     for place in range(stage.begin, stage.end):
-        layer, inputs = stage.layers[place], _leaves(known)
+        layer = stage.layers[place]
+        inputs = _leaves({name: known[name] for name in layer.takes if name in known})
         run.sites.clear()  # one layer's buffers at a time
 
         def step(
             place: int = place, layer: Layer = layer, inputs: Any = inputs
         ) -> Values:
             run.begin_layer(place, chunk)
-            gives = stage.call(layer, inputs)
+            gives = stage.call(layer, _copies(inputs))
             total = sum(part.to_local().sum() for part in _tensors(gives))
             if isinstance(total, Tensor) and total.requires_grad:
                 total.backward()
@@ -73,14 +74,26 @@ def measured_costs(stage: Stage) -> list[float]:
 
 
 def _leaves(values: Values) -> Values:
-    def leaf(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [leaf(part) for part in value]
-        if not isinstance(value, DistTensor) or not value.is_floating_point():
+    def leaf(value: DistTensor) -> DistTensor:
+        if not value.is_floating_point():
             return value
         return DistTensor.wrap(value.to_local().detach().requires_grad_(), value.rows)
 
-    return {name: leaf(value) for name, value in values.items()}
+    return _mapped(leaf, values)
+
+
+def _copies(values: Values) -> Values:
+    """Returns copies of rows, into which layers may write, as those of `Cargo.unpack`."""
+    return _mapped(lambda value: value.clone(), values)
+
+
+def _mapped(change: Callable[[DistTensor], DistTensor], values: Values) -> Values:
+    def one(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [one(part) for part in value]
+        return change(value) if isinstance(value, DistTensor) else value
+
+    return {name: one(value) for name, value in values.items()}
 
 
 def _tensors(values: Values) -> list[DistTensor]:

@@ -173,9 +173,11 @@ def _sorted(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     if not isinstance(value, DistTensor):
         return value, "graph"
     topology, local = plan.topology, value.to_local().detach()
-    if value.rows.same_as(topology.nodes):
+    # on one rank, as many nodes as edges have the same ids: the object tells them apart
+    of_edges = value.rows is topology.edges
+    if not of_edges and value.rows.same_as(topology.nodes):
         return local[plan.own.order.to(local.device)], "node"
-    if value.rows.same_as(topology.edges):
+    if of_edges or value.rows.same_as(topology.edges):
         return local[plan.edge.order.to(local.device)], "edge"
     raise ValueError(
         f"data.{name} has {value.rows}, neither those of the nodes nor of the edges"

@@ -72,6 +72,7 @@ class Run:
 
     def next_key(self) -> int:
         """Returns the key of the layer's next draw, however often it is computed."""
+        self._check_turn()
         self._draws += 1
         return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._draws)
 
@@ -159,8 +160,19 @@ class Run:
         return total
 
     def _next(self) -> tuple[int, int]:
+        self._check_turn()
         self._exchanges += 1
         return self.layer, self._exchanges
+
+    def _check_turn(self) -> None:
+        """Refuses what is counted from the start of a layer inside a backward pass."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a layer of a pipeline was computed again in the backward pass "
+                "(activation checkpointing), where it would draw or read what other "
+                "layers do; leave the checkpoint out: with recompute=True (the default) "
+                "a pipeline computes each chunk again instead of keeping its activations"
+            )
 
 
 def _flat(x: Tensor) -> Tensor:
