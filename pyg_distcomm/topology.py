@@ -98,6 +98,9 @@ class Topology:
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    def read_by(self, layer: Any, link: Any) -> None:
+        """Hears which layer will read, and by which link; a pipeline wants to know."""
+
     def check_one_kind(self) -> None:
         """Refuses edges between nodes of types of their own."""
         if self.sources is not None:

@@ -52,6 +52,15 @@ def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool
     return not any(name in _COMPARED.get(kind, ()) for kind in kinds)
 
 
+def compares(layers: list[MessagePassing]) -> bool:
+    """Tells whether layers make logits of what they read of neighbours."""
+    return any(
+        type(layer).edge_update is not MessagePassing.edge_update
+        or any(kind.__name__ in _COMPARED for kind in type(layer).__mro__)
+        for layer in layers
+    )
+
+
 def check_aggregations(layers: list[MessagePassing], link: LinkPolicy) -> None:
     """Refuses what would take numbers left out for zeros that were sent.
 

@@ -46,6 +46,7 @@ class Linked:
         """Returns a layer with its own link, or that of the edges."""
         if link is None:
             link = edges.topology.link
+        edges.topology.read_by(layer, link)
         policy = link if isinstance(link, LinkPolicy) else None
         return Linked(layer, policy, edges.nodes)
 

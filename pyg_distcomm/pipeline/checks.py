@@ -138,7 +138,8 @@ def check_links(stack: Sequence[Layer]) -> None:
         if any(isinstance(getattr(part, "link", None), LinkPolicy) for part in parts):
             raise ValueError(
                 f"{layer} has a link of its own, but a pipeline exchanges chunk by chunk; "
-                "give the link to pdc.partition(data, mesh, link=...)"
+                "give the link to pdc.partition(data, mesh, link=...), and leave it out of "
+                "the layer, or give that link='exact'"
             )
 
 

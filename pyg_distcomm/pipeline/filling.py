@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_distcomm import random, wire
 from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.pipeline.balance import seconds_of
+from pyg_distcomm.pipeline.balance import seconds_of, supposed_costs
 from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.epoch import OP, Boundary
 from pyg_distcomm.pipeline.stack import Layer, crossing
 from pyg_distcomm.pipeline.stage import Cargo, Stage, Values
+from pyg_distcomm.pipeline.view import Run
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.wire import Axis
 
@@ -32,6 +34,19 @@ def share_weights(stack: Sequence[Layer], mesh: Mesh) -> None:
         modules, wire.broadcast_object(states, mesh.everyone), strict=True
     ):
         module.load_state_dict(state)
+
+
+def costs_of(
+    stack: Sequence[Layer], mesh: Mesh, run: Run | None, data: Data | None
+) -> list[float]:
+    """Returns what layers cost beside one another, measured where the data are given."""
+    if run is None or data is None or mesh.stage.size == 1:
+        return supposed_costs(stack)
+    with on_all_ranks(mesh, exchanging=True):
+        stage = Stage(stack, 0, len(stack), run)
+        stage.look_at(data)
+        costs = measured_costs(stage)
+    return costs
 
 
 def measured_costs(stage: Stage) -> list[float]:
@@ -87,7 +102,7 @@ def _copies(values: Values) -> Values:
     return _mapped(lambda value: value.clone(), values)
 
 
-def _mapped(change: Callable[[DistTensor], DistTensor], values: Values) -> Values:
+def _mapped(change: Callable[[DistTensor], Tensor], values: Values) -> Values:
     def one(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [one(part) for part in value]
@@ -110,7 +125,7 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
     Sites get the rows that they start from, and each stage learns what it will receive.
     """
     run, axis = stage.run, mesh.stage
-    run.mode, run.sites, run.facts = "fill", {}, {}
+    run.mode, run.sites, run.facts, run.readers = "fill", {}, {}, []
     takes: Cargo | None = None
     gives: Cargo | None = None
     inbox, outbox = None, torch.empty(0)

@@ -24,7 +24,7 @@ from pyg_distcomm import random, wire
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline import checks, filling, saving
-from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
+from pyg_distcomm.pipeline.balance import cut_layers
 from pyg_distcomm.pipeline.chunks import plan_chunks
 from pyg_distcomm.pipeline.clipping import clip_grad_norm_
 from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
@@ -67,7 +67,8 @@ class Pipeline(torch.nn.Module):
             on all ranks. Weights start as rank 0's.
         mesh: of `pdc.init(stages=S)`; each stage has the ranks of one mesh of its own
             ("1d"), over which the rows of each chunk are spread (the hybrid), by the link
-            of the data; between stages rows are exact.
+            of the data, exactly where a layer has link="exact" or attention depends on
+            what it reads; between stages rows are exact.
         data: the share, if layers are to be shared out by their measured seconds; else each
             that reads neighbours counts as one.
         chunks: how many chunks, or the chunk of each node `[num_nodes]`; without, four for
@@ -138,21 +139,12 @@ class Pipeline(torch.nn.Module):
         if data is not None:
             self._plan(data)
         if balance is None:
-            balance = cut_layers(self._costs(stack, data), mesh.stage.size)
+            costs = filling.costs_of(stack, mesh, self._run, data)
+            balance = cut_layers(costs, mesh.stage.size)
         self.balance = tuple(int(n) for n in balance)
         self._keep(stack)
         self._boundary: Boundary | None = None
         self._saved: Any = None
-
-    def _costs(self, stack: list[Layer], data: Data | None) -> list[float]:
-        if data is None or self.mesh.stage.size == 1:
-            return supposed_costs(stack)
-        assert self._run is not None
-        with checks.on_all_ranks(self.mesh, exchanging=True):
-            stage = Stage(stack, 0, len(stack), self._run)
-            stage.look_at(data)
-            costs = filling.measured_costs(stage)
-        return costs
 
     def _keep(self, stack: list[Layer]) -> None:
         """Keeps the layers of this stage, and lets go of the others."""
@@ -206,7 +198,9 @@ class Pipeline(torch.nn.Module):
                 "this Data is not the one that the pipeline was planned for; make another "
                 "Pipeline for another graph"
             )
-        self._run.link = edge_index.topology.link
+        if self._run.link is not edge_index.topology.link:
+            with checks.on_all_ranks(self.mesh):
+                self._run.go_by(edge_index.topology.link)
         if self._boundary is None:
             begin, end = self._span
             self._stage = Stage(self._stack, begin, end, self._run)

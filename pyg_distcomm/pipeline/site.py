@@ -78,6 +78,7 @@ class Site:
         rule: of gradients.
         keep: makes a history for blocks and rows like those given; None without.
         wrap: what the link of a chunk becomes in an epoch, for rows that are coded or late.
+        exactly: why they are not, whatever the link; nothing if they may be.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Site:
         rule: Rule,
         keep: Callable[[tuple[int, ...], Tensor], History] | None,
         wrap: Callable[[int], Link] | None = None,
+        exactly: str = "",
     ) -> None:
         n, h = plan.counts
         self.plan, self.operator, self.rule = plan, operator, rule
@@ -96,7 +98,7 @@ class Site:
         if keep is not None and plan.chunks > 1:
             self.history = keep(plan.blocks, self.mix)
         self.gradients: Tensor | None = None
-        self.flows = False
+        self.flows, self.exactly = False, exactly
         self._wrap = wrap
         self._links: dict[int, Link] = {}  # of chunks that have no gradient yet
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm import random
 from pyg_distcomm.constants import Ordering
@@ -16,6 +18,8 @@ from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.nn.coding import check_aggregations, compares
+from pyg_distcomm.nn.visit import layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.site import Rule, Site, read_site
@@ -43,6 +47,7 @@ class Run:
             "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
             which only the time counts).
         before, all_sites: how many sites earlier stages have, and all of them.
+        readers: the layers that read by the link.
     """
 
     plan: ChunkPlan
@@ -57,6 +62,8 @@ class Run:
     facts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     before: int = 0
     all_sites: int = 0
+    readers: list[list[MessagePassing]] = field(default_factory=list)
+    _exactly: str = ""
     _exchanges: int = 0
     _draws: int = 0
 
@@ -66,9 +73,38 @@ class Run:
         What it draws for plain tensors, as weights are, is drawn again the same.
         """
         self.layer, self._exchanges, self._draws = layer, 0, 0
+        self._exactly = ""
         whom = 0 if chunk is None else 1 + chunk
         key = random.fold(self.seed, _PLAIN, self.epoch, layer, whom)
         random.seed(key, self.plan.topology.device)
+
+    def go_by(self, link: LinkPolicy | None) -> None:
+        """Takes a link for rows from now on, unless a layer cannot go by it."""
+        for layers in self.readers:
+            self._check_link(layers, link)
+        self.link = link
+
+    def read_by(self, layer: Any, own: Any) -> None:
+        """Hears which layer reads next, and its link, while sites are made.
+
+        A site is coded as a whole, so that it is exact where attention depends on it; see
+        [Note: attention] in `coding.py`.
+        """
+        if self.mode != "fill":
+            return
+        layers = layers_of(layer)
+        self._exactly = "attention depends on it" if compares(layers) else ""
+        if own == "exact":
+            self._exactly = "its layer has link='exact'"
+            return
+        self._check_link(layers, self.link)
+        self.readers.append(layers)
+
+    def _check_link(
+        self, layers: list[MessagePassing], link: LinkPolicy | None
+    ) -> None:
+        if link is not None and not link.is_exact and self.plan.mesh.size > 1:
+            check_aggregations(layers, link)
 
     def next_key(self) -> int:
         """Returns the key of the layer's next draw, however often it is computed."""
@@ -111,7 +147,8 @@ class Run:
             keep = self.history
             make = None if keep is None else (lambda *args: keep(key, *args))
             made = self.plan, x, operator, self.rule, make
-            site = self.sites[key] = Site(*made, lambda chunk: self._linked(key, chunk))
+            wrap = functools.partial(self._linked, key)
+            site = self.sites[key] = Site(*made, wrap, self._exactly)
             site.put(x.detach(), ghosts)
         return ghosts
 
@@ -122,7 +159,9 @@ class Run:
             return link
         place = self.before + list(self.sites).index(key)
         last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
-        return self.link.part(place, f"layer {key[0]}", chunk, last).wrap(link, 0)
+        call = self.link.part(place, f"layer {key[0]}", chunk, last)
+        exactly = self.sites[key].exactly
+        return (call.whole(exactly) if exactly else call).wrap(link, 0)
 
     def _fetched(self, x: Tensor) -> Tensor:
         return self.plan.everything.begin(x)()[self.plan.ghost.order]
@@ -265,6 +304,10 @@ class ChunkTopology(Topology):
             "a layer of a pipeline has flow='target_to_source', and the edges that leave a "
             "node lie in other chunks; turn the edges around before pdc.partition"
         )
+
+    def read_by(self, layer: Any, own: Any) -> None:
+        """Hears which layer reads next, and its link."""
+        self.run.read_by(layer, own)
 
     def sum(self, x: Tensor, weight: Tensor | None, wrap: Any = None) -> Tensor:
         """Returns `sum_e weight_e x_source(e)` for each node of the chunk."""
