@@ -8,10 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import BatchNorm, GCN2Conv, GCNConv, GENConv, LayerNorm, SGConv
+from torch_geometric.nn import (
+    BatchNorm,
+    DirGNNConv,
+    GATConv,
+    GCN2Conv,
+    GCNConv,
+    GENConv,
+    LayerNorm,
+    SGConv,
+)
 
 from pyg_distcomm.mesh import ways_of
-from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.history import History
 from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
 from pyg_distcomm.pipeline.schedule import Action, Schedule, fill_drain, verify
@@ -103,6 +112,14 @@ def test_layers_are_cut_as_well_as_can_be():
 
 def _slowest(costs, ends):
     return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def test_layers_cost_the_same_in_their_distributed_form():
+    stack = [GATConv(8, 8), DirGNNConv(GATConv(8, 8)), GCNConv(8, 8)]
+    layers = read_stack([*stack, nn.ReLU()])
+    costs = supposed_costs(layers)
+    assert min(costs[:3]) > 10 * costs[3]
+    assert supposed_costs([layer.converted() for layer in layers]) == costs
 
 
 def test_names_are_read_as_in_pyg():
