@@ -327,6 +327,10 @@ def _mistakes(stages):
         (stack_of("gcn"), {"balance": [3.5, 3.5]}),
         (stack_of("gcn"), {"chunks": 4 + mesh.stage.rank}),
         (stack_of("gcn"), {"history_refresh": 1 + mesh.everyone.rank}),
+        (stack_of("gcn"), {"damping": 0.5 / (1 + mesh.everyone.rank)}),
+        (stack_of("gcn"), {"balance": [3, 4] if mesh.stage.rank else [4, 3]}),
+        (stack_of("gcn"), {"data": share if mesh.stage.rank else None}),
+        (stack_of("gcn"), {"history_dtype": (None, torch.float32)[mesh.stage.rank]}),
     ):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
@@ -357,8 +361,12 @@ def test_mistakes_are_told_on_all_ranks():
         "same layers and options on all ranks",
         "each of 2 stages",
         "each of 2 stages",
-        "same layers and options on all ranks",
-        "same layers and options on all ranks",
+        "have others than rank 0: chunks=4, and there chunks=5",
+        "have others than rank 0: history_refresh=1, and there history_refresh=2",
+        "have others than rank 0: damping=0.5, and there damping=0.25",
+        "have others than rank 0: balance=[4, 3], and there balance=[3, 4]",
+        "have others than rank 0: data=False, and there data=True",
+        "have others than rank 0: history_dtype=None, and there history_dtype=torch.float32",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
         "chunks [1, 3] of 5 have no node",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,9 +70,9 @@ def telling(mesh: Mesh) -> Iterator[None]:
         raise
 
 
-def check_same(stack: Sequence[Layer], mesh: Mesh, options: Sequence[Any]) -> None:
+def check_same(stack: Sequence[Layer], mesh: Mesh, options: dict[str, Any]) -> None:
     """Refuses layers and options that differ between ranks."""
-    told = [f"{one}" for one in options]
+    told = [f"{name}={value}" for name, value in options.items()]
     told += [_told(layer) for layer in stack]
     every = wire.all_gather_object(told, mesh.everyone)
     differ = [rank for rank, other in enumerate(every) if other != every[0]]
@@ -144,7 +144,7 @@ def check_links(stack: Sequence[Layer]) -> None:
 
 
 def check_options(
-    mesh: Mesh, order: str, whole: dict[str, Any], history_dtype: Any
+    mesh: Mesh, order: str, whole: dict[str, Any], seed: Any, history_dtype: Any
 ) -> None:
     """Refuses options that mean nothing.
 
@@ -152,6 +152,7 @@ def check_options(
         mesh: the ranks.
         order: of chunks.
         whole: by name, what must be a whole number if it is a number.
+        seed: of what is drawn.
         history_dtype: how history is kept.
     """
     if order not in ORDERS:
@@ -161,6 +162,8 @@ def check_options(
             continue  # the chunk of each node
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
     if history_dtype not in DTYPES:
         raise ValueError(
             f"history_dtype must be one of {', '.join(map(str, DTYPES))}, got "
@@ -174,8 +177,8 @@ def check_options(
 
 
 def check_balance(
-    stack: Sequence[Layer], stages: int, balance: Sequence[int] | None
-) -> None:
+    stack: Sequence[Layer], stages: int, balance: Any
+) -> list[int] | None:
     """Refuses more stages than layers, and layers that do not add up."""
     if stages > len(stack):
         raise ValueError(
@@ -183,10 +186,12 @@ def check_balance(
             f"give stages={len(stack)} or fewer to pdc.init, or more layers"
         )
     if balance is None:
-        return
-    fits = len(balance) == stages and sum(balance) == len(stack)
-    if not fits or any(n < 1 or n != int(n) for n in balance):
+        return None
+    given = list(balance) if isinstance(balance, Iterable) else []
+    fits = len(given) == stages and sum(given) == len(stack)
+    if not fits or any(n < 1 or n != int(n) for n in given):
         raise ValueError(
-            f"balance={list(balance)} must give each of {stages} stages one layer or more, "
-            f"and {len(stack)} in all"
+            f"balance={balance} must give each of {stages} stages one layer or more, as a "
+            f"list of numbers, and {len(stack)} in all"
         )
+    return [int(n) for n in given]

@@ -127,12 +127,14 @@ class Pipeline(torch.nn.Module):
         with checks.on_all_ranks(mesh):
             self._rule = Rule.of(gradient, damping)
             whole = {"chunks": self._chunks, "history_refresh": history_refresh}
-            checks.check_options(mesh, order, whole, history_dtype)
+            checks.check_options(mesh, order, whole, self._seed, history_dtype)
             stack = read_stack(layers)
             checks.check_links(stack)
-            checks.check_balance(stack, mesh.stage.size, balance)
+            balance = checks.check_balance(stack, mesh.stage.size, balance)
+        same = {**whole, "order": order, "gradient": gradient, "damping": damping}
+        same |= {"seed": self._seed, "balance": balance, "data": data is not None}
         with checks.on_all_ranks(mesh):
-            checks.check_same(stack, mesh, (whole, order, gradient, self._seed))
+            checks.check_same(stack, mesh, {**same, "history_dtype": history_dtype})
         stack = [layer.converted() for layer in stack]
         filling.share_weights(stack, mesh)
         self._run: Run | None = None
@@ -141,7 +143,7 @@ class Pipeline(torch.nn.Module):
         if balance is None:
             costs = filling.costs_of(stack, mesh, self._run, data)
             balance = cut_layers(costs, mesh.stage.size)
-        self.balance = tuple(int(n) for n in balance)
+        self.balance = tuple(balance)
         self._keep(stack)
         self._boundary: Boundary | None = None
         self._saved: Any = None

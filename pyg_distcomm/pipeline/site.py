@@ -59,8 +59,8 @@ class Rule:
             raise ValueError(
                 f"gradient={gradient!r} must be one of {', '.join(GRADIENTS)}"
             )
-        if not 0 <= damping <= 1:
-            raise ValueError(f"damping={damping} must lie between 0 and 1")
+        if not isinstance(damping, (int, float)) or not 0 <= damping <= 1:
+            raise ValueError(f"damping={damping!r} must be a number between 0 and 1")
         keep = {"stale": 1.0, "damped": damping}.get(gradient, 0.0)
         return Rule(keep, 2.0 if gradient == "scaled" else 1.0)
 
