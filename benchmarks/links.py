@@ -152,6 +152,7 @@ def train(
 ) -> tuple[float, int, float]:
     """Returns the accuracy in %, the bytes of halos of all ranks, and the last loss."""
     torch.manual_seed(seed)
+    mesh.load_state_dict({"seed": seed, "step": 0})  # the same masks whatever the link
     widths = [data.x.size(1), *[args.hidden] * (args.layers - 1), args.classes]
     model = pdc.replicate(Net(args.model, widths, args.dropout), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
