@@ -27,7 +27,7 @@ CHANGED = (
     "what is kept of it is out of date there alone; change it on all ranks or on none, as "
     "by an operation that every rank calls, if only with rows of its own or none"
 )
-_GRACE = 2.0  # seconds a broken connection waits for the reason to reach the store
+_GRACE = 2.0  # seconds that the reason of a rank's end has to reach the store
 
 
 class RankError(RuntimeError):
@@ -115,6 +115,13 @@ class Watch:
                 self.report(error)
                 raise error
 
+    def listen(self) -> None:
+        """Looks until a failure is raised, or for as long as one takes to be reported."""
+        stop = time.monotonic() + _GRACE
+        while time.monotonic() < stop and not self._gone:
+            self.look()
+            time.sleep(0.05)
+
     def note(self) -> str:
         """Returns the failure that was reported last; nothing if none was."""
         if not self._quietly("check", ["error"]):
@@ -137,13 +144,10 @@ class Watch:
 
     def broken(self, doing: str, error: BaseException) -> BaseException:
         """Returns why a connection broke, waiting briefly for the other to say."""
-        stop = time.monotonic() + _GRACE
-        while time.monotonic() < stop and not self._gone:
-            try:
-                self.look()
-            except Exception as reason:
-                return reason
-            time.sleep(0.05)
+        try:
+            self.listen()
+        except Exception as reason:
+            return reason
         return RankError(
             f"rank {self.rank} lost another rank during {doing}: a process ended without "
             f"saying why (killed, out of memory, or it left early). Transport: {error}"

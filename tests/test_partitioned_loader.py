@@ -233,6 +233,25 @@ def test_a_rank_that_stops_alone_ends_the_others():
 
 
 def failing(size, prefetch):
+def interrupted():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(masked(), mesh, owners(60, 2))
+    loader = DistNeighborLoader(share, [2], batch_size=2, bulk_size=2)
+    try:
+        for k, _ in enumerate(loader):
+            if mesh.rank == 1 and k == 3:
+                raise KeyError("in the step of training")
+    except Exception as error:
+        mesh.world.watch.report(error)  # as the hook does, once the loop is left
+        return str(error)
+    return "no error"
+
+
+def test_an_error_in_the_loop_of_one_rank_reaches_the_others():
+    heard = worlds.run(interrupted, 2)[0]
+    assert heard.startswith("rank 1 failed with KeyError: 'in the step of training'")
+
+
     mesh = worlds.mesh(fresh=True)
     data = masked()
     data.weight = torch.ones(data.num_edges)

@@ -74,7 +74,7 @@ class Producer:
         gone = [rank for rank, (stop, _) in enumerate(told) if stop]
         if gone and world.rank not in gone:
             if world.watch is not None:
-                world.watch.look()  # it may have failed, and said why
+                world.watch.listen()  # it may have failed, and say why next
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
                 f"and rank {world.rank} did not; all ranks sample a partitioned graph "
