@@ -13,7 +13,7 @@ from pyg_distcomm.kernels import matrix, matrix_reference
 from pyg_distcomm.ops import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
 from pyg_distcomm.random import fold
-from pyg_distcomm.sampling import BulkMatrix, BulkNodes
+from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
 from pyg_distcomm.sampling.algebra import (
     SharedRow,
     add,
@@ -269,6 +269,14 @@ def test_product_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_sparse", None)
     with pytest.raises(ImportError, match="package torch-sparse, which is not"):
         spgemm(*single(1, 1), "torch_sparse")
+
+
+@pytest.mark.parametrize("bad", [[12, 1], [-3]])
+def test_rows_of_nodes_that_are_not_there(bad):
+    nodes = BulkNodes.of([torch.tensor(bad)])
+    for make in (BulkMatrix.row_per_node, BulkMatrix.row_per_batch, Ladies().query):
+        with pytest.raises(ValueError, match=r"but there are 10 \(0 \.\. 9\)"):
+            make(nodes, 10)
 
 
 def test_product_of_stacked_rows_keeps_minibatches():
@@ -539,6 +547,8 @@ def test_draw_errors():
         sample(p, 1, keys(1), "exponential", True)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         sample(p, -1, keys(1))
+    with pytest.raises(ValueError, match=r"must be whole, .* got 1\.5"):
+        sample(p, 1.5, keys(1))
     with pytest.raises(ValueError, match=r"each of the 3 rows is wanted, got \[2\]"):
         sample(copies(torch.tensor([1]), 3), 1, keys(2))
     for value, why in ((-1, "is negative"), (1 << 62, "makes the sum reach 2\\^62")):

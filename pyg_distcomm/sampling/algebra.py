@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.bulk_matrix import (
+    BulkMatrix,
+    BulkNodes,
+    check_nodes,
+    offsets,
+)
 
 FIXED = 40  # bits of the largest weight in a row of floats
 
@@ -213,18 +219,9 @@ def check_draws(s: int, method: str, replace: bool) -> None:
         raise ValueError(
             "exponential clocks draw without replacement; use method='its' with it"
         )
-    if s < 0:
-        raise ValueError(f"the number of draws must not be negative, got {s}")
-
-
-def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
-    """Refuses ids outside 0 .. size - 1."""
-    if not nodes.id.numel():
-        return
-    low, high = (int(v) for v in nodes.id.aminmax())
-    if low < 0 or high >= size:
+    if not isinstance(s, Integral) or s < 0:
         raise ValueError(
-            f"{what} span {low} .. {high}, but there are {size} (0 .. {size - 1})"
+            f"the number of draws must be whole, and must not be negative, got {s}"
         )
 
 

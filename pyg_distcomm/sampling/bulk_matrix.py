@@ -78,12 +78,14 @@ class BulkMatrix:
     @staticmethod
     def row_per_node(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each node, a one in its column."""
+        check_nodes(nodes, num_cols, "nodes")
         each = torch.arange(len(nodes.id) + 1)
         return BulkMatrix(each, nodes.id, None, num_cols, nodes.ptr)
 
     @staticmethod
     def row_per_batch(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each minibatch, its nodes counted."""
+        check_nodes(nodes, num_cols, "nodes")
         each = torch.arange(len(nodes.id) + 1)
         ones = CSR(Pattern(each, nodes.id, num_cols))
         c = spgemm(CSR(Pattern(nodes.ptr, each[:-1], len(nodes.id))), ones)
@@ -135,6 +137,17 @@ class BulkMatrix:
         known = self.row * n + self.col
         entry = torch.searchsorted(known, wanted).clamp_(max=self.nnz - 1)
         return entry, known[entry] == wanted
+
+
+def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
+    """Refuses ids outside 0 .. size - 1."""
+    if not nodes.id.numel():
+        return
+    low, high = (int(v) for v in nodes.id.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} span {low} .. {high}, but there are {size} (0 .. {size - 1})"
+        )
 
 
 def offsets(sizes: Tensor) -> Tensor:
