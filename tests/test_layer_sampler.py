@@ -483,6 +483,20 @@ def test_all_candidates_give_the_rows_of_the_graph(rule, option, weight):
 
 
 class Net(torch.nn.Module):
+def test_importance_weights_by_hand():
+    data, rows = small(), BulkNodes.of([torch.tensor([0, 1])])
+    plain, sampler = (
+        KeyedLayerSampler(data, [3], weights=one, keep_batch=False)
+        for one in (None, "importance")
+    )
+    p = sampler.graph.sums(rows)
+    out = sampler.sample_from_nodes(given([0, 1], 11))
+    entry = torch.searchsorted(p.col, out.node[out.row])
+    chance = p.value.double()[entry] / float(p.value.sum())
+    share = plain.sample_from_nodes(given([0, 1], 11)).edge_weight
+    torch.testing.assert_close(out.edge_weight, (share / (3 * chance)).float())
+
+
     def __init__(self, trim):
         super().__init__()
         torch.manual_seed(0)

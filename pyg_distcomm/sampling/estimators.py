@@ -83,11 +83,13 @@ def factors(
     else:
         each = torch.repeat_interleave(drawn.ptr.diff())
         value = p.values[drawn.drawn]
-        chance = drawn.left.double() / value.double()  # the inverse of it, at each draw
         s = drawn.ptr.diff()[each]
         if option == "debiased":
             nth = torch.arange(len(each)) - drawn.ptr[each]
-            chance = chance + (s - nth - 1)
+            chance = drawn.left.double() / value.double() + (s - nth - 1)
+        else:
+            whole = drawn.left[drawn.ptr[each]]  # before the first draw: the sum of P
+            chance = whole.double() / value.double()
         step = max(p.num_cols, 1)
         place = torch.searchsorted(
             batch * step + cols.id, each * step + p.col[drawn.drawn]
