@@ -320,7 +320,17 @@ BAD = {
         lambda: nodes(graph().update({"w": torch.ones(9)}), weight_attr="w"),
         "9 weights for 400 edges",
     ),
-    "no such weight": (lambda: nodes(weight_attr="w"), "'w'"),
+    "no such weight": (
+        lambda: nodes(weight_attr="w"),
+        "no edges have an attribute 'w'",
+    ),
+    "infinite sum": (
+        lambda: nodes(
+            graph().update({"w": torch.full((400,), 1e307, dtype=torch.float64)}),
+            weight_attr="w",
+        ),
+        "add up to infinity",
+    ),
     "no such time": (lambda: nodes(time_attr="when"), "'when'"),
     "time that is nan": (
         lambda: nodes(graph().update({"t": torch.full((60,), np.nan)}), time_attr="t"),

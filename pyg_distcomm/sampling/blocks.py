@@ -231,11 +231,8 @@ def _check_names(
     data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
 ) -> None:
     """Refuses names that stand nowhere, or on nodes and edges; the same on all ranks."""
-    if weight_attr is not None and not any(weight_attr in s for s in data.edge_stores):
-        raise ValueError(
-            f"no edges have an attribute '{weight_attr}' to be weighted by; data has "
-            f"{list(data.keys())}"
-        )
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
     if time_attr is None:
         return
     places = [time_attr in store for store in data.stores]

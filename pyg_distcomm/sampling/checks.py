@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.kernels.minibatch import Relation
 
@@ -62,6 +63,15 @@ def times(time: Tensor, name: str) -> Tensor:
     return time.long().contiguous()
 
 
+def check_weighted(data: Data | HeteroData, name: str) -> None:
+    """Refuses a name that no edges have."""
+    if not any(name in store for store in data.edge_stores):
+        raise ValueError(
+            f"no edges have an attribute '{name}' to be weighted by; data has "
+            f"{list(data.keys())}"
+        )
+
+
 def weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
     weight = torch.as_tensor(weight).detach().cpu()
     weight = weight.squeeze(-1) if weight.dim() == 2 else weight
@@ -76,6 +86,10 @@ def weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
         raise ValueError(
             f"'{name}' holds {float(weight[where])} for edge {where}; weights must be "
             "finite and not negative"
+        )
+    if not bool(weight.sum(dtype=torch.float64).isfinite()):
+        raise ValueError(
+            f"the weights in '{name}' add up to infinity; divide them all by the largest"
         )
     if whole and weight.numel() and not bool((weight > 0).any()):
         raise ValueError(f"all weights in '{name}' are zero, so no edge can be drawn")

@@ -125,9 +125,10 @@ def _homogeneous(
                 f"The time attribute '{time_attr}' is neither a node-level or edge-level "
                 f"attribute; data has {list(data.keys())}"
             )
-    weight = (
-        None if weight_attr is None else checks.weights(data[weight_attr], weight_attr)
-    )
+    weight = None
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
+        weight = checks.weights(data[weight_attr], weight_attr)
     n = _size(data.num_nodes)
     with said_of(None):
         relation = _relation(
@@ -146,7 +147,10 @@ def _heterogeneous(
 ) -> Topology:
     node_types, edge_types = data.metadata()
     node_time, edge_time = _hetero_times(data, time_attr)
-    weights = {} if weight_attr is None else data.collect(weight_attr)
+    weights = {}
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
+        weights = data.collect(weight_attr)
     index = {name: k for k, name in enumerate(node_types)}
     sizes = tuple(_size(data[name].num_nodes) for name in node_types)
     relations = []
