@@ -283,6 +283,17 @@ def _bad_caches():
         DistFeatureStore.from_data(share, road, cache=3, ranking="hubs")
     with pytest.raises(ValueError, match="needs num_neighbors"):
         DistFeatureStore.from_data(share, road, cache=3, ranking="vip")
+    with pytest.raises(ValueError, match=r"got \[5\]"):
+        DistFeatureStore.from_data(share, road, cache=3, ranking=torch.zeros(5))
+    with pytest.raises(ValueError, match=r"wire is given for \['X'\]"):
+        DistFeatureStore.from_data(share, road, wire={"X": "fp16"})
+    typed = pdc.partition(hetero(), worlds.mesh(), "block")
+    with pytest.raises(ValueError, match="a dictionary of one vector for each"):
+        DistFeatureStore.from_data(typed, road, cache=3, ranking=torch.zeros(40))
+    with pytest.raises(ValueError, match=r"ranking is given for \['papr'\]"):
+        DistFeatureStore.from_data(
+            typed, road, cache=3, ranking={"papr": torch.zeros(40)}
+        )
 
 
 def test_caches_that_make_no_sense(world):
@@ -347,6 +358,26 @@ def _drawn(size):
     mine = ids % ranks == rank
     assert torch.equal(rows[mine], x[mine])
     return rows, mine, x
+
+
+@pytest.mark.parametrize("form", ["fp16", "bf16", "int8", Quantise(4, "stochastic")])
+def test_values_that_a_codec_cannot_send_are_refused(form):
+    nan, inf = float("nan"), float("inf")
+    fine = {"fp16": (nan, inf, 6e4), "bf16": (nan, inf, 1e6)}.get(form, (1e6,))
+    for value in (nan, inf, 6e4, 1e6, -3.4e38):
+        x = torch.rand(4, 32)
+        x[2, 3] = value
+        if value in fine or abs(value) < 1e5:
+            DistFeatureStore.from_replicated(x, channel(1), wire=form)
+            continue
+        with pytest.raises(
+            ValueError, match=r"'x': row 2 .* holds (nan|inf|[13]\S+), with"
+        ):
+            DistFeatureStore.from_replicated(x, channel(1), wire=form)
+    every = torch.full((4, 32), inf)  # would be NaN between bounds
+    if form not in ("fp16", "bf16"):
+        with pytest.raises(ValueError, match=r"row 0 .* holds inf, with"):
+            DistFeatureStore.from_replicated(every, channel(1), wire=form)
 
 
 def test_what_a_codec_draws_depends_on_the_row_alone():
@@ -501,6 +532,11 @@ def _puts(c):
     assert store["other", "id", ids % 31].tolist() == (ids % 31).tolist()
     store.update_tensor(data.y + 1, None, "y", None)
     assert torch.equal(store[None, "y", ids], data.y[ids] + 1)
+    with pytest.raises(ValueError, match=f"{n + 1} rows, but"):
+        store.update_tensor(torch.zeros(n + 1), None, "y", None)
+    with pytest.raises(ValueError, match="whole attributes"):
+        store.update_tensor(data.y, None, "y", ids)
+    assert torch.equal(store[None, "y", ids], data.y[ids] + 1)  # it is as it was
     assert store.remove_tensor(None, "y", None)
     del store[None, "z"]
     for missing in ((None, "y"), ("who", "x")):
@@ -547,6 +583,13 @@ def _mistakes(c):
     if not alone:
         with pytest.raises(ValueError, match="same `attrs`"):
             store.fetch({None: fine}, attrs={None: ["x" if road.block else "y"]})
+    if rank // c == last // c or not alone:
+        mask = torch.ones(n - 3 * (rank // c == last // c)).bool()
+        with pytest.raises(ValueError, match=f"a mask of {n}"):
+            _ = store[None, "x", mask]
+        with pytest.raises(ValueError, match=r"vector of integers .*got \['a'\]"):
+            _ = store[None, "x", ["a"] if rank // c == last // c else fine]
+        assert not len(store[None, "x", []])
     with pytest.raises(ValueError, match="owns which id"):
         store.fetch({EDGES: fine})
     with pytest.raises(KeyError, match="no attribute 'u'"):

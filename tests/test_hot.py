@@ -178,3 +178,12 @@ def test_exact_between_types(size):
 def test_a_graph_that_is_not_partitioned_is_refused():
     with pytest.raises(TypeError, match=r"graph of pdc\.partition"):
         out_degrees(GRAPHS["star"]())
+
+
+def test_fan_outs_of_types_that_are_missing():
+    data = hetero()
+    data["paper"].train_mask = torch.arange(40) % 2 == 0
+    share = pdc.partition(data, pdc.init(), "block")
+    some, seeds = {data.edge_types[0]: [2]}, {"paper": share["paper"].train_mask}
+    with pytest.raises(ValueError, match=r"no fan-outs for the edge types .*'writes'"):
+        inclusion_probabilities(share, some, seeds, 2)

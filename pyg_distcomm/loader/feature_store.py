@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import TensorAttr
+from torch_geometric.data import HeteroData, TensorAttr
 
 from pyg_distcomm import wire as network
 from pyg_distcomm.channel import Channel, open_channel
@@ -101,6 +101,7 @@ class DistFeatureStore(ShardedStore):
         names = network.all_gather_object(list(found), store.channel.world)
         if any(one != names[0] for one in names):
             raise ValueError(f"the ranks hold different attributes: {names}")
+        _check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
             if group not in store._shelves:
                 rows = value.rows
@@ -259,6 +260,12 @@ class DistFeatureStore(ShardedStore):
                 rows[group] = {name: value[0] for name, value in rows[group].items()}
         return rows
 
+    def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
+        """Puts other values in the place of an attribute; what is refused leaves it be."""
+        attr = self._tensor_attr_cls.cast(*args, **kwargs)
+        self._known(attr.group_name, attr.attr_name)
+        return bool(self.put_tensor(tensor, attr))
+
     def _remove_tensor(self, attr: TensorAttr) -> bool:
         shelf = self._known(attr.group_name, attr.attr_name)
         for place in (shelf.values, shelf.codecs, shelf.hot, shelf.foreign):
@@ -290,14 +297,18 @@ class DistFeatureStore(ShardedStore):
         return f"DistFeatureStore({there}, {blocks} blocks x {c})"
 
 
-def _ids(index: Any, total: int) -> Tensor:
+def _ids(index: Any, total: int) -> Any:
     """Returns the ids that an index of PyG's stands for; None is all of them."""
     if index is None:
         return torch.arange(total)
     if isinstance(index, int):
         return torch.tensor([index])
-    ids = ids_of(index, total)
-    return ids.nonzero().view(-1) if ids.dtype == torch.bool else ids
+    try:
+        ids = ids_of(index, total)
+    except (TypeError, ValueError):
+        return index  # refused with the others, so that all ranks raise
+    mask = ids.dtype == torch.bool and ids.shape == (total,)  # others are refused later
+    return ids.nonzero().view(-1) if mask else ids
 
 
 def _is_share(part: Any) -> bool:
@@ -319,6 +330,17 @@ def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
             yield EDGES, name, value
 
 
+def _check_names(what: str, given: Any, there: Sequence[Any]) -> None:
+    """Refuses a dictionary that names what is not there: the same on all ranks."""
+    unknown = (
+        [one for one in given if one not in there] if isinstance(given, Mapping) else []
+    )
+    if unknown:
+        raise ValueError(
+            f"{what} is given for {unknown}, but there are only {list(there)}; check the names"
+        )
+
+
 def _scores(
     data: Any,
     ranking: str | Tensor | Mapping[Group, Tensor],
@@ -326,9 +348,17 @@ def _scores(
     seeds: DistTensor | Mapping[Group, DistTensor] | None,
     batch_size: int,
 ) -> Mapping[Group, Tensor]:
+    types = data.node_types if isinstance(data, HeteroData) else [NODES]
     if isinstance(ranking, Mapping):
+        edges = data.edge_types if isinstance(data, HeteroData) else [EDGES]
+        _check_names("ranking", ranking, [*types, *edges])
         return ranking
     if not isinstance(ranking, str):
+        if types != [NODES]:
+            raise ValueError(
+                "one vector of scores was given as ranking, but nodes have the types "
+                f"{types}; give a dictionary of one vector for each"
+            )
         return {NODES: ranking}
     if ranking == "degree":
         return out_degrees(data)

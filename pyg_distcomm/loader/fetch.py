@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -158,14 +158,10 @@ class Fetch:
     def _planned(
         self, number: int, shelf: Shelf, asked: Tensor | tuple[Tensor, Tensor]
     ) -> Ask:
-        group, ids = shelf.group, ids_of(asked)
-        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(
-                f"ids of group {group!r} must be a vector of integers, got "
-                f"{ids.dtype} {list(ids.shape)}"
-            )
+        group = shelf.group
+        ids = _vector(asked, f"ids of group {group!r}", shelf.total)
         _check_range(ids, shelf.total, f"ids of group {group!r}")
-        unique = distinct(ids.long(), shelf.total)
+        unique = distinct(ids, shelf.total)
         if not any(column.group == number for column in self.columns):
             order = torch.arange(len(unique))  # nothing of them is ours to bring
             return replace(self._nothing, ids=unique, order=order)
@@ -321,6 +317,21 @@ def _owners_of(unique: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
     out = torch.empty_like(unique)
     out[torch.searchsorted(unique, ids.long())] = owner
     return out
+
+
+def _vector(asked: Any, what: str, total: int) -> Tensor:
+    """Returns ids as a vector of integers, or refuses them."""
+    wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
+    try:
+        ids = ids_of(asked)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{wanted}, got {asked!r}") from None
+    none = ids.shape == (0,)  # an empty list is one of floats
+    if not none and (
+        ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool
+    ):
+        raise ValueError(f"{wanted}, got {ids.dtype} {list(ids.shape)}")
+    return ids.long()
 
 
 def _check_range(values: Tensor, end: int, what: str) -> None:

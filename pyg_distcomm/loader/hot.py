@@ -113,6 +113,14 @@ def inclusion_probabilities(
         batch_size: how many of them one minibatch has.
     """
     edges = {key: Upstream.build(e) for key, e in _edges_of(data).items()}
+    missing = (
+        set(edges) - set(num_neighbors) if isinstance(num_neighbors, Mapping) else ()
+    )
+    if missing:
+        raise ValueError(
+            f"num_neighbors has no fan-outs for the edge types {sorted(missing)}; give a "
+            "list for each, of zeros where no edges are drawn"
+        )
     rows = _rows_of(data)
     share = _share(seeds, rows, batch_size)
     p = {group: torch.zeros(len(r), dtype=torch.float64) for group, r in rows.items()}
@@ -205,10 +213,17 @@ def hottest(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
     Price: at most one id and one score for every id there is.
 
     Raises:
-        ValueError: on all ranks, if a score is not a number.
+        ValueError: on all ranks, if a score is not a number, or there are not n_i.
     """
-    bad = bool(score.isnan().any())
-    wire.agree("scores must be numbers, got NaN" if bad else None, axis)
+    problem = None
+    if score.shape != gid.shape:
+        problem = (
+            f"a score for each of {len(gid)} rows here is wanted (or for each there is), "
+            f"got {list(score.shape)}"
+        )
+    elif bool(score.isnan().any()):
+        problem = "scores must be numbers, got NaN"
+    wire.agree(problem, axis)
     best = torch.sort(score.double(), descending=True, stable=True).indices[:count]
     sizes = [row[0] for row in wire.all_gather_counts([len(best)], axis)]
     ids = wire.all_gather_rows(gid[best], sizes, axis, "build")

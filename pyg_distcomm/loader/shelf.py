@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm import wire
 from pyg_distcomm.channel import Channel
-from pyg_distcomm.exchange.codecs import Codec, Plain
+from pyg_distcomm.exchange.codecs import Codec, Draw, Plain
 from pyg_distcomm.loader.shards import (
     Index,
     as_rows,
@@ -22,6 +22,9 @@ from pyg_distcomm.loader.shards import (
 from pyg_distcomm.partition.partition import Partition
 
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
+
+_SAFE = 65504.0  # what every codec can write
+_CHUNK = 1 << 20  # numbers checked at a time
 
 NODES = None  # the nodes of a graph of one type: PyG's own name for them
 EDGES = (None, None)  # its edges: likewise
@@ -115,7 +118,8 @@ def add_rows(
     Price: the rows of a block that other ranks of it own, as bytes.
 
     Raises:
-        ValueError, TypeError: on all ranks, if sizes or types do not fit.
+        ValueError, TypeError: on all ranks, if sizes or types do not fit, or a codec
+            cannot send what is in the rows.
     """
     rows, problem = _checked(shelf, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
@@ -123,6 +127,11 @@ def add_rows(
     specs = wire.all_gather_object(spec, channel.world)
     if any(one != specs[0] for one in specs):
         raise ValueError(f"the ranks add attributes that differ: {specs}")
+    shape = width_of(rows), rows.dtype
+    smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
+    codec = codec if rows.is_floating_point() and smaller else Plain()
+    if not isinstance(codec, Plain):
+        wire.agree(_unwritable(name, rows, codec), channel.world)
     if channel.col.size > 1:
         counts = _counts(shelf.own, channel)
         order = torch.argsort(_all_owned(shelf.own, channel))
@@ -130,10 +139,41 @@ def add_rows(
     if folder is not None:
         kind = "nodes" if shelf.group is NODES else str(shelf.group)
         rows = on_disk(rows, folder, kind, name)
-    shelf.values[name] = rows
-    shape = width_of(rows), rows.dtype
-    smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
-    shelf.codecs[name] = codec if rows.is_floating_point() and smaller else Plain()
+    shelf.values[name], shelf.codecs[name] = rows, codec
+
+
+def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
+    """Says which row a codec would spoil; reads all of them once."""
+    rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    step = max(_CHUNK // max(rows.size(1), 1), 1)
+    for begin in range(0, len(rows) if rows.size(1) else 0, step):
+        part = rows[begin : begin + step]
+        low, high = part.aminmax()
+        if low >= -_SAFE and high <= _SAFE:  # and no NaN
+            continue
+        bad = _lost(part, codec).nonzero()
+        if len(bad):
+            row = part[int(bad[0])]
+            worst = row[~row.isfinite()][:1].tolist() or [float(row.abs().max())]
+            return (
+                f"attribute {name!r}: row {begin + int(bad[0])} of this rank holds "
+                f"{worst[0]:g}, with which {codec!r} cannot send that row; clean or scale "
+                "the values, or send them as they are (wire=None)"
+            )
+    return None
+
+
+def _lost(rows: Tensor, codec: Codec) -> Tensor:
+    """Tells which rows a codec refuses, or where it makes or takes infinities or NaN."""
+    draw = Draw(0, torch.arange(len(rows))) if codec.keyed else None
+    try:
+        back = codec.decode(codec.encode(rows, draw), torch.empty_like(rows), draw)
+    except ValueError:  # for what is not finite, or the largest
+        size = rows.abs().amax(1)
+        size = torch.where(size.isnan(), torch.inf, size)
+        return size == size.max()
+    fine = back.isfinite() & rows.isfinite() | (back == rows)
+    return ~(fine | back.isnan() & rows.isnan()).all(1)
 
 
 def own_rows(shelf: Shelf, values: Any) -> Any:
