@@ -92,6 +92,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         return self.block.topology
 
     @property
+    def is_temporal(self) -> bool:
+        """Whether times are heeded: edges here may have none, where seeds have."""
+        return self.time_attr is not None
+
+    @property
     def _relations(self) -> tuple[Relation, ...]:
         return self.block.topology.graph.relations
 
