@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 import torch
 import worlds
+from batches import hetero
+from torch.utils.data import RandomSampler
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+)
 from pyg_distcomm.loader.buffers import Buffers
-from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
 N, E = 60, 400
 
@@ -247,8 +253,23 @@ def _without_inputs():
     mine = torch.arange(10) if mesh.rank else torch.empty(0).long()
     with pytest.raises(ValueError, match=r"have \[0, 2, 2\] batches of their own"):
         list(loader(graph(), input_nodes=mine))
-    dropped = loader(graph(), input_nodes=mine, even_batches="drop")
+    dropped = loader(graph(), input_nodes=mine, even_batches="drop", shuffle=True)
+    assert isinstance(dropped.sampler, RandomSampler) == bool(mesh.rank)
     return len(list(dropped))
+
+
+def _comes_too_late():
+    mesh = worlds.mesh(fresh=True)
+    if mesh.rank:
+        mesh.world.watch.report(OSError("no such file"))
+        return "failed"
+    with pytest.raises(OSError, match=r"rank 1 failed .* no such file"):
+        list(loader(graph()))
+    return "heard"
+
+
+def test_a_rank_that_failed_is_not_waited_for():
+    assert worlds.run(_comes_too_late, 2, deadline=30) == ["heard", "failed"]
 
 
 def test_a_rank_without_inputs_has_nothing_to_repeat():
@@ -327,3 +348,54 @@ def test_a_mask_of_another_length_is_refused():
         ValueError, match=r"mask of shape \[60\], but there are 9 nodes"
     ):
         loader(data, input_nodes=("paper", torch.ones(60, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("given", [("papre", [0]), "papre", None, [0, 1, 2]])
+def test_a_type_that_is_not_there_stays_so(given):
+    data = hetero()
+    types = list(data.node_types)
+    with pytest.raises(ValueError, match=r"the types are \['paper', 'author'\], got"):
+        DistNeighborLoader(data, [2], input_nodes=given)
+    assert data.node_types == types
+    found = DistNeighborLoader(data, [2], input_nodes=["paper", torch.arange(3)])
+    assert next(iter(found))["paper"].batch_size == 1
+
+
+@pytest.mark.parametrize("made", [np.array, list])
+def test_masks_and_ids_that_are_no_tensors(made):
+    mask = made([k < 4 for k in range(N)])
+    for kind in (DistNeighborLoader, DistLayerLoader):
+        (batch,) = kind(graph(), [2], input_nodes=mask, batch_size=9)
+        assert batch.n_id[:4].tolist() == [0, 1, 2, 3]
+        for bad in ([1.5], [[1, 2]], {1}):
+            with pytest.raises(ValueError, match="vector of node ids, or a mask"):
+                kind(graph(), [2], input_nodes=bad)
+        assert not len(kind(graph(), [2], input_nodes=[]))
+
+
+def test_links_that_are_no_links():
+    data, writes = hetero(), ("author", "writes", "paper")
+    ends = data[writes].edge_index.tolist()
+    assert len(DistLinkNeighborLoader(data, [2], (writes, ends), batch_size=50)) == 4
+    for bad in (("author", "write", "paper"), None, torch.tensor(ends)):
+        with pytest.raises(ValueError, match="is an edge type, or a pair of one"):
+            DistLinkNeighborLoader(data, [2], bad)
+    for bad in (torch.rand(2, 5), torch.zeros(3, 5).long(), ("a", "b", "c")):
+        with pytest.raises(ValueError, match=r"must be \[2, k\]"):
+            DistLinkNeighborLoader(graph(), [2], bad)
+
+
+@pytest.mark.parametrize("given", [3, None, "ab", {("paper", "cites", "paper"): 2}])
+def test_fan_outs_that_are_no_lists(given):
+    with pytest.raises(ValueError, match="must be a list with a number for each hop"):
+        DistNeighborLoader(hetero(), given, input_nodes="paper")
+    same = DistNeighborLoader(graph(), torch.tensor([2, 2]), input_nodes=[0])
+    assert same.node_sampler.num_neighbors.num_hops == 2
+
+
+def test_numbers_of_numpy_and_masks_of_layers():
+    assert len(list(loader(graph(), bulk_size=np.int64(4), prefetch=np.int64(1)))) == 12
+    with pytest.raises(ValueError, match=r"a mask of shape \[30\]"):
+        DistLayerLoader(graph(), [2], input_nodes=torch.ones(30).bool())
+    with pytest.raises(TypeError, match=r"give a rule of it, as Ladies\(\)"):
+        DistLayerLoader(graph(), [2], Ladies)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import worlds
 from test_partitioned_sampling import owners, timed
+from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm import Partition, wire
@@ -232,7 +233,6 @@ def test_a_rank_that_stops_alone_ends_the_others():
     assert "rank(s) 0 stopped in the middle of an epoch" in one
 
 
-def failing(size, prefetch):
 def interrupted():
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(masked(), mesh, owners(60, 2))
@@ -252,6 +252,7 @@ def test_an_error_in_the_loop_of_one_rank_reaches_the_others():
     assert heard.startswith("rank 1 failed with KeyError: 'in the step of training'")
 
 
+def failing(size, prefetch):
     mesh = worlds.mesh(fresh=True)
     data = masked()
     data.weight = torch.ones(data.num_edges)
@@ -431,3 +432,89 @@ def overlapped(size):
 
 def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
     worlds.run(overlapped, 2, 2)
+
+
+def one_sided():
+    mesh = worlds.mesh()
+    share = pdc.partition(masked(), mesh, owners(60, 2))
+    none, some = torch.empty(0).long(), torch.arange(2)
+    odd = mesh.rank == 1
+    seeds = {"input_nodes": none if odd else some, "batch_size": 1, "shuffle": True}
+    assert not list(DistNeighborLoader(share, [2], even_batches="drop", **seeds))
+    with pytest.raises(ValueError, match=r"have \[2, 0\] batches of their own"):
+        list(DistNeighborLoader(share, [2], **seeds))
+    kind, text = (
+        (TypeError, "'foo'") if odd else (ValueError, "rank 1: TypeError.*'foo'")
+    )
+    with pytest.raises(kind, match=text):
+        DistNeighborLoader(share, [2], **({"foo": 1} if odd else {}))
+    with pytest.raises(ValueError, match="vector of node ids"):
+        DistNeighborLoader(share, [2], input_nodes=object() if odd else some)
+    with pytest.raises(ValueError, match=r"rank 1 has input_nodes='rows of the share'"):
+        DistNeighborLoader(share, [2], input_nodes=share.train_mask if odd else some)
+
+
+def test_what_one_rank_cannot_build_is_told_to_all():
+    worlds.run(one_sided, 2)
+
+
+def named():
+    mesh = worlds.mesh()
+    data, size = batches.hetero(), mesh.size
+    data["paper"].time = torch.arange(40)  # of targets, and not of all sources
+    data["late"].num_nodes = 7  # neither edges nor attributes
+    share = pdc.partition(data, mesh, cut(data, size))
+    options = {"batch_size": 4, "seed": 1, "split": True}
+    for given in (["paper", torch.arange(6)], ("paper", torch.arange(40) < 6), "late"):
+        some = {**options, "input_nodes": given}
+        for more in ({}, {"time_attr": "time"} if given != "late" else {}):
+            one = DistNeighborLoader(share, [2, 2], **some, **more)
+            two = DistNeighborLoader(data, [2, 2], **some, **more)
+            batches.all_same(list(one), list(two))
+    types = list(share.node_types)
+    for given in (None, torch.ones(40).bool(), "papre", ("papre", torch.arange(3))):
+        with pytest.raises(ValueError, match="seeds of a HeteroData are a node type"):
+            DistNeighborLoader(share, [2], input_nodes=given)
+    assert share.node_types == types
+    plain = pdc.partition(masked(), mesh, owners(60, size))
+    for given in ((1, 2), (1, 2, 3)):
+        found = DistNeighborLoader(plain, [2], input_nodes=given, split=True)
+        assert found.input_data.node.tolist() == list(given)
+    with pytest.raises(ValueError, match="names a node type"):
+        DistNeighborLoader(plain, [2], input_nodes="paper")
+    bare = HeteroData()
+    bare["a"].x = torch.zeros(5, 1)
+    share = pdc.partition(bare, mesh, {"a": torch.arange(5) % size})
+    with pytest.raises(ValueError, match="no edges of any type"):
+        DistNeighborLoader(share, [2], input_nodes="a")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_seeds_are_named_as_on_a_whole_graph(size):
+    worlds.run(named, size)
+
+
+def only_targets():
+    mesh, data = worlds.mesh(), HeteroData()
+    data["author"].x, data["paper"].x = torch.rand(20, 2), torch.rand(30, 2)
+    data["paper"].time = torch.arange(30)
+    g = torch.Generator().manual_seed(0)
+    ends = [torch.randint(n, (200,), generator=g) for n in (20, 30)]
+    data["author", "writes", "paper"].edge_index = torch.stack(ends)
+    mine = {k: torch.arange(data[k].num_nodes) % 2 for k in data.node_types}
+    share = pdc.partition(data, mesh, mine)
+    found = []
+    for graph in (data, share):
+        options = {"batch_size": 8, "seed": 1, "split": True, "time_attr": "time"}
+        seeds = {"input_nodes": ("paper", torch.arange(16))}
+        for at in ("owner", "requester") if graph is share else ("owner",):
+            loader = DistNeighborLoader(graph, [3], sample_at=at, **options, **seeds)
+            found.append([(b["author"].n_id, b["author"].batch) for b in loader])
+    for one, two in zip(found[0], found[1], strict=True):
+        assert all(map(torch.equal, one, two))
+    for one, two in zip(found[0], found[2], strict=True):
+        assert all(map(torch.equal, one, two))
+
+
+def test_only_targets_with_times():
+    worlds.run(only_targets, 2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler
 
 from pyg_distcomm.loader.assembly import Assembly
 from pyg_distcomm.loader.buffers import Buffers
@@ -17,7 +18,7 @@ from pyg_distcomm.loader.epoch import Feed, Positions, Progress, Tracked
 from pyg_distcomm.loader.options import Extras, digest
 from pyg_distcomm.loader.phases import Phases
 from pyg_distcomm.loader.producer import Producer
-from pyg_distcomm.loader.spread import Spread
+from pyg_distcomm.loader.spread import Spread, alike
 from pyg_distcomm.loader.world import Notes, World, launched, place
 from pyg_distcomm.random import fresh_seed
 from pyg_distcomm.sampling import KeyedNeighborSampler
@@ -51,6 +52,16 @@ class BulkLoading(_PyGLoader):
 
     It stands before one of PyG's loaders in a class's bases.
     """
+
+    def __init__(self, *args: Any, shuffle: bool | None = None, **kwargs: Any) -> None:
+        # `Epochs` shuffles; torch's own sampler refuses a rank that has no inputs
+        own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
+        kwargs |= {"shuffle": shuffle} if own else {}
+        with alike(None if self.spread is None else self.spread.mesh.world):
+            super().__init__(*args, **kwargs)
+        if shuffle and not own and self.batch_size and len(self.dataset):  # for others
+            sampler = RandomSampler(self.dataset, generator=self.generator)
+            self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
     def _set_up(
         self, extras: Extras, inputs: list[Any], dataloader: dict[str, Any]

@@ -11,7 +11,7 @@ from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import Extras
+from pyg_distcomm.loader.options import Extras, checked_seeds
 from pyg_distcomm.loader.spread import Spread
 from pyg_distcomm.loader.spread_options import SpreadOptions, gathered
 from pyg_distcomm.random import fresh_seed
@@ -111,9 +111,11 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 **options,
             )
             self.spread = Spread(data, replication, features, told)
-            input_time = self.spread.plain(input_time)
+            input_time = self.spread.plain(input_time, "input_time")
             graph = _spread_graph(self.spread, place, chosen, weight_attr)
             whole = self.spread.hollow
+        else:
+            input_nodes = checked_seeds(data, input_nodes)
         local = not isinstance(graph, PartitionedLayerGraph)
         sampler = KeyedLayerSampler(
             graph,

@@ -10,7 +10,7 @@ from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import Extras, check_mask, unused_arguments
+from pyg_distcomm.loader.options import Extras, checked_seeds, unused_arguments
 from pyg_distcomm.loader.spread import Spread
 from pyg_distcomm.loader.spread_options import SpreadOptions
 
@@ -130,12 +130,12 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
                 **options,
             )
             self.spread = Spread(data, replication, features, told)
-            input_time = self.spread.plain(input_time)
+            input_time = self.spread.plain(input_time, "input_time")
             neighbor_sampler = place.sampler(self.spread, num_neighbors, options, seed)
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
             whole = self.spread.hollow
         else:
-            check_mask(data, input_nodes)
+            input_nodes = checked_seeds(data, input_nodes)
             neighbor_sampler = keyed_sampler(
                 neighbor_sampler, data, num_neighbors, seed, kwargs, **options
             )

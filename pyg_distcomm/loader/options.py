@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import operator
 import warnings
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
 RPC_ARGUMENTS = (
@@ -42,8 +44,7 @@ class Extras:
                 raise ValueError(
                     f"seed must be a whole number, got {self.seed!r}"
                 ) from None
-        whole = isinstance(self.bulk_size, int) and self.bulk_size >= 1
-        if not whole and self.bulk_size != "auto":
+        if self.bulk_size != "auto" and not _whole(self.bulk_size, 1):
             raise ValueError(
                 f"bulk_size must be 'auto' or at least 1, got {self.bulk_size!r}"
             )
@@ -51,12 +52,17 @@ class Extras:
             raise ValueError(
                 f"even_batches must be 'pad' or 'drop', got {self.even_batches!r}"
             )
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+        if not _whole(self.prefetch, 0):
             raise ValueError(
                 f"prefetch must be a number of bulks, 0 or more, got {self.prefetch!r}"
             )
         if self.split not in (True, False, "auto"):
             raise ValueError(f"split must be 'auto', True or False, got {self.split!r}")
+
+
+def _whole(value: Any, least: int) -> bool:
+    """Tells whether a value is a whole number, of Python or NumPy, and large enough."""
+    return isinstance(value, numbers.Integral) and int(value) >= least
 
 
 def unused_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -84,19 +90,98 @@ def digest(inputs: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def check_mask(data: Any, nodes: Any) -> None:
-    """Refuses a mask of seeds that is not as long as there are nodes."""
-    name, mask = (
-        nodes if isinstance(nodes, tuple) and len(nodes) == 2 else (None, nodes)
+def named_seeds(data: Data | HeteroData, nodes: Any) -> tuple[str | None, Any]:
+    """Returns the node type of seeds, None where there are none, and their ids or mask.
+
+    Raises:
+        ValueError: for a type that the graph does not have. To look it up in a HeteroData
+            would add it there.
+    """
+    if isinstance(data, Data):
+        if isinstance(nodes, str):
+            raise ValueError(
+                f"input_nodes={nodes!r} names a node type, but this graph has none; give "
+                "ids or a mask"
+            )
+        return None, nodes
+    pair = isinstance(nodes, (tuple, list)) and len(nodes) == 2
+    name, ids = nodes if pair else (nodes, None)
+    if isinstance(name, str) and name in data.node_types:
+        return name, ids
+    got = repr(name) if isinstance(name, str) else type(nodes).__name__
+    raise ValueError(
+        "seeds of a HeteroData are a node type, or a pair of a node type and ids or a "
+        f"mask; the types are {data.node_types}, got {got}"
     )
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        return
-    if isinstance(data, tuple):  # stores: PyG asks them for sizes where it needs them
-        return
-    store = data if name is None else data[name]
-    count = store.num_nodes
-    if count is not None and mask.shape != (count,):
-        raise ValueError(
-            f"input_nodes is a mask of shape {list(mask.shape)}, but there are {count} "
-            "nodes; give one entry for each, or ids"
-        )
+
+
+def seed_ids(nodes: Any) -> Tensor | None:
+    """Returns ids or a mask as a tensor; None stays."""
+    if nodes is None:
+        return None
+    wanted = "input_nodes must be a vector of node ids, or a mask of nodes"
+    try:
+        ids = torch.as_tensor(nodes)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{wanted}, got {nodes!r}") from None
+    if ids.shape == (0,) and ids.is_floating_point():  # an empty list
+        return ids.long()
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"{wanted}, got {list(ids.shape)} of {ids.dtype}")
+    return ids
+
+
+def checked_seeds(data: Any, nodes: Any) -> Any:
+    """Returns seeds as PyG takes them, ids and masks as tensors.
+
+    Raises:
+        ValueError: for no such type, what is neither ids nor a mask, and a mask that is
+            not as long as there are nodes.
+    """
+    if not isinstance(data, (Data, HeteroData)):
+        return nodes  # stores: PyG asks them for sizes where it needs them
+    name, given = named_seeds(data, nodes)
+    ids = seed_ids(given)
+    if ids is not None and ids.dtype == torch.bool:
+        count = (data if name is None else data[name]).num_nodes
+        if count is not None and ids.shape != (count,):
+            raise ValueError(
+                f"input_nodes is a mask of shape {list(ids.shape)}, but there are {count} "
+                "nodes; give one entry for each, or ids"
+            )
+    if name is None:
+        return ids
+    return name if ids is None else (name, ids)
+
+
+def checked_links(data: Any, links: Any) -> Any:
+    """Returns the edges of a link loader as PyG takes them.
+
+    Raises:
+        ValueError: for no such edge type, or what is no list of pairs.
+    """
+    if not isinstance(data, (Data, HeteroData)):
+        return links
+    name, ends = None, links
+    if isinstance(data, HeteroData):
+        typed = isinstance(links, (tuple, list)) and len(links) > 1
+        single = typed and all(isinstance(part, str) for part in links)
+        name, ends = (links, None) if single or not typed else links
+        known = [t for t in data.edge_types if name in (t, (t[0], t[2]), list(t))]
+        if not typed or (ends is None and not known):
+            raise ValueError(
+                "edge_label_index of a HeteroData is an edge type, or a pair of one and "
+                f"edges [2, k]; the types are {data.edge_types}, got "
+                f"{name if typed else type(links).__name__!r}"
+            )
+    if ends is not None:
+        try:
+            ends = torch.as_tensor(ends)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"edge_label_index must be [2, k], got {ends!r}") from None
+        if ends.dim() != 2 or len(ends) != 2 or ends.is_floating_point():
+            raise ValueError(
+                f"edge_label_index must be [2, k] node ids, got {list(ends.shape)} of "
+                f"{ends.dtype}"
+            )
+    return ends if name is None else name if ends is None else (name, ends)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
@@ -16,6 +18,7 @@ from pyg_distcomm.channel import Channel, check_replication, open_channel
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.assembly import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.options import named_seeds, seed_ids
 from pyg_distcomm.loader.phases import FETCH, SAMPLE
 from pyg_distcomm.loader.shelf import EDGES
 from pyg_distcomm.sampling.blocks import mesh_of
@@ -124,38 +127,42 @@ class Spread:
 
         Where nodes have times, the sampler is told those of the seeds.
         """
-        name = given if isinstance(given, str) else None
-        ids = given
-        if isinstance(given, tuple):
-            name, ids = given
-        ids = None if isinstance(ids, str) else ids
-        ids = self.plain(ids)
-        wire.agree(self._misfit(ids, name), self.mesh.world)
-        ids = None if ids is None else torch.as_tensor(ids).cpu()
+        with alike(self.mesh.world):
+            name, ids = named_seeds(self.data, given)
+        clocks = None if times is None else "given"
+        kinds = {"input_nodes of type": name, "input_time": clocks}
+        _agree_on(kinds, self.mesh.world)
+        ids = self.plain(ids, "input_nodes")
+        with alike(self.mesh.world):
+            ids = seed_ids(ids)
+            ids = ids if ids is None else ids.cpu()
+            self._check_mask(ids, name)
         told = getattr(sampler, "set_seed_times", None)
         clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
         of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
         if told is not None and times is None and of_nodes:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
-            every = every if ids is None else every[ids]
+            with alike(self.mesh.world):
+                every = every if ids is None else every[ids]
             told(name, every, time[every])
         if name is None:
             return ids
         return name if ids is None else (name, ids)
 
-    @staticmethod
-    def plain(values: Any) -> Any:
+    def plain(self, values: Any, what: str) -> Any:
         """Returns values of all nodes, spread or not, as a plain tensor; collective."""
-        return values.full_tensor() if isinstance(values, DistTensor) else values
+        spread = isinstance(values, DistTensor)
+        kind = "rows of the share" if spread else "a tensor, or None"
+        _agree_on({what: kind}, self.mesh.world)
+        return values.full_tensor() if spread else values
 
-    def _misfit(self, ids: Any, name: Any) -> str | None:
-        """Says what is wrong with a mask of seeds."""
-        mask = ids if ids is None else torch.as_tensor(ids)
+    def _check_mask(self, mask: Tensor | None, name: Any) -> None:
+        """Refuses a mask of seeds that is not as long as there are nodes."""
         count = _store(self.data, name).num_nodes_global
         if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
-            return None
-        return (
+            return
+        raise ValueError(
             f"input_nodes is a mask of shape {list(mask.shape)}, but the graph has "
             f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
         )
@@ -203,6 +210,25 @@ class Spread:
             owners.append(edges.nodes.partition.owner_of(gid))
         every = torch.cat(ids)
         return every if self._edge_owners_known else (every, torch.cat(owners))
+
+
+@contextmanager
+def alike(world: wire.Axis | None) -> Iterator[None]:
+    """Has what one rank raises in a block raised by all of them, each after the block."""
+    failed = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if world is not None:
+        problem = None if failed is None else f"{type(failed).__name__}: {failed}"
+        try:
+            wire.agree(problem, world)
+        except ValueError:
+            if failed is None:
+                raise
+    if failed is not None:
+        raise failed
 
 
 def _part(found: Any, key: Any) -> Any:

@@ -58,6 +58,13 @@ class SpreadOptions:
         """Tells whether a graph is spread; refuses options that need one that is."""
         if is_share(data):
             return True
+        if isinstance(data, (Data, HeteroData)) and any(
+            isinstance(value, DistTensor) for s in data.stores for value in s.values()
+        ):
+            raise ValueError(
+                "this share of pdc.partition has no edges of any type to be sampled; load "
+                "the whole graph, or batches of its rows"
+            )
         used = {
             "topology='partitioned'": self.topology == "partitioned",
             f"replication={self.replication}": self.replication is not None,

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyg_distcomm.mesh import latest_mesh
+
 PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
 OWN = (
     "A loader shares its batches out over the ranks, so all have to build it; for a loader "
@@ -147,12 +149,16 @@ class Notes:
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until there has been enough of it; returns who is missing."""
         begin, pause = time.monotonic(), 1e-3
+        mesh = latest_mesh()
+        watch = None if mesh is None else mesh.world.watch
         while True:
             ranks = range(self.world.size)
             missing = [r for r in ranks if not self._store.check([str(r)])]
             if not missing or enough(missing, time.monotonic() - begin):
                 # one that has passed may have left its note just before
                 return [r for r in missing if not self._store.check([str(r)])]
+            if watch is not None:
+                watch.look()  # a rank that failed will not come
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 

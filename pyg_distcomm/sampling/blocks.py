@@ -17,6 +17,7 @@ from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.rows import Rows
 from pyg_distcomm.sampling import checks
 from pyg_distcomm.sampling.topology import Topology, said_of
 from pyg_distcomm.tensor import DistTensor
@@ -111,11 +112,7 @@ def read_block(
     for name in node_types:  # types without edges
         if name not in rows:
             held = [v.rows for v in data[name].values() if isinstance(v, DistTensor)]
-            if not held:
-                raise ValueError(
-                    f"node type {name!r} has neither edges nor attributes; leave it out"
-                )
-            rows[name] = held[0]
+            rows[name] = held[0] if held else _blocks(data[name], mesh)
     partitions = tuple(rows[name].partition for name in node_types)
     node_gid = tuple(_block_nodes(p, channel) for p in partitions)
     relations = []
@@ -131,6 +128,14 @@ def read_block(
     dtype = torch.int32 if dtypes == {torch.int32} else torch.int64
     topology = Topology(graph, node_types, list(stores), dtype)
     return Block(topology, node_gid, partitions, channel)
+
+
+def _blocks(store: Any, mesh: Mesh) -> Rows:
+    """Returns nodes in blocks: of those without edges and attributes nobody said whose."""
+    n = int(store.num_nodes_global)
+    owner = torch.arange(n) * mesh.size // max(n, 1)
+    partition = Partition.from_owner(owner, mesh.size, n)
+    return Rows(partition.gids(mesh.rank), n, mesh, partition)
 
 
 def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:

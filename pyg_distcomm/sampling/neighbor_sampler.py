@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.sampler import (
@@ -20,7 +21,7 @@ from torch_geometric.sampler import (
     NodeSamplerInput,
     SamplerOutput,
 )
-from torch_geometric.sampler.base import DataType, SubgraphType
+from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
@@ -92,7 +93,7 @@ class KeyedNeighborSampler(NeighborSampler):
         self._handed: Topology | None = None  # the copy that other processes get
         self._name_types(backward)
         self.perm = None
-        self.num_neighbors = num_neighbors
+        self.num_neighbors = _fan_out_lists(num_neighbors)
         self.replace = replace
         self.subgraph_type = SubgraphType(
             subgraph_type if directed else SubgraphType.induced
@@ -333,6 +334,20 @@ class KeyedNeighborSampler(NeighborSampler):
                 self._topology, graph=replace(graph, relations=relations)
             )
         return {**self.__dict__, "_draw": None, "_topology": self._handed}
+
+
+def _fan_out_lists(given: Any) -> Any:
+    """Returns fan-outs as PyG takes them; refuses what is no list."""
+    if isinstance(given, (Tensor, np.ndarray)) and given.ndim == 1:
+        return given.tolist()
+    lists = list(given.values()) if isinstance(given, dict) else [given]
+    for one in lists:
+        if not isinstance(one, (list, tuple, NumNeighbors)):
+            raise ValueError(
+                "num_neighbors must be a list with a number for each hop, or a dictionary "
+                f"of such lists by edge type, got {one!r}"
+            )
+    return given
 
 
 def _check_options(
