@@ -14,6 +14,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import trim_to_layer
 
+from pyg_distcomm.loader import DistLayerLoader
 from pyg_distcomm.random import fold
 from pyg_distcomm.sampling import (
     BulkMatrix,
@@ -28,6 +29,7 @@ from pyg_distcomm.sampling import (
     UserRule,
     algebra,
 )
+from pyg_distcomm.sampling.layer_graph import rows_of_layers
 
 LONG, REAL = torch.int64, torch.float64
 RULES = {
@@ -255,6 +257,52 @@ def test_no_weight_vanishes_and_no_sum_overflows():
     assert int(graph.sums(every).value.double().sum()) < 1 << 62
 
 
+def test_light_edges_into_a_hub_keep_their_share():
+    n = 100_001
+    source = torch.arange(1, n)
+    weight = torch.ones(n - 1).index_fill_(0, torch.arange(0, n - 1, 2), 0.1)
+    edges = torch.stack([source, torch.zeros_like(source)])
+    data = Data(edge_index=edges, num_nodes=n, weight=weight)
+    options = {"weight_attr": "weight", "seed": 1}
+    loader = DistLayerLoader(data, [20, 9], batch_size=50, **options)
+    assert loader.node_sampler.graph.scale == 2.0**49  # of 1024 seeds and 20 nodes
+    for sampler in (KeyedLayerSampler(data, [20, 9], **options), loader.node_sampler):
+        found = sampler.graph.sums(BulkNodes.of([torch.tensor([0])])).value
+        assert abs(float(found[2]) / float(found[1]) - 100) < 0.5
+
+
+def test_rows_of_layers():
+    assert rows_of_layers([5, 20, 1000], 8, 1 << 21) == 28
+    assert rows_of_layers([1000], 8, 1 << 21) == 8
+    assert rows_of_layers([-1, -1], 8, 1 << 21) == 1 << 21
+    assert rows_of_layers([5, 5], 80, 60) == 80
+    ends = torch.stack([torch.arange(9000), torch.zeros(9000).long()])
+    star = Data(edge_index=ends, num_nodes=9000)
+    (batch,) = DistLayerLoader(star, [-1, -1], input_nodes=[0])
+    assert batch.num_sampled_nodes == [1, 9000, 9000]
+    own = DistLayerLoader(star, [2, 2], batch_sampler=[[0], [*range(5000)]])
+    assert [batch.batch_size for batch in own] == [1, 5000]
+    by_hand = DistLayerLoader(star, [2, 2])(torch.arange(900))
+    assert by_hand.num_sampled_nodes[0] == 900
+    for bad in (3, None, [2.5], [float("inf")], []):
+        with pytest.raises(ValueError, match="a whole number for each layer"):
+            DistLayerLoader(star, bad)
+
+
+@pytest.mark.parametrize("weights", [None, "normalized", "importance"])
+def test_all_candidates_are_each_one_once(weights):
+    options = {"weights": weights, "keep_batch": False, "seed": 1}
+    found = [
+        KeyedLayerSampler(small(), [-1, 3], replace=again, **options)
+        for again in (False, True)
+    ]
+    one, two = (sampler.sample_from_nodes(given([0, 1], 11)) for sampler in found)
+    count = one.num_sampled_edges[0]
+    assert one.num_sampled_nodes[1] == two.num_sampled_nodes[1]
+    assert torch.equal(one.edge[:count], two.edge[:count])
+    assert torch.equal(one.edge_weight[:count], two.edge_weight[:count])
+
+
 def likely(observed, expected):
     observed, expected = observed.double().flatten(), expected.double().flatten()
     possible = expected > 1e-12
@@ -435,6 +483,20 @@ def test_debiased_weights_by_hand():
     torch.testing.assert_close(out.edge_weight, wanted)
 
 
+def test_importance_weights_by_hand():
+    data, rows = small(), BulkNodes.of([torch.tensor([0, 1])])
+    plain, sampler = (
+        KeyedLayerSampler(data, [3], weights=one, keep_batch=False)
+        for one in (None, "importance")
+    )
+    p = sampler.graph.sums(rows)
+    out = sampler.sample_from_nodes(given([0, 1], 11))
+    entry = torch.searchsorted(p.col, out.node[out.row])
+    chance = p.value.double()[entry] / float(p.value.sum())
+    share = plain.sample_from_nodes(given([0, 1], 11)).edge_weight
+    torch.testing.assert_close(out.edge_weight, (share / (3 * chance)).float())
+
+
 def test_normalized_weights_are_those_of_the_authors_code():
     data = problems.directed(n=200, e=1500)
     sampler = KeyedLayerSampler(data, [12, 15])  # fewer than there are candidates
@@ -483,20 +545,6 @@ def test_all_candidates_give_the_rows_of_the_graph(rule, option, weight):
 
 
 class Net(torch.nn.Module):
-def test_importance_weights_by_hand():
-    data, rows = small(), BulkNodes.of([torch.tensor([0, 1])])
-    plain, sampler = (
-        KeyedLayerSampler(data, [3], weights=one, keep_batch=False)
-        for one in (None, "importance")
-    )
-    p = sampler.graph.sums(rows)
-    out = sampler.sample_from_nodes(given([0, 1], 11))
-    entry = torch.searchsorted(p.col, out.node[out.row])
-    chance = p.value.double()[entry] / float(p.value.sum())
-    share = plain.sample_from_nodes(given([0, 1], 11)).edge_weight
-    torch.testing.assert_close(out.edge_weight, (share / (3 * chance)).float())
-
-
     def __init__(self, trim):
         super().__init__()
         torch.manual_seed(0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 
 from pyg_distcomm.loader.base import BulkLoading
@@ -18,9 +19,16 @@ from pyg_distcomm.random import fresh_seed
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.blocks import read_block
 from pyg_distcomm.sampling.bulk_matrix import BulkMatrix
+from pyg_distcomm.sampling.layer_graph import (
+    MOST_ROWS,
+    layer_numbers,
+    rows_of_layers,
+)
 from pyg_distcomm.sampling.partitioned_layers import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import Rule, UserRule
 
+# seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler
+_LEAST, _MOST = 1 << 10, 1 << 20
 RULES = {"ladies": Ladies, "fastgcn": FastGCN}
 
 
@@ -92,6 +100,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         extras = Extras(bulk_size, seed, even_batches, prefetch, split)
         place = SpreadOptions(topology, replication, sample_at, features)
         chosen, graph, whole = _rule(rule), data, data
+        numbers = layer_numbers(num_nodes_per_layer)
         options = {
             "weights": weights,
             "replace": replace,
@@ -103,7 +112,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             told = place.told(
                 extras,
                 kwargs,
-                num_nodes_per_layer=list(num_nodes_per_layer),
+                num_nodes_per_layer=numbers,
                 weight_attr=weight_attr,
                 rule=_name(chosen),
                 own_transform=transform_sampler_output is not None,
@@ -112,16 +121,19 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             )
             self.spread = Spread(data, replication, features, told)
             input_time = self.spread.plain(input_time, "input_time")
-            graph = _spread_graph(self.spread, place, chosen, weight_attr)
+            most = _most_rows(numbers, self.spread.hollow, kwargs)
+            graph = _spread_graph(self.spread, place, chosen, weight_attr, most)
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
+            most = _most_rows(numbers, data, kwargs)
         local = not isinstance(graph, PartitionedLayerGraph)
         sampler = KeyedLayerSampler(
             graph,
-            num_nodes_per_layer,
+            numbers,
             chosen,
             weight_attr=weight_attr if local else None,
+            most_rows=most if local else None,
             seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
             **options,  # type: ignore[arg-type]
         )
@@ -168,6 +180,8 @@ def _rule(rule: Any) -> Rule:
         return RULES[rule]()
     if isinstance(rule, Rule):
         return rule
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise TypeError(f"rule is a class; give a rule of it, as {rule.__name__}()")
     if not callable(rule):
         raise TypeError(f"rule must be a name, a Rule or a function, got {rule!r}")
     return UserRule(rule)
@@ -181,8 +195,24 @@ def _name(rule: Rule) -> str:
     return repr(rule)
 
 
+def _most_rows(
+    numbers: Sequence[int], data: Any, dataloader: dict[str, Any]
+) -> int | None:
+    """Returns how many rows a layer may have; None where only PyG can say what is wrong."""
+    seeds, own = dataloader.get("batch_size", 1), dataloader.get("batch_sampler")
+    if not (isinstance(data, Data) and isinstance(seeds, int)) or not data.num_nodes:
+        return None
+    if own is not None:  # nobody knows how many seeds
+        seeds = min(data.num_nodes, _MOST)
+    return rows_of_layers(numbers, max(seeds, _LEAST), data.num_nodes)
+
+
 def _spread_graph(
-    spread: Spread, place: SpreadOptions, rule: Rule, weight_attr: str | None
+    spread: Spread,
+    place: SpreadOptions,
+    rule: Rule,
+    weight_attr: str | None,
+    most_rows: int | None,
 ) -> Any:
     """Returns what the sampler reads of a share; collective."""
     if place.topology == "replicated":
@@ -194,5 +224,9 @@ def _spread_graph(
             "DistNeighborLoader"
         )
     return PartitionedLayerGraph(
-        block, spread.sampling, rule, sample_at=place.sample_at
+        block,
+        spread.sampling,
+        rule,
+        sample_at=place.sample_at,
+        most_rows=MOST_ROWS if most_rows is None else most_rows,
     )

@@ -13,7 +13,10 @@ target is in it, which `LayerEdges.join` puts together.
 [Note: integer weights] What a rule adds up (Ahat^2, A or ones) is rounded once to integers
 w = round(scale x), at least 1 where x > 0. The scale is a power of two such that the sum
 over as many rows as a layer may have (over all, for a rule that shares its row) stays below
-2^62, and all that follows is exact. Parallel edges count as one entry, of their sum.
+2^62, and all that follows is exact: a row of Ahat^2 adds up to 1 at most, so 2^13 rows leave
+it 47 bits, with which light edges into a hub keep their share. How many rows that is follows
+from what is asked for (`rows_of_layers`), the same on all ranks and for all bulks. Parallel
+edges count as one entry, of their sum.
 """
 
 from __future__ import annotations
@@ -29,12 +32,44 @@ from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.algebra import check_nodes
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.bulk_matrix import (
+    BulkMatrix,
+    BulkNodes,
+    check_nodes,
+    offsets,
+)
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
 from pyg_distcomm.sampling.topology import read_topology
 
-MOST_ROWS = 1 << 20  # rows of a layer that integer weights leave room for
+MOST_ROWS = 1 << 13  # rows that integer weights leave room for, if nobody says more
+
+
+def rows_of_layers(numbers: Sequence[int], seeds: int, num_nodes: int) -> int:
+    """Returns the most rows that a layer has: the seeds, or seeds and nodes drawn for them.
+
+    Args:
+        numbers: nodes to draw for each layer, -1 for all.
+        seeds: of a minibatch.
+        num_nodes: n.
+    """
+    # those drawn last are no rows
+    drawn = [num_nodes if s < 0 else int(s) for s in numbers[:-1]]
+    return max(seeds, min(num_nodes, seeds + max(drawn, default=0)))
+
+
+def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many nodes to draw for each layer, or refuses them."""
+    try:
+        given = [float(s) for s in num_nodes_per_layer]
+        numbers = tuple(int(s) for s in num_nodes_per_layer)
+    except (TypeError, ValueError, OverflowError):
+        given, numbers = [], ()
+    if not numbers or min(numbers) < -1 or list(numbers) != given:
+        raise ValueError(
+            "num_nodes_per_layer must hold a whole number for each layer, -1 for all "
+            f"nodes, got {num_nodes_per_layer!r}"
+        )
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)

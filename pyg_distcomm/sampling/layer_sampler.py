@@ -23,17 +23,23 @@ from pyg_distcomm.sampling.algebra import (
     Sample,
     SharedRow,
     check_draws,
-    check_nodes,
     fixed_point,
     sample,
 )
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.bulk_matrix import (
+    BulkMatrix,
+    BulkNodes,
+    check_nodes,
+    offsets,
+)
 from pyg_distcomm.sampling.estimators import check_weights, edge_weights
 from pyg_distcomm.sampling.layer_graph import (
     MOST_ROWS,
     LayerEdges,
     LayerGraph,
     LocalLayerGraph,
+    layer_numbers,
+    rows_of_layers,
 )
 from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule
 
@@ -90,8 +96,9 @@ class KeyedLayerSampler(BaseSampler):
         method: how nodes are drawn; see `algebra.sample`.
         keep_batch: whether seeds are columns of every layer. Default: as the rule says.
         weight_attr: the name of the edges' weights in data.
-        most_rows: the largest seeds or columns of a minibatch; sets how finely weights
-            are rounded (`layer_graph`).
+        most_rows: the most seeds of a minibatch, or nodes that are drawn for them; sets how
+            finely weights are rounded (`layer_graph`). Default: 8192 seeds, and as many nodes
+            as are drawn.
         seed: of calls that bring no key (default: taken from torch's generator).
 
     Raises:
@@ -110,19 +117,20 @@ class KeyedLayerSampler(BaseSampler):
         method: str = "its",
         keep_batch: bool | None = None,
         weight_attr: str | None = None,
-        most_rows: int = MOST_ROWS,
+        most_rows: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         check_draws(0, method, replace)
         check_weights(weights, replace)
-        self.graph = _graph(data, rule, weight_attr, most_rows)
+        numbers = layer_numbers(num_nodes_per_layer)
+        self.graph = _graph(data, rule, weight_attr, most_rows, numbers)
         self.rule = self.graph.rule
         if isinstance(self.rule, GraphSAGE):
             raise ValueError(
                 "GraphSAGE draws for each node by itself: use KeyedNeighborSampler"
             )
-        self.num_nodes_per_layer = _numbers(num_nodes_per_layer)
+        self.num_nodes_per_layer = numbers
         self.weights, self.replace, self.method = weights, replace, method
         self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch
         self.seed = fresh_seed() if seed is None else seed
@@ -161,9 +169,9 @@ class KeyedLayerSampler(BaseSampler):
         if most > self.graph.most_rows:
             raise ValueError(
                 f"a minibatch has {most} rows in a layer, but weights leave room for "
-                f"{self.graph.most_rows}; raise most_rows"
+                f"{self.graph.most_rows}; raise most_rows (in a loader, batch_size), or "
+                "take fewer seeds at a time"
             )
-        s = self.graph.num_nodes if s < 0 else s
         p, drawn = self._draw(rows, s, keys)
         cols, kept = self._columns(drawn.matrix, batch)
         edges = self.graph.extract(rows, cols)
@@ -172,14 +180,16 @@ class KeyedLayerSampler(BaseSampler):
 
     def _draw(self, rows: BulkNodes, s: int, keys: Tensor) -> tuple[BulkMatrix, Sample]:
         """Returns what was drawn from, as integers, and the draws."""
+        again = self.replace and s >= 0  # all candidates are each one once
+        s = self.graph.num_nodes if s < 0 else s
         if self.rule.shared:
             shared = self._shared_row()
             if self.method == "its":
-                return shared.p, shared.sample(s, keys, self.replace)
-            return shared.p, sample(shared.p, s, keys, self.method, self.replace)
+                return shared.p, shared.sample(s, keys, again)
+            return shared.p, sample(shared.p, s, keys, self.method, again)
         p = self.rule.judge(self.graph.sums(rows), self.graph.scale)
         p = p.with_value(fixed_point(p))
-        return p, sample(p, s, keys, self.method, self.replace)
+        return p, sample(p, s, keys, self.method, again)
 
     def _shared_row(self) -> SharedRow:
         if self._shared is None:
@@ -265,7 +275,8 @@ def _graph(
     data: Data | LayerGraph,
     rule: Rule | Callable[[BulkMatrix], BulkMatrix] | None,
     weight_attr: str | None,
-    most_rows: int,
+    most_rows: int | None,
+    numbers: tuple[int, ...],
 ) -> LayerGraph:
     if rule is not None and not isinstance(rule, Rule):
         if not callable(rule):
@@ -273,19 +284,12 @@ def _graph(
         rule = UserRule(rule)
     if hasattr(data, "sums") and hasattr(data, "extract"):
         graph: LayerGraph = data
-        if weight_attr is not None or most_rows != MOST_ROWS:
+        if weight_attr is not None or most_rows is not None:
             raise ValueError("weight_attr, most_rows are of the graph: give them to it")
         if rule is not None and rule != graph.rule:
             raise ValueError(f"the graph was made for {graph.rule}, not for {rule}")
         return graph
+    if most_rows is None:
+        n = data.num_nodes if isinstance(data, Data) else None
+        most_rows = rows_of_layers(numbers, MOST_ROWS, n or 0)
     return LocalLayerGraph.from_data(data, rule or Ladies(), weight_attr, most_rows)
-
-
-def _numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
-    numbers = tuple(int(s) for s in num_nodes_per_layer)
-    if not numbers or min(numbers) < -1 or list(numbers) != list(num_nodes_per_layer):
-        raise ValueError(
-            "num_nodes_per_layer must hold a whole number for each layer, -1 for all "
-            f"nodes, got {list(num_nodes_per_layer)}"
-        )
-    return numbers

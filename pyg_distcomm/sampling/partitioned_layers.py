@@ -22,9 +22,14 @@ from pyg_distcomm import wire
 from pyg_distcomm.channel import Channel
 from pyg_distcomm.kernels.minibatch import Relation
 from pyg_distcomm.price import Price
-from pyg_distcomm.sampling.algebra import add, check_nodes
+from pyg_distcomm.sampling.algebra import add
 from pyg_distcomm.sampling.blocks import Block
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes, offsets
+from pyg_distcomm.sampling.bulk_matrix import (
+    BulkMatrix,
+    BulkNodes,
+    check_nodes,
+    offsets,
+)
 from pyg_distcomm.sampling.errand import Errand, Wish
 from pyg_distcomm.sampling.far_rows import FarRows
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
@@ -100,7 +105,7 @@ class PartitionedLayerGraph:
         channel: the ranks; used by one thread at a time.
         rule: which weights to make.
         sample_at: "owner" or "requester"; see [Note: a distributed P = Q A].
-        most_rows: how many rows a minibatch may have in a layer.
+        most_rows: how many rows a minibatch may have in a layer; the most of any rank.
 
     Price of a layer: see `sums_price`, `edges_price` and `layer_counts_price`; rules that
     share a row need the edges alone. At the owner, all is exchanged in the process column.
@@ -118,7 +123,7 @@ class PartitionedLayerGraph:
         most_rows: int = MOST_ROWS,
     ) -> None:
         self.block, self.channel, self.rule = block, channel, rule
-        self.sample_at, self.most_rows = sample_at, most_rows
+        self.sample_at = sample_at
         self.num_nodes = block.topology.graph.sizes[0]
         self._far = FarRows(block, channel)
         relation = block.topology.graph.relations[0]
@@ -129,8 +134,9 @@ class PartitionedLayerGraph:
         except ValueError as error:
             problem = str(error)
         wire.agree(problem, channel.world)
-        most = torch.tensor([peak], dtype=torch.float64)
-        self._peak = float(wire.all_reduce(most, channel.world, "max"))
+        most = torch.tensor([peak, most_rows], dtype=torch.float64)
+        self._peak, rows = wire.all_reduce(most, channel.world, "max").tolist()
+        self.most_rows = int(rows)
         self._own = self._local(relation, block.node_gid[0])
         self.scale = self._own.scale
         self._weighted = relation.weight is not None
