@@ -331,6 +331,13 @@ BAD = {
         ),
         "add up to infinity",
     ),
+    "tiny weight": (
+        lambda: nodes(
+            graph().update({"w": torch.full((400,), 1e-310, dtype=torch.float64)}),
+            weight_attr="w",
+        ),
+        "0 or at least 1e-300",
+    ),
     "no such time": (lambda: nodes(time_attr="when"), "'when'"),
     "time that is nan": (
         lambda: nodes(graph().update({"t": torch.full((60,), np.nan)}), time_attr="t"),

@@ -8,6 +8,8 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.kernels.minibatch import Relation
 
+_LEAST = 1e-300  # of a positive weight
+
 
 def check_ids(ids: Tensor, size: int, end: str) -> None:
     if not ids.numel():
@@ -86,6 +88,12 @@ def weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
         raise ValueError(
             f"'{name}' holds {float(weight[where])} for edge {where}; weights must be "
             "finite and not negative"
+        )
+    tiny = (weight > 0) & (weight < _LEAST)  # a draw divides by them
+    if bool(tiny.any()):
+        raise ValueError(
+            f"'{name}' holds {float(weight[tiny][0]):g}; weights must be 0 or at least "
+            f"{_LEAST:g}: multiply them all by what they need"
         )
     if not bool(weight.sum(dtype=torch.float64).isfinite()):
         raise ValueError(
