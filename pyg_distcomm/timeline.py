@@ -108,7 +108,7 @@ class Recorder:
                 self.lanes.append(MAIN if main else me.name)
         return found
 
-    def add(self, kind: str, name: str, begin: int, **about: Any) -> None:
+    def add(self, kind: str, name: str, begin: int, /, **about: Any) -> None:
         """Records what this thread did from `begin` until now."""
         begin = max(begin, self.begin)  # it may have begun before the trace
         if torch._C._current_graph_task_id() != -1:
@@ -147,7 +147,7 @@ recorder: Recorder | None = None
 
 
 @contextmanager
-def span(kind: str, name: str, **about: Any) -> Iterator[None]:
+def span(kind: str, name: str, /, **about: Any) -> Iterator[None]:
     """Records a block, if anyone records."""
     found = recorder
     if found is None:

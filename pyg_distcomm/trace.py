@@ -23,7 +23,7 @@ from pyg_distcomm import timeline
 from pyg_distcomm.clocks import Board, Reading, host, to_first
 from pyg_distcomm.mesh import Mesh, latest_mesh, world_size
 from pyg_distcomm.timeline import LIMIT, Recorder
-from pyg_distcomm.trace_file import record, write_trace
+from pyg_distcomm.trace_file import as_json, record, write_trace
 
 _GRACE = 3.0  # seconds for the records of others, once this rank has failed
 _numbers: weakref.WeakKeyDictionary[Mesh, Any] = weakref.WeakKeyDictionary()
@@ -70,8 +70,15 @@ class Trace(contextlib.ContextDecorator):
         self.path, self._given, self._limit = path, mesh, limit
 
     def span(self, name: str, **about: Any) -> contextlib.AbstractContextManager[None]:
-        """Marks a block of the script on the timeline of this rank."""
-        return timeline.span("script", name, **about)
+        """Marks a block of the script on the timeline of this rank.
+
+        Args:
+            name: as it is shown.
+            about: what is to be known of it: plain values, or what `str` makes of others.
+        """
+        if timeline.recorder is not None:
+            about = {key: as_json(value) for key, value in about.items()}
+        return timeline.span("script", str(name), **about)
 
     def __enter__(self) -> Trace:
         mesh = self._given or latest_mesh()
@@ -129,7 +136,7 @@ class Trace(contextlib.ContextDecorator):
             for part in found[1:]:
                 if part["failed"]:
                     self._own(part["rank"]).unlink(missing_ok=True)
-        except OSError as error:
+        except Exception as error:  # the others wait to be told
             problem = f"{self.path}: cannot be written ({error})"
         ranks.tell(problem)
         if problem:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
+from torch import Tensor
 
 from pyg_distcomm.timeline import MAIN, Exchange, Recorder, Span
 
@@ -39,6 +43,28 @@ def record(rank: int, recorder: Recorder, end: int, failed: str | None) -> Event
         "spans": [[getattr(e, name) for name in Span.__slots__] for e in spans],
         "exchanges": [[getattr(e, name) for name in _EXCHANGE] for e in exchanges],
     }
+
+
+def as_json(value: Any, depth: int = 3) -> Any:
+    """Returns a value as JSON has it; in words what it has not, as NaN or a tensor."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if depth and isinstance(value, dict):
+        return {str(k): as_json(v, depth - 1) for k, v in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [as_json(v, depth - 1) for v in value]
+    try:
+        if not isinstance(value, (Tensor, np.ndarray, np.generic)):
+            return str(value)
+        if value.shape == () and type(value).__module__ in ("torch", "numpy"):
+            return as_json(value.item(), 0)
+        return f"{type(value).__name__} {list(value.shape)}"  # others may hold the rest
+    except Exception:
+        return type(value).__name__
 
 
 _EXCHANGE = tuple(name for name in Exchange.__slots__ if not name.startswith("_"))

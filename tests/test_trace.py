@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class Net(torch.nn.Module):
 def read(path):
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
-        found = json.load(file)
+        found = json.load(file, parse_constant=pytest.fail)
     check_format(found)
     return found
 
@@ -189,6 +190,46 @@ def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
         assert backward
         assert travels["halo_transpose row"]["args"]["pass"] == "backward"
         assert travel["args"]["pass"] == "forward"
+
+
+class Odd:
+    def __str__(self):
+        raise RuntimeError("no words for it")
+
+
+ABOUT = {
+    "number": (np.int64(3), 3),
+    "loss": (torch.tensor(0.5), 0.5),
+    "nan": (float("nan"), "nan"),
+    "rate": (np.float32("inf"), "inf"),
+    "x": (torch.ones(2, 3), "Tensor [2, 3]"),
+    "sizes": ((1, {"a": {2}}), [1, {"a": "{2}"}]),
+    "odd": (Odd(), "Odd"),
+    "kind": ("of a span", "of a span"),
+    "begin": (None, None),
+}
+
+
+def odd_spans(path):
+    given = {name: value for name, (value, _) in ABOUT.items()}
+    with pdc.trace(path, worlds.mesh()) as run, run.span("odd", **given):
+        pass
+    with run.span("odd", begin=1, kind=2):
+        pass  # nobody records
+    module = importlib.import_module("pyg_distcomm.trace")
+    with pytest.MonkeyPatch.context() as patch:  # rank 0 alone writes
+        patch.setattr(module, "write_trace", lambda *_: 1 / 0)
+        failed = pytest.raises(OSError, match=r"cannot be written \(division by zero")
+        with failed, pdc.trace(path, worlds.mesh()):
+            pass
+
+
+def test_what_is_no_json_is_written_in_words(tmp_path):
+    worlds.run(odd_spans, 2, tmp_path / "run.json")
+    trace = read(tmp_path / "run.json")
+    for rank in range(2):
+        (span,) = [s for s in of(trace, rank, "X") if s["name"] == "odd"]
+        assert span["args"] == {name: want for name, (_, want) in ABOUT.items()}
 
 
 def loaded(path):
