@@ -226,6 +226,8 @@ GCN = {
     "node_dim": {"node_dim": 0},
     "wide": {"out": 11},
     "lazy": {"lazy": True},
+    "column": {"column": True},
+    "back column": {"flow": "target_to_source", "column": True},
 }
 SAGE = {
     "plain": {},
@@ -249,7 +251,8 @@ SAGE = {
 
 def matrix_layer(kind, kwargs, graph, cutter):
     kwargs = dict(kwargs)
-    out, lazy, pair = (kwargs.pop(k, None) for k in ("out", "lazy", "pair"))
+    out, lazy = (kwargs.pop(k, None) for k in ("out", "lazy"))
+    pair, column = (kwargs.pop(k, None) for k in ("pair", "column"))
     layers = (
         (pyg.GCNConv, DistGCNConv) if kind == "gcn" else (pyg.SAGEConv, DistSAGEConv)
     )
@@ -261,7 +264,14 @@ def matrix_layer(kind, kwargs, graph, cutter):
         return next(turn)(width, out or 4, **kwargs)
 
     names = ("x", "edge_index", "edge_weight") if kind == "gcn" else X
-    _in_doubles(parity, build, names, graph, cutter, _pairing if pair else _matrix)
+    change = _pairing if pair else _column if column else _matrix
+    _in_doubles(parity, build, names, graph, cutter, change)
+
+
+def _column(conv):
+    forward = conv.forward
+    conv.forward = lambda x, edge_index, w: forward(x, edge_index, w.unsqueeze(1))
+    return conv
 
 
 def _pairing(conv):

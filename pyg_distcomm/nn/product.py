@@ -24,7 +24,16 @@ from pyg_distcomm.topology import Topology
 def flowing(
     topology: Topology, weight: Tensor | None, flow: str
 ) -> tuple[Topology, Tensor | None]:
-    """Returns the edges, and their weights, in the direction that messages flow."""
+    """Returns the edges, and their weights, in the direction that messages flow.
+
+    Weights are `[e]` or, as PyG takes them too, `[e, 1]`.
+    """
+    if weight is not None and weight.dim() > 1:
+        if weight.numel() != len(weight):
+            raise ValueError(
+                f"edge_weight has the shape {list(weight.shape)}, wanted one for each edge"
+            )
+        weight = weight.flatten()
     if flow == "source_to_target":
         return topology, weight
     back = topology.reversed
