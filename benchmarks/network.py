@@ -43,8 +43,11 @@ BURST, LATENCY = "256kb", "50ms"  # of the queue: what may leave at once, and wa
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 TOOLS |= {"nsenter": "util-linux", "setpriv": "util-linux"}
 END, PORT = "eth0", 29500  # the interface of a rank; each run has its own, so fixed
+PACKET = 1600  # bytes, headers included
 MOST = 254  # ranks that fit in one /24
 _RATE = re.compile(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)", re.IGNORECASE)
+_SIZE = re.compile(r"[1-9]\d*(\.\d+)?([kmg]?b|[kmg](bit)?)?", re.IGNORECASE)
+_TIME = re.compile(r"[1-9]\d*(\.\d+)?(s|secs?|ms|msecs?|us|usecs?)", re.IGNORECASE)
 _GRACE = 5.0  # seconds the other ranks have to tell why they end
 
 
@@ -61,10 +64,23 @@ class Queue:
     latency: str = LATENCY
 
     def __post_init__(self) -> None:
-        if self.rate != BARE and not _RATE.fullmatch(self.rate):
+        some = _RATE.fullmatch(self.rate) and re.search("[1-9]", self.rate)
+        if self.rate != BARE and not some:
             raise ValueError(
                 f"rate={self.rate!r} is no rate of tc: write 'bare', or a number and a "
                 "unit, as in '1gbit', '100mbit', '12.5mbps'"
+            )
+        bytes_alone = self.burst.lower().removesuffix("b")
+        small = bytes_alone.isdecimal() and int(bytes_alone) < PACKET
+        if small or not _SIZE.fullmatch(self.burst):
+            raise ValueError(
+                f"burst={self.burst!r} is no size of tc that lets a packet through: write "
+                "a number and a unit, as in '256kb', '1mb'"
+            )
+        if not _TIME.fullmatch(self.latency):
+            raise ValueError(
+                f"latency={self.latency!r} is no time of tc: write a number and a unit, as "
+                "in '50ms', '200us'"
             )
 
     def apply(self, end: str, *, inside: int | None = None) -> None:
@@ -327,7 +343,7 @@ def main() -> None:
     try:
         with links(args.ranks, args.rate, args.burst, args.latency) as net:
             sys.exit(net.run(args.command, show_all=args.all))
-    except (ValueError, NoNetworkError) as error:
+    except (ValueError, RuntimeError) as error:  # what tc refuses, too
         sys.exit(f"no network: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

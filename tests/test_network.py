@@ -36,6 +36,20 @@ def test_rates_that_tc_does_not_know(rate):
         network.links(2, rate).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rate": "0gbit"}, "is no rate of tc"),
+        ({"burst": "nonsense"}, "is no size of tc"),
+        ({"burst": "10b"}, "lets a packet through"),
+        ({"latency": "x"}, "is no time of tc"),
+    ],
+)
+def test_queues_that_tc_does_not_know(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        network.Queue(**{"rate": "1gbit", **wrong})
+
+
 def test_what_is_missing_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
