@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,11 +39,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0, 1 for a faulty folder, or 2 for a user's error."""
     try:
         arguments = _parser().parse_args(argv)
-        code: int = arguments.run(arguments)
+        with _cleaning_up():
+            code: int = arguments.run(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pyg-distcomm: error: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"pyg-distcomm: error: not enough memory: {error}", file=sys.stderr)
+        return 2
     return code
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Lets SIGTERM end the command as an error does: what is half written goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main one may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _terminated(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _parser() -> _Parser:

@@ -184,6 +184,10 @@ def _from_pt(path: Path) -> Data:
         lines = [line.strip() for line in str(err).splitlines() or ["empty"]]
         told = [line for line in lines if "Unsupported" in line] or lines
         raise ValueError(f"{path}: cannot be read: {told[0]}") from None
+    except Exception as err:  # what unpickling makes of other files
+        raise ValueError(
+            f"{path}: cannot be read: not saved by torch.save ({type(err).__name__})"
+        ) from None
     if isinstance(value, dict):
         value = Data.from_dict(value)
     if not isinstance(value, Data):

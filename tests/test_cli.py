@@ -1,5 +1,8 @@
+import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch_geometric.loader.cluster import ClusterData
 
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import KNOWN, digits, generated, load_dataset
+from pyg_distcomm.partition import external
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
@@ -100,6 +104,23 @@ def test_force_is_needed_to_replace(saved, tmp_path, capsys):
     assert "exists already; give --force" in one_error(capsys)
     assert main(["partition", str(saved), out, "--parts", "4", "--force"]) == 0
     assert folder_meta(out)["num_parts"] == 4
+
+
+def test_a_command_that_is_terminated_leaves_nothing(tmp_path, monkeypatch):
+    def ended(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "edges.txt").write_text("0 1\n1 2\n")
+    monkeypatch.setattr(external, "put_in_place", ended)
+    with pytest.raises(SystemExit) as caught:
+        main(
+            ["partition", str(tmp_path / "edges.txt"), str(tmp_path / "o"), "--parts=2"]
+        )
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert [p.name for p in tmp_path.iterdir()] == ["edges.txt"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_kinds_can_be_declared(tmp_path, capsys):
@@ -231,6 +252,7 @@ def test_files_that_hold_no_graph_are_refused(tmp_path):
     torch.save(Data(x=torch.ones(3, 1)), tmp_path / "points.pt")
     np.savez(tmp_path / "points.npz", x=np.ones(3))
     (tmp_path / "bad.pt").write_bytes(b"nonsense")
+    (tmp_path / "text.pt").write_bytes(b"hello")
     (tmp_path / "bad.npz").write_bytes(b"nonsense")
     np.savez(tmp_path / "pickle.npz", edge_index=np.array([{}], dtype=object))
     for name, words in (
@@ -238,6 +260,7 @@ def test_files_that_hold_no_graph_are_refused(tmp_path):
         ("points.pt", "has no edge_index"),
         ("points.npz", "has no edge_index"),
         ("bad.pt", "cannot be read"),
+        ("text.pt", "cannot be read: not saved by torch.save"),
         ("bad.npz", "cannot be read"),
         ("pickle.npz", "cannot be read"),
     ):

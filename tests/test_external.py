@@ -261,6 +261,8 @@ WRONG = {
     ),
     "large": ("e.txt", "0 1\n0 9\n", "line 2: got '0 9', wanted node ids of 0 .. 4"),
     "header": ("e.txt", "source target\n0 1\n", "line 1: got 'source target'"),
+    "return": ("e.txt", "0 1\n1\r0 5\n", r"line 2: got '1\\r0 5', wanted two node ids"),
+    "gaps": ("e.txt", "0 2000000000\n5 7\n", "ids up to 2000000000, and each"),
 }
 
 

@@ -32,7 +32,11 @@ def pairs(text: Array, limit: int, out: Array) -> tuple[int, int, int, int, int]
         while text[at] != NEWLINE:
             c = text[at]
             at += 1
-            if comment or c == RETURN:
+            if comment:
+                continue
+            if c == RETURN:
+                if text[at] != NEWLINE and text[at] != RETURN:
+                    wrong = NO_NUMBER
                 continue
             if c in BETWEEN:
                 inside = False

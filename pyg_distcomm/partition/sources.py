@@ -28,6 +28,7 @@ from pyg_distcomm.partition.edge_files import (
     spool_text,
 )
 
+MANY = 10**8  # nodes; most of them without edges are taken for a mistake
 ENDINGS = (".csv.gz", ".csv", ".npy")
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -118,7 +119,7 @@ def _with_edges(
         edges, largest = spool_text(
             path, spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
         )
-        count = largest + 1 if num_nodes is None else num_nodes
+        count = _count(path, largest, edges) if num_nodes is None else num_nodes
         return GraphFiles(edges, count, undirected)
     if path.suffix != ".npy":
         raise ValueError(
@@ -136,7 +137,7 @@ def _counted(
         edges.limit(num_nodes)
     if not undirected and num_nodes is not None:
         return GraphFiles(edges, num_nodes)
-    largest = -1
+    name, largest = edges.name, -1
     if undirected:
         file = spool / "edges.npy"
         with PairWriter(file) as writer:
@@ -147,9 +148,20 @@ def _counted(
     else:
         for pair in edges.chunks("counting nodes"):
             largest = max(largest, int(pair.max()))
-    count = largest + 1 if num_nodes is None else num_nodes
+    count = _count(name, largest, edges) if num_nodes is None else num_nodes
     edges.limit(count)
     return GraphFiles(edges, count, undirected)
+
+
+def _count(name: Path | str, largest: int, edges: EdgeFile) -> int:
+    """Returns how many nodes there are, by their ids."""
+    if largest >= max(MANY, 100 * edges.num_edges):
+        raise ValueError(
+            f"{name}: {edges.num_edges} edges have ids up to {largest}, and each of 0 .. "
+            "the largest is a node; number them without gaps, or say how many there are "
+            "(--num-nodes)"
+        )
+    return largest + 1
 
 
 def _members(path: Path) -> dict[str, NpyColumn]:
