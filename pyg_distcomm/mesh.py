@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import weakref
@@ -57,7 +58,7 @@ def resolve_grid(
             f"replication={replication} belongs to algorithm='1.5d', "
             f"got algorithm={algorithm!r}; leave it out, or give grid=(r, s, p)"
         )
-    found = _named_grid(size, algorithm, replication)
+    found = named_grid(size, algorithm, replication)
     if found is None:
         raise ValueError(_misfit(size, algorithm, replication))
     return found
@@ -75,27 +76,25 @@ def _explicit_grid(size: int, grid: Grid) -> Grid:
     return sides  # type: ignore[return-value]
 
 
-def _named_grid(size: int, algorithm: str, replication: int | None) -> Grid | None:
-    if algorithm == "1d":
+def named_grid(size: int, name: str, replication: int | None = None) -> Grid | None:
+    """Returns the grid of an algorithm as `resolve_grid` does, or None without one."""
+    if name == "1d":
         return (size, 1, 1)
-    if algorithm == "feature":
+    if name == "feature":
         return (1, 1, size)
-    if algorithm == "1.5d":
-        c = replication if replication is not None else _default_replication(size)
+    if name == "1.5d":
+        fits = (c for c in _divisors(size) if c > 1 and c * c <= size)
+        c = replication if replication is not None else max(fits, default=None)
         return (size // c, c, 1) if c is not None and c >= 1 and size % c == 0 else None
-    if algorithm == "2d":
+    if name == "2d":
         pairs = [(size // s, s) for s in _divisors(size) if size // s >= s > 1]
         return (*pairs[-1], 1) if pairs else None
     return _cube(size)
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _default_replication(size: int) -> int | None:
-    fits = [c for c in _divisors(size) if c > 1 and c * c <= size]
-    return fits[-1] if fits else None
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def _cube(size: int) -> Grid | None:
@@ -110,8 +109,9 @@ def _cube(size: int) -> Grid | None:
 
 def _misfit(size: int, algorithm: str, replication: int | None) -> str:
     top = max(2 * size, 16)
-    fits = [n for n in range(1, top + 1) if _named_grid(n, algorithm, replication)]
-    near = sorted(sorted(fits, key=lambda n: abs(n - size))[:6])
+    around = (n for k in range(1, top) for n in (size - k, size + k) if 1 <= n <= top)
+    fits = (n for n in around if named_grid(n, algorithm, replication))
+    near = sorted(itertools.islice(fits, 6))
     rule = {
         "1.5d": "replication must be at least 1 and divide the number of ranks"
         if replication is not None
@@ -119,9 +119,8 @@ def _misfit(size: int, algorithm: str, replication: int | None) -> str:
         "2d": "the number of ranks must be r * s with r >= s > 1",
         "3d": "the number of ranks must be q * t * p with all three above 1",
     }[algorithm]
-    also = ""
-    if replication is not None:
-        also = f" (on {size} ranks, replication may be {_divisors(size)})"
+    may = f" (on {size} ranks, replication may be {_divisors(size)})"
+    also = "" if replication is None else may
     sizes = ", ".join(map(str, near)) or "none"
     return (
         f"algorithm={algorithm!r} does not fit {size} ranks: {rule}; "

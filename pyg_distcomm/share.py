@@ -71,10 +71,13 @@ def partition(
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
+    planned = method is None and not refine and _is_planned(data, mesh)
+    if planned and seed and problem is None:
+        problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
     _agree(problem, mesh)
     _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
-    if method is None and not refine and _is_planned(data, mesh):
+    if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
         return _linked(_as_planned(_assemble(share, mesh, oblivious), oblivious), link)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
@@ -88,7 +91,7 @@ def _linked(share: Any, link: LinkPolicy | None) -> Any:
 
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:
-    return mesh.owners is not None and mesh.owners.num_nodes == data.num_nodes
+    return getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
 
 
 def _as_planned(share: Data, oblivious: bool) -> Data:
@@ -215,8 +218,7 @@ def _cut_once(
 def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
     if owners.num_parts != mesh.size or owners.num_nodes != data.num_nodes:
         raise ValueError(
-            f"{owners} does not fit a graph of {data.num_nodes} nodes on {mesh.size} "
-            "ranks"
+            f"{owners} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
         )
 
 
@@ -247,8 +249,7 @@ def _share_of(
     assert data.edge_index is not None
     node_gid = owners.gids(rank)
     edge_index = data.edge_index.cpu()
-    mine = owners.owner_of(edge_index[1]) == rank
-    edge_gid = mine.nonzero().view(-1)
+    edge_gid = (owners.owner_of(edge_index[1]) == rank).nonzero().view(-1)
     parts: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
     picks = {"node": node_gid, "edge": edge_gid}
     for name, kind in kinds.items():

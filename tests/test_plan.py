@@ -346,6 +346,10 @@ def test_refusals_have_reasons():
         ({"ranks": 4, "chunks": -3}, "add pipeline=True"),
         ({"ranks": 4, "algorithm": "4d"}, "not known"),
         ({"ranks": 4, "memory": -1}, "bytes above 0"),
+        (
+            {"ranks": 4, "widths": [7.0, 4.5]},
+            "whole numbers, at least 1, got 7.0 and 4.5",
+        ),
         ({"ranks": 4, "widths": [9, 4]}, "data.x has 7 features"),
         ({"ranks": 4, "inputs": "old"}, "inputs must be"),
         ({"ranks": 4, "partition": torch.zeros(3, dtype=torch.long)}, "entries"),
@@ -398,6 +402,19 @@ def test_auto_takes_the_best_plan_on_all_ranks(size):
         assert counted == planned
 
 
+def seeded():
+    data = GRAPHS["undirected"]()
+    how = {"machine": pdc.Machine(), "method": "random", "timeout": 60}
+    mesh = pdc.init("auto", data=data, widths=[7, 4], **how)
+    with pytest.raises(ValueError, match="has cut this graph: no seed="):
+        pdc.partition(data, mesh, seed=3)
+    return len(pdc.partition(data, mesh, "random", seed=3).edge_index.edges)
+
+
+def test_a_seed_does_not_change_a_plan():
+    worlds.run(seeded, 2)
+
+
 def refusals():
     data = GRAPHS["undirected"]()
     with pytest.raises(ValueError, match="give the graph as data"):
@@ -439,9 +456,32 @@ def test_calibration_is_the_same_on_all_ranks_and_survives_a_file(tmp_path):
     machine.save(tmp_path / "machine.json")
     again = pdc.Machine.load(tmp_path / "machine.json")
     assert again == machine
-    (tmp_path / "machine.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"machine\.json: holds no machine"):
-        pdc.Machine.load(tmp_path / "machine.json")
+    for text, words in (
+        ("[]", ": a machine is a mapping"),
+        ('{"lines": [{}]}', ": a line of a machine has no size, stride"),
+        ('{"sums": {"latency": 1}}', ": sums of a machine has no bandwidth"),
+        ('{"codes": {"x": 1}}', r".*\(writes, reads\), got 1"),
+    ):
+        (tmp_path / "machine.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=r"machine\.json: holds no machine" + words
+        ):
+            pdc.Machine.load(tmp_path / "machine.json")
+
+
+def alone():
+    mesh = worlds.mesh()
+    for wrong in ({"widths": []}, {"repeats": 0}, {"rows": 2.5}):
+        with pytest.raises(ValueError, match="whole numbers above 0"):
+            pdc.calibrate(mesh, **{"widths": [4], **wrong})
+    machine = pdc.calibrate(mesh, [4], rows=64, repeats=1)
+    return machine.latency, machine.bandwidth, machine.source
+
+
+def test_one_rank_measures_no_link():
+    bare = pdc.Machine()
+    (found,) = worlds.run(alone, 1)
+    assert found == (bare.latency, bare.bandwidth, "measured on 1 rank, link assumed")
 
 
 def said(capsys, *flags):
@@ -491,6 +531,9 @@ def test_the_command_reads_a_folder_and_a_size(tmp_path, capsys):
     code, _, err = said(capsys, "--widths", 7, 5)
     assert code == 2
     assert "--nodes N and --edges M" in err
+    code, _, err = said(capsys, parts, *flags, "--bandwidth", "1.2.3gbit")
+    assert code == 2
+    assert "'1.2.3gbit' is no number of bytes a second" in err
     code, _, err = said(capsys, parts, *flags, "--latency", "5 parsecs")
     assert code == 2
     assert "--latency='5 parsecs' is no number of seconds" in err
@@ -587,7 +630,8 @@ def test_laws_agree_where_degrees_are_given():
     assert pdc.RandomGraph(5000, 40000, poisson).fill(4) == pytest.approx(
         pdc.RandomGraph(5000, 40000).fill(4), rel=1e-3
     )
-    for wrong in ({"nodes": 0}, {"edges": -1}, {"law": "zipf"}):
+    endless = {"nodes": float("inf")}, {"edges": float("nan")}, {"nodes": "5"}
+    for wrong in ({"nodes": 0}, {"edges": -1}, {"law": "zipf"}, *endless):
         with pytest.raises(ValueError, match=r"must be a whole number|not known"):
             pdc.RandomGraph(**{"nodes": 5, "edges": 5, **wrong})
 
@@ -602,6 +646,14 @@ def test_words_stay_below_the_bound_for_dense_halos():
         assert one.exchange_bytes == pytest.approx(
             4 * dense_words(n, f, grid), rel=1e-6
         )
+
+
+def test_many_ranks_of_no_grid_are_planned_too():
+    plans = pdc.plan(pdc.RandomGraph(10**6, 10**7), [7, 4], 65537)
+    assert [m.algorithm for m in plans.misfits] == ["1.5d", "2d", "3d"]
+    assert (
+        "sizes that work: 65533, 65534, 65535, 65536, 65538" in plans.misfits[1].reason
+    )
 
 
 def test_thousands_of_ranks_are_planned_in_closed_form():

@@ -70,7 +70,7 @@ def init(
         codecs, pipeline: for "auto", what else it may take, though it is not exact: links,
             to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
             `mesh.plan.chunks` and `balance` for `Pipeline`. See `plan`.
-        method: for "auto", how `partition` will cut the graph, and from which seed.
+        method: for "auto", how the graph is cut, for `partition` too; from seed 0.
         machine: for "auto", the figures, instead of measuring them.
 
     Raises:

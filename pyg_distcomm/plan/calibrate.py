@@ -58,15 +58,19 @@ def calibrate(
         repeats: how often each is timed.
         codecs: those whose coding is timed, as `plan` takes them.
 
+    One rank has no link to measure: its machine has that of `Machine()`.
+
     Price: a few seconds, most of them for slow links.
     """
+    _check(widths, rows, degree, repeats)
     quiet, widths = _uncounted(mesh), sorted(set(widths))
     spmm, gemm, stream = _rates(quiet, widths, rows, degree, repeats)
     layer, epoch, messages = _overheads(quiet, repeats)
     middle = widths[len(widths) // 2]
     pause = layer / 2 + epoch / 4 + float(spmm.seconds(rows * degree, middle))
     lines = {line: _wire(*line, pause, quiet, repeats) for line in lines_of(mesh.size)}
-    every = lines.get((mesh.size, 1), Wire(0.0, 1e12))
+    assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
+    every = lines.get((mesh.size, 1), assumed)
     sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
     if sums is not None:  # what messages take is counted where they are
         layer -= messages * every.latency
@@ -82,8 +86,19 @@ def calibrate(
         lines=lines,
         sums=sums,
         codes=_codes(quiet, codecs, max(widths), rows, repeats),
-        source=f"measured on {mesh.size} ranks",
+        source=f"measured on {mesh.size} ranks"
+        if mesh.size > 1
+        else "measured on 1 rank, link assumed",
     )
+
+
+def _check(widths: Sequence[int], *counts: int) -> None:
+    for values, what in ((widths, "widths"), (counts, "rows, degree and repeats")):
+        whole = [isinstance(n, int) and n >= 1 for n in values]
+        if not whole or not all(whole):
+            raise ValueError(
+                f"{what} must be whole numbers above 0, got {list(values)}"
+            )
 
 
 def _uncounted(mesh: Mesh) -> Mesh:

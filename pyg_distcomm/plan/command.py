@@ -156,7 +156,7 @@ def _value(text: str | None, kind: str, option: str) -> float | None:
     if text is None:
         return None
     units = UNITS[kind]
-    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", text.lower())
+    match = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*([a-z/]*)", text.lower())
     if match is None or match[2] not in units:
         names = ", ".join(unit for unit in units if unit)
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,8 +139,12 @@ class RandomGraph:
     def __post_init__(self) -> None:
         for name in ("nodes", "edges"):
             value = getattr(self, name)
-            if value != int(value) or value < (1 if name == "nodes" else 0):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            least = 1 if name == "nodes" else 0
+            number = isinstance(value, numbers.Real) and math.isfinite(value)
+            if not number or value != int(value) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number from {least} on, got {value!r}"
+                )
             object.__setattr__(self, name, int(value))
         if not isinstance(self.law, Law) and self.law not in LAWS:
             raise ValueError(

@@ -138,6 +138,9 @@ class Machine:
         if self.memory is not None:
             _check_positive("memory", self.memory)
         object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
+        for name, both in self.codes.items():
+            if not isinstance(both, Sequence) or len(both) != 2:
+                raise ValueError(f"codes[{name!r}] is (writes, reads), got {both!r}")
         rates = {name: (float(a), float(b)) for name, (a, b) in self.codes.items()}
         for name, both in rates.items():
             for one in both:
@@ -202,11 +205,12 @@ class Machine:
             if isinstance(values.get(name), Sequence):
                 values[name] = Rate(tuple((int(w), float(r)) for w, r in values[name]))
         values["lines"] = {
-            (int(w["size"]), int(w["stride"])): _wire_of(w)
+            (int(w["size"]), int(w["stride"])): _wire_of(w, "a line")
             for w in values.get("lines", ())
+            if _has(w, ("size", "stride"), "a line")
         }
         if values.get("sums") is not None:
-            values["sums"] = _wire_of(values["sums"])
+            values["sums"] = _wire_of(values["sums"], "sums")
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
@@ -259,7 +263,18 @@ def lines_of(size: int) -> list[Line]:
     ]
 
 
-def _wire_of(plain: Mapping[str, Any]) -> Wire:
+def _has(plain: Any, names: Sequence[str], what: str) -> bool:
+    """Says yes, or raises what is missing."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{what} is a mapping, got {plain!r}")
+    absent = [name for name in names if name not in plain]
+    if absent:
+        raise ValueError(f"{what} of a machine has no {', '.join(absent)}: {plain!r}")
+    return True
+
+
+def _wire_of(plain: Mapping[str, Any], what: str) -> Wire:
+    _has(plain, ("latency", "bandwidth"), what)
     return Wire(plain["latency"], plain["bandwidth"], plain.get("curve", ()))
 
 

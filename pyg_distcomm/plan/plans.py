@@ -10,7 +10,7 @@ from typing import Any, overload
 from pyg_distcomm.constants import Ordering
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.ledger import format_table
-from pyg_distcomm.mesh import ALGORITHMS, Grid, resolve_grid
+from pyg_distcomm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.machine import Machine
 
@@ -333,11 +333,8 @@ def name_of(grid: Grid) -> str:
     if r == s == 1:
         return "feature"
     for name in ("2d", "3d"):
-        try:
-            if resolve_grid(r * s * p, name) == grid:
-                return name
-        except ValueError:
-            continue
+        if named_grid(r * s * p, name) == grid:
+            return name
     return "1.5d" if p == 1 else "grid"
 
 

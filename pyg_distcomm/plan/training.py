@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,9 +46,12 @@ class Layer:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"layers are {', '.join(KINDS)}; got {self.kind!r}")
-        if min(self.width_in, self.width_out) < 1:
+        widths = self.width_in, self.width_out
+        if not all(isinstance(n, numbers.Integral) and n >= 1 for n in widths):
             raise ValueError(
-                f"widths must be at least 1, got {self.width_in} and {self.width_out}"
+                "widths must be whole numbers, at least 1, got {!r} and {!r}".format(
+                    *widths
+                )
             )
 
     @property
