@@ -43,12 +43,14 @@ class Watch:
         rank: this rank.
         size: how many ranks there are.
         deadline: seconds a rank waits for the others before it gives up.
+        ended: with what error messages were lost that others wait for; nothing if none.
     """
 
     store: Any
     rank: int
     size: int
     deadline: float
+    ended: str = field(default="", init=False)
     _gone: bool = field(default=False, init=False)
     # a failure that was this rank's as well
     _known: str = field(default="", init=False)

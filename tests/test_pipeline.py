@@ -334,6 +334,69 @@ def test_a_step_that_fails_leaves_everything_as_it_was(gradient):
     assert found[0] == found[1]
 
 
+class _Fails(torch.autograd.Function):
+    """Fails in the third chunk that is trained backward."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        _Fails.count += 1
+        if _Fails.count == 3:
+            raise ZeroDivisionError
+        return g
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_step_that_fails_backward_leaves_its_history(dtype):
+    _, share, mesh = _share()
+    stack = stack_of("gcn")
+    stack[1] = lambda x: x.wrap(_Fails.apply(x.to_local()), x.rows), "x -> x"
+    found = []
+    for fails in (False, True):
+        options = {"history_dtype": dtype, "gradient": "scaled"}
+        pipe = pdc.Pipeline(copy.deepcopy(stack), mesh, chunks=5, **options)
+        opt, losses = torch.optim.SGD(pipe.parameters(), 0.3), []
+        for epoch in range(3):
+            if fails and epoch:
+                _Fails.count = 0
+                with pytest.raises(ZeroDivisionError):
+                    pipe.train_step(share, loss_of)
+            _Fails.count = 3
+            losses += trained(pipe, share, opt, 1)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_half_precision_is_for_all_or_nothing(where):
+    data = GRAPHS["directed"]()
+    data = Data(data.x.float(), data.edge_index, y=data.y, train_mask=data.train_mask)
+    mesh = worlds.mesh()
+    share = pdc.partition(data, mesh)
+    layers = [torch.nn.Linear(7, 8), torch.nn.ReLU(), GCNConv(8, 8), GCNConv(8, 4)]
+    pipe = pdc.Pipeline(layers, mesh, chunks=3)
+
+    def step():
+        return pipe.train_step(share, lambda out, data: loss_of(out.float(), data))
+
+    def evaluate():
+        return pipe(share)
+
+    first, then = (evaluate, step) if where == "training" else (step, evaluate)
+    first()
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"torch\.autocast around all"):
+            then()
+        pipe = pdc.Pipeline(layers, mesh, chunks=3)
+        first()
+        then()
+
+
 def test_a_step_needs_no_gradients_around_it():
     _, share, mesh = _share()
     want, got = (pdc.Pipeline(stack_of("gcn"), mesh, chunks=3) for _ in range(2))

@@ -10,6 +10,7 @@ import torch
 import worlds
 from pipelines import STACKS, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS, owners
+from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
@@ -365,7 +366,7 @@ def test_mistakes_are_told_on_all_ranks():
         "have others than rank 0: history_refresh=1, and there history_refresh=2",
         "have others than rank 0: damping=0.5, and there damping=0.25",
         "have others than rank 0: balance=[4, 3], and there balance=[3, 4]",
-        "have others than rank 0: data=False, and there data=True",
+        "have others than rank 0: data=None, and there data=given",
         "have others than rank 0: history_dtype=None, and there history_dtype=torch.float32",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
@@ -425,21 +426,44 @@ def _failing(stages, where, how):
 
     if mesh.everyone.rank == where:
         next(pipe.layers.children()).register_forward_pre_hook(fail)
-    start = time.monotonic()
-    try:
-        pipe.train_step(share, loss_of)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "all went well", 0.0
+    start, told = time.monotonic(), []
+    for _ in range(2):
+        try:
+            pipe.train_step(share, loss_of)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told, time.monotonic() - start
 
 
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_a_stage_that_fails_is_heard_of_on_all(where):
     found = worlds.run(_failing, 4, 4, where, "raise")
-    for text, seconds in found:
+    for (text, again), seconds in found:
         assert "this layer is out of order" in text
+        assert "make mesh, data and pipeline anew" in again
         assert seconds < 30
     worlds.only(0)  # the meshes of these ranks have heard of a failure
+
+
+def _autocast(stages):
+    """Training in half precision, once the pipeline has planned for float32."""
+    mesh = worlds.mesh(stages=stages, fresh=True)
+    data = GRAPHS["directed"]()
+    data = Data(data.x.float(), data.edge_index)
+    share = pdc.partition(data, mesh)
+    layers = [torch.nn.Linear(7, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
+    pipe = pdc.Pipeline(layers, mesh, chunks=3, balance=[2, 1])
+    pipe(share)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"torch\.autocast around all"),
+    ):
+        pipe.train_step(share, lambda out, data: out.float().mean())
+
+
+def test_borders_keep_their_type():
+    worlds.run(_autocast, 2, 2)
+    worlds.only(0)
 
 
 def _failing_at_first(stages, where):

@@ -67,7 +67,20 @@ def telling(mesh: Mesh) -> Iterator[None]:
         watch = mesh.everyone.watch
         if watch is not None:
             watch.report(error)
+            if mesh.stage.size > 1:
+                watch.ended = f"{type(error).__name__}: {error}"
         raise
+
+
+def check_alive(mesh: Mesh) -> None:
+    """Refuses a mesh whose stages were torn from a step, and wait for one another."""
+    watch = mesh.everyone.watch
+    if watch is not None and watch.ended:
+        raise RankError(
+            "a step has failed on this mesh, and what its stages sent one another is lost; "
+            "make mesh, data and pipeline anew, and load what was saved. It failed with "
+            f"{watch.ended}"
+        )
 
 
 def check_same(stack: Sequence[Layer], mesh: Mesh, options: dict[str, Any]) -> None:

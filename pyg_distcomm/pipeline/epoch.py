@@ -74,14 +74,15 @@ class Epoch:
     def run(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
         """Carries out this stage's actions, and returns the loss, on all ranks.
 
-        Where that fails, history is put back in place of the rows of this epoch.
+        Where that fails, history is put back in place of the rows of this epoch; see
+        `Site.undo`.
         """
         self._begun = time.perf_counter()
         try:
             return self._carried_out(schedule, data, loss_fn)
         except BaseException:
             for site in self._sites():
-                site.end_epoch(refresh=True)
+                site.undo()
             raise
 
     def _carried_out(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:

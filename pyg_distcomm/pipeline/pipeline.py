@@ -131,10 +131,12 @@ class Pipeline(torch.nn.Module):
             stack = read_stack(layers)
             checks.check_links(stack)
             balance = checks.check_balance(stack, mesh.stage.size, balance)
-        same = {**whole, "order": order, "gradient": gradient, "damping": damping}
-        same |= {"seed": self._seed, "balance": balance, "data": data is not None}
+        same: dict[str, Any] = {"order": order, "gradient": gradient}
+        same |= {"damping": damping, "seed": self._seed, "balance": balance}
+        same |= {"data": None if data is None else "given"}
+        same |= {**whole, "history_dtype": history_dtype}
         with checks.on_all_ranks(mesh):
-            checks.check_same(stack, mesh, {**same, "history_dtype": history_dtype})
+            checks.check_same(stack, mesh, same)
         stack = [layer.converted() for layer in stack]
         filling.share_weights(stack, mesh)
         self._run: Run | None = None
@@ -188,6 +190,7 @@ class Pipeline(torch.nn.Module):
     @torch.inference_mode(False)  # what is planned in an evaluation is trained with
     def _prepare(self, data: Data) -> Stage:
         """Plans at the first use, and fills the sites by a pass over the whole graph."""
+        checks.check_alive(self.mesh)
         if self._run is None:
             self._plan(data)
         assert self._run is not None

@@ -101,6 +101,8 @@ class Site:
         self.flows, self.exactly = False, exactly
         self._wrap = wrap
         self._links: dict[int, Link] = {}  # of chunks that have no gradient yet
+        # blocks whose history is this epoch's; None while no gradient has come
+        self._renewed: set[int] | None = None
 
     # the forward pass
 
@@ -144,6 +146,7 @@ class Site:
 
     def begin_backward(self) -> None:
         """Drops, or damps, the gradients of the last epoch."""
+        self._renewed = set()
         if self.gradients is not None and self.rule.keep == 0:
             self.gradients.zero_()
         elif self.gradients is not None and self.rule.keep != 1:
@@ -186,12 +189,29 @@ class Site:
             fresh = rows.clone() if refresh else rows
             self.history.load(block, rows)
             if refresh:
+                assert self._renewed is not None
+                self._renewed.add(block)
                 self.history.store(block, fresh)
 
     def end_epoch(self, refresh: bool) -> None:
         """Reads the history of the next epoch, once all chunks are retired."""
+        self._renewed = None
         if refresh:
             self._load()
+
+    def undo(self) -> None:
+        """Puts history back after an epoch that failed, int8 within one of its levels.
+
+        If it failed in the backward pass, gradients of the epoch before are forgotten.
+        """
+        renewed = self._renewed
+        if renewed is not None:
+            self.gradients = None
+        if renewed and self.history is not None:
+            for block, rows in self._blocks():
+                if block in renewed:  # `retire` has put back its rows
+                    self.history.store(block, rows)
+        self.end_epoch(refresh=True)
 
     def _load(self) -> None:
         if self.history is not None:

@@ -69,7 +69,14 @@ class Cargo:
             parts += list(value) if isinstance(value, (list, tuple)) else [value]
         flat = [p.to_local() for p in parts]
         flat = [p.flatten(1) if p.dim() > 1 else p.unsqueeze(1) for p in flat]
-        return torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()
+        packed = torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()
+        if packed.dtype != self.dtype or packed.size(1) != self.width:
+            raise TypeError(
+                f"{', '.join(self.names)} have {packed.size(1)} numbers of {packed.dtype} "
+                f"a node, but had {self.width} of {self.dtype} when the pipeline first saw "
+                "the data; use torch.autocast around all that it computes, or around none"
+            )
+        return packed
 
     def unpack(self, packed: Tensor, rows: Rows) -> Values:
         """Returns the values of a matrix, copied: layers may write into them."""

@@ -138,7 +138,14 @@ class Run:
                 f"layer {key[0]} reads its neighbours more often in training than in "
                 "evaluation; a pipeline keeps history for what it does every time"
             )
-        return self.sites[key]
+        site = self.sites[key]
+        if x.dtype != site.mix.dtype or x.size(1) != site.mix.size(1):
+            raise TypeError(
+                f"layer {key[0]} reads rows of {x.size(1)} numbers of {x.dtype}, but of "
+                f"{site.mix.size(1)} of {site.mix.dtype} when the pipeline first saw the "
+                "data; use torch.autocast around all that it computes, or around none"
+            )
+        return site
 
     def _ghosts(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Tensor:
         """Fetches the rows of all ghosts, sorted by chunk; a site keeps them if it is to."""
