@@ -291,7 +291,7 @@ def init(
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if not dist.is_initialized():
-        return _remembered(_alone(sides, seed, home))
+        return _remembered(alone(sides, seed, home))
     return _remembered(_joined((stages, *sides), seed, home, timeout))
 
 
@@ -343,12 +343,11 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
+def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
+    """Returns a mesh of this process, which no other hears of."""
     ledger = Ledger()
     names = ("world", *AXES, "data", "stage", "everyone")
-    axes: dict[str, Any] = {
-        name: Axis(name, 0, 1, None, ledger, None) for name in names
-    }
+    axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in names}
     return Mesh(grid, seed, device, None, ledger=ledger, **axes)
 
 

@@ -61,7 +61,7 @@ def measured_costs(stage: Stage) -> list[float]:
     known = stage.given(chunk)
     for place in range(stage.begin, stage.end):
         layer = stage.layers[place]
-        inputs = _leaves({name: known[name] for name in layer.takes if name in known})
+        inputs = leaves({name: known[name] for name in layer.takes if name in known})
         run.sites.clear()  # one layer's buffers at a time
 
         def step(
@@ -88,7 +88,9 @@ def measured_costs(stage: Stage) -> list[float]:
     return [float(cost) for cost in wire.all_reduce(least, plan.mesh.world)]
 
 
-def _leaves(values: Values) -> Values:
+def leaves(values: Values) -> Values:
+    """Returns the same rows without their history, ready for gradients."""
+
     def leaf(value: DistTensor) -> DistTensor:
         if not value.is_floating_point():
             return value

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm import mesh, random
 from pyg_distcomm.constants import Ordering
 from pyg_distcomm.pipeline.balance import supposed_costs
-from pyg_distcomm.pipeline.stack import Layer, crossing, read_stack
-from pyg_distcomm.plan.training import Training, layer_of
+from pyg_distcomm.pipeline.checks import check_links
+from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.filling import leaves
+from pyg_distcomm.pipeline.site import Rule
+from pyg_distcomm.pipeline.stack import Layer, crossing, from_data, read_stack
+from pyg_distcomm.pipeline.stage import Cargo, Stage, Values
+from pyg_distcomm.pipeline.view import Run
+from pyg_distcomm.plan.training import Training
+from pyg_distcomm.share import partition
+
+_KNOWN = ("x", "edge_weight")  # of the data
 
 
 @dataclass(frozen=True)
@@ -24,10 +35,14 @@ class Read:
     Args:
         width: of the rows.
         flows: whether their gradients go back.
+        behind: whether they do in all stages but the first, which get what they are of.
+        exact: whether they are exact, and now, whatever the link.
     """
 
     width: int
     flows: bool
+    behind: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,9 @@ class Item:
         parameters: how many train.
         carried: numbers a node that go on to the next item.
         skips: values among them, beside the first.
+        stuck: why they cannot go to another stage; nothing if they can.
+        readers: the layers in it that read by the link.
+        layer: itself, where it is known.
     """
 
     cost: float
@@ -49,6 +67,9 @@ class Item:
     parameters: int
     carried: int
     skips: int
+    stuck: str = ""
+    readers: tuple[list[MessagePassing], ...] = ()
+    layer: Layer | None = None
 
 
 def read_width(kind: str, width_in: int, width_out: int) -> tuple[int, bool]:
@@ -79,72 +100,103 @@ def items_of(training: Training, skips: int) -> list[Item]:
 
 
 def items_of_stack(layers: Any, num_features: int) -> list[Item]:
-    """Reads the items of a stack by running a copy of it on two nodes.
+    """Reads the items of a stack by running a copy of it, as a pipeline does, on two nodes.
 
     Raises:
         ValueError, TypeError: as `Pipeline` does, for what is no stack, or cannot run in
             chunks.
     """
-    stack = copy.deepcopy(read_stack(layers))
-    costs, found = supposed_costs(stack), []
-    dtype = next((p.dtype for one in stack for p in _trained(one)), torch.float32)
-    known: dict[str, Any] = {
-        "x": torch.zeros(2, num_features, dtype=dtype),
-        "edge_index": torch.tensor([[0, 1], [1, 0]]),
-        "edge_weight": torch.ones(2, dtype=dtype),
-    }
-    for place, (layer, cost) in enumerate(zip(stack, costs, strict=True)):
-        reads = _run(layer, known)
-        names = crossing(stack, place + 1)
-        parts = [known[name] for name in names]
-        matrices = [p for p in _trained(layer) if p.dim() == 2]
-        found.append(
-            Item(
-                cost,
-                tuple(reads),
-                tuple((p.size(0), p.size(1)) for p in matrices),
-                sum(p.numel() for p in _trained(layer)),
-                sum(_width(part) for part in parts),
-                len(names) - 1,
-            )
+    stack = [layer.converted() for layer in copy.deepcopy(read_stack(layers))]
+    check_links(stack)
+    for layer in stack:
+        if isinstance(layer.run, torch.nn.Module):
+            layer.run.cpu().eval()
+    costs, stage = supposed_costs(stack), _stage_of(stack, num_features)
+    try:
+        with random.apart(torch.device("cpu")):
+            return _items(stack, costs, stage)
+    except (ValueError, TypeError, RuntimeError):
+        raise
+    except Exception as error:  # of layers of the script's own
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the stack does not run on two nodes ({told})") from error
+
+
+def _stage_of(stack: list[Layer], num_features: int) -> Stage:
+    """Returns a stage of all layers, on two nodes that this process has alone."""
+    missing = [name for name in from_data(stack, 0, len(stack)) if name not in _KNOWN]
+    if missing:
+        raise ValueError(
+            f"the stack reads {', '.join(missing)} of the data, whose width is not known "
+            "here; give widths=[...] and skips=... instead of the model"
         )
+    dtype = next((p.dtype for one in stack for p in _trained(one)), torch.float32)
+    x, weight = torch.zeros(2, num_features, dtype=dtype), torch.ones(3, dtype=dtype)
+    data = Data(x, torch.tensor([[0, 1, 1], [1, 0, 0]]), edge_weight=weight)
+    share = partition(data, mesh.alone((1, 1, 1), 0, torch.device("cpu")), "block")
+    plan = plan_chunks(share.edge_index, torch.zeros(2, dtype=torch.long), 0)
+    stage = Stage(stack, 0, len(stack), Run(plan, Rule(), None, 0))
+    stage.look_at(share)
+    return stage
+
+
+def _items(stack: list[Layer], costs: list[float], stage: Stage) -> list[Item]:
+    run, found = stage.run, []
+    known, readers = stage.given(None), [0]
+    with torch.no_grad():  # makes the sites
+        for _ in _passed(stage, None, known):
+            readers.append(len(run.readers))
+    run.mode = "again"
+    with torch.enable_grad():
+        known = stage.given(0)
+        for place in _passed(stage, 0, known):
+            known.update(leaves({name: known[name] for name in stack[place].gives}))
+        behind = {key: site.flows for key, site in run.sites.items()}
+        for site in run.sites.values():
+            site.flows = False
+        known = stage.given(0)
+        for place in _passed(stage, 0, known):
+            names, layer = crossing(stack, place + 1), stack[place]
+            carried, stuck = _carried(known, names, layer)
+            matrices = [p for p in _trained(layer) if p.dim() == 2]
+            reads = tuple(
+                Read(site.mix.size(1), site.flows, behind[key], bool(site.exactly))
+                for key, site in run.sites.items()
+                if key[0] == place
+            )
+            found.append(
+                Item(
+                    costs[place],
+                    reads,
+                    tuple((p.size(0), p.size(1)) for p in matrices),
+                    sum(p.numel() for p in _trained(layer)),
+                    carried,
+                    len(names) - 1,
+                    stuck,
+                    tuple(run.readers[readers[place] : readers[place + 1]]),
+                    layer,
+                )
+            )
     return found
 
 
-def _run(layer: Layer, known: dict[str, Any]) -> list[Read]:
-    """Runs a layer, puts down what it returns, and tells what it read of neighbours."""
-    reads: list[Read] = []
+def _passed(stage: Stage, chunk: int | None, known: Values) -> Iterator[int]:
+    """Runs a stage's layers one by one, and puts down what they return."""
+    for place, layer in enumerate(stage.layers):
+        stage.run.begin_layer(place, chunk)
+        known.update(stage.call(layer, known))
+        yield place
 
-    def note(conv: torch.nn.Module, given: tuple[Any, ...]) -> None:
-        x = given[0][0] if isinstance(given[0], (tuple, list)) else given[0]
-        one = layer_of(conv, x.size(-1))
-        width, after = read_width(one.kind, one.width_in, one.width_out)
-        reads.append(Read(width, after or one.fresh or x.requires_grad))
 
-    missing = [name for name in layer.takes if name not in known]
-    if missing:
-        raise ValueError(
-            f"{layer} reads {', '.join(missing)} of the data, whose width is not known "
-            "here; give widths=[...] and skips=... instead of the model"
-        )
-    if isinstance(layer.run, torch.nn.Module):
-        layer.run.eval()
-        for part in layer.run.modules():
-            if isinstance(part, MessagePassing):
-                part.register_forward_pre_hook(note)
-    with torch.enable_grad():
-        out = layer.run(*(known[name] for name in layer.takes))
-    several = out if len(layer.gives) > 1 else (out,)
-    known.update(zip(layer.gives, several, strict=True))
-    return reads
+def _carried(known: Values, names: Sequence[str], layer: Layer) -> tuple[int, str]:
+    """Returns the width of what crosses behind a layer, or why nothing can."""
+    try:
+        return Cargo.of(known, names, str(layer)).width, ""
+    except TypeError as error:
+        return 0, str(error)
 
 
 def _trained(layer: Layer) -> Sequence[Tensor]:
     if not isinstance(layer.run, torch.nn.Module):
         return ()
     return [p for p in layer.run.parameters() if p.requires_grad]
-
-
-def _width(value: Any) -> int:
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return sum(part[0].numel() for part in parts)

@@ -19,7 +19,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from pyg_distcomm.nn.coding import check_aggregations
 from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.pipeline.checks import check_untied
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.cost import PASSES, sum_messages
 from pyg_distcomm.plan.deep import Item
@@ -90,9 +92,10 @@ class Deep:
         try:
             flow = self.share(size // stages)
             alpha = _alpha(self.share(size), size, self.nodes)
+            cut = Staged(self, flow, stages, size // stages, chunks, coding)
+            cut.check()
         except ValueError as error:
             return replace(none, reason=str(error))
-        cut = Staged(self, flow, stages, size // stages, chunks, coding)
         by_rank = [round(float(n)) for n in cut.bytes.ravel()]
         every = len(by_rank) == size
         return replace(
@@ -185,6 +188,19 @@ class Staged:
         self.bytes = self.border + self.rows + self.weights + self.loss
         self._numbers = np.array([numbers]).T
 
+    def check(self) -> None:
+        """Raises a ValueError where `Pipeline` would refuse these stages, or the link."""
+        coding, items = self.coding, self.deep.items
+        for layers in (readers for item in items for readers in item.readers):
+            if coding is not None:
+                check_aggregations(layers, coding.link)
+        for border in self.borders:
+            if items[border].stuck:
+                raise ValueError(items[border].stuck)
+        stack = [item.layer for item in items if item.layer is not None]
+        if stack:
+            check_untied(stack, self.balance)
+
     def _total(self, of: Callable[[Item], float]) -> Array:
         """Adds something up over the items of each stage."""
         return np.array([[sum(of(one) for one in part)] for part in self._of])
@@ -197,15 +213,21 @@ class Staged:
         for part in self._of:
             found.append([])
             for read in (r for one in part for r in one.reads):
-                if read.flows or not back:
-                    found[-1].append(self._move(read.width, 0 < place == last, back))
+                flows = read.flows or (read.behind and len(found) > 1)
+                if flows or not back:
+                    exact = read.exact or (0 < place == last and self._spares_last)
+                    found[-1].append(self._move(read.width, exact, back))
                 place += 1
         return found
 
-    def _move(self, width: int, last: bool, back: bool) -> Move:
+    @property
+    def _spares_last(self) -> bool:
+        return self.coding is not None and self.coding.link.exact_last
+
+    def _move(self, width: int, exact: bool, back: bool) -> Move:
         coding, side = self.coding, self.flow.sides.ghost
         codec = None
-        if coding is not None and not (last and coding.link.exact_last):
+        if coding is not None and not exact:
             codec = coding.gradients if back else coding.rows
         writing, row = Writing(codec, self.deep.dtype), width * self.deep.dtype.itemsize
         ends = writing.in_chunks(side, width, self.chunks, self.ways - 1)
