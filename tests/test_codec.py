@@ -302,6 +302,15 @@ def test_quantised_narrow_types_add_their_own_rounding(dtype):
     assert bool((error <= step * 0.51 + unit).all())
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_quantised_numbers_near_the_greatest_stay_numbers(dtype):
+    most = min(torch.finfo(dtype).max, 3.2e38)
+    x = torch.tensor([[-1.0, 0.3, 0.99], [0.98, 1.0, 0.985], [0.5, 1.0, 0.7]]).double()
+    x = (x * most).to(dtype)
+    for codec in (*NEAR[1:], *RANDOM[1:]):
+        assert bool(there_and_back(codec, x).isfinite().all())
+
+
 def test_quantised_minima_that_bf16_holds_are_exact():
     x = rows().abs()
     x[:, 4] = 0.0  # as after ReLU
@@ -468,6 +477,20 @@ def test_residuals_settle_on_rows_that_do(codec):
 )
 def test_one_bit_is_believed_less_however_deep_it_lies(inner):
     assert Residual(inner).factor == 0.125
+
+
+def test_one_great_number_does_not_stay_in_a_residual():
+    codec, x = Residual(Chain(Plain(), Cast(torch.float16))), rows(m=3)
+    great, here, there = x.clone(), fresh_state(3, 33), fresh_state(3, 33)
+    great[1, 2] = 2e5
+    for sent in (great, great, great, great, x, x, x, x, x):
+        codec.decode(codec.encode(sent, state=here), torch.empty(3, 33), state=there)
+        assert bool(there.last.isfinite().all())
+        if sent is great:
+            last = there.last.clone()
+    torch.testing.assert_close(last, great, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(there.last, x, rtol=1e-3, atol=1e-2)
+    assert torch.equal(here.last, there.last)
 
 
 def test_what_a_residual_refuses():

@@ -174,6 +174,9 @@ def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
 
 def _rows(x: Tensor, index: Tensor | None) -> Rows:
     """Returns the storage under a matrix as a vector, its row stride, and which rows."""
+    if index is not None and not _row_strided(x):
+        _checked(_vector(index), len(x))
+        x, index = x.detach().index_select(0, index), None  # not all rows of x
     t = x.detach() if _row_strided(x) else x.detach().contiguous()
     span = (t.size(0) - 1) * t.stride(0) + t.size(1) if t.numel() else 0
     at = None if index is None else _checked(_vector(index), len(x))

@@ -16,6 +16,7 @@ from .loops import hash_row, jit, mix
 Array: TypeAlias = Any  # of one dimension, contiguous
 WIDEST = 3e38  # see `code_reference.WIDEST`
 LEAST = 1e-37  # see `code_reference.LEAST`
+MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
 
 
@@ -334,8 +335,9 @@ def dequantise(
             z = np.float64(number[0])
             number_bits[0] = np.int32(np.uint32(first) << np.uint32(16))
             d = np.float64(number[0])
-            if top * d > WIDEST:
-                fill(codes, to, f, z, d, out, at)
+            if top * d > WIDEST or z + top * d > MOST:
+                most = MOST if out.itemsize == 4 else np.inf
+                fill_below(codes, to, f, z, d, most, out, at)
             else:
                 # q D is exact: the sum is rounded once, as it is in float64
                 fill(codes, to, f, kind(z), kind(d), out, at)
@@ -345,6 +347,14 @@ def dequantise(
 def fill(codes: Array, to: Any, f: Any, z: Any, d: Any, out: Array, at: Any) -> None:
     for c in range(f):
         out[np.uint64(at + c)] = z + np.float32(codes[np.uint64(to + c)]) * d
+
+
+@jit
+def fill_below(
+    codes: Array, to: Any, f: Any, z: Any, d: Any, most: Any, out: Array, at: Any
+) -> None:
+    for c in range(f):
+        out[np.uint64(at + c)] = min(z + np.float64(codes[np.uint64(to + c)]) * d, most)
 
 
 @jit

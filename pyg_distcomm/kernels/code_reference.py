@@ -92,7 +92,8 @@ def quantise(
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     """Reads quantised rows into `out` [m, f] of float32 or float64, as z + q D.
 
-    The sum is taken in float64, so that it is rounded once.
+    The sum is taken in float64, so that it is rounded once; one beyond the range of the
+    type, as D was rounded up, is its greatest number.
     """
     m, f = out.shape
     if not out.numel():
@@ -102,7 +103,8 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     meta = message[: META * m].clone().view(torch.int16).view(m, 2)
     first, second = meta.unbind(1)
     step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
-    out.copy_(torch.addcmul(z.unsqueeze(1), codes.double(), step.unsqueeze(1)))
+    sums = torch.addcmul(z.unsqueeze(1), codes.double(), step.unsqueeze(1))
+    out.copy_(sums.clamp_(max=torch.finfo(out.dtype).max))
     same = first < 0
     head = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
     word = head[same] | _joined(codes[same], bits)

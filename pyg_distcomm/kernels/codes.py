@@ -7,19 +7,20 @@ float64. Rows are those of a matrix, or those at an index of it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import code_reference
-from .code_reference import Noise
+from .code_reference import META, Noise
 from .code_reference import message_bytes as message_bytes
 from .code_reference import wrong_length as wrong_length
 
 FLOATS = (torch.float32, torch.float64)
 HALVES = (*FLOATS, torch.float16, torch.bfloat16)
+BLOCK = 1 << 16  # numbers of a narrower type that are float32 at a time
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +29,10 @@ R = TypeVar("R")
 def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
-    """Writes rows as a few bits a number; see `code_reference.quantise`."""
+    """Writes rows as a few bits a number; see `code_reference.quantise`.
+
+    Rows of a narrower type are written as float32, some at a time.
+    """
     wanted = message_bytes(_count(x, index), x.size(1), bits, x.element_size())
     if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
         raise ValueError(
@@ -38,15 +42,36 @@ def quantise(
         raise ValueError(
             f"noise must name each of the {_count(x, index)} rows, got {len(noise[1])}"
         )
-    return _pick(code_reference.quantise, x)(x, index, bits, noise, out)
+    if x.dtype in FLOATS:
+        return _pick(code_reference.quantise, x)(x, index, bits, noise, out)
+    bad = -1
+    for rows, meta, packed in _blocks(_count(x, index), x.size(1), bits):
+        some = x[rows] if index is None else x[index[rows].long()]
+        drawn = None if noise is None else (noise[0], noise[1][rows])
+        sizes = len(out[meta]), len(out[packed])
+        part = out.new_empty(sum(sizes))
+        found = quantise(some.float(), None, bits, drawn, part)
+        bad = rows.start + found if bad < 0 <= found else bad
+        out[meta], out[packed] = part.split(sizes)
+    return bad
 
 
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Reads rows of a few bits a number; see `code_reference.dequantise`."""
+    """Reads rows of a few bits a number; see `code_reference.dequantise`.
+
+    In a narrower type, numbers beyond its range arrive as its greatest.
+    """
     wanted = message_bytes(len(out), out.size(1), bits, out.element_size())
     if len(message) != wanted:
         raise ValueError(wrong_length(len(message), wanted))
-    return _pick(code_reference.dequantise, out)(message, bits, out)
+    if out.dtype in FLOATS:
+        return _pick(code_reference.dequantise, out)(message, bits, out)
+    most = torch.finfo(out.dtype).max
+    for rows, meta, packed in _blocks(len(out), out.size(1), bits):
+        part = torch.cat([message[meta], message[packed]])
+        wide = torch.empty(out[rows].shape, dtype=torch.float32, device=out.device)
+        out[rows] = dequantise(part, bits, wide).clamp_(-most, most).to(out.dtype)
+    return out
 
 
 def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
@@ -117,6 +142,15 @@ def _pick(
     module = importlib.import_module(".code_cpu", __package__)
     twin: Callable[P, R] = getattr(module, op.__name__)
     return twin
+
+
+def _blocks(rows: int, width: int, bits: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields rows, what leads them, and their codes, which fill whole bytes."""
+    some, begins = 8 * max(BLOCK // (8 * max(width, 1)), 1), META * rows
+    for begin in range(0, rows, some):
+        end = min(begin + some, rows)
+        first, last = (begins + -(-at * width * bits // 8) for at in (begin, end))
+        yield slice(begin, end), slice(META * begin, META * end), slice(first, last)
 
 
 def _count(x: Tensor, index: Tensor | None) -> int:

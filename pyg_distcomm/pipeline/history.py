@@ -66,7 +66,7 @@ class History:
                 raise _not_finite("float16")
         elif x.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            bad = codes.quantise(_codable(x), None, _BITS, None, message)
+            bad = codes.quantise(x, None, _BITS, None, message)
             if bad >= 0:
                 raise _not_finite("int8")
 
@@ -76,17 +76,10 @@ class History:
             out.copy_(self._rows(block))
         elif out.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            rows = _codable(out)
-            codes.dequantise(message, _BITS, rows)
-            if rows is not out:
-                out.copy_(rows)
+            codes.dequantise(message, _BITS, out)
 
     def _rows(self, block: int) -> Tensor:
         return self.kept[self._bounds[block] : self._bounds[block + 1]]
-
-
-def _codable(x: Tensor) -> Tensor:
-    return x if x.element_size() >= 4 else x.float()
 
 
 def _not_finite(kind: str) -> ValueError:

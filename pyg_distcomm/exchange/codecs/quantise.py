@@ -89,8 +89,7 @@ class Quantise(Codec):
         out = room(self.wire_bytes(rows, x.size(1), x.dtype), x, out)
         if not len(out):
             return out
-        wide = x if x.dtype == torch.float64 else x.float()
-        bad = codes.quantise(wide, index, self.bits, noise, out)
+        bad = codes.quantise(x, index, self.bits, noise, out)
         if bad >= 0 and self.strict:
             raise ValueError(refusal(self, x, index, bad, where))
         return out
@@ -104,12 +103,7 @@ class Quantise(Codec):
         state: State | None = None,
     ) -> Tensor:
         """Reads z + q D for each code."""
-        if not out.size(1):
-            return out
-        if out.dtype in codes.FLOATS:
-            return codes.dequantise(message, self.bits, out)
-        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        return out.copy_(codes.dequantise(message, self.bits, wide))
+        return codes.dequantise(message, self.bits, out) if out.size(1) else out
 
 
 def refusal(codec: Codec, x: Tensor, index: Tensor | None, bad: int, where: str) -> str:

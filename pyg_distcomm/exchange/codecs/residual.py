@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_distcomm.exchange.codec import Codec, Draw, State, count_of, nested
 from pyg_distcomm.exchange.codecs.mask import ColumnMask
-from pyg_distcomm.exchange.codecs.plain import rows_at
+from pyg_distcomm.exchange.codecs.plain import Cast, rows_at
 from pyg_distcomm.exchange.codecs.quantise import Quantise, refusal
 from pyg_distcomm.exchange.codecs.rows import RowSample
 from pyg_distcomm.kernels import codes
@@ -28,6 +28,9 @@ class Residual(Codec):
     1 / (1 + w) makes that w / (1 + w) of |r|^2 in the mean. One bit has w of about 6 on
     normal rows of 128 and would diverge at gain 1; a mask that is not scaled has 1 - k/f
     and sends later what it left out.
+
+    A difference beyond the range of a `Cast` inside is cut off at it, and the rest sent
+    later; an infinity would stay in the state.
 
     Both ends must decode the same messages in the same order: a message that is skipped
     or repeated sets them apart for good, so both `reset()` when the timing changes.
@@ -114,6 +117,10 @@ class Residual(Codec):
         if bad >= 0:  # it would stay in the state for good
             raise ValueError(refusal(self, x, index, bad, where))
         difference = rows_at(x, index) - last
+        for one in nested(self.inner):
+            if isinstance(one, Cast):
+                most = torch.finfo(one.dtype).max
+                difference.clamp_(-most, most)
         message = self.inner.encode(difference, draw, out=out, where=where)
         self._update(message, last, difference, draw)
         return message
