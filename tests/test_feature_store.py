@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -647,6 +648,22 @@ def _misled():
 def test_an_owner_that_has_not_what_is_asked_of_it(world):
     if world == (3, 1):
         assert worlds.run(_misled, 3, deadline=60) == [True] * 3
+
+
+def _diverged():
+    mesh = pdc.init(timeout=30)
+    x = torch.full((20, 4), float("nan") if mesh.rank == 1 else 1.0)
+    x[:, 0] = 0.0
+    store = DistFeatureStore.from_replicated(x, mesh, wire=Quantise(8))
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"x: row 0 of a message holds nan"):
+        store[torch.arange(20)]
+    return time.monotonic() - begun
+
+
+def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
+    if world == (2, 1):
+        assert max(worlds.run(_diverged, 2, deadline=60)) < 15
 
 
 def test_ids_travel_in_as_few_bytes_as_they_need():

@@ -120,7 +120,7 @@ class Fetch:
             asked = self._agree(asks, problem)
             places, gids = self._served(asks, asked)
             pending = wire.all_to_all(
-                pack_rows(self.columns, places, gids, asked),
+                self._packed(places, gids, asked),
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
                 axis,
@@ -233,16 +233,28 @@ class Fetch:
             places.append(place)
         return places, gids
 
+    def _packed(
+        self, places: list[Tensor], gids: list[Tensor], asked: Counts
+    ) -> Tensor:
+        try:
+            return pack_rows(self.columns, places, gids, asked)
+        except ValueError as error:
+            self._tell(error)
+            raise
+
     def _misled(self, shelf: Shelf, gid: int) -> ValueError:
         error = ValueError(
             f"id {gid} of group {shelf.group!r} was asked of rank "
             f"{self.channel.world.rank}, which does not have it: the owner given with it "
             "is wrong"
         )
+        self._tell(error)
+        return error
+
+    def _tell(self, error: ValueError) -> None:
         watch = self.channel.row.watch
         if watch is not None:  # the others wait for rows that will not come
             watch.report(error)
-        return error
 
     @property
     def id_type(self) -> torch.dtype:
