@@ -11,7 +11,7 @@ from links import ONE, Net, build, epoch
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import ColumnMask, Plain, Quantise, Residual
+from pyg_distcomm.exchange.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.exchange.schedule import Fixed
 from pyg_distcomm.nn import DistGCNConv
@@ -30,7 +30,8 @@ def test_what_does_not_go_together_is_refused():
         ({"codec": ONE, "late": -1}, "number of epochs"),
         ({"codec": ONE, "smooth": 0.5}, "late=0"),
         ({"codec": ONE, "late": 1, "smooth": 1.0}, "in \\[0, 1\\)"),
-        ({"codec": ONE, "sync_every": 0}, "1 epoch"),
+        ({"codec": ONE, "sync_every": 0}, "1 or more"),
+        ({"codec": ONE, "late": 1, "sync_every": 2.5}, "number of epochs"),
     ):
         with pytest.raises(ValueError, match=text):
             LinkPolicy(**options)
@@ -43,6 +44,20 @@ def test_what_does_not_go_together_is_refused():
             pdc.BNS(wrong)
     with pytest.raises(ValueError, match="mask must be"):
         pdc.VARCO(3, mask="suffix")
+    for schedule in ("cosine", 0.5):
+        with pytest.raises(TypeError, match="must be a Schedule"):
+            pdc.VARCO(3, schedule=schedule)
+    for given in ({"c_max": 8}, {"c_min": 2}, {"slope": 1}):
+        with pytest.raises(ValueError, match="ratios of its own"):
+            pdc.VARCO(3, schedule=Fixed(2), **given)
+
+
+def test_sylvie_of_many_bits_is_plain_or_cast():
+    assert pdc.Sylvie(32).codec == Plain()
+    assert pdc.Sylvie(32, late=0).is_exact
+    assert pdc.Sylvie(16).codec == Cast(torch.bfloat16)
+    with pytest.raises(ValueError, match="adaptive"):
+        pdc.Sylvie(16, adaptive=True)
 
 
 def steps(how):

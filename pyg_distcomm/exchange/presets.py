@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from pyg_distcomm.exchange.adaptive import Adaptive
+from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.exchange.codecs.mask import ColumnMask
-from pyg_distcomm.exchange.codecs.plain import Plain
+from pyg_distcomm.exchange.codecs.plain import Cast, Plain
 from pyg_distcomm.exchange.codecs.quantise import Quantise
 from pyg_distcomm.exchange.codecs.rows import RowSample
 from pyg_distcomm.exchange.policy import LinkPolicy
@@ -35,9 +38,15 @@ def VARCO(
         mask: "random" columns as in the paper, the "prefix" of columns as in its scripts,
             or random for each "block" of rows.
         scaled: whether what arrives is scaled up, which makes it unbiased.
-        schedule: another schedule than the paper's, which is linear in c.
+        schedule: another schedule than the paper's, which is linear in c; it has its own
+            bounds, so c_max, c_min and slope are left out.
         exact_last, exact_eval, seed: see `LinkPolicy`.
     """
+    if schedule is not None and (c_max, c_min, slope) != (128.0, 1.0, 5.0):
+        raise ValueError(
+            f"{schedule!r} has ratios of its own; give c_max, c_min and slope to it, not to "
+            f"VARCO as well, which got {c_max}, {c_min} and {slope}"
+        )
     if mask not in _PICKS:
         raise ValueError(f"mask must be one of {', '.join(_PICKS)}, got {mask!r}")
     pace = schedule if schedule is not None else Linear(epochs, c_max, c_min, slope)
@@ -63,15 +72,16 @@ def Sylvie(
     """A few bits a number, one epoch late ([Zhang23]).
 
     Args:
-        bits: 1, 2, 4 or 8.
+        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers as they are.
         late: 1 is Sylvie-A, 0 is Sylvie-S.
         sync_every: every so many epochs are synchronous: its staleness adaptor.
         adaptive: bits and timing by how the loss falls, as in the later Sylvie; give the
             loss to `link.step(loss)`.
         exact_last, exact_eval, seed: see `LinkPolicy`.
     """
+    wide: dict[int, Codec] = {16: Cast(torch.bfloat16), 32: Plain()}
     return LinkPolicy(
-        Quantise(bits, "stochastic"),
+        wide[bits] if bits in wide else Quantise(bits, "stochastic"),
         late=late,
         sync_every=sync_every,
         adaptive=adaptive,

@@ -44,9 +44,10 @@ class Timing:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise ValueError(f"{name} is a number of epochs, got {value!r}")
-        if self.sync_every is not None and self.sync_every < 1:
+        every = self.sync_every
+        if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(
-                f"sync_every is 1 epoch or more, got {self.sync_every!r}; None for never"
+                f"sync_every is a number of epochs, 1 or more, got {every!r}; None for never"
             )
         if self.smooth is not None and not 0.0 <= self.smooth < 1.0:
             raise ValueError(f"smooth lies in [0, 1), got {self.smooth!r}")
