@@ -52,9 +52,9 @@ class Locals:
             return x
         return torch.cat([x, adjoint.exchange(x, self.halo if link is None else link)])
 
-    def with_ghost_facts(self, x: Tensor) -> Tensor:
+    def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same of what the graph says of nodes: the same in every epoch."""
-        return self.with_ghosts(x)
+        return self.with_ghosts(x, link)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,13 +312,14 @@ def gcn_norm(
     improved: bool,
     add_self_loops: bool,
     dtype: torch.dtype,
+    link: Link | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalises own edges symmetrically, as PyG's `gcn_norm` does on one process.
 
         w'_e = d_source^-1/2 w_e d_target^-1/2,   d_v = sum of w over edges into v
 
     Shapes: edge_index [2, e] in local numbering, weight [e], return [2, e'], [e'].
-    Price: one word per ghost, for its degree.
+    Price: one word per ghost, for its degree, over `link` if it is given.
     """
     fill = 2.0 if improved else 1.0
     if add_self_loops:
@@ -330,5 +331,5 @@ def gcn_norm(
     degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)
     scale = degree.pow(-0.5)
     scale = scale.masked_fill(scale == float("inf"), 0)
-    every = here.with_ghost_facts(scale.unsqueeze(1)).squeeze(1)
+    every = here.with_ghost_facts(scale.unsqueeze(1), link).squeeze(1)
     return edge_index, every[edge_index[0]] * weight * scale[edge_index[1]]

@@ -29,6 +29,8 @@ LAYERS = {
     "GIN": lambda a, b: pyg.GINConv(torch.nn.Linear(a, b)),
     "Transformer": lambda a, b: pyg.TransformerConv(a, b),
     "GATv2": lambda a, b: pyg.GATv2Conv(a, b),
+    "TAG": lambda a, b: pyg.TAGConv(a, b, K=2),
+    "Cheb": lambda a, b: pyg.ChebConv(a, b, K=2),
 }
 
 
@@ -81,6 +83,42 @@ def test_what_attention_is_made_of_is_exact_in_any_precision(dtype):
     assert not is_coded(conv, "edge_updater", "value", x)
 
 
+def test_what_softmaxes_and_gates_are_made_of_is_exact():
+    x = torch.zeros(2, 4)
+    for conv, name in (
+        (pyg.HEATConv(4, 4, 2, 2, 3, 3, 3), "x"),
+        (pyg.DNAConv(4), "x"),
+        (pyg.FAConv(4), "alpha"),
+        (pyg.GENConv(4, 4), "x"),
+        (pyg.SAGEConv(4, 4, aggr=["mean", "softmax"]), "x"),
+    ):
+        assert not is_coded(conv, "propagate", name, x), conv
+    assert is_coded(pyg.FAConv(4), "propagate", "x", x)
+    assert is_coded(pyg.GENConv(4, 4, aggr="add"), "propagate", "x", x)
+
+
+def keeps_rows():
+    link = LinkPolicy(ColumnMask(4), exact_last=False)
+    share = pdc.partition(GRAPHS["undirected"](), worlds.mesh(), "random", link=link)
+    for kind in (pyg.SGConv, lambda *a, **k: pyg.SSGConv(*a, alpha=0.1, **k)):
+        torch.manual_seed(3)
+        conv = pdc.convert(kind(7, 4, K=2, cached=True).double())
+        torch.manual_seed(3)
+        exact = pdc.convert(kind(7, 4, K=2).double(), "exact")
+        for _ in range(3):
+            out = conv(share.x, share.edge_index)
+            assert torch.equal(
+                out.to_local(), exact(share.x, share.edge_index).to_local()
+            )
+            out.sum().backward()
+            link.step()
+        assert link.price().total == 0
+
+
+def test_what_a_layer_keeps_for_good_is_exact():
+    worlds.run(keeps_rows, 2)
+
+
 def trains(layer, name):
     link = LINKS[name]()
     mesh, share, net = build(layer, link)
@@ -124,10 +162,12 @@ def priced(layer, name):
 
 
 @pytest.mark.parametrize("name", ["sylvie", "varco late"])
-@pytest.mark.parametrize("layer", ["GAT", "GIN", "Transformer", "GATv2"])
+@pytest.mark.parametrize("layer", ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"])
 def test_bytes_of_layers_are_those_foretold(layer, name):
     for text in worlds.run(priced, 3, layer, name):
-        if layer != "GIN":
+        if layer in ("TAG", "Cheb"):
+            assert "degrees" in text
+        elif layer != "GIN":
             assert "attention depends on it" in text
         codec = "Quantise" if name == "sylvie" else "ColumnMask"
         rows = [line for line in text.splitlines() if "Conv" in line]
@@ -182,3 +222,27 @@ def one_evaluates():
 
 def test_one_rank_in_evaluation():
     worlds.run(one_evaluates, 3)
+
+
+def one_layer_evaluates(before):
+    """One layer does, on one rank: from the start, or after some epochs."""
+    link = pdc.Sylvie(exact_last=False)
+    mesh, share, net = build("GIN", link)
+    x = share.x.clone().requires_grad_()
+    for _ in range(before):
+        net(x, share.edge_index).sum().backward()
+        link.step()
+    net.middle.train(mesh.rank != 0)
+    if before:
+        with pytest.raises(ValueError, match="some layers train on some ranks and"):
+            net(x, share.edge_index).sum().backward()
+        return
+    for _ in range(3):  # such a layer is exact
+        net(x, share.edge_index).sum().backward()
+        link.step()
+    assert len(link.run.places) == 2
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_one_layer_in_evaluation_on_one_rank(before):
+    worlds.run(one_layer_evaluates, 2, before, deadline=30)

@@ -3,7 +3,8 @@
 [Note: attention] A softmax over neighbours turns small errors of its logits into large ones
 of its weights, and an unbiased code of them into a biased weight. So what logits are made
 from travels exactly and now: what a layer gives to `edge_updater`, and the tensors below,
-which it compares inside `message`. Where these are a layer's features, nothing is coded.
+which it compares inside `message`, or all where the aggregation is a softmax. Where these
+are a layer's features, nothing is coded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch_geometric.nn.aggr import (
     Aggregation,
     MeanAggregation,
     MultiAggregation,
+    SoftmaxAggregation,
     SumAggregation,
 )
 
@@ -25,8 +27,11 @@ from pyg_distcomm.exchange.policy import LinkPolicy
 # of each layer, the arguments of propagate that its weights of messages come from
 _COMPARED = {
     "AGNNConv": {"x_norm"},
+    "DNAConv": {"x"},
+    "FAConv": {"alpha"},
     "FeaStConv": {"x"},
     "GeneralConv": {"x"},
+    "HEATConv": {"x"},
     "PointTransformerConv": {"pos", "alpha"},
     "RGATConv": {"x"},
     "ResGatedGraphConv": {"q"},
@@ -47,6 +52,8 @@ def is_coded(layer: MessagePassing, verb: str, name: str, value: Tensor) -> bool
         value: the tensor.
     """
     if verb != "propagate" or value.dtype not in _CODED:
+        return False
+    if _is_softmax(layer.aggr_module):
         return False
     kinds = {kind.__name__ for kind in type(layer).__mro__}
     return not any(name in _COMPARED.get(kind, ()) for kind in kinds)
@@ -84,6 +91,12 @@ def _is_linear(aggregation: Aggregation | None) -> bool:
     if isinstance(aggregation, MultiAggregation):
         return all(map(_is_linear, aggregation.aggrs))
     return isinstance(aggregation, _LINEAR)
+
+
+def _is_softmax(aggregation: Aggregation | None) -> bool:
+    if isinstance(aggregation, MultiAggregation):
+        return any(map(_is_softmax, aggregation.aggrs))
+    return isinstance(aggregation, SoftmaxAggregation)
 
 
 def _leaves_out(link: LinkPolicy) -> bool:

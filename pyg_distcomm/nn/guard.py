@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.rowcut import Picker, RowCut, tree_map
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, base_name
@@ -42,6 +43,7 @@ class Scene:
     nodes: Rows
     here: Locals
     source: int  # which row of edge_index holds the sources
+    link: Callable[[], Link | None]  # of one exchange of degrees; see `Visit.exact`
 
 
 class Guarded(Picker):

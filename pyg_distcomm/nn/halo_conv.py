@@ -33,7 +33,8 @@ class HaloConv(torch.nn.Module):
         conv: a `MessagePassing` layer; it is shared, not copied.
         link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
             What the layer hands to `propagate` is coded, but for what attention is made
-            from, which is exact and now; see [Note: attention].
+            from, which is exact and now; see [Note: attention]. So is all of a layer that
+            keeps what it propagates (`SGConv(cached=True)`).
 
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
     Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward.
@@ -122,6 +123,8 @@ def through_halo(
     edge_index = _edge_index(conv, given)
     _check(conv, edge_index, given)
     topology, carry = _flowing(conv, edge_index)
+    # what is kept from one pass on must be exact, whatever the pass
+    link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
     user = Linked.of(conv, link, edge_index)
     at_work = user.is_coded
     if at_work and user.link is not None:
@@ -140,6 +143,12 @@ def through_halo(
             raise
         raise TypeError(f"{visit.scene.layer}, run distributed: {error}") from error
     return tree_map(visit.outcome, out)
+
+
+def _keeps_rows(layer: MessagePassing) -> bool:
+    """Tells whether a layer keeps what it propagates: SGConv and SSGConv may."""
+    names = vars(layer)
+    return bool(names.get("cached")) and ("_cached_x" in names or "_cached_h" in names)
 
 
 def _edge_index(conv: MessagePassing, given: dict[str, Any]) -> DistEdgeIndex:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_distcomm import adjoint
-from pyg_distcomm.nn.guard import GuardedEdges
+from pyg_distcomm.nn.guard import GuardedEdges, Scene
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
-from pyg_distcomm.topology import Locals, gcn_norm
+from pyg_distcomm.topology import gcn_norm
 
 Pair = tuple[GuardedEdges, Any]
 
@@ -147,7 +147,13 @@ def _norm(
     local = edges.plain().flip(0) if turned else edges.plain()
     kind = dtype or torch.get_default_dtype()
     out, weight = gcn_norm(
-        scene.here, local, _local(edge_weight), improved, add_self_loops, kind
+        scene.here,
+        local,
+        _local(edge_weight),
+        improved,
+        add_self_loops,
+        kind,
+        scene.link(),
     )
     out = out.flip(0) if turned else out
     if add_self_loops:
@@ -168,7 +174,7 @@ def _laplacian(
     local, weight = remove_self_loops(edges.plain(), _local(edge_weight))
     if weight is None:
         weight = torch.ones(local.size(1), dtype=dtype, device=local.device)
-    degree = _first_end_sums(scene.here, local[0], weight, scene.source == 0)
+    degree = _first_end_sums(scene, local[0], weight)
     if normalization is None:
         own = degree[: scene.here.num_own]
         looped, _ = add_self_loops(local, num_nodes=scene.here.num_own)
@@ -184,16 +190,16 @@ def _laplacian(
     return _with_loops(edges, _without_loops(edges), looped, value)
 
 
-def _first_end_sums(
-    here: Locals, first: Tensor, weight: Tensor, of_sources: bool
-) -> Tensor:
+def _first_end_sums(scene: Scene, first: Tensor, weight: Tensor) -> Tensor:
     """Sums of weights over the edges that start at each own and ghost node."""
+    here = scene.here
     every = here.num_own + len(here.ghost_gid)
     part = weight.new_zeros(every).index_add(0, first, weight).unsqueeze(1)
     own = part[: here.num_own]
-    if of_sources and not here.halo.silent:
-        own = adjoint.exchange_transpose(part[here.num_own :], own, here.halo)
-    return here.with_ghosts(own).squeeze(1)
+    if scene.source == 0 and not here.halo.silent:
+        link = scene.link() or here.halo
+        own = adjoint.exchange_transpose(part[here.num_own :], own, link)
+    return here.with_ghosts(own, scene.link()).squeeze(1)
 
 
 def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -263,7 +263,7 @@ class ChunkLocals(Locals):
         """Returns own rows and those read elsewhere, of this epoch or from history."""
         return torch.cat([x, self.run.gathered(x, self.chunk)])
 
-    def with_ghost_facts(self, x: Tensor) -> Tensor:
+    def with_ghost_facts(self, x: Tensor, link: Any = None) -> Tensor:
         """Returns the same of what never changes."""
         return torch.cat([x, self.run.facts_of(x, self.chunk)])
 
