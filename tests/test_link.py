@@ -34,6 +34,7 @@ EXACT = {
         Plain(), late=2, sync_every=1, smooth=None, exact_last=False
     ),
     "bitmap": lambda: LinkPolicy(Bitmap(), exact_last=False),
+    "32 bits": lambda: pdc.Sylvie(32, late=0, exact_last=False),
 }
 
 
@@ -153,6 +154,27 @@ def modes():
 
 def test_what_is_exact():
     assert all(worlds.run(modes, 3))
+
+
+def coded_evaluation():
+    """Coded, but for the layer whose call is exact in training."""
+    link = LinkPolicy(ColumnMask(3), exact_eval=False)
+    _, share, net = build((2, 1, 1), link)
+    for _ in range(2):
+        epoch(net, share)
+        link.step()
+    x, exact = share.x, []
+    with torch.no_grad():
+        for layer in net.eval().layers:
+            want = layer(x, share.edge_index.with_link(None))
+            got = layer(x, share.edge_index)
+            exact.append(torch.equal(got.to_local(), want.to_local()))
+            x = want
+    return exact
+
+
+def test_a_coded_evaluation_ends_exactly():
+    assert worlds.run(coded_evaluation, 2) == [[False, False, True]] * 2
 
 
 def kept():

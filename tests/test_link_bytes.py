@@ -59,6 +59,25 @@ def test_bytes_where_ranks_have_little(graph, cutter):
     worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)
 
 
+def kept():
+    """A product that is kept, without evaluations."""
+    link = pdc.Sylvie()
+    mesh, share, net = build((2, 1, 1), link, layer=DistSAGEConv, keep=True)
+    for _ in range(4):
+        foretold = link.price().total
+        mesh.ledger.reset()
+        net(share.x, share.edge_index).square().sum().backward()
+        counted = moved(mesh)
+        assert link.price().total == counted
+        assert foretold in (0, counted)
+        link.step()
+    assert foretold
+
+
+def test_bytes_of_a_product_that_is_kept():
+    worlds.run(kept, 2)
+
+
 def budgeted(codec, late):
     total, epochs = 4.0e5, 40
     schedule = Budget(total, Exponential(epochs, 64, 1))

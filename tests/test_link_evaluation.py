@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
-from links import LINKS, OPS
+from links import LINKS, OPS, Net, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import ColumnMask
+from pyg_distcomm.exchange.codecs import ColumnMask, Plain
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.exchange.schedule import Budget, Exponential
-from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 
 class Dropping(torch.nn.Module):
@@ -137,3 +137,34 @@ def test_budgets_count_what_evaluations_do_not_keep():
     for flag in (False, True):
         moved, totals = zip(*worlds.run(spent, 3, flag), strict=True)
         assert sum(moved) == pytest.approx(totals[0], rel=0.01)
+
+
+def counted(evaluates):
+    """A budget where inputs do not change; what training sends, and their product."""
+    total, epochs = 4.0e5, 30
+    link = LinkPolicy(ColumnMask(64), Budget(total, Exponential(epochs, 64, 1)))
+    mesh, data = worlds.mesh(), GRAPHS["undirected"]()
+    data.x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    share = pdc.partition(data, mesh, "random", link=link)
+    net, spent = Net(DistSAGEConv, (64, 64, 64, 5)), 0
+    for _ in range(epochs):
+        mesh.ledger.reset()
+        net.train()(share.x, share.edge_index).square().sum().backward()
+        spent += moved(mesh)
+        if evaluates == "before the step":
+            evaluate(share, net)
+        link.step()
+        if evaluates == "after":
+            evaluate(share, net)
+    product = link.run.records[0, 0, 0, 0].loads[0].bytes(Plain())
+    return spent + product * bool(evaluates), str(link.pace.schedule), total
+
+
+def test_a_budget_counts_a_product_that_an_evaluation_makes():
+    schedules = set()
+    for evaluates in ("", "before the step", "after"):
+        every = worlds.run(counted, 2, evaluates)
+        schedules |= {schedule for _, schedule, _ in every}
+        total = every[0][2]
+        assert 0.99 * total <= sum(spent for spent, *_ in every) <= total
+    assert len(schedules) == 1

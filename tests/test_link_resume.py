@@ -211,3 +211,32 @@ def half_done():
 
 def test_one_that_is_saved_before_its_step_warns():
     worlds.run(half_done, 2)
+
+
+def after_a_copy(folder):
+    """A copy that is evaluated first takes no place of the layers whose rows were saved."""
+    mesh = worlds.mesh()
+    share, net, optimizer = begin(mesh, "random")
+    link = make("residual")
+    train(share, net, optimizer, link, 3)
+    pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
+    want = train(share, net, optimizer, link, 2)
+    share, net, optimizer = begin(mesh, "random")
+    link = make("residual")
+    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+    with torch.no_grad():
+        copy.deepcopy(net.module).eval()(share.x, share.edge_index.with_link(link))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(share, net, optimizer, link, 2) == want
+    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+    net.module.layers[1](
+        net.module.layers[0](share.x, share.edge_index),
+        share.edge_index.with_link(link),
+    ).sum().backward()
+    with pytest.warns(UserWarning, match=r"of layers \[1\].*are dropped"):
+        link.step()
+
+
+def test_saved_rows_are_not_lost_to_a_copy(tmp_path):
+    worlds.run(after_a_copy, 2, tmp_path / "a")

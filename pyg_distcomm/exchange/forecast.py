@@ -40,6 +40,7 @@ class Forecast:
         active: calls of the last whole epoch, or of this one if it is the first.
         stages: by layer, whether its input was seen (1), or its product is kept (2).
         kept_at: by layer, in which epoch its product was made to be kept.
+        began: by layer, in which epoch it was trained first.
         last: the call that is exact.
         timing: when rows arrive.
         exact_first: whether the first epoch is exact.
@@ -55,6 +56,7 @@ class Forecast:
     active: tuple[CallKey, ...]
     stages: Mapping[int, int]
     kept_at: Mapping[int, int]
+    began: Mapping[int, int]
     last: CallKey | None
     timing: Timing
     exact_first: bool
@@ -102,8 +104,11 @@ class Forecast:
             for place, _ in self.active
             if not (self._is_gone(place, epoch) or self._is_once(place, epoch))
         ]
-        passes = asked.count(asked[0]) if asked and self.size > 1 else 0
-        return passes * wire.ring_words(1, self.size)
+        if not asked or self.size == 1:
+            return 0
+        new = {p for p in asked if self.began.get(p, self.epoch) == epoch}
+        times = asked.count(asked[0]) + len(new - {asked[0]})
+        return times * wire.ring_words(1, self.size)
 
     def _is_once(self, place: int, epoch: int) -> bool:
         """Tells whether a layer's product is made in this epoch, and kept from then on."""
@@ -205,13 +210,14 @@ class Forecast:
             for key, record in self._alive(0)
         ]
         every = [one for rows in wire.all_gather_object(mine, axis) for one in rows]
-        calls = {(key[:2], stage) for key, _, stage, _ in every}
+        calls = {(key[0], stage) for key, _, stage, _ in every}
         asking = wire.ring_words(1, self.size) * self.size
         one = _Epochs(self, every)
 
         def bytes_of(epoch: int, rate: float) -> float:
-            asked = [stage for _, stage in calls if epoch == 0 or not stage]
-            return one.cost(epoch, rate, answers[epoch]) + asking * bool(asked)
+            asked = {place for place, stage in calls if epoch == 0 or not stage}
+            times = bool(asked) if epoch else len(asked)  # new layers ask one by one
+            return one.cost(epoch, rate, answers[epoch]) + asking * times
 
         late = self.timing.lateness(False)
         read = (self._oldest(t, late) for t in range(epochs))
@@ -238,8 +244,8 @@ class _Epochs:
                     continue
                 self._all[back][load] += 1
                 whole = load.bytes(Plain())
-                if stage:
-                    self._once += whole if stage == 1 and not back else 0
+                if stage:  # made once, if not by training then by an evaluation
+                    self._once += 0 if back else whole
                 elif key[:2] == last or exactly:
                     self._exact += whole
                 else:

@@ -20,9 +20,6 @@ from pyg_distcomm.exchange.forecast import Forecast
 from pyg_distcomm.exchange.refusals import (
     EVALUATES,
     PROBLEMS,
-    RECOMPUTES,
-    REPEATS,
-    TRAINS,
     check_state,
     check_together,
 )
@@ -46,8 +43,8 @@ class LinkPolicy:
     that do not change, where it is kept (see `DistEdgeIndex.with_ordering`).
 
     Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
-    Ranks agree once in a training pass, on one byte, and in each call of an evaluation:
-    whether one evaluates. More would hold up what is late.
+    Ranks agree once in a training pass, on one byte, and in each call of an evaluation or
+    of a layer that is new: whether one evaluates. More would hold up what is late.
     Memory: the exact link's, `price().kept` (see `Inbox`), and at most the messages of one
     exchange; those of a few bits, and now, take less than the exact link alone.
     Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
@@ -63,7 +60,8 @@ class LinkPolicy:
             follows the schedule if it has a rate.
         exact_last: whether the last call is exact, of layers that make more than one, and
             the first epoch, which also is under a `Budget`.
-        exact_eval: whether evaluation is; if not, it is coded, and never late.
+        exact_eval: whether evaluation is; if not, it is coded, never late, and exact where
+            `exact_last` makes training so, in all calls of that layer.
         adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
         seed: of random columns, rows and rounding.
 
@@ -89,6 +87,10 @@ class LinkPolicy:
         for name, given in (("codec", codec), ("gradient_codec", gradient_codec)):
             if not isinstance(given, Codec) and (given is not None or name == "codec"):
                 raise TypeError(f"{name} must be a Codec, as Plain(), got {given!r}")
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"
+            )
         self.codec, self.gradient_codec = codec, gradient_codec
         self.timing = Timing(late, late_gradients, sync_every, smooth)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
@@ -132,16 +134,15 @@ class LinkPolicy:
         if mesh.size == 1 or self.is_exact:
             return None
         self.run.bind(nodes)
+        said = self.run.agreed(layer, training and torch.is_grad_enabled())
+        if said == EVALUATES:
+            place = self.run.place_of(layer)
+            if self.exact_eval or (self.run.last or (-1,))[0] == place:
+                return None
+            return self._call(place, 0, keeps=False)
         place = self.run.place(layer, name)
-        said = self._mode(place, training)
-        if said != TRAINS or self.run.begins(place):  # the rest goes as it began
-            mine = torch.tensor([said], dtype=torch.uint8)
-            said = int(wire.all_reduce(mine, mesh.data, "max"))
-            self.run.evaluates = said == EVALUATES
         if said in PROBLEMS:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
-        if said == EVALUATES:
-            return None if self.exact_eval else self._call(place, 0, keeps=False)
         self.run.train(place, stage, self.epoch)
         number = self.run.next_call(place)
         if (place, number) == self.run.last:
@@ -166,13 +167,6 @@ class LinkPolicy:
         self.run.made[place, number] = None
         call = self._call(place, number, keeps=True)
         return call.whole("the last one") if last and self.exact_last else call
-
-    def _mode(self, place: int, training: bool) -> int:
-        if torch._C._current_graph_task_id() != -1:
-            return RECOMPUTES
-        if not (training and torch.is_grad_enabled()):
-            return EVALUATES
-        return REPEATS if place in self.run.answered else TRAINS
 
     def _call(self, place: int, number: int, *, keeps: bool) -> Call:
         first = self._exact_first and self.epoch == 0 and keeps
@@ -222,15 +216,14 @@ class LinkPolicy:
                 own = own.with_rate(rate)
         return codec.with_rate(rate), own
 
-    def keep(self, layer: Any, nodes: Rows, training: bool) -> None:
+    def keep(self, layer: Any, nodes: Rows, trains: bool) -> None:
         """Remembers that a layer's product is made to be kept, exactly."""
         if nodes.mesh.size > 1:
-            trains = training and torch.is_grad_enabled()
             self.run.keep(layer, self.epoch if trains else None)
 
     def had_kept(self, layer: Any) -> bool:
         """Tells whether a layer's input had been seen where this run goes on."""
-        return bool(self.run.constant) and self.run.place(layer) in self.run.constant
+        return self.run.place_of(layer) in self.run.constant
 
     # what users ask
 
@@ -292,6 +285,7 @@ class LinkPolicy:
             tuple(run.made) if self.epoch == 0 else run.active,
             {place: run.stage_of(place) for place in run.stages},
             run.kept_at,
+            {place: first for place, (first, _) in run.began.items()},
             run.last,
             self.timing,
             self._exact_first,

@@ -22,6 +22,11 @@ STATE = {
 
 # what a rank says of a call; the greatest holds on all ranks
 TRAINS, EVALUATES, RECOMPUTES, REPEATS = range(4)
+MODES = 64  # what tells the modes of layers apart, in the same byte
+MIXED = (
+    "begins a pass in which some layers train on some ranks and evaluate on others; call "
+    "model.train() or model.eval() on all ranks alike"
+)
 PROBLEMS = {
     RECOMPUTES: (
         "was computed again in the backward pass (activation checkpointing), where an "

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,15 @@ from pyg_distcomm import wire
 from pyg_distcomm.exchange.account import Load, Record, RecordKey
 from pyg_distcomm.exchange.coded import Way
 from pyg_distcomm.exchange.forecast import CallKey, InboxKey
-from pyg_distcomm.exchange.refusals import PROBLEMS, REPEATS
+from pyg_distcomm.exchange.refusals import (
+    EVALUATES,
+    MIXED,
+    MODES,
+    PROBLEMS,
+    RECOMPUTES,
+    REPEATS,
+    TRAINS,
+)
 from pyg_distcomm.exchange.saved import check_rows, mark, read_inbox, saved_inbox
 from pyg_distcomm.exchange.timing import Inbox
 from pyg_distcomm.rows import Rows
@@ -29,7 +38,7 @@ class Run:
 
     Args:
         nodes: which nodes are where, once it is in use.
-        places: of layers, in the order of their first use.
+        places: of layers, in the order of their first use in training.
         layers: what they are called.
         stages: how to ask whether their inputs are kept; see `Constants.stage`. Inputs of
             training: without dropout those of an evaluation may be others.
@@ -127,6 +136,49 @@ class Run:
         self.layers[place] = name or type(layer).__name__
         return place
 
+    def place_of(self, layer: Any) -> int:
+        """Returns the place of a layer, or that of the next one to be trained."""
+        place: int = self.places.get(layer, len(self.layers))
+        return place
+
+    def agreed(self, layer: Any, training: bool) -> int:
+        """Returns what ranks say of a call of a layer; collective, but within a pass.
+
+        Raises:
+            ValueError: if other layers of the last epoch train here and elsewhere do not.
+        """
+        place = self.places.get(layer)
+        said = self._mode(place, training)
+        known = said == TRAINS and place is not None
+        if known and not self.begins(place):
+            return said  # the rest goes as it began
+        assert self.nodes is not None
+        modes = self._modes(place)
+        mine = torch.tensor([said * MODES + modes], dtype=torch.uint8)
+        every = int(wire.all_reduce(mine, self.nodes.mesh.data, "max"))
+        said, most = divmod(every, MODES)
+        self.evaluates = said == EVALUATES
+        if said == TRAINS and modes != most:  # where it is the most, they hear of it
+            with self.intact():
+                raise ValueError(f"{self.where(self.place_of(layer))} {MIXED}")
+        return said
+
+    def _mode(self, place: int | None, training: bool) -> int:
+        if torch._C._current_graph_task_id() != -1:
+            return RECOMPUTES
+        if not training:
+            return EVALUATES
+        return REPEATS if place in self.answered else TRAINS
+
+    def _modes(self, place: int | None) -> int:
+        """Returns a number that tells which layers evaluate, if one of the last epoch asks."""
+        used = {other for other, _ in self.active}
+        if place not in used:  # others may be gone, on some ranks earlier
+            return 0
+        every = self.places.items()
+        modes = {at for layer, at in every if not getattr(layer, "training", True)}
+        return zlib.crc32(repr(sorted(modes & used)).encode()) % MODES
+
     def train(self, place: int, stage: Callable[[], int] | None, epoch: int) -> None:
         """Remembers how to ask for the input that a layer is trained with."""
         self.began[place] = self.began.get(place, (epoch,))[0], epoch
@@ -143,9 +195,9 @@ class Run:
 
     def where(self, place: int) -> str:
         """Returns what a layer is called in messages."""
-        return f"layer {place} ({self.layers[place]})"
+        return f"layer {place} ({self.layers.get(place, 'not trained yet')})"
 
-    def begins(self, place: int) -> bool:
+    def begins(self, place: int | None) -> bool:
         """Tells whether ranks must agree on how a pass goes, before a call of a layer."""
         first = next(iter(self.made), (place, 0))[0]
         return place == first or self.evaluates
@@ -180,7 +232,7 @@ class Run:
 
     def keep(self, layer: Any, epoch: int | None) -> None:
         """Remembers that a layer's product is kept, in which epoch if in training."""
-        place = self.place(layer)
+        place = self.place_of(layer) if epoch is None else self.place(layer)
         if epoch is not None:
             self.kept_at[place] = epoch
             self.constant.discard(place)
@@ -190,7 +242,8 @@ class Run:
     def constants(self) -> list[int]:
         """Returns the layers whose inputs have been seen, so that products are kept."""
         seen = {place for place in self.stages if self.stage_of(place)}
-        return sorted(seen | self.kept_at.keys() | self.constant)
+        at_once = self.kept_at.keys() - self.stages.keys()
+        return sorted(seen | at_once | self.constant)
 
     def settle(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
@@ -200,6 +253,14 @@ class Run:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
         self._drop([key for key in self.inboxes if key[:2] not in alive])
+        if self.saved and self.made:
+            whose = sorted({place for place, *_ in self.saved})
+            warnings.warn(
+                f"the late and residual rows that were saved of layers {whose}, in the order "
+                "of their first use, are dropped: the first epoch did not use them; run the "
+                "layers in the order in which they ran before",
+                stacklevel=3,
+            )
         self.saved = {}
 
     def kept(self) -> list[dict[str, Any]]:

@@ -210,7 +210,8 @@ class Budget(Schedule):
 
     `solve` finds it by halving: the steeper a ramp, the more it sends. What is found stays
     within the budget, and meets it to 1 % where whole columns allow that: where no slope
-    does, c_max is lowered as well.
+    does, c_max is lowered as well. A product of inputs that do not change counts once,
+    though an evaluation may make it: rates do not depend on evaluations.
 
     Args:
         total: bytes of all epochs together.

@@ -74,7 +74,7 @@ class Linked:
             self.is_coded and self.link is not None and self.link.had_kept(self.layer)
         )
 
-    def keep(self) -> None:
-        """Tells the link that a product is made to be kept."""
+    def keep(self, graded: bool) -> None:
+        """Tells the link that a product is made to be kept, where gradients are on or not."""
         if self.link is not None:
-            self.link.keep(self.layer, self.nodes, self.layer.training)
+            self.link.keep(self.layer, self.nodes, self.layer.training and graded)

@@ -67,18 +67,18 @@ def in_best_order(
     ordering = edge_index.topology.ordering
     if is_lazy(lin.weight):
         lin(x)  # takes its width from x, through its own hooks
+    grad = torch.is_grad_enabled()
     keeps = ordering.keep_inputs and ordering.order != "last"
     if keeps:
 
         def exactly() -> Tensor:
-            user.keep()
+            user.keep(grad)  # which is off in here
             return _by_row(multiply, x.to_local(), None)
 
         product = kept.product(x, exactly, user.had_kept)
         if product is not None:
             return F.linear(product, lin.weight, bias)
     wrap = user.wrap(kept.stage_of(x) if keeps else None)
-    grad = torch.is_grad_enabled()
     grads = (
         grad and x.requires_grad,
         grad and (x.requires_grad or lin.weight.requires_grad),
