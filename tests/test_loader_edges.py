@@ -385,6 +385,18 @@ def test_links_that_are_no_links():
             DistLinkNeighborLoader(graph(), [2], bad)
 
 
+def test_times_and_labels_are_one_for_each_seed():
+    data, mask = graph(), torch.arange(N) < 5
+    data.time = torch.arange(N)
+    for times in (data.time, data.time[:4]):
+        with pytest.raises(ValueError, match=r"input_time must .* of the 5 seeds"):
+            loader(data, input_nodes=mask, input_time=times, time_attr="time")
+    for name in ("edge_label", "edge_label_time"):
+        clock = {"time_attr": "time"} if name == "edge_label_time" else {}
+        with pytest.raises(ValueError, match=f"{name} must .* of the {E} seeds"):
+            DistLinkNeighborLoader(data, [2], **{name: torch.ones(E + 1)}, **clock)
+
+
 @pytest.mark.parametrize("given", [3, None, "ab", {("paper", "cites", "paper"): 2}])
 def test_fan_outs_that_are_no_lists(given):
     with pytest.raises(ValueError, match="must be a list with a number for each hop"):

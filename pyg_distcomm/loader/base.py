@@ -15,11 +15,12 @@ from pyg_distcomm.loader.buffers import Buffers
 from pyg_distcomm.loader.bulk import Bulks
 from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
 from pyg_distcomm.loader.epoch import Feed, Positions, Progress, Tracked
-from pyg_distcomm.loader.options import Extras, digest
+from pyg_distcomm.loader.options import Extras, check_lengths, digest
 from pyg_distcomm.loader.phases import Phases
 from pyg_distcomm.loader.producer import Producer
 from pyg_distcomm.loader.spread import Spread, alike
 from pyg_distcomm.loader.world import Notes, World, launched, place
+from pyg_distcomm.mesh import latest_mesh
 from pyg_distcomm.random import fresh_seed
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
@@ -59,6 +60,7 @@ class BulkLoading(_PyGLoader):
         kwargs |= {"shuffle": shuffle} if own else {}
         with alike(None if self.spread is None else self.spread.mesh.world):
             super().__init__(*args, **kwargs)
+            check_lengths(self.input_data)
         if shuffle and not own and self.batch_size and len(self.dataset):  # for others
             sampler = RandomSampler(self.dataset, generator=self.generator)
             self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
@@ -290,7 +292,8 @@ class BulkLoading(_PyGLoader):
         """Leaves a note for the other ranks, once there are any."""
         world = World.now()
         if self._notes is None and world.size > 1 and self._extras.split is not False:
-            self._notes = Notes(world, self._place)
+            mesh = latest_mesh() if self.spread is None else self.spread.mesh
+            self._notes = Notes(world, self._place, mesh)
             if self.seed is None:
                 self.seed = self._fresh_seed()
             given = self._epochs.given is not None

@@ -185,3 +185,17 @@ def checked_links(data: Any, links: Any) -> Any:
                 f"{ends.dtype}"
             )
     return ends if name is None else name if ends is None else (name, ends)
+
+
+def check_lengths(inputs: Any) -> None:
+    """Refuses times and labels that are not one for each seed."""
+    links = not hasattr(inputs, "node")
+    count = len(inputs.row if links else inputs.node)
+    given = {"edge_label_time" if links else "input_time": inputs.time}
+    given |= {"edge_label": inputs.label} if links else {}
+    for name, values in given.items():
+        if values is not None and len(values) != count:
+            raise ValueError(
+                f"{name} must have one entry for each of the {count} seeds, in their "
+                f"order, got {len(values)}"
+            )

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_distcomm.mesh import latest_mesh
+from pyg_distcomm.mesh import Mesh
 
 PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
 OWN = (
@@ -81,9 +81,11 @@ class Notes:
     Args:
         world: the ranks.
         name: of the loader, from `place`.
+        mesh: the ranks as the script knows them, if it does: who fails is told there.
     """
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, mesh: Mesh | None = None) -> None:
+        self._watch = None if mesh is None else mesh.world.watch
         self.world, self.name, self._born = world, name, len(_begun)
         self._store: Any = None
         self._common: Any = None
@@ -149,16 +151,14 @@ class Notes:
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until there has been enough of it; returns who is missing."""
         begin, pause = time.monotonic(), 1e-3
-        mesh = latest_mesh()
-        watch = None if mesh is None else mesh.world.watch
         while True:
             ranks = range(self.world.size)
             missing = [r for r in ranks if not self._store.check([str(r)])]
             if not missing or enough(missing, time.monotonic() - begin):
                 # one that has passed may have left its note just before
                 return [r for r in missing if not self._store.check([str(r)])]
-            if watch is not None:
-                watch.look()  # a rank that failed will not come
+            if self._watch is not None:
+                self._watch.look()  # a rank that failed will not come
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
