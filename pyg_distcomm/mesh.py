@@ -344,7 +344,7 @@ def _default_device() -> torch.device:
 
 
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
-    """Returns a mesh of this process, which no other hears of."""
+    """Returns the mesh of one process, which talks to nobody."""
     ledger = Ledger()
     names = ("world", *AXES, "data", "stage", "everyone")
     axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in names}

@@ -52,6 +52,15 @@ class Locals:
             return x
         return torch.cat([x, adjoint.exchange(x, self.halo if link is None else link)])
 
+    def sent_home(
+        self, ghosts: Tensor, own: Tensor, link: Link | None = None
+    ) -> Tensor:
+        """Returns own rows with those of ghosts, on other ranks, added; differentiably."""
+        if self.halo.silent:
+            return own
+        link = self.halo if link is None else link
+        return adjoint.exchange_transpose(ghosts, own, link)
+
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same of what the graph says of nodes: the same in every epoch."""
         return self.with_ghosts(x, link)

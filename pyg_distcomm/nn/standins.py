@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_distcomm import adjoint
 from pyg_distcomm.nn.guard import GuardedEdges, Scene
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
@@ -196,9 +195,8 @@ def _first_end_sums(scene: Scene, first: Tensor, weight: Tensor) -> Tensor:
     every = here.num_own + len(here.ghost_gid)
     part = weight.new_zeros(every).index_add(0, first, weight).unsqueeze(1)
     own = part[: here.num_own]
-    if scene.source == 0 and not here.halo.silent:
-        link = scene.link() or here.halo
-        own = adjoint.exchange_transpose(part[here.num_own :], own, link)
+    if scene.source == 0:
+        own = here.sent_home(part[here.num_own :], own, scene.link())
     return here.with_ghosts(own, scene.link()).squeeze(1)
 
 

@@ -1,25 +1,30 @@
-"""A model run dry, on two nodes: which layers it calls, with what, and what is not foreseen."""
+"""A model run dry, on two nodes and one rank: what its layers and sums would send."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn import Module
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm import adjoint, wire
+from pyg_distcomm.exchange.link import Link
+from pyg_distcomm.mesh import alone
+from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.pipeline.stack import read_stack
+from pyg_distcomm.nn.norm import DistBatchNorm
+from pyg_distcomm.pipeline.stack import Layer, read_stack
+from pyg_distcomm.share import partition
+from pyg_distcomm.topology import Locals
 
-_SUMS_OVER_NODES = (
-    *(pyg.InstanceNorm, pyg.GraphNorm, pyg.PairNorm, pyg.DiffGroupNorm),
-    *(pyg.MeanSubtractionNorm, pyg.GraphSizeNorm),
-)
+Round = tuple[int, bool]
 
 
 @dataclass
@@ -31,14 +36,17 @@ class Visited:
         width: of its input.
         still: whether that is the features themselves.
         flows: whether a gradient goes on to it.
-        rounds: how many times the layer hands rows to its edges.
+        rounds: its halo exchanges, forward and backward: the width of rows, and whether
+            they go from ghosts to owners.
+        out: width of its outcome.
     """
 
     conv: Module
     width: int
     still: bool
     flows: bool
-    rounds: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    out: int = 0
 
 
 class Chain(Module):
@@ -46,10 +54,18 @@ class Chain(Module):
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
-        self.stack = read_stack(layers)
+        self._hold(read_stack(layers))
+
+    def _hold(self, stack: list[Layer]) -> None:
+        self.stack = stack
         self.parts = torch.nn.ModuleList(
-            layer.run for layer in self.stack if isinstance(layer.run, Module)
+            layer.run for layer in stack if isinstance(layer.run, Module)
         )
+
+    def converted(self) -> Chain:
+        """Makes its layers distributed, in place."""
+        self._hold([layer.converted() for layer in self.stack])
+        return self
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         """Runs the stack."""
@@ -61,6 +77,114 @@ class Chain(Module):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class _Noting(Locals):
+    """Edges of one rank, which tell what rows would be fetched if there were more."""
+
+    note: Callable[[Tensor, bool], None]
+
+    def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
+        """Notes own rows `x`, and returns them."""
+        self.note(x, False)
+        return x
+
+    def sent_home(
+        self, ghosts: Tensor, own: Tensor, link: Link | None = None
+    ) -> Tensor:
+        """Notes rows of ghosts, of which there are none."""
+        self.note(own, True)
+        return own
+
+
+class _Visit:
+    """A run under way: the modules that are being called, and what was noted."""
+
+    def __init__(self) -> None:
+        self.found: list[Visited] = []
+        self.sums: list[str] = []
+        self.stack: list[Module] = []
+        self.x: Any = None
+
+    def watch(self, model: Module) -> None:
+        """Follows the modules of a model."""
+        for part in model.modules():
+            part.register_forward_pre_hook(self._enter, with_kwargs=True)
+            part.register_forward_hook(self._leave)
+
+    def _enter(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if is_layer(module) and not any(map(is_layer, self.stack)):
+            given = args[0] if args else kwargs["x"]
+            first = given[0] if isinstance(given, (tuple, list)) else given
+            how = first.size(-1), first is self.x, first.requires_grad
+            self.found.append(Visited(bare(module), *how))
+        self.stack.append(module)
+
+    def _leave(self, module: Module, args: tuple[Any, ...], out: Any) -> None:
+        self.stack.pop()
+        if is_layer(module) and not any(map(is_layer, self.stack)):
+            first = out[0] if isinstance(out, (tuple, list)) else out
+            self.found[-1].out = first.size(-1)
+
+    def note(self, x: Tensor, home: bool) -> None:
+        """Notes rows that would travel, and gradients that would return."""
+        ways = (home, not home) if x.requires_grad else (home,)
+        self.found[-1].rounds += [(x[0].numel(), way) for way in ways]
+
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Notes sums over all nodes, but for those of batch norms, which are foreseen."""
+
+        def noting(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any) -> Any:
+                if not any(isinstance(m, DistBatchNorm) for m in self.stack):
+                    self.sums.append(type(bare(self.stack[-1])).__name__)
+                return begin(*args)
+
+            return noted
+
+        before = wire.all_reduce, adjoint.all_reduce
+        wire.all_reduce, adjoint.all_reduce = map(noting, before)
+        try:
+            yield
+        finally:
+            wire.all_reduce, adjoint.all_reduce = before
+
+
+def visited(
+    model: Module, num_features: int, trained: bool
+) -> tuple[list[Visited], list[str]]:
+    """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
+
+    Returns the calls of its layers, and the names of modules that sum over all nodes in
+    ways that are not foreseen.
+
+    Raises:
+        ValueError: if that does not work, with the reason.
+    """
+    visit = _Visit()
+    try:
+        model = copy.deepcopy(model).cpu().train()
+        model = model.converted() if isinstance(model, Chain) else convert(model)
+        visit.watch(model)
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        x = torch.zeros(2, num_features, dtype=dtype)
+        data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
+        mesh = alone((1, 1, 1), 0, torch.device("cpu"))
+        share = partition(data, mesh, "block", node_attrs=["x"])
+        visit.x = share.x.requires_grad_(trained)
+        for topology in (
+            share.edge_index.topology.reversed.topology,
+            share.edge_index.topology,
+        ):
+            here = {f.name: getattr(topology.locals, f.name) for f in fields(Locals)}
+            topology.locals = _Noting(**here, note=visit.note)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), visit.summing():
+            model(share.x, share.edge_index)
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return visit.found, list(dict.fromkeys(visit.sums))
+
+
 def is_layer(module: Module) -> bool:
     """Says whether a module reads rows of neighbours."""
     return isinstance(module, (MessagePassing, HaloConv))
@@ -69,54 +193,3 @@ def is_layer(module: Module) -> bool:
 def bare(module: Module) -> Module:
     """Returns the layer of PyG's itself."""
     return module.conv if isinstance(module, HaloConv) else module
-
-
-def visited(model: Module, num_features: int, trained: bool) -> list[Visited]:
-    """Runs a copy of a model on two nodes, and lists the calls of its layers.
-
-    Raises:
-        ValueError: if it takes something else than (x, edge_index), with the reason.
-    """
-    found: list[Visited] = []
-    within: list[Visited] = []  # calls of layers inside others are the outer one's
-
-    def enter(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs["x"]
-        first = given[0] if isinstance(given, (tuple, list)) else given
-        now = Visited(bare(layer), first.size(-1), first is x, first.requires_grad)
-        if not within:
-            found.append(now)
-        within.append(now)
-
-    def leave(*_: Any) -> None:
-        within.pop()
-
-    def propagate(*_: Any) -> None:
-        within[0].rounds += 1
-
-    try:
-        model = copy.deepcopy(model).cpu().train()
-        for part in model.modules():
-            if is_layer(part):
-                part.register_forward_pre_hook(enter, with_kwargs=True)
-                part.register_forward_hook(leave)
-            if isinstance(part, MessagePassing):
-                part.register_propagate_forward_pre_hook(propagate)
-        dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        x = torch.zeros(2, num_features, dtype=dtype, requires_grad=trained)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            model(x, torch.tensor([[0, 1], [1, 0]]))
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-    return found
-
-
-def unforeseen(model: Module) -> list[str]:
-    """Names the modules of a model that sum over nodes in ways that are not counted."""
-    found = [
-        type(m).__name__
-        for m in model.modules()
-        if isinstance(m, _SUMS_OVER_NODES)
-        or (isinstance(m, pyg.LayerNorm) and m.mode == "graph")
-    ]
-    return list(dict.fromkeys(found))

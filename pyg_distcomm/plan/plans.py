@@ -35,7 +35,8 @@ class Plan:
         total_bytes: over all ranks.
         messages: sent in products by the busiest rank.
         seconds: predicted for an epoch.
-        memory: bytes on the fullest rank, beside the interpreter's.
+        memory: bytes on the fullest rank in an epoch, beside the interpreter's; not those
+            that cutting the graph and planning its exchanges take before.
         reason: why it is refused; None for one that can be run.
         exact: whether it trains as one process does; if not, rows are rounded, left out or
             late.

@@ -12,7 +12,7 @@ import torch
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
 from pyg_distcomm.constants import Ordering
-from pyg_distcomm.plan.dry import Visited, bare, is_layer, unforeseen, visited
+from pyg_distcomm.plan.dry import Round, Visited, bare, is_layer, visited
 from pyg_distcomm.wire import ring_words
 
 INPUTS = ("constant", "changing", "trained")
@@ -33,6 +33,8 @@ class Layer:
         still: whether its input is the features themselves; if None, its place tells.
         flows: whether a gradient goes on to its input; if None, its place tells.
         trains: whether the weights that an order could put before the product do.
+        rounds: of "halo", the rows it exchanges, as (width, whether to their owners); if
+            None, its input, and what gradient there is.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Layer:
     still: bool | None = None
     flows: bool | None = None
     trains: bool = True
+    rounds: tuple[Round, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -146,6 +149,9 @@ class Training:
             if order == "kept":
                 continue
             width = layer.width_out if order == "last" else layer.width_in
+            if order == "halo" and layer.rounds is not None:
+                found += [Product(i, *one, True) for one in layer.rounds]
+                continue
             halo = order == "halo"
             found.append(Product(i, width, False, halo))
             if (order == "last" and layer.trains) or self.wants_gradient(i):
@@ -199,8 +205,8 @@ def training_of_model(
 ) -> Training:
     """Reads the layers of a model, in the order in which it calls them.
 
-    A copy of it is run on two nodes. Where that does not work, its layers are taken in the
-    order in which it holds them, each used once an epoch, and `missing` says so.
+    A copy of it is run on two nodes, see `visited`. Where that does not work, its layers
+    are taken in the order in which it holds them, each used once, and `missing` says so.
 
     Args:
         model: of PyG's layers or ours.
@@ -216,17 +222,15 @@ def training_of_model(
     layers: list[Layer] = []
     first = layer_of(distinct[0], num_features) if num_features is None else None
     features = first.width_in if first is not None else num_features
-    missing = [f"sums over nodes of {name}" for name in unforeseen(model)]
     try:
         assert features is not None
-        for call in visited(model, features, inputs == "trained"):
-            layers.append(_layer_called(call))
-            if layers[-1].kind == "halo" and call.rounds > 1:
-                missing.append(f"further rounds of {type(call.conv).__name__}")
+        calls, sums = visited(model, features, inputs == "trained")
+        layers = [_layer_called(call) for call in calls]
+        missing = [f"sums over nodes of {name}" for name in sums]
         if not layers:
             raise ValueError("no layer was called")
     except ValueError as error:
-        missing.append(f"what only a run shows, and none on two nodes worked ({error})")
+        missing = [f"what only a run shows, and none on two nodes worked ({error})"]
         layers = []
         for conv in distinct:
             before = layers[-1].width_out if layers else num_features
@@ -248,13 +252,16 @@ def training_of_model(
 
 def _layer_called(call: Visited) -> Layer:
     """Reads a layer, and what a run has shown of it."""
-    read, conv = layer_of(call.conv, call.width), call.conv
+    conv, (kind, fresh) = call.conv, _kind_of(call.conv)
+    read = Layer(kind, call.width, call.out, fresh)
     weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
     trained = {name for name, p in conv.named_parameters() if p.requires_grad}
     projects = read.kind == "sage" and read.fresh
     flows = call.flows or (projects and any(n.startswith("lin.") for n in trained))
     trains = bool(weights & trained)
-    return replace(read, still=call.still, flows=flows, trains=trains)
+    rounds = tuple(call.rounds) if kind == "halo" else None
+    how: Any = {"still": call.still, "flows": flows, "trains": trains}
+    return replace(read, **how, rounds=rounds)
 
 
 def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
@@ -280,14 +287,20 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
         )
     if getattr(conv, "concat", False) and hasattr(conv, "heads"):
         width_out *= conv.heads  # type: ignore[operator]
+    kind, fresh = _kind_of(conv)
+    return Layer(kind, width_in, width_out, fresh)
+
+
+def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
+    """Returns the kind of a layer, and whether its input is computed in any case."""
     aggr = getattr(conv, "aggr", None)
     if isinstance(conv, GCNConv) and aggr in ("add", "sum"):
-        return Layer("gcn", width_in, width_out)
-    if isinstance(conv, GCN2Conv):  # its input is computed: x_0 comes before it
-        return Layer("gcn", width_in, width_out, True)
+        return "gcn", False
+    if isinstance(conv, GCN2Conv) and aggr in ("add", "sum"):  # x_0 comes before it
+        return "gcn", True
     if isinstance(conv, SAGEConv) and aggr in ("mean", "sum", "add"):
-        return Layer("sage", width_in, width_out, bool(conv.project))
-    return Layer("halo", width_in, width_out)
+        return "sage", bool(conv.project)
+    return "halo", False
 
 
 def _last_width(module: torch.nn.Module) -> int | None:
