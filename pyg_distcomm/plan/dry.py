@@ -161,28 +161,30 @@ def visited(
     Raises:
         ValueError: if that does not work, with the reason.
     """
-    visit = _Visit()
+    visit, grad = _Visit(), torch.enable_grad()
     try:
-        model = copy.deepcopy(model).cpu().train()
-        model = model.converted() if isinstance(model, Chain) else convert(model)
-        visit.watch(model)
-        dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        x = torch.zeros(2, num_features, dtype=dtype)
-        data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
-        mesh = alone((1, 1, 1), 0, torch.device("cpu"))
-        share = partition(data, mesh, "block", node_attrs=["x"])
-        visit.x = share.x.requires_grad_(trained)
-        for topology in (
-            share.edge_index.topology.reversed.topology,
-            share.edge_index.topology,
-        ):
-            here = {f.name: getattr(topology.locals, f.name) for f in fields(Locals)}
-            topology.locals = _Noting(**here, note=visit.note)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), visit.summing():
-            model(share.x, share.edge_index)
+        with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
+            _run(copy.deepcopy(model).cpu().train(), num_features, trained, visit)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return visit.found, list(dict.fromkeys(visit.sums))
+
+
+def _run(model: Module, num_features: int, trained: bool, visit: _Visit) -> None:
+    model = model.converted() if isinstance(model, Chain) else convert(model)
+    visit.watch(model)
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    x = torch.zeros(2, num_features, dtype=dtype)
+    data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
+    mesh = alone((1, 1, 1), 0, torch.device("cpu"))
+    share = partition(data, mesh, "block", node_attrs=["x"])
+    visit.x = share.x.requires_grad_(trained)
+    edges = share.edge_index.topology
+    for topology in (edges, edges.reversed.topology):
+        here = {f.name: getattr(topology.locals, f.name) for f in fields(Locals)}
+        topology.locals = _Noting(**here, note=visit.note)
+    with visit.summing():
+        model(share.x, share.edge_index)
 
 
 def is_layer(module: Module) -> bool:
