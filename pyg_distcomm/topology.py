@@ -13,6 +13,7 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_distcomm import adjoint, wire
 from pyg_distcomm.constants import Constants, Ordering, all_or_none
+from pyg_distcomm.exchange.account import DEGREES
 from pyg_distcomm.exchange.halo import Halo
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.exchange.policy import LinkPolicy
@@ -230,7 +231,9 @@ class Topology:
         kind = ("gcn", improved, add_self_loops)
         trainable = weight is not None and weight.requires_grad
         if trainable and torch.is_grad_enabled():
-            edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+            link = None if wrap is None else wrap(self.locals.halo, DEGREES)
+            loops = improved, add_self_loops
+            edge_index, value = self.gcn_norm(weight, *loops, x.dtype, link)
             plan = self._looped_plan(add_self_loops, edge_index, trainable=True)
             return plan.matmul(x, value, wrap)
 
@@ -258,11 +261,12 @@ class Topology:
         improved: bool,
         add_self_loops: bool,
         dtype: torch.dtype,
+        link: Link | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns own edges with loops, local, and their symmetric normalisation."""
         here = self.locals
         edge_index = torch.stack([here.source_lid, here.target_lid])
-        return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype)
+        return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype, link)
 
     def _fixed(
         self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any

@@ -78,6 +78,27 @@ def test_bytes_of_a_product_that_is_kept():
     worlds.run(kept, 2)
 
 
+def learnt(grid):
+    """With weights of edges that are learnt, degrees travel each time."""
+    link = LinkPolicy(ONE, late=1)
+    mesh, share, net = build(grid, link)
+    weight = share.edge_weight.clone().requires_grad_()
+    for t in range(3):
+        foretold = link.price().total
+        mesh.ledger.reset()
+        net(share.x, share.edge_index, weight).square().sum().backward()
+        counted = moved(mesh)
+        if t:  # the first product plans
+            assert foretold == link.price().total == counted
+        link.step()
+    assert "degrees" in str(link)
+
+
+def test_bytes_of_weights_that_are_learnt():
+    worlds.run(learnt, 2, (2, 1, 1))
+    worlds.run(learnt, 4, (2, 2, 1))
+
+
 def budgeted(codec, late):
     total, epochs = 4.0e5, 40
     schedule = Budget(total, Exponential(epochs, 64, 1))

@@ -48,7 +48,7 @@ def begin(mesh, cutter):
     return share, net, torch.optim.Adam(net.parameters(), lr=0.02)
 
 
-def resumed_with_a_kept_product(name, done, folder):
+def resumed_with_a_kept_product(name, done, evaluates, folder):
     mesh = worlds.mesh()
 
     def run(share, net, optimizer, link, epochs):
@@ -68,12 +68,22 @@ def resumed_with_a_kept_product(name, done, folder):
     share, net, optimizer = begin(mesh, "random")
     link = make(name)
     pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
-    assert run(share, net, optimizer, link, 3) == want
+    if evaluates:
+        other = net.module if evaluates == "it" else copy.deepcopy(net.module)
+        with torch.no_grad():
+            other.eval()(share.x, share.edge_index.with_link(link))
+        net.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(share, net, optimizer, link, 3) == want
 
 
-@pytest.mark.parametrize("done", [1, 2, 4])
-def test_products_that_were_kept_are_again(done, tmp_path):
-    worlds.run(resumed_with_a_kept_product, 3, "sylvie", done, tmp_path / "a")
+@pytest.mark.parametrize(
+    ("done", "evaluates"), [(1, ""), (2, ""), (4, ""), (2, "it"), (2, "a copy")]
+)
+def test_products_that_were_kept_are_again(done, evaluates, tmp_path):
+    args = "sylvie", done, evaluates, tmp_path / "a"
+    worlds.run(resumed_with_a_kept_product, 3, *args)
 
 
 def resumed(name, grid, folder):
@@ -234,7 +244,7 @@ def after_a_copy(folder):
         net.module.layers[0](share.x, share.edge_index),
         share.edge_index.with_link(link),
     ).sum().backward()
-    with pytest.warns(UserWarning, match=r"of layers \[1\].*are dropped"):
+    with pytest.warns(UserWarning, match=r"saved of layers \[1\].*are dropped"):
         link.step()
 
 

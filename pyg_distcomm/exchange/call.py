@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyg_distcomm import random
+from pyg_distcomm.exchange.account import DEGREES
 from pyg_distcomm.exchange.codec import Codec
 from pyg_distcomm.exchange.codecs.plain import Plain
 from pyg_distcomm.exchange.coded import Coded, Way
@@ -59,7 +60,12 @@ class Call:
         return replace(self, **exact, first=False, exactly=why)
 
     def wrap(self, link: Link, name: int) -> Link:
-        """Returns a link of an operator as this call uses it, part by part."""
+        """Returns a link of an operator as this call uses it, part by part.
+
+        Degrees are exact, and of now.
+        """
+        if name == DEGREES and not self.exactly:
+            return self.whole("degrees are").wrap(link, name)
         if isinstance(link, Pieces):
             parts = [self._coded(part, name, i) for i, part in enumerate(link.parts)]
             return Pieces(tuple(parts))

@@ -221,9 +221,10 @@ class LinkPolicy:
         if nodes.mesh.size > 1:
             self.run.keep(layer, self.epoch if trains else None)
 
-    def had_kept(self, layer: Any) -> bool:
+    def had_kept(self, layer: Any, trains: bool) -> bool:
         """Tells whether a layer's input had been seen where this run goes on."""
-        return self.run.place_of(layer) in self.run.constant
+        place = self.run.place(layer) if trains else self.run.place_of(layer)
+        return place in self.run.constant
 
     # what users ask
 

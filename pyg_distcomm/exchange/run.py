@@ -149,7 +149,7 @@ class Run:
         """
         place = self.places.get(layer)
         said = self._mode(place, training)
-        known = said == TRAINS and place is not None
+        known = said == TRAINS and place in self.began
         if known and not self.begins(place):
             return said  # the rest goes as it began
         assert self.nodes is not None
@@ -253,10 +253,11 @@ class Run:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
         self._drop([key for key in self.inboxes if key[:2] not in alive])
-        if self.saved and self.made:
-            whose = sorted({place for place, *_ in self.saved})
+        whose = {place for place, *_ in self.saved}
+        whose -= self.kept_at.keys() | self.constant  # their products are kept instead
+        if whose and self.made and not self.in_parts:  # stages get all
             warnings.warn(
-                f"the late and residual rows that were saved of layers {whose}, in the order "
+                f"the late and residual rows saved of layers {sorted(whose)}, in the order "
                 "of their first use, are dropped: the first epoch did not use them; run the "
                 "layers in the order in which they ran before",
                 stacklevel=3,

@@ -70,9 +70,10 @@ class Linked:
     @property
     def had_kept(self) -> bool:
         """Whether a run that goes on had seen this layer's input, and its own did not yet."""
-        return (
-            self.is_coded and self.link is not None and self.link.had_kept(self.layer)
-        )
+        if self.link is None or not self.is_coded:
+            return False
+        trains = self.layer.training and torch.is_grad_enabled()
+        return self.link.had_kept(self.layer, trains)
 
     def keep(self, graded: bool) -> None:
         """Tells the link that a product is made to be kept, where gradients are on or not."""
