@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 import worlds
 from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of, trained
 from problems import GRAPHS
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.nn import DeepGCNLayer, GATConv, GCNConv, GENConv, GINEConv
+from torch_geometric.nn import (
+    DeepGCNLayer,
+    GATConv,
+    GCNConv,
+    GENConv,
+    GINEConv,
+    SAGEConv,
+)
 
 import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.filling import measured_costs
@@ -370,6 +379,47 @@ def test_a_step_that_fails_backward_leaves_its_history(dtype):
             losses += trained(pipe, share, opt, 1)
         found.append(losses)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "told"),
+    [
+        (spectral_norm(torch.nn.Linear(7, 7)), {}, "recompute=False"),
+        (SAGEConv(7, 7, aggr="lstm"), {"recompute": False}, r"pads .*LSTMAggregation"),
+    ],
+)
+def test_layers_that_chunks_would_change_are_refused(layer, options, told):
+    _, share, mesh = _share()
+    stack = _double(layer, GCNConv(7, 4))
+    with pytest.raises((TypeError, ValueError), match=told):
+        pdc.Pipeline(stack, mesh, chunks=3, **options).train_step(share, loss_of)
+
+
+def test_a_copy_of_a_pipeline_is_one_of_its_layers():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    opt = torch.optim.SGD(pipe.parameters(), 0.3)
+    trained(pipe, share, opt, 1)
+    mean = torch.optim.swa_utils.AveragedModel(pipe)
+    mean.update_parameters(pipe)
+    out = pipe(share).full_tensor()
+    trained(pipe, share, opt, 1)
+    assert torch.equal(mean.module(share).full_tensor(), out)
+    twins = [copy.deepcopy(pipe) for _ in range(2)]
+    first, second = (float(twin.train_step(share, loss_of)) for twin in twins)
+    assert first == second
+    names = {f"module.{name}" for name in pipe.state_dict()}
+    assert names == mean.state_dict().keys() - {"n_averaged"}
+
+
+def test_what_was_saved_before_there_were_data_is_whole(tmp_path):
+    _, share, mesh = _share()
+    pipes = [pdc.Pipeline(stack_of("gcn", seed=k), mesh, chunks=3) for k in range(2)]
+    pipes[0].save(tmp_path / "pipe")
+    pipes[1].load(tmp_path / "pipe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len({float(pipe.train_step(share, loss_of)) for pipe in pipes}) == 1
 
 
 @pytest.mark.parametrize("where", ["training", "evaluation"])

@@ -306,6 +306,11 @@ class _Broken(torch.nn.Module):
         return x[edge_index[0].to_local()]
 
 
+class _Edges(torch.nn.Module):
+    def forward(self, x, edge_attr):
+        return x * 2, edge_attr * 2
+
+
 def _mistakes(stages):
     mesh = worlds.mesh(stages=stages)
     share = pdc.partition(GRAPHS["directed"](), mesh, "random")
@@ -336,12 +341,15 @@ def _mistakes(stages):
         tell(
             lambda layers=layers, options=options: pdc.Pipeline(layers, mesh, **options)
         )
+    header = "x, edge_attr -> x, edge_attr"
     for layers, options in (
         ([GCNConv(7, 4), _Broken()], {}),
         ([GCNConv(7, 4), torch.nn.ReLU()], {"chunks": 61}),
+        ([(_Edges(), header), (_Edges(), header)], {}),
         ([GCNConv(7, 4), torch.nn.ReLU()], {"chunks": torch.arange(60) // 20 * 2}),
     ):
-        layers = [layer.double() for layer in layers]
+        for layer in layers:
+            (layer[0] if isinstance(layer, tuple) else layer).double()
         pipe = pdc.Pipeline(layers, mesh, **options)
         tell(lambda pipe=pipe: pipe.train_step(share, loss_of))
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
@@ -370,6 +378,7 @@ def test_mistakes_are_told_on_all_ranks():
         "have others than rank 0: history_dtype=None, and there history_dtype=torch.float32",
         "layer 1|_Broken|moves rows|mean|numbers",
         "graph has 60",
+        "edge_attr, after layer 0 (_Edges: x, edge_attr -> x, edge_attr), has a row for",
         "chunks [1, 3] of 5 have no node",
         "size mismatch for 0.bias",
         'Unexpected key(s) in state_dict: "97.bias"',

@@ -139,7 +139,7 @@ class Visit:
 
     def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
         custom = type(layer).aggregate is not MessagePassing.aggregate
-        dense = any(_pads(m) for m in layer.modules())
+        dense = any(pads(m) for m in layer.modules())
 
         def run(inputs: Any, *args: Any, **given: Any) -> Any:
             if custom:
@@ -320,7 +320,7 @@ class Visit:
             )
 
 
-def _pads(module: torch.nn.Module) -> bool:
+def pads(module: torch.nn.Module) -> bool:
     """Whether an aggregation pads groups of messages to one size."""
     if not isinstance(module, Aggregation):
         return False

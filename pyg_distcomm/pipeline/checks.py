@@ -16,6 +16,7 @@ from pyg_distcomm.failure import RankError
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.history import DTYPES
 from pyg_distcomm.pipeline.stack import Layer
+from pyg_distcomm.topology import Topology
 
 ORDERS = ("shuffled", "fixed")
 _PATIENCE = 10.0  # seconds for ranks that compute alike to fail alike
@@ -124,6 +125,19 @@ def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
         raise ValueError(
             "a pipeline evaluates exactly, in one pass over the whole graph, but its data "
             "have a link with exact_eval=False; make the link without"
+        )
+    return edge_index
+
+
+def check_known(data: Any, topology: Topology) -> DistEdgeIndex:
+    """Returns the edges of a share, if they are those that a pipeline was planned for."""
+    edge_index = data.edge_index
+    if not isinstance(edge_index, DistEdgeIndex) or (
+        edge_index.topology.source_gid is not topology.source_gid
+    ):
+        raise ValueError(
+            "this Data is not the one that the pipeline was planned for; make another "
+            "Pipeline for another graph"
         )
     return edge_index
 

@@ -147,12 +147,25 @@ class Epoch:
     def _forward(self, slot: int) -> None:
         begin = time.perf_counter()
         self.stage.run.mode = "forward"
+        before = self._buffers() if slot == 0 and self.recompute else []
         with torch.set_grad_enabled(not self.recompute):
             leaf, out = self._computed(slot)
+        if before and before != self._buffers():
+            raise TypeError(
+                "a layer changes its buffers as it trains (as spectral_norm does), and "
+                "would compute something else when its chunk is computed again; use "
+                "Pipeline(..., recompute=False)"
+            )
         self.boundary.outbox[self._rows(slot)] = out.detach()
         if not self.recompute:
             self._graphs[slot] = leaf, out
         self._note("forward", slot, begin)
+
+    def _buffers(self) -> list[int]:
+        """Returns how many times each buffer of this stage's layers was written to."""
+        runs = [layer.run for layer in self.stage.layers]
+        modules = [run for run in runs if isinstance(run, torch.nn.Module)]
+        return [b._version for module in modules for b in module.buffers()]
 
     def _backward(self, slot: int) -> None:
         begin, chunk = time.perf_counter(), self.order[slot]

@@ -136,7 +136,8 @@ def fill(stage: Stage, mesh: Mesh) -> Boundary:
             if turn == axis.rank:
                 found = _whole(stage, takes, inbox)
                 names = crossing(stage.layers, stage.end)
-                gives = Cargo.of(found, names, str(stage.layers[stage.end - 1]))
+                where, nodes = stage.layers[stage.end - 1], stage.view(None).nodes
+                gives = Cargo.of(found, names, str(where), nodes)
                 outbox = gives.pack(found).clone()  # it may be the data's, or the inbox
                 _probe(stage, takes, inbox)
         said = wire.all_gather_object(gives if turn == axis.rank else None, axis)

@@ -11,6 +11,7 @@ back, so bytes depend neither on the edges cut nor on the number of layers.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import random, wire
-from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline import checks, filling, saving
 from pyg_distcomm.pipeline.balance import cut_layers
@@ -170,6 +170,14 @@ class Pipeline(torch.nn.Module):
         ]
         self._span = begin, end
 
+    def __deepcopy__(self, memo: dict) -> Pipeline:
+        """Copies layers; the copy fills its history at the first use, by an exact pass."""
+        memo[id(self.mesh)] = self.mesh
+        state = {**self.__dict__, "_run": None, "_boundary": None, "_stage": None}
+        memo[id(self)] = twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        return twin
+
     # what is planned from the data
 
     def _plan(self, data: Data) -> None:
@@ -194,15 +202,7 @@ class Pipeline(torch.nn.Module):
         if self._run is None:
             self._plan(data)
         assert self._run is not None
-        edge_index: Any = data.edge_index
-        known = self._run.plan.topology.source_gid
-        if not isinstance(edge_index, DistEdgeIndex) or (
-            edge_index.topology.source_gid is not known
-        ):
-            raise ValueError(
-                "this Data is not the one that the pipeline was planned for; make another "
-                "Pipeline for another graph"
-            )
+        edge_index = checks.check_known(data, self._run.plan.topology)
         if self._run.link is not edge_index.topology.link:
             with checks.on_all_ranks(self.mesh):
                 self._run.go_by(edge_index.topology.link)
@@ -361,8 +361,7 @@ class Pipeline(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the unsplit stack, on all ranks; collective over stages."""
-        mine = {k: v.cpu() for k, v in self.layers.state_dict(*args, **kwargs).items()}
-        return saving.merged(mine, self.mesh, [layer.name for layer in self._stack])
+        return saving.state_of(self, *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False

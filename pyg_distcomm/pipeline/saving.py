@@ -26,6 +26,18 @@ _NO_ROWS: dict[str, Any] = {
 }  # each rank's, of a link
 
 
+def state_of(
+    pipe: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """Returns the state of all stages, as `torch.nn.Module.state_dict` does; collective."""
+    state = pipe.layers.state_dict(keep_vars=keep_vars)
+    mine = {name: value.cpu() for name, value in state.items()}
+    every = merged(mine, pipe.mesh, [layer.name for layer in pipe._stack])
+    found: dict[str, Any] = {} if destination is None else destination
+    found.update({prefix + name: value for name, value in every.items()})
+    return found
+
+
 def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
     """Joins what stages have by name of layer, in the order of layers."""
     parts = wire.all_gather_object(mine, mesh.stage)
@@ -140,10 +152,13 @@ class _Kept:
             key in every and _fit(site.history, every[key]["history"])
             for key, site in run.sites.items()
         )
-        fits = all(wire.all_gather_object(fits, run.plan.mesh.everyone))
+        said = wire.all_gather_object((fits, bool(saved)), run.plan.mesh.everyone)
+        fits = all(fit for fit, _ in said)
         if self.link is not None and run.link is not None:
             parts = [part["link"] for part in saved] if fits else []
             run.link.load_state_dict({**self.link, **_joined(parts)})
+        if not any(some for _, some in said):
+            return  # saved before there were data
         if not fits:
             warnings.warn(
                 f"{self.path} holds history of other chunks, or kept in another way; "

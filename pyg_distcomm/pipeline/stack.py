@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from pyg_distcomm.nn.convert import convert
+from pyg_distcomm.nn.visit import pads
 
 _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
@@ -146,6 +147,12 @@ def _check(layer: Layer) -> None:
                 "pipeline has the nodes of one chunk at a time, whose statistics are "
                 "others; use torch.nn.LayerNorm or PyG's LayerNorm(mode='node'), which "
                 "normalise each node, or train with pdc.replicate"
+            )
+        if pads(module):
+            raise ValueError(
+                f"{layer} pads the messages of each node to as many as any node gets "
+                f"({type(module).__name__}), which those of one chunk do not tell; use "
+                "another aggregation, or train with pdc.replicate"
             )
         if getattr(module, "cached", False) and type(module) not in _KEEPING:
             raise ValueError(

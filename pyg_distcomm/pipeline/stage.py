@@ -35,8 +35,8 @@ class Cargo:
     dtype: torch.dtype
 
     @staticmethod
-    def of(values: Values, names: Sequence[str], where: str) -> Cargo:
-        """Describes values of some names."""
+    def of(values: Values, names: Sequence[str], where: str, nodes: Rows) -> Cargo:
+        """Describes values of some names, with rows as nodes have."""
         shapes, kinds = [], set()
         for name in names:
             value = values[name]
@@ -45,6 +45,13 @@ class Cargo:
                 raise TypeError(
                     f"{name}, after {where}, is a {type(value).__name__}; what crosses from "
                     "stage to stage is a tensor with a row for each node, or a list of them"
+                )
+            edges = [p for p in parts if not p.rows.same_as(nodes)]
+            if edges:
+                raise TypeError(
+                    f"{name}, after {where}, has a row for each edge ({edges[0].rows}), but "
+                    "what crosses from stage to stage has one for each node; give "
+                    "balance=[...] so that all that read it are in one stage"
                 )
             found = [tuple(part.shape[1:]) for part in parts]
             shapes.append(found if isinstance(value, (list, tuple)) else found[0])

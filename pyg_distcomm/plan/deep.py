@@ -23,6 +23,7 @@ from pyg_distcomm.pipeline.stack import Layer, crossing, from_data, read_stack
 from pyg_distcomm.pipeline.stage import Cargo, Stage, Values
 from pyg_distcomm.pipeline.view import Run
 from pyg_distcomm.plan.training import Training
+from pyg_distcomm.rows import Rows
 from pyg_distcomm.share import partition
 
 _KNOWN = ("x", "edge_weight")  # of the data
@@ -157,7 +158,7 @@ def _items(stack: list[Layer], costs: list[float], stage: Stage) -> list[Item]:
         known = stage.given(0)
         for place in _passed(stage, 0, known):
             names, layer = crossing(stack, place + 1), stack[place]
-            carried, stuck = _carried(known, names, layer)
+            carried, stuck = _carried(known, names, layer, stage.view(0).nodes)
             matrices = [p for p in _trained(layer) if p.dim() == 2]
             reads = tuple(
                 Read(site.mix.size(1), site.flows, behind[key], bool(site.exactly))
@@ -188,10 +189,12 @@ def _passed(stage: Stage, chunk: int | None, known: Values) -> Iterator[int]:
         yield place
 
 
-def _carried(known: Values, names: Sequence[str], layer: Layer) -> tuple[int, str]:
+def _carried(
+    known: Values, names: Sequence[str], layer: Layer, nodes: Rows
+) -> tuple[int, str]:
     """Returns the width of what crosses behind a layer, or why nothing can."""
     try:
-        return Cargo.of(known, names, str(layer)).width, ""
+        return Cargo.of(known, names, str(layer), nodes).width, ""
     except TypeError as error:
         return 0, str(error)
 
