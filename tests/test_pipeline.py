@@ -229,7 +229,7 @@ class _Centred(torch.nn.Module):
         (None, {"gradient": "none"}, ValueError, "surrogate, scaled, stale, damped"),
         (None, {"damping": 2}, ValueError, "between 0 and 1"),
         (None, {"damping": None}, ValueError, "damping=None must be a number"),
-        (None, {"seed": -3}, ValueError, "seed must be a whole number from 0 on"),
+        (None, {"seed": 1.5}, ValueError, "seed must be a whole number"),
         (None, {"balance": 3}, ValueError, "balance=3 must give each of 1 stages"),
         (None, {"history_dtype": torch.int16}, ValueError, "history_dtype"),
         (None, {"balance": [3, 2]}, ValueError, "each of 1 stages"),

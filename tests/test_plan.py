@@ -257,7 +257,14 @@ def in_rounds():
     return chained(*sums, GatedGraphConv(7, 2), APPNP(3, 0.1))
 
 
-UNCOMMON = (behind_a_linear, used_twice, frozen, only_a_bias_trains, in_rounds)
+def that_caches():
+    return chained(SGConv(7, 6, K=2, cached=True), GCNConv(6, 4))
+
+
+UNCOMMON = (
+    *(behind_a_linear, used_twice, frozen),
+    *(only_a_bias_trains, in_rounds, that_caches),
+)
 
 
 def uncommon(owner):
@@ -290,6 +297,7 @@ def test_a_model_is_read_as_it_runs():
     [
         (chained(GCNConv(7, 6), PairNorm()), "sums over nodes of PairNorm"),
         (chained(ChebConv(7, 6, K=3)), "sums over nodes of ChebConv"),
+        (chained(GATConv(7, 6, flow="target_to_source")), "rows that GATConv reads"),
         (chained(GCNConv(7, 6), LayerNorm(6)), "sums over nodes of LayerNorm"),
         (torch.nn.ModuleList([GCNConv(7, 4)]), "none on two nodes worked"),
     ],
@@ -300,6 +308,12 @@ def test_what_is_not_counted_is_said(model, words):
     assert words in str(plans)
     assert ">= " in str(plans)
     assert "at least" in str(plans.best)
+
+
+def test_a_stack_may_read_the_weights_of_edges():
+    stack = [(GCNConv(7, 6), "x, edge_index, edge_weight -> x"), GCNConv(6, 4)]
+    plans = pdc.plan(GRAPHS["directed"](), ranks=2, model=stack, partition="random")
+    assert not plans.best.missing
 
 
 def test_numbers_are_as_long_as_the_features():
@@ -314,6 +328,9 @@ def test_numbers_are_as_long_as_the_features():
     assert long > short
     assert count(model=model) == count(widths=[7, 4]) == long
     assert count(graph=data.edge_index, model=model) == short
+    half = data.clone()
+    half.x = half.x.half()
+    assert count(graph=half, model=model) == short > count(graph=half, widths=[7, 4])
     assert count(graph=data.edge_index, model=GCNConv(7, 4).double()) == long
 
 

@@ -14,7 +14,7 @@ from pyg_distcomm.ledger import Short, format_table
 
 RecordKey: TypeAlias = tuple[int, int, int, int]  # place, number, name, piece
 NAMES = ("ghost", "out", "sums", "far")
-DEGREES = 1 << 20  # the name of the exchange that weights which are learnt ask for
+DEGREES = 1 << 20  # from here on names of exchanges of degrees, which layers may cache
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,6 @@ class LinkPrice:
 
 def exchange_name(name: int) -> str:
     """Returns what an exchange of a call is called."""
-    if name == DEGREES:
+    if name >= DEGREES:
         return "degrees"
     return NAMES[name] if name < len(NAMES) else str(name - len(NAMES))

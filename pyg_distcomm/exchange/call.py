@@ -64,7 +64,7 @@ class Call:
 
         Degrees are exact, and of now.
         """
-        if name == DEGREES and not self.exactly:
+        if name >= DEGREES and not self.exactly:
             return self.whole("degrees are").wrap(link, name)
         if isinstance(link, Pieces):
             parts = [self._coded(part, name, i) for i, part in enumerate(link.parts)]

@@ -145,9 +145,11 @@ class LinkPolicy:
             raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
         self.run.train(place, stage, self.epoch)
         number = self.run.next_call(place)
-        if (place, number) == self.run.last:
-            return None
-        return self._call(place, number, keeps=True)
+        call = self._call(place, number, keeps=True)
+        if (place, number) != self.run.last:
+            return call
+        # where a run goes on, it is noted once, so that it has its price
+        return None if self.run.knows(place, number) else call.whole("the last one")
 
     def begin_parts(self, nodes: Rows) -> None:
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `part`."""

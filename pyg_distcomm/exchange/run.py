@@ -39,6 +39,7 @@ class Run:
     Args:
         nodes: which nodes are where, once it is in use.
         places: of layers, in the order of their first use in training.
+        guests: those that were evaluated and not trained yet, likewise.
         layers: what they are called.
         stages: how to ask whether their inputs are kept; see `Constants.stage`. Inputs of
             training: without dropout those of an evaluation may be others.
@@ -60,6 +61,7 @@ class Run:
 
     nodes: Rows | None = None
     places: Any = field(default_factory=weakref.WeakKeyDictionary)
+    guests: Any = field(default_factory=weakref.WeakKeyDictionary)
     layers: dict[int, str] = field(default_factory=dict)
     stages: dict[int, Callable[[], int]] = field(default_factory=dict)
     began: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -132,13 +134,24 @@ class Run:
 
     def place(self, layer: Any, name: str = "") -> int:
         """Returns the place of a layer."""
+        if layer not in self.places:
+            self.guests.clear()
         place: int = self.places.setdefault(layer, len(self.layers))
         self.layers[place] = name or type(layer).__name__
         return place
 
     def place_of(self, layer: Any) -> int:
-        """Returns the place of a layer, or that of the next one to be trained."""
-        place: int = self.places.get(layer, len(self.layers))
+        """Returns the place of a layer, or that which it will have.
+
+        Layers are trained in the order in which they are evaluated; where a run goes on,
+        as many as before, so that those after them are of another copy of the model.
+        """
+        if layer not in self.places and layer not in self.guests:
+            before = {place for place, _ in self.active} | self.constant
+            if not self.layers and len(self.guests) == max(before, default=-1) + 1:
+                self.guests.clear()
+            self.guests[layer] = len(self.layers) + len(self.guests)
+        place: int = (self.places if layer in self.places else self.guests)[layer]
         return place
 
     def agreed(self, layer: Any, training: bool) -> int:
@@ -229,6 +242,10 @@ class Run:
             self.records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
         self.records[key].loads[back] = load
         self.records[key].sent_rows[back] = sent
+
+    def knows(self, place: int, number: int) -> bool:
+        """Tells whether an exchange of a call has been seen."""
+        return any(key[:2] == (place, number) for key in self.records)
 
     def keep(self, layer: Any, epoch: int | None) -> None:
         """Remembers that a layer's product is kept, in which epoch if in training."""

@@ -45,7 +45,7 @@ def quantise(
     if x.dtype in FLOATS:
         return _pick(code_reference.quantise, x)(x, index, bits, noise, out)
     bad = -1
-    for rows, meta, packed in _blocks(_count(x, index), x.size(1), bits):
+    for rows, meta, packed in _blocks(_count(x, index), x, bits):
         some = x[rows] if index is None else x[index[rows].long()]
         drawn = None if noise is None else (noise[0], noise[1][rows])
         sizes = len(out[meta]), len(out[packed])
@@ -67,7 +67,7 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     if out.dtype in FLOATS:
         return _pick(code_reference.dequantise, out)(message, bits, out)
     most = torch.finfo(out.dtype).max
-    for rows, meta, packed in _blocks(len(out), out.size(1), bits):
+    for rows, meta, packed in _blocks(len(out), out, bits):
         part = torch.cat([message[meta], message[packed]])
         wide = torch.empty(out[rows].shape, dtype=torch.float32, device=out.device)
         out[rows] = dequantise(part, bits, wide).clamp_(-most, most).to(out.dtype)
@@ -144,9 +144,17 @@ def _pick(
     return twin
 
 
-def _blocks(rows: int, width: int, bits: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields rows, what leads them, and their codes, which fill whole bytes."""
-    some, begins = 8 * max(BLOCK // (8 * max(width, 1)), 1), META * rows
+def _blocks(rows: int, x: Tensor, bits: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields rows, what leads them, and their codes, which fill whole bytes.
+
+    On a device all rows at once: kernels that are begun one by one would wait.
+    """
+    width, begins = x.size(1), META * rows
+    some = (
+        8 * max(BLOCK // (8 * max(width, 1)), 1)
+        if x.device.type == "cpu"
+        else max(rows, 1)
+    )
     for begin in range(0, rows, some):
         end = min(begin + some, rows)
         first, last = (begins + -(-at * width * bits // 8) for at in (begin, end))

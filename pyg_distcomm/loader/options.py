@@ -167,7 +167,8 @@ def checked_links(data: Any, links: Any) -> Any:
         typed = isinstance(links, (tuple, list)) and len(links) > 1
         single = typed and all(isinstance(part, str) for part in links)
         name, ends = (links, None) if single or not typed else links
-        known = [t for t in data.edge_types if name in (t, (t[0], t[2]), list(t))]
+        name = tuple(name) if isinstance(name, list) else name
+        known = [t for t in data.edge_types if name in (t, (t[0], t[2]))]
         if not typed or (ends is None and not known):
             raise ValueError(
                 "edge_label_index of a HeteroData is an edge type, or a pair of one and "

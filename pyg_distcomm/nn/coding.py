@@ -63,6 +63,7 @@ def compares(layers: list[MessagePassing]) -> bool:
     """Tells whether layers make logits of what they read of neighbours."""
     return any(
         type(layer).edge_update is not MessagePassing.edge_update
+        or _is_softmax(layer.aggr_module)
         or any(kind.__name__ in _COMPARED for kind in type(layer).__mro__)
         for layer in layers
     )

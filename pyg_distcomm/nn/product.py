@@ -29,7 +29,7 @@ def flowing(
     Weights are `[e]` or, as PyG takes them too, `[e, 1]`.
     """
     if weight is not None and weight.dim() > 1:
-        if weight.numel() != len(weight):
+        if weight.shape[1:].numel() != 1:  # on a rank without edges, too
             raise ValueError(
                 f"edge_weight has the shape {list(weight.shape)}, wanted one for each edge"
             )

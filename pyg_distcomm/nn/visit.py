@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 
 from pyg_distcomm import wire
-from pyg_distcomm.exchange.account import NAMES
+from pyg_distcomm.exchange.account import DEGREES, NAMES
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.nn.coding import is_coded
@@ -60,12 +60,12 @@ class Visit:
     ) -> None:
         self.call, self.late = call, late
         self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
-        self.coded = 0
+        self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
         self.source = 0 if conv.flow == "source_to_target" else 1
         scene = type(conv).__name__, self.nodes, self.here, self.source
-        self.scene = Scene(*scene, lambda: self.exact("degrees are"))
+        self.scene = Scene(*scene, self.degrees)
         ends = [self.here.source_lid, self.here.target_lid]
         local = torch.stack(ends if self.source == 0 else ends[::-1])
         self.edges = GuardedEdges.wrap(local, self.scene, topology.edges)
@@ -261,22 +261,24 @@ class Visit:
         for known, ghosted in self.fetched:
             if known is value:
                 return ghosted
-        why = "attention depends on it"
-        link = self._wrapped(self.call) if coded else self.exact(why)
+        call, link = self.call, None
+        if call is not None:
+            call = call if coded else call.whole("attention depends on it")
+            link = call.wrap(self.here.halo, len(NAMES) + self.coded)
+            self.coded += 1
         ghosted = self.here.with_ghosts(local, link)
         if not coded:
             self.fetched.append((value, ghosted))
         return ghosted
 
-    def exact(self, why: str) -> Link | None:
-        """Returns the halo for one more exchange of this run that is exact, and now."""
-        return self._wrapped(None if self.call is None else self.call.whole(why))
-
-    def _wrapped(self, call: Call | None) -> Link | None:
-        if call is None:
+    def degrees(self) -> Link | None:
+        """Returns the halo for one more exchange of degrees; those cached travel once."""
+        if self.call is None or any(
+            getattr(layer, "cached", False) for layer in layers_of(self.conv)
+        ):
             return None
-        self.coded += 1
-        return call.wrap(self.here.halo, len(NAMES) + self.coded - 1)
+        self.asked += 1
+        return self.call.wrap(self.here.halo, DEGREES + self.asked - 1)
 
     def _target(self, name: str, value: Any) -> Any:
         if value is None:

@@ -189,8 +189,8 @@ def check_options(
             continue  # the chunk of each node
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
     if history_dtype not in DTYPES:
         raise ValueError(
             f"history_dtype must be one of {', '.join(map(str, DTYPES))}, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections.abc import Sequence
@@ -103,15 +104,16 @@ def check_width(graph: Any, first: int, inputs: str) -> None:
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype that features have: as said, theirs, or the model's."""
+    """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
     if dtype is not None:
         return dtype
     parts = model if isinstance(model, Sequence) else [model]
     modules = [p for p in parts if isinstance(p, torch.nn.Module)]
     values = [graph.x] if isinstance(graph, Data) else []
     values += [p for one in modules for p in one.parameters()]
-    found = (v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point())
-    return next(found, torch.float32)
+    floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+    found = list(dict.fromkeys(v.dtype for v in floats))
+    return functools.reduce(torch.promote_types, found) if found else torch.float32
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:

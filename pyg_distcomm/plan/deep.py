@@ -100,6 +100,7 @@ def items_of(training: Training, skips: int) -> list[Item]:
     return found
 
 
+@torch.inference_mode(False)
 def items_of_stack(layers: Any, num_features: int) -> list[Item]:
     """Reads the items of a stack by running a copy of it, as a pipeline does, on two nodes.
 

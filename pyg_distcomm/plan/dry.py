@@ -39,6 +39,7 @@ class Visited:
         rounds: its halo exchanges, forward and backward: the width of rows, and whether
             they go from ghosts to owners.
         out: width of its outcome.
+        against: whether it fetches rows against the edges, which is not foreseen.
     """
 
     conv: Module
@@ -47,6 +48,7 @@ class Visited:
     flows: bool
     rounds: list[Round] = field(default_factory=list)
     out: int = 0
+    against: bool = False
 
 
 class Chain(Module):
@@ -54,6 +56,7 @@ class Chain(Module):
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
+        self.given: dict[str, Any] = {}  # of the data, beside x
         self._hold(read_stack(layers))
 
     def _hold(self, stack: list[Layer]) -> None:
@@ -69,7 +72,7 @@ class Chain(Module):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         """Runs the stack."""
-        known: dict[str, Any] = {"x": x, "edge_index": edge_index}
+        known: dict[str, Any] = {"x": x, "edge_index": edge_index, **self.given}
         for layer in self.stack:
             out = layer.run(*(known[name] for name in layer.takes))
             several = out if len(layer.gives) > 1 else (out,)
@@ -130,6 +133,10 @@ class _Visit:
         ways = (home, not home) if x.requires_grad else (home,)
         self.found[-1].rounds += [(x[0].numel(), way) for way in ways]
 
+    def note_against(self, x: Tensor, home: bool) -> None:
+        """Notes that rows would travel against the edges."""
+        self.found[-1].against = True
+
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
         """Notes sums over all nodes, but for those of batch norms, which are foreseen."""
@@ -176,13 +183,19 @@ def _run(model: Module, num_features: int, trained: bool, visit: _Visit) -> None
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
+    data.edge_weight = torch.ones(2, dtype=dtype)
     mesh = alone((1, 1, 1), 0, torch.device("cpu"))
-    share = partition(data, mesh, "block", node_attrs=["x"])
+    share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
     visit.x = share.x.requires_grad_(trained)
     edges = share.edge_index.topology
-    for topology in (edges, edges.reversed.topology):
+    notes = (edges, visit.note), (edges.reversed.topology, visit.note_against)
+    for topology, note in notes:
         here = {f.name: getattr(topology.locals, f.name) for f in fields(Locals)}
-        topology.locals = _Noting(**here, note=visit.note)
+        topology.locals = _Noting(**here, note=note)
+    if isinstance(model, Chain):
+        model.given = {"edge_weight": share.edge_weight}
+    model(share.x, share.edge_index)  # after which what layers cache is there
+    visit.found.clear()
     with visit.summing():
         model(share.x, share.edge_index)
 

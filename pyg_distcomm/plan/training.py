@@ -227,6 +227,11 @@ def training_of_model(
         calls, sums = visited(model, features, inputs == "trained")
         layers = [_layer_called(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
+        missing += [
+            f"rows that {type(call.conv).__name__} reads against the edges"
+            for call, layer in zip(calls, layers, strict=True)
+            if call.against and layer.kind == "halo"
+        ]
         if not layers:
             raise ValueError("no layer was called")
     except ValueError as error:

@@ -119,7 +119,8 @@ class Residual(Codec):
         difference = rows_at(x, index) - last
         for one in nested(self.inner):
             if isinstance(one, Cast):
-                most = torch.finfo(one.dtype).max
+                kinds = one.dtype, difference.dtype
+                most = min(torch.finfo(kind).max for kind in kinds)
                 difference.clamp_(-most, most)
         message = self.inner.encode(difference, draw, out=out, where=where)
         self._update(message, last, difference, draw)
