@@ -265,7 +265,7 @@ def test_light_edges_into_a_hub_keep_their_share():
     data = Data(edge_index=edges, num_nodes=n, weight=weight)
     options = {"weight_attr": "weight", "seed": 1}
     loader = DistLayerLoader(data, [20, 9], batch_size=50, **options)
-    assert loader.node_sampler.graph.scale == 2.0**49  # of 1024 seeds and 20 nodes
+    assert loader.node_sampler.graph.scale == 2.0**46  # of 8192 seeds and 20 nodes
     for sampler in (KeyedLayerSampler(data, [20, 9], **options), loader.node_sampler):
         found = sampler.graph.sums(BulkNodes.of([torch.tensor([0])])).value
         assert abs(float(found[2]) / float(found[1]) - 100) < 0.5
@@ -282,8 +282,8 @@ def test_rows_of_layers():
     assert batch.num_sampled_nodes == [1, 9000, 9000]
     own = DistLayerLoader(star, [2, 2], batch_sampler=[[0], [*range(5000)]])
     assert [batch.batch_size for batch in own] == [1, 5000]
-    by_hand = DistLayerLoader(star, [2, 2])(torch.arange(900))
-    assert by_hand.num_sampled_nodes[0] == 900
+    by_hand = DistLayerLoader(star, [2, 2])(torch.arange(8000))
+    assert by_hand.num_sampled_nodes[0] == 8000
     for bad in (3, None, [2.5], [float("inf")], []):
         with pytest.raises(ValueError, match="a whole number for each layer"):
             DistLayerLoader(star, bad)

@@ -28,7 +28,7 @@ from pyg_distcomm.sampling.partitioned_layers import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import Rule, UserRule
 
 # seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler
-_LEAST, _MOST = 1 << 16, 1 << 20
+_LEAST, _MOST = 1 << 13, 1 << 20
 RULES = {"ladies": Ladies, "fastgcn": FastGCN}
 
 
