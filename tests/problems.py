@@ -104,3 +104,9 @@ def grids(size):
         for s in range(1, size + 1)
         if size % (r * s) == 0
     ]
+
+
+def some_grids(size):
+    """All grids of up to four ranks; of more, a third, and those with three axes."""
+    every = grids(size)
+    return every if size <= 4 else [g for g in every if min(g) > 1] + every[::3]

@@ -17,6 +17,9 @@ import pyg_distcomm
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+# .ci/run has most of them run on one process
+ALONE = pytest.param(1, marks=pytest.mark.exhaustive)
+
 pytest.importorskip("sklearn")
 
 
@@ -68,7 +71,7 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
     assert lines[1].startswith('"""')
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
     flags = ("--epochs", "20", "--trace", "epoch.json")
     shown = run(example("gcn"), tmp_path, *flags, ranks=ranks)
@@ -100,7 +103,7 @@ def test_sage_resumes_where_it_stopped_on_another_number_of_ranks(tmp_path):
     assert last[0] == pytest.approx(last[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_any_layer_equals_pyg(tmp_path, ranks):
     shown = run(example("any_layer"), tmp_path, "--epochs", "2", ranks=ranks)
     differences = re.findall(r"\d\.\de[+-]\d\d", shown)
@@ -108,7 +111,7 @@ def test_any_layer_equals_pyg(tmp_path, ranks):
     assert max(map(float, differences)) < 1e-9
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [ALONE, 4])
 def test_grids_count_what_was_priced(tmp_path, ranks):
     shown = run(example("grids"), tmp_path, "--epochs", "1", ranks=ranks)
     rows = re.findall(r"^(\d+ x \d+ x \d+) .*?(\S+) +(\S+) +(\S+)$", shown, re.M)
@@ -118,7 +121,7 @@ def test_grids_count_what_was_priced(tmp_path, ranks):
     assert max(losses) - min(losses) < 1e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_neighbor_loader_shares_its_batches_out(tmp_path, ranks):
     shown = run(example("neighbor_loader"), tmp_path, "--epochs", "3", ranks=ranks)
     assert f"digits, {ranks} ranks, {4 // ranks} batches each" in shown
@@ -133,7 +136,7 @@ def figures(shown, pattern):
     return re.findall(pattern, shown, re.M)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
     flags = ["--epochs", "3", "--plot", "phases.png"]
     if ranks == 2:
@@ -176,7 +179,7 @@ def link_rows(shown, names):
     return {row[0]: row[1:] for row in rows if row[0] in names}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
     names += "VARCO", "VARCO, first columns", "VARCO, a budget"
@@ -212,7 +215,7 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     assert "exact: the last one" in shown
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
     names = "exact", "one bit, now", "one bit, late by 1", "one bit, now every 5"
     names += "one bit, the last too", "PipeGCN"

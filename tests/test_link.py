@@ -279,13 +279,17 @@ def trains(name, layer, grid):
 
 
 @pytest.mark.parametrize(
-    "name", ["varco", "sylvie", "pipegcn", "bns", "adaptive", "residual"]
+    ("layer", "grid", "names"),
+    [
+        (DistGCNConv, (3, 1, 1), ["varco", "pipegcn", "adaptive"]),
+        (DistSAGEConv, (1, 3, 1), ["sylvie", "bns", "residual"]),
+    ],
 )
-def test_training_goes_down(name):
-    for layer, grid in ((DistGCNConv, (3, 1, 1)), (DistSAGEConv, (1, 3, 1))):
-        exact, *_ = worlds.run(trains, 3, "plain", layer, grid)
+def test_training_goes_down(layer, grid, names):
+    exact, *_ = worlds.run(trains, 3, "plain", layer, grid)
+    for name in names:
         for losses in worlds.run(trains, 3, name, layer, grid):
-            assert losses[0] - losses[-1] > 0.3 * (exact[0] - exact[-1])
+            assert losses[0] - losses[-1] > 0.3 * (exact[0] - exact[-1]), name
 
 
 def test_places_of_layers_are_not_used_twice():

@@ -7,16 +7,16 @@ import itertools
 import pytest
 import worlds
 from parity import compare
-from problems import CUTTERS, GRAPHS, grids
+from problems import CUTTERS, GRAPHS, grids, some_grids
 
 KINDS = ("plain", "sum", "improved", "raw", "narrow")
 
 
 def _covering():
     """Every pair of (graph, cutter), with ranks, grids and kinds going round."""
-    sizes = itertools.cycle((1, 2, 3, 4, 6, 8))
+    sizes = itertools.cycle((1, 2, 3, 4, 6))
     kinds = itertools.cycle(KINDS)
-    turn = {size: itertools.cycle(grids(size)) for size in (1, 2, 3, 4, 6, 8)}
+    turn = {size: itertools.cycle(grids(size)) for size in (1, 2, 3, 4, 6)}
     for graph, cutter in itertools.product(GRAPHS, CUTTERS):
         size = next(sizes)
         yield graph, cutter, size, next(turn[size]), next(kinds)
@@ -29,7 +29,7 @@ def test_step_equals_pyg(graph, cutter, size, grid, kind):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
 def test_every_grid(size):
-    for k, grid in enumerate(grids(size)):
+    for k, grid in enumerate(some_grids(size)):
         worlds.run(compare, size, "directed", "random", grid, KINDS[k % len(KINDS)])
 
 

@@ -444,7 +444,7 @@ def _failing(stages, where, how):
     return told, time.monotonic() - start
 
 
-@pytest.mark.parametrize("where", [0, 1, 3])
+@pytest.mark.parametrize("where", [1, 3])
 def test_a_stage_that_fails_is_heard_of_on_all(where):
     found = worlds.run(_failing, 4, 4, where, "raise")
     for (text, again), seconds in found:

