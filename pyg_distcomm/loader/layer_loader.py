@@ -192,6 +192,8 @@ def _name(rule: Rule) -> str:
     if isinstance(rule, UserRule):
         function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
         return f"UserRule({function}, {rule.counted}, {rule.loops})"
+    if type(rule).__repr__ is object.__repr__:  # that tells the address, too
+        return type(rule).__qualname__
     return repr(rule)
 
 
