@@ -35,6 +35,7 @@ from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.exchange.codecs import Quantise, Residual
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.cover import HALOS
+from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.law import Degrees, PowerLaw
 from pyg_distcomm.plan.machine import Rate, Wire, lines_of
 from pyg_distcomm.plan.planner import plan
@@ -261,9 +262,16 @@ def that_caches():
     return chained(SGConv(7, 6, K=2, cached=True), GCNConv(6, 4))
 
 
+def norms_before_and_twice():
+    first, again = torch.nn.BatchNorm1d(7), torch.nn.BatchNorm1d(6)
+    layers = GCNConv(7, 6), again, GCNConv(6, 6), 2, GCNConv(6, 4)
+    return chained(first, *layers)
+
+
 UNCOMMON = (
     *(behind_a_linear, used_twice, frozen),
     *(only_a_bias_trains, in_rounds, that_caches),
+    norms_before_and_twice,
 )
 
 
@@ -290,6 +298,37 @@ def test_a_model_is_read_as_it_runs():
         assert best.bytes_by_rank == tuple(each[k] for each in counted), make
         assert not best.missing
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_messages_against_the_edges_are_those_of_edges_turned_around():
+    data, other = GRAPHS["directed"](), GRAPHS["directed"]()
+    other.edge_index = data.edge_index.flip(0)
+    owner = owners("random", data, 4)
+
+    def planned(graph, **how):
+        model = chained(GCNConv(7, 6, **how), SAGEConv(6, 4, **how))
+        return pdc.plan(graph, ranks=4, model=model, partition=owner)
+
+    back, ahead = planned(data, flow="target_to_source"), planned(data)
+    pairs = []
+    for want in planned(other):
+        same = {"orders": want.orders, "halo": want.halo}
+        pairs.append([p.of(want.grid, **same).bytes_by_rank for p in (back, ahead)])
+        assert pairs[-1][0] == want.bytes_by_rank
+    assert any(one != two for one, two in pairs)
+
+
+def test_a_graph_is_cut_as_for_the_ranks_of_each_grid():
+    data, how = GRAPHS["directed"](), {"partition": "permutation"}
+    plans = pdc.plan(data, WIDTHS, 4, **how)
+    for grid in grids(4):
+        told = {"train_mask": data.train_mask, "grid": grid}
+        owner = cut(data.edge_index, data.num_nodes, 4, "permutation", **told)
+        want = pdc.plan(data, WIDTHS, 4, partition=owner).of(grid)
+        assert plans.of(grid).bytes_by_rank == want.bytes_by_rank
+        assert pdc.plan(data, WIDTHS, 4, grid=grid, **how).best == want
+        if grid == plans.best.grid:
+            assert torch.equal(plans.partition.owner, owner.owner)
 
 
 @pytest.mark.parametrize(

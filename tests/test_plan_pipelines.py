@@ -20,6 +20,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
 from pyg_distcomm.exchange.codecs import Bitmap, Quantise, RowSample
 from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
+from pyg_distcomm.plan.machine import Wire
 
 SAMPLE = RowSample(10, values=Quantise(1))
 
@@ -221,3 +222,23 @@ def test_auto_takes_what_is_not_exact_only_when_asked():
     assert worlds.run(automatic, 2, {}) == [(True, 1, 1)] * 2
     assert worlds.run(automatic, 2, {"codecs": ["1 bit"]}) == [(False, 1, 1)] * 2
     assert worlds.run(automatic, 2, {"pipeline": True}) == [(False, 2, 2)] * 2
+
+
+def cut_for_stages():
+    data = GRAPHS["undirected"]()
+    slow = {(4, 1): Wire(0.0, 1.0)}  # what four ranks in a row would talk over
+    mesh = pdc.init(
+        "auto",
+        data=data,
+        widths=[7] + [4] * 9,
+        machine=pdc.Machine(latency=0.0, bandwidth=1e4, lines=slow),
+        method="random",
+        pipeline=True,
+    )
+    planned, named = pdc.partition(data, mesh), pdc.partition(data, mesh, "random")
+    rows = [share.edge_index.nodes.gid for share in (planned, named)]
+    return mesh.plan.stages, mesh.plan.grid, torch.equal(*rows)
+
+
+def test_stages_are_cut_as_planned():
+    assert worlds.run(cut_for_stages, 4) == [(2, (2, 1, 1), True)] * 4

@@ -98,6 +98,11 @@ def cut(
     return refined(edge_index, found, train_mask=train_mask, balance=limit, grid=grid)
 
 
+def takes_grid(method: Any) -> bool:
+    """Says whether a method cuts differently for each grid of as many ranks."""
+    return isinstance(method, str) and method == "permutation"
+
+
 def _cut(
     method: str,
     edge_index: Tensor,

@@ -11,12 +11,14 @@ from torch_geometric.data import Data
 from pyg_distcomm import mesh as grids
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Grid, Mesh
+from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.asked import edges_of
 from pyg_distcomm.plan.calibrate import calibrate
 from pyg_distcomm.plan.codecs import Asked
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
-from pyg_distcomm.plan.plans import Plan
+from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS
 
 
@@ -129,11 +131,9 @@ def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None
     if mesh.rank == 0:
         try:
             plans = plan(data, ranks=mesh.size, **asked)
-            owners = plans.partition
             wider = bool(asked["codecs"]) or asked["pipeline"]
             best = plans[0] if wider and len(plans) else plans.best
-            if best.stages > 1:  # a stage has fewer ranks: `partition` cuts for them
-                owners = None
+            owners = _owners(plans, best, data, asked["partition"])
             found = best, None if owners is None else owners.owner.numpy()
         except (TypeError, ValueError) as error:
             problem, kind = str(error), type(error)
@@ -142,4 +142,14 @@ def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None
     best, owner = wire.broadcast_object(found, mesh.world)
     if owner is None:
         return best, None
-    return best, Partition.from_owner(owner, mesh.size)
+    return best, Partition.from_owner(owner, best.size // best.stages)
+
+
+def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:
+    """Returns who owns which node in a plan; of stages, in each of them alike."""
+    if plans.partition is None or not (best.stages > 1 or takes_grid(method)):
+        return plans.partition
+    edge_index, nodes, mask = edges_of(data, method)
+    ways = best.size // best.stages
+    method = "block" if ways == 1 else method
+    return cut(edge_index, nodes, ways, method, train_mask=mask, grid=best.grid)

@@ -48,7 +48,7 @@ class Cost:
 
 
 def epoch_cost(
-    flows: tuple[Flow, Flow],
+    flows: tuple[Flow, Flow, Flow],
     training: Training,
     ways: tuple[list[Product], tuple[str, ...]],
     coding: Coding | None,
@@ -58,14 +58,15 @@ def epoch_cost(
     """Prices an epoch.
 
     Args:
-        flows: of products, and of `HaloConv`, which always sends only what is needed.
+        flows: of products, of those against the edges, and of `HaloConv`, which always
+            sends only what is needed.
         training: the model.
         ways: what it multiplies, and each layer's order.
         coding: the link; None is the exact one.
         dtype: of the features.
         machine: the figures for seconds.
     """
-    flow, halo = flows
+    flow, back, halo = flows
     products, orders = ways
     size = int(np.prod(flow.grid))
     shape = np.broadcast_shapes(flow.nodes.shape, (1, 1, flow.grid[2]))
@@ -75,13 +76,14 @@ def epoch_cost(
     clock, known = _Clock(flow, machine), {}
     for product in products:
         writing = _writing(coding, product, len(training.layers) - 1, dtype)
-        key = product.width, product.transposed, product.halo, writing.codec
+        kind = product.transposed, product.halo, product.against
+        key = product.width, *kind, writing.codec
         if key not in known:
-            known[key] = (
-                halo_passage(halo, product, writing)
-                if product.halo
-                else passage(flow, product, training.itemsize, writing)
-            )
+            if product.halo:
+                known[key] = halo_passage(halo, product, writing)
+            else:
+                rows = back if product.against else flow
+                known[key] = passage(rows, product, training.itemsize, writing)
         found = known[key]
         exchange = exchange + found.received
         messages = messages + sum(move.messages for move in found.moves)

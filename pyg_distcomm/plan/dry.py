@@ -105,6 +105,7 @@ class _Visit:
     def __init__(self) -> None:
         self.found: list[Visited] = []
         self.sums: list[str] = []
+        self.norms: list[int] = []
         self.stack: list[Module] = []
         self.x: Any = None
 
@@ -139,18 +140,21 @@ class _Visit:
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
-        """Notes sums over all nodes, but for those of batch norms, which are foreseen."""
+        """Notes sums over all nodes: how wide those of batch norms are, of others whose."""
 
-        def noting(begin: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(*args: Any) -> Any:
+        def noting(begin: Callable[..., Any], counts: bool) -> Callable[..., Any]:
+            def noted(x: Tensor, *args: Any) -> Any:
                 if not any(isinstance(m, DistBatchNorm) for m in self.stack):
                     self.sums.append(type(bare(self.stack[-1])).__name__)
-                return begin(*args)
+                elif counts:  # and the same for gradients, if there are any
+                    self.norms += [x.numel()] * (1 + x.requires_grad)
+                return begin(x, *args)
 
             return noted
 
         before = wire.all_reduce, adjoint.all_reduce
-        wire.all_reduce, adjoint.all_reduce = map(noting, before)
+        wire.all_reduce = noting(before[0], counts=False)
+        adjoint.all_reduce = noting(before[1], counts=True)
         try:
             yield
         finally:
@@ -159,11 +163,11 @@ class _Visit:
 
 def visited(
     model: Module, num_features: int, trained: bool
-) -> tuple[list[Visited], list[str]]:
+) -> tuple[list[Visited], list[int], list[str]]:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
-    Returns the calls of its layers, and the names of modules that sum over all nodes in
-    ways that are not foreseen.
+    Returns the calls of its layers, the widths of all sums of its batch norms, and the
+    names of modules that sum over all nodes in ways that are not foreseen.
 
     Raises:
         ValueError: if that does not work, with the reason.
@@ -174,7 +178,7 @@ def visited(
             _run(copy.deepcopy(model).cpu().train(), num_features, trained, visit)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    return visit.found, list(dict.fromkeys(visit.sums))
+    return visit.found, visit.norms, list(dict.fromkeys(visit.sums))
 
 
 def _run(model: Module, num_features: int, trained: bool, visit: _Visit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -46,6 +47,7 @@ class CutEdges:
     loops   [P]     self-loops among them
     cut     sources and targets of edges between owners, by the owner of the target
     owner   [n]
+    whole   all edges, and who owns which node
     """
 
     nodes: Array
@@ -53,6 +55,7 @@ class CutEdges:
     loops: Array
     cut: tuple[Array, Array]
     owner: Array
+    whole: tuple[Tensor, Partition]
 
     @staticmethod
     def of(edge_index: Tensor, partition: Partition) -> CutEdges:
@@ -79,7 +82,14 @@ class CutEdges:
             loops,
             (source[away], target[away]),
             owner,
+            (edge_index, partition),
         )
+
+    @cached_property
+    def turned(self) -> CutEdges:
+        """The same edges turned around, owned by what were their sources."""
+        edge_index, partition = self.whole
+        return CutEdges.of(edge_index.flip(0), partition)
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.ops.cover import HALOS
-from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.asked import (
     check_options,
@@ -94,8 +94,7 @@ def plan(
             over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
             at most as said.
         chunks: of nodes; four for each stage without.
-        skips: values beside the first that cross all borders (GCNII's x_0 is one), of
-            widths; a model knows its own.
+        skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
 
     Returns:
@@ -109,25 +108,55 @@ def plan(
     dtype = dtype_of(graph, model, dtype)
     training = _training(graph, widths, model, layers, inputs, dtype)
     machine = machine or Machine()
-    limit = machine.memory if memory is None else memory
-    source, words, owners = _source(graph, size, partition, seed)
+    cutting = graph, size, partition, seed
+    source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
     if pipeline:
         given = (model, graph, skips), (source, partition, seed)
         found += _pipelines(*given, training, chunks, machine, size, links, dtype)
-    for one in _grids(size, algorithm, grid):
-        found += _plans_of(one, source, training, machine, links, dtype)
-    found = [replace(each, missing=training.missing) for each in found]
+    grids = _grids(size, algorithm, grid)
+    found += _on_grids(grids, cutting, source, training, machine, links, dtype)
+    ranked, refused = _ranked(found, training, machine, memory)
+    owners = _on_fastest(ranked, cutting, owners)
     names = () if grid is not None else misfits(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
-    return Plans(*_ranked(found, limit), names, said, machine, owners)
+    return Plans(ranked, refused, names, said, machine, owners)
+
+
+def _on_grids(
+    grids: Iterable[Grid],
+    cutting: tuple[Any, int, Any, int],
+    source: CutEdges | RandomGraph,
+    *how: Any,
+) -> list[Plan]:
+    """Returns the plans of all grids; of a graph that is cut anew for each, if need be."""
+    found = []
+    for one in grids:
+        if takes_grid(cutting[2]):
+            source = _source(*cutting, one)[0]
+        found += _plans_of(one, source, *how)
+    return found
+
+
+def _on_fastest(
+    ranked: tuple[Plan, ...],
+    cutting: tuple[Any, int, Any, int],
+    owners: Partition | None,
+) -> Partition | None:
+    """Returns who owns which node on the fastest grid, where the cutter goes by grids."""
+    fastest = next((each.grid for each in ranked if each.stages == 1), None)
+    if fastest is None or not takes_grid(cutting[2]):
+        return owners
+    return _source(*cutting, fastest)[2]
 
 
 def _ranked(
-    found: list[Plan], limit: float | None
+    found: list[Plan], training: Training, machine: Machine, memory: float | None
 ) -> tuple[tuple[Plan, ...], tuple[Plan, ...]]:
     """Returns what can be run, the fastest first, and what cannot."""
-    judged = sorted((_judged(each, limit) for each in found), key=_merit)
+    limit = machine.memory if memory is None else memory
+    known = (replace(each, missing=training.missing) for each in found)
+    judged = sorted((_judged(each, limit) for each in known), key=_merit)
     refused = tuple(p for p in judged if p.reason is not None)
     return tuple(p for p in judged if p.reason is None), refused
 
@@ -204,7 +233,7 @@ def _training(
 
 
 def _source(
-    graph: Any, size: int, partition: Any, seed: int
+    graph: Any, size: int, partition: Any, seed: int, grid: Grid | None = None
 ) -> tuple[CutEdges | RandomGraph, str, Partition | None]:
     """Returns what flows are counted from, what it is, and who owns which node."""
     if isinstance(graph, RandomGraph):
@@ -214,7 +243,8 @@ def _source(
     if isinstance(partition, Partition):
         owners = partition
     else:
-        owners = cut(edge_index, nodes, size, partition, seed=seed, train_mask=mask)
+        how: Any = {"seed": seed, "train_mask": mask, "grid": grid}
+        owners = cut(edge_index, nodes, size, partition, **how)
     if owners.num_parts != size or owners.num_nodes != nodes:
         raise ValueError(
             f"{owners} does not fit a graph of {nodes} nodes on {size} ranks"
@@ -261,6 +291,9 @@ def _plans_of(
     ghosts = _ghosts(source) if training.runs_by_halo else None
     for halo in _halos(grid, source, training):
         flow = source.flow(grid, halo, training.adds_loops)
+        back = flow
+        if training.goes_back and isinstance(source, CutEdges):
+            back = source.turned.flow(grid, halo, training.adds_loops)
         seen = set()
         for ordering in _orderings():
             orders = training.orders(ordering)
@@ -268,7 +301,7 @@ def _plans_of(
                 continue
             seen.add(orders)
             products = training.products(ordering)
-            flows, ways = (flow, ghosts or flow), (products, orders)
+            flows, ways = (flow, back, ghosts or flow), (products, orders)
             for link in links:
                 cost = epoch_cost(flows, training, ways, link, dtype, machine)
                 found.append(_plan(grid, ordering, orders, halo, link, cost))

@@ -159,7 +159,8 @@ class Plans(Sequence[Plan]):
         misfits: names of algorithms without a grid.
         graph: the graph in words.
         machine: the figures for seconds.
-        partition: who owns which node; None for a law of degrees.
+        partition: who owns which node, on the fastest grid where that depends on it
+            ("permutation"); None for a law of degrees.
     """
 
     ranked: tuple[Plan, ...]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import BatchNorm1d
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
 from pyg_distcomm.constants import Ordering
@@ -18,7 +19,7 @@ from pyg_distcomm.wire import ring_words
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
 LOSS_WORDS, LOSS_ITEM = 2, 8  # a mean is a sum and a count, in float64
-NORM_SUMS = 4  # of a batch norm, each as wide as its channels
+NORM_SUMS = 4  # of a batch norm behind a layer, each as wide as its channels
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Layer:
         trains: whether the weights that an order could put before the product do.
         rounds: of "halo", the rows it exchanges, as (width, whether to their owners); if
             None, its input, and what gradient there is.
+        against: whether messages flow against the edges.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Layer:
     flows: bool | None = None
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
+    against: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,12 +76,14 @@ class Product:
         width: features.
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
+        against: whether the edges are turned around, and owned by their sources.
     """
 
     layer: int
     width: int
     transposed: bool
     halo: bool = False
+    against: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Training:
         inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
             are "trained".
         itemsize: bytes of a number.
-        norms: channels of each batch norm.
+        norms: how wide each sum of a batch norm is, forward and backward.
         missing: what the model sends beside all this, or may, in words; or nothing.
     """
 
@@ -112,6 +117,11 @@ class Training:
     def runs_by_halo(self) -> bool:
         """Whether some layer needs its edges whole, so a grid (P, 1, 1)."""
         return any(layer.kind == "halo" for layer in self.layers)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether some layer's messages flow against the edges."""
+        return any(layer.against for layer in self.layers)
 
     @property
     def adds_loops(self) -> bool:
@@ -152,10 +162,10 @@ class Training:
             if order == "halo" and layer.rounds is not None:
                 found += [Product(i, *one, True) for one in layer.rounds]
                 continue
-            halo = order == "halo"
-            found.append(Product(i, width, False, halo))
+            how = order == "halo", layer.against
+            found.append(Product(i, width, False, *how))
             if (order == "last" and layer.trains) or self.wants_gradient(i):
-                found.append(Product(i, width, True, halo))
+                found.append(Product(i, width, True, *how))
         return found
 
     def sums(self, size: int) -> dict[str, list[int]]:
@@ -166,7 +176,7 @@ class Training:
         return {
             "parameters": [ring_words(sum(self.parameters), size) * item],
             "loss": [ring_words(LOSS_WORDS, size) * LOSS_ITEM] * 2,
-            "norms": [ring_words(c, size) * item for c in self.norms] * NORM_SUMS,
+            "norms": [ring_words(c, size) * item for c in self.norms],
         }
 
 
@@ -224,7 +234,7 @@ def training_of_model(
     features = first.width_in if first is not None else num_features
     try:
         assert features is not None
-        calls, sums = visited(model, features, inputs == "trained")
+        calls, norms, sums = visited(model, features, inputs == "trained")
         layers = [_layer_called(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
         missing += [
@@ -236,7 +246,8 @@ def training_of_model(
             raise ValueError("no layer was called")
     except ValueError as error:
         missing = [f"what only a run shows, and none on two nodes worked ({error})"]
-        layers = []
+        layers, every = [], (m for m in model.modules() if isinstance(m, BatchNorm1d))
+        norms = [norm.num_features for norm in every for _ in range(NORM_SUMS)]
         for conv in distinct:
             before = layers[-1].width_out if layers else num_features
             layers.append(layer_of(conv, before))
@@ -244,13 +255,12 @@ def training_of_model(
     lazy = [p for p in trained if torch.nn.parameter.is_lazy(p)]
     known = () if lazy else tuple(p.numel() for p in trained)
     item = 4 if lazy or not trained else trained[0].element_size()
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d)]
     return Training(
         tuple(layers),
         known or tuple(n for layer in layers for n in layer.parameters),
         inputs,
         item,
-        tuple(m.num_features for m in norms),
+        tuple(norms),
         "; ".join(dict.fromkeys(missing)),
     )
 
@@ -266,7 +276,11 @@ def _layer_called(call: Visited) -> Layer:
     trains = bool(weights & trained)
     rounds = tuple(call.rounds) if kind == "halo" else None
     how: Any = {"still": call.still, "flows": flows, "trains": trains}
-    return replace(read, **how, rounds=rounds)
+    return replace(read, **how, rounds=rounds, against=_is_against(conv, kind))
+
+
+def _is_against(conv: torch.nn.Module, kind: str) -> bool:
+    return kind != "halo" and getattr(conv, "flow", None) == "target_to_source"
 
 
 def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
@@ -293,7 +307,8 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
     if getattr(conv, "concat", False) and hasattr(conv, "heads"):
         width_out *= conv.heads  # type: ignore[operator]
     kind, fresh = _kind_of(conv)
-    return Layer(kind, width_in, width_out, fresh)
+    against = _is_against(conv, kind)
+    return Layer(kind, width_in, width_out, fresh, against=against)
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:
