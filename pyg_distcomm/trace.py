@@ -173,7 +173,7 @@ def _check(path: Path, mesh: Mesh | None) -> str | None:
             f"there are {world_size()} ranks and no mesh to merge their traces "
             "by; call pdc.init() first, or pass mesh="
         )
-    if mesh is not None and mesh.rank:
+    if mesh is not None and mesh.everyone.rank:
         return None
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -186,9 +186,9 @@ class _Ranks:
     """The ranks of a trace, and what they tell each other; one process alone, nothing."""
 
     def __init__(self, mesh: Mesh | None) -> None:
-        self.rank = 0 if mesh is None else mesh.rank
-        self.size = 1 if mesh is None else mesh.size
-        watch = None if mesh is None else mesh.world.watch
+        self.rank = 0 if mesh is None else mesh.everyone.rank  # of all stages
+        self.size = 1 if mesh is None else mesh.everyone.size
+        watch = None if mesh is None else mesh.everyone.watch
         self._board: Board | None = None
         self._readings: list[Reading] = []
         self._away: list[int] = []  # the ranks on other hosts than rank 0's

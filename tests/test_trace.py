@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worlds
+from pipelines import loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -125,6 +126,20 @@ def trained(path, grid):
     return mesh.ledger.snapshot()
 
 
+def assert_adds_up(trace, rank, ledger):
+    """The events of a rank are those that its ledger has counted."""
+    counts = {}
+    for event in of(trace, rank, "b"):
+        args = event["args"]
+        row = counts.setdefault((args["op"], args["axis"]), Counter())
+        row.update({name: args[name] for name in ("words", "bytes", "sent_bytes")})
+        row.update(calls=1, messages=args["messages"])
+    assert set(counts) == set(ledger)
+    for key, entry in ledger.items():
+        for name in ("calls", "words", "bytes", "sent_bytes", "messages"):
+            assert counts[key][name] == getattr(entry, name), (key, name)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
     path = tmp_path / ("run.json.gz" if size == 3 else "run.json")
@@ -138,22 +153,34 @@ def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
     assert not any(about["clock_error_us"].values())  # one host, one clock
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     for rank, ledger in enumerate(ledgers):
-        counts = {}
-        for event in of(trace, rank, "b"):
-            args = event["args"]
-            row = counts.setdefault((args["op"], args["axis"]), Counter())
-            row.update({name: args[name] for name in ("words", "bytes", "sent_bytes")})
-            row.update(calls=1, messages=args["messages"])
-        assert set(counts) == set(ledger)
-        for key, entry in ledger.items():
-            for name in ("calls", "words", "bytes", "sent_bytes", "messages"):
-                assert counts[key][name] == getattr(entry, name), (key, name)
+        assert_adds_up(trace, rank, ledger)
         names = Counter(event["name"] for event in of(trace, rank, "X"))
         assert names["epoch"] == 2
         assert names["idle"] == 1
         layers = [n for n in names if n.endswith("convs.1 (DistGCNConv)")]
         assert [names[n] for n in layers] == [2]
         assert of(trace, rank, "X", "product")
+
+
+def in_stages(path, stages):
+    mesh = worlds.mesh(stages=stages)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh)
+    mesh.ledger.reset()
+    with pdc.trace(path):
+        pipe.train_step(share, loss_of)
+    return mesh.ledger.snapshot()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_all_stages_share_a_timeline(size, tmp_path):
+    ledgers = worlds.run(in_stages, size, tmp_path / "run.json", 2)
+    trace = read(tmp_path / "run.json")
+    assert trace["otherData"]["ranks"] == size
+    assert not trace["otherData"]["missing_ranks"]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    for rank, ledger in enumerate(ledgers):
+        assert_adds_up(trace, rank, ledger)
 
 
 def overlapping(path, grid):
