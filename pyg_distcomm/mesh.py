@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -387,6 +387,8 @@ def _joined(
     else:
         every = dist.new_group(timeout=span)
         axes["everyone"] = Axis("everyone", rank, size, every, ledger, watch)
+        if ways == 1:  # else torch's mesh gives the caller's group, for every mesh
+            axes["stage"] = replace(axes["stage"], group=dist.new_group(timeout=span))
     return Mesh(tuple(grid), seed, device, device_mesh, ledger=ledger, **axes)  # type: ignore[arg-type]
 
 
