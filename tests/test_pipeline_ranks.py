@@ -480,6 +480,27 @@ def test_borders_keep_their_type():
     worlds.only(0)
 
 
+def _mixed(stages):
+    """Foretold and counted bytes of an epoch whose rows are narrower than its weights."""
+    mesh, data = worlds.mesh(stages=stages), GRAPHS["directed"]()
+    share = pdc.partition(Data(data.x.float(), data.edge_index), mesh, "random")
+    layers = [GCNConv(7, 8), torch.nn.Linear(8, 8), GCNConv(8, 4), GCNConv(4, 8)]
+    pipe = pdc.Pipeline(layers, mesh, chunks=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe(share)
+        mesh.ledger.reset()
+        pipe.train_step(share, lambda out, data: out.float().square().mean())
+    return pipe.price().bytes, mesh.ledger.bytes() - mesh.ledger.bytes(
+        "all_reduce", "world"
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_bytes_are_those_of_each_type(shape):
+    for told, counted in worlds.run(_mixed, shape[0] * shape[1], shape[0]):
+        assert told == counted > 0
+
+
 def _failing_at_first(stages, where):
     """One rank of a stage fails in the first pass, and the other waits for its rows."""
     mesh = worlds.mesh(stages=stages, fresh=True)

@@ -337,7 +337,7 @@ class Pipeline(torch.nn.Module):
         """Returns what an epoch of training costs this rank; known once data were seen."""
         boundary, run = self._planned()
         free = [p for p in self.layers.parameters() if p.requires_grad]
-        return epoch_price(self.mesh, boundary, run, sum(p.numel() for p in free))
+        return epoch_price(self.mesh, boundary, run, free)
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps from epoch to epoch, by what they are for.

@@ -6,7 +6,10 @@ exchanges of rows among the ranks of a stage, s tensors that all stages share (G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
@@ -60,17 +63,17 @@ class EpochPrice:
     Args:
         stage: rows and their gradients, from and to neighbouring stages.
         rows: rows and their gradients, among the ranks of a stage, as they are.
-        coded: bytes of those that go by a link; see `LinkPolicy.price`.
         weights: gradients of weights, among the ranks of a stage.
         loss: the loss, from the last stage to all.
-        itemsize: bytes of a word, but for the loss, of which one has 8.
+        bytes: received, all told.
+        coded: of them, those of rows that go by a link; see `LinkPolicy.price`.
     """
 
     stage: Price
     rows: Price
     weights: Price
     loss: Price
-    itemsize: int = 4
+    bytes: int
     coded: int = 0
 
     @property
@@ -79,14 +82,10 @@ class EpochPrice:
         parts = (self.stage, self.rows, self.weights, self.loss)
         return sum(part.words for part in parts)
 
-    @property
-    def bytes(self) -> int:
-        """The bytes received."""
-        wide = (self.words - self.loss.words) * self.itemsize
-        return wide + self.loss.words * 8 + self.coded
 
-
-def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> EpochPrice:
+def epoch_price(
+    mesh: Mesh, boundary: Boundary, run: Run, weights: Sequence[Tensor]
+) -> EpochPrice:
     """Returns the price of an epoch on this rank.
 
     Args:
@@ -95,20 +94,27 @@ def epoch_price(mesh: Mesh, boundary: Boundary, run: Run, weights: int) -> Epoch
         run: its sites.
         weights: parameters of this stage that have gradients.
     """
-    own, stage = run.plan.own, Price()
+    own = run.plan.own
     messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
     last = mesh.stage.rank == mesh.stage.size - 1
-    for box in (boundary.inbox, None if last else boundary.outbox):
-        if box is not None:  # rows one way, their gradients the other
-            stage += Price(box.numel(), box.numel(), messages)
-    return EpochPrice(
-        stage,
-        run.price(),
-        _reduced(weights, mesh.size),
-        _reduced(1, mesh.stage.size),
-        boundary.outbox.element_size(),
-        0 if run.link is None else run.link.price().total,
-    )
+    boxes = boundary.inbox, None if last else boundary.outbox
+    stage = [  # rows one way, their gradients the other
+        (Price(box.numel(), box.numel(), messages), box.element_size())
+        for box in boxes
+        if box is not None
+    ]
+    sums = []
+    for kind in dict.fromkeys(p.dtype for p in weights):
+        count = sum(p.numel() for p in weights if p.dtype == kind)
+        sums.append((_reduced(count, mesh.size), kind.itemsize))
+    rows, loss = run.prices(), _reduced(1, mesh.stage.size)
+    coded = 0 if run.link is None else run.link.price().total
+    moved = sum(price.bytes(item) for price, item in (*stage, *rows, *sums, (loss, 8)))
+    return EpochPrice(_sum(stage), _sum(rows), _sum(sums), loss, moved + coded, coded)
+
+
+def _sum(parts: list[tuple[Price, int]]) -> Price:
+    return sum((price for price, _ in parts), Price())
 
 
 def _reduced(numel: int, size: int) -> Price:

@@ -193,17 +193,22 @@ class Run:
             )
         return self.facts[key][places]
 
-    def price(self) -> Price:
-        """Returns what sites move in an epoch, among the ranks of a stage, by no link."""
-        total = Price()
+    def prices(self) -> list[tuple[Price, int]]:
+        """Returns what each site moves in an epoch among the ranks of a stage, by no link.
+
+        Beside it the bytes of one of its words.
+        """
         if self.link is not None and not self.link.is_exact:
-            return total
+            return []
+        found = []
         for site in self.sites.values():
+            total, width = Price(), site.mix.size(1)
             for link in self.plan.links:
-                total += link.price(site.mix.size(1))
+                total += link.price(width)
                 if site.flows:
-                    total += link.price_transpose(site.mix.size(1))
-        return total
+                    total += link.price_transpose(width)
+            found.append((total, site.mix.element_size()))
+        return found
 
     def _next(self) -> tuple[int, int]:
         self._check_turn()
