@@ -188,6 +188,21 @@ def test_what_cannot_be_cut_is_refused_with_its_reason():
     assert {one.stages for one in pdc.plan(data, [7, 4], 2)} == {1}
 
 
+def test_a_stack_tells_the_width_and_type_that_edges_alone_do_not():
+    data = GRAPHS["undirected"]()
+    for name in ("gcnii", "resgcn", "gat"):  # most begin with no layer of PyG's
+        found = [
+            pdc.plan(graph, ranks=2, model=stack_of(name), partition=way, pipeline=True)
+            for graph, way in ((data, "block"), (data.edge_index, [0, 1] * 25))
+        ]
+        whole, edges = (plans.of((1, 1, 1), stages=2) for plans in found)
+        assert edges.total_bytes == whole.total_bytes > 0, edges.reason
+        assert not edges.missing
+    waits = torch.nn.Sequential(GCNConv(-1, 8), GCNConv(8, 4))
+    with pytest.raises(ValueError, match=r"give the graph as a Data with x"):
+        pdc.plan(data.edge_index, ranks=2, model=waits, partition=[0, 1] * 25)
+
+
 def test_deep_models_on_dense_cuts_win():
     graph = pdc.RandomGraph(10**6, 5 * 10**7)
     plans = pdc.plan(graph, [64] * 33, 8, pipeline=True)

@@ -107,7 +107,10 @@ def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype that features have: as said, or the wider of theirs and the model's."""
     if dtype is not None:
         return dtype
-    parts = model if isinstance(model, Sequence) else [model]
+    items = model if isinstance(model, Sequence) else [model]
+    parts = (
+        p for item in items for p in (item if isinstance(item, tuple) else (item,))
+    )
     modules = [p for p in parts if isinstance(p, torch.nn.Module)]
     values = [graph.x] if isinstance(graph, Data) else []
     values += [p for one in modules for p in one.parameters()]

@@ -33,7 +33,12 @@ from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.pipelines import Deep
 from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
-from pyg_distcomm.plan.training import Training, training_of, training_of_model
+from pyg_distcomm.plan.training import (
+    Training,
+    features_of,
+    training_of,
+    training_of_model,
+)
 
 HALO_GRIDS = (
     "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
@@ -197,9 +202,8 @@ def _pipelines(
     if model is None:
         items = items_of(training, skips)
     else:
-        features = graph.num_features if isinstance(graph, Data) else 0
         try:
-            items = items_of_stack(model, features or training.layers[0].width_in)
+            items = items_of_stack(model, _features(graph, model))
         except (ValueError, TypeError, RuntimeError) as error:
             sizes = (d for d in range(2, size + 1) if size % d == 0)
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
@@ -221,15 +225,24 @@ def _training(
             "plan needs either widths=[features, hidden, ..., output] or model=..."
         )
     if model is not None:
-        features = graph.num_features if isinstance(graph, Data) else None
-        if not isinstance(model, torch.nn.Module):  # a stack, as `Pipeline` takes it
-            model = Chain(model)
-        read = training_of_model(model, features or None, inputs)
+        features = _features(graph, model)
+        read = training_of_model(_whole(model), features, inputs)
         return replace(read, itemsize=dtype.itemsize)
     assert widths is not None
     read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
     check_width(graph, read.layers[0].width_in, inputs)
     return read
+
+
+def _whole(model: Any) -> torch.nn.Module:
+    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
+    return model if isinstance(model, torch.nn.Module) else Chain(model)
+
+
+def _features(graph: Any, model: Any) -> int:
+    """Returns the width of the features, which a model tells where the graph does not."""
+    given = graph.num_features if isinstance(graph, Data) else 0
+    return given or features_of(_whole(model))
 
 
 def _source(

@@ -211,7 +211,7 @@ def training_of(
 
 
 def training_of_model(
-    model: torch.nn.Module, num_features: int | None, inputs: str = "constant"
+    model: torch.nn.Module, num_features: int, inputs: str = "constant"
 ) -> Training:
     """Reads the layers of a model, in the order in which it calls them.
 
@@ -230,11 +230,8 @@ def training_of_model(
             "widths=[...]"
         )
     layers: list[Layer] = []
-    first = layer_of(distinct[0], num_features) if num_features is None else None
-    features = first.width_in if first is not None else num_features
     try:
-        assert features is not None
-        calls, norms, sums = visited(model, features, inputs == "trained")
+        calls, norms, sums = visited(model, num_features, inputs == "trained")
         layers = [_layer_called(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
         missing += [
@@ -262,6 +259,24 @@ def training_of_model(
         item,
         tuple(norms),
         "; ".join(dict.fromkeys(missing)),
+    )
+
+
+def features_of(model: torch.nn.Module) -> int:
+    """Returns the width of a model's input: that of the first layer that it holds.
+
+    Raises:
+        ValueError: if none tells, or the first waits to be told (lazy).
+    """
+    names = "in_features", "in_channels", "channels"
+    told = (getattr(part, name, None) for part in model.modules() for name in names)
+    first = (w[0] if isinstance(w, (tuple, list)) else w for w in told)
+    width = next((w for w in first if isinstance(w, int)), 0)
+    if width > 0:
+        return width
+    raise ValueError(
+        f"the width of the features cannot be read from {type(model).__name__}; give the "
+        "graph as a Data with x, or widths=[...]"
     )
 
 
