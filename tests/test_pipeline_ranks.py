@@ -230,7 +230,7 @@ def _resumed(stages, path, dtype, gradient, first, used=False):
         options = {"history_dtype": dtype, "gradient": gradient, "history_refresh": 2}
         options["seed"] = seed
         pipe = pdc.Pipeline(stack, mesh, chunks=_chunks("directed"), **options)
-        return pipe, torch.optim.Adam(pipe.parameters(), 0.02)
+        return pipe, torch.optim.Adam(pipe.named_parameters(), 0.02)
 
     def train(pipe, opt, epochs):
         for _ in range(epochs):
@@ -255,6 +255,8 @@ def _resumed(stages, path, dtype, gradient, first, used=False):
     again = path.parent.with_name(f"again{stages}")
     pipe.save(again, opt)  # as it was read, not as the pipeline was before
     pipe.load(again, opt)
+    names = [name for name, _ in pipe.named_parameters()]
+    assert opt.param_groups[0]["param_names"] == names
     train(pipe, opt, 3)
     return losses, pipe.state_dict()
 

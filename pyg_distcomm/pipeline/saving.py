@@ -197,7 +197,8 @@ def _optimizer(pipe: Any, optimizer: Any) -> Any:
     names = {id(p): name for name, p in pipe.layers.named_parameters()}
     state, groups = {}, []
     for group in optimizer.param_groups:
-        groups.append({k: v for k, v in group.items() if k != "params"})
+        own = "params", "param_names"  # of this stage
+        groups.append({k: v for k, v in group.items() if k not in own})
         for p in group["params"]:
             if id(p) in names and p in optimizer.state:
                 state[names[id(p)]] = optimizer.state[p]
