@@ -11,6 +11,7 @@ from links import ONE, Net, build, epoch
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
+from pyg_distcomm.exchange.adaptive import Adaptive
 from pyg_distcomm.exchange.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.exchange.schedule import Fixed
@@ -58,6 +59,15 @@ def test_sylvie_of_many_bits_is_plain_or_cast():
     assert pdc.Sylvie(16).codec == Cast(torch.bfloat16)
     with pytest.raises(ValueError, match="adaptive"):
         pdc.Sylvie(16, adaptive=True)
+
+
+def test_bits_that_change_begin_within_their_bounds():
+    for bits, rule, first in (
+        (1, Adaptive(least=2), 2),
+        (8, Adaptive(most=4), 4),
+        (8, True, 8),
+    ):
+        assert pdc.Sylvie(bits, adaptive=rule).trend.bits == first
 
 
 def steps(how):

@@ -56,7 +56,7 @@ class Trend:
 
     Args:
         rule: how it goes on.
-        bits: of its codec.
+        bits: of its codec, within bounds.
         synchronous: whether its exchanges are.
         mean: of the loss.
         slopes: |change of mean| of the last epochs.
@@ -67,6 +67,9 @@ class Trend:
     synchronous: bool = False
     mean: float | None = None
     slopes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bits = min(max(self.bits, self.rule.least), self.rule.most)
 
     def look(self, loss: float) -> None:
         """Takes in the loss of an epoch."""
