@@ -75,6 +75,33 @@ def test_losses_are_the_same_with_evaluations_and_without(name):
     assert worlds.run(losses_of, 3, name, "before the step") == want
 
 
+def first_evaluated(evaluates):
+    """Two layers; the product of the first may be known before they train."""
+    mesh = worlds.mesh()
+    link = pdc.Sylvie(late=0)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
+    torch.manual_seed(0)
+    net, losses = Net(widths=(7, 5, 4)).double(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if evaluates:
+        evaluate(share, net)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net.train()(share.x, share.edge_index), share.y)
+        loss.backward()
+        optimizer.step()
+        link.step()
+        losses.append(loss.item())
+    assert link.run.last == (1, 0)
+    return losses
+
+
+def test_the_last_of_two_layers_is_exact_also_if_they_were_evaluated_first():
+    want, *_ = worlds.run(first_evaluated, 3, False)
+    for losses in worlds.run(first_evaluated, 3, True):
+        assert losses == pytest.approx(want, rel=1e-9)
+
+
 def resumed(folder):
     mesh = worlds.mesh()
     one = begun(mesh, pdc.Sylvie())

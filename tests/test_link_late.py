@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import worlds
-from links import WIDTHS, build, epoch
+from links import WIDTHS, build, epoch, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -124,3 +124,31 @@ def behind():
 def test_nothing_behind_a_synchronous_epoch_is_kept():
     for seen in worlds.run(behind, 2):
         assert seen == [{e} for e in (0, 0, 0, 3, 3, 3, 4, 7, 7, 7)]
+
+
+def thawed():
+    """Layers that were frozen for some epochs: their last gradients are of long ago."""
+    link = LinkPolicy(Plain(), late_gradients=1, exact_last=False)
+    mesh, share, net = build((3, 1, 1), link)
+    exact, right = share.edge_index.with_link(None), []
+    for t in range(7):
+        frozen = 1 < t < 5
+        net.layers[:2].requires_grad_(not frozen)
+        found = []
+        for edge_index in (exact, share.edge_index):
+            net.zero_grad()
+            mesh.ledger.reset()
+            (net(share.x, edge_index).square().sum() * (t + 1)).backward()
+            found.append([p.grad for p in net.parameters() if p.grad is not None])
+        right.append(all(map(torch.allclose, *found)))
+        if t not in (0, 2):  # the first product plans, and nobody tells what freezes
+            assert moved(mesh) == link.price().total, t
+            link.drain()
+            assert link.held == link.price().kept, t
+        link.step()
+    return right
+
+
+def test_late_gradients_begin_anew_where_layers_were_frozen():
+    for right in worlds.run(thawed, 3):
+        assert right == [True, False, True, True, True, True, False]

@@ -260,7 +260,7 @@ class LinkPolicy:
             else:
                 self.pace.step(value)
         self.epoch += 1
-        self.run.made, self.run.answered = {}, set()
+        self.run.made, self.run.met, self.run.answered = {}, set(), set()
         reach = self.timing.lateness(False) + self.timing.lateness(True) + 1
         for epoch in [e for e in self._written if e < self.epoch - reach]:
             del self._written[epoch]

@@ -53,7 +53,8 @@ class Run:
         made: calls of this epoch, in order.
         active: calls of the last epoch.
         last: the call that is exact.
-        answered: layers that have had a backward pass in this epoch.
+        met: layers that training has come to in this epoch, those with a kept product too.
+        answered: exchanges that have had a backward pass in this epoch.
         evaluates: whether ranks last agreed that one of them evaluates.
         parts_of: the epoch that a pipeline began last, which uses it chunk by chunk.
         constant: layers whose inputs had been seen before the run was restored.
@@ -74,7 +75,8 @@ class Run:
     made: dict[CallKey, None] = field(default_factory=dict)
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
-    answered: set[int] = field(default_factory=set)
+    met: set[int] = field(default_factory=set)
+    answered: set[RecordKey] = field(default_factory=set)
     evaluates: bool = False
     parts_of: int | None = None
     constant: set[int] = field(default_factory=set)
@@ -138,6 +140,7 @@ class Run:
             self.guests.clear()
         place: int = self.places.setdefault(layer, len(self.layers))
         self.layers[place] = name or type(layer).__name__
+        self.met.add(place)
         return place
 
     def place_of(self, layer: Any) -> int:
@@ -181,7 +184,8 @@ class Run:
             return RECOMPUTES
         if not training:
             return EVALUATES
-        return REPEATS if place in self.answered else TRAINS
+        answered = {other for other, *_ in self.answered}
+        return REPEATS if place in answered else TRAINS
 
     def _modes(self, place: int | None) -> int:
         """Returns a number that tells which layers evaluate, if one of the last epoch asks."""
@@ -236,7 +240,7 @@ class Run:
     ) -> None:
         """Remembers that an exchange takes place."""
         if back:
-            self.answered.add(key[0])
+            self.answered.add(key)
         if key not in self.records:
             layer = self.layers[key[0]]
             self.records[key] = Record(*key, layer, exactly, [None, None], [0, 0])
@@ -265,11 +269,20 @@ class Run:
     def settle(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and forgets calls gone by."""
         self.active = tuple(self.made)
-        many = len(self.made) > 1 and not self.in_parts
-        if exact_last and self.last is None and many:
+        many = max(len(self.made), len(self.met)) > 1 and not self.in_parts
+        if exact_last and self.last is None and self.made and many:
             self.last = self.active[-1]
         alive = {call for call in self.active if call != self.last}
-        self._drop([key for key in self.inboxes if key[:2] not in alive])
+        for key in self.records.keys() - self.answered:
+            if key[:2] in alive:  # a layer that is frozen has no late gradients later
+                self.records[key].loads[True] = None
+        self._drop(
+            [
+                key
+                for key in self.inboxes
+                if key[:2] not in alive or (key[4] and key[:4] not in self.answered)
+            ]
+        )
         whose = {place for place, *_ in self.saved}
         whose -= self.kept_at.keys() | self.constant  # their products are kept instead
         if whose and self.made and not self.in_parts:  # stages get all

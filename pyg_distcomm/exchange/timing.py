@@ -2,10 +2,10 @@
 
 [Note: late rows] At epoch t an exchange late by k sends this epoch's rows and goes on with
 those of epoch t - k, which have had k epochs to travel. They are read by the codec, at
-the rate and with the key they were written with. An exchange that is new is synchronous;
-until there are k earlier messages the oldest is used. In a synchronous epoch what is
-under way is waited for, and the rows of this epoch are used, which are the oldest from
-then on.
+the rate and with the key they were written with. An exchange that is new is synchronous,
+and so is one that an epoch went without, as of gradients where layers were frozen; until
+there are k earlier messages the oldest is used. In a synchronous epoch what is under way is
+waited for, and the rows of this epoch are used, which are the oldest from then on.
 """
 
 from __future__ import annotations
