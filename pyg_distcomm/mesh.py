@@ -360,9 +360,8 @@ def _joined(
     install_excepthook(watch)
     ledger = Ledger()
     names = AXES if stages == 1 else ("stage", *AXES)
-    device_mesh = init_device_mesh(
-        device.type, sides[-len(names) :], mesh_dim_names=names
-    )
+    shape = sides[-len(names) :]
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     axes: dict[str, Any] = {
         name: Axis(
             name,
@@ -372,9 +371,12 @@ def _joined(
             ledger,
             watch,
         )
-        for name, n in zip(names, sides[-len(names) :], strict=True)
+        for name, n in zip(names, shape, strict=True)
     }
     ways, span = size // stages, timedelta(seconds=timeout + 60)
+    for name, axis in axes.items():
+        if axis.size == size > 1:  # torch gives the caller's, to all meshes the same
+            axes[name] = replace(axis, group=dist.new_group(timeout=span))
     for name in ("world", "data"):  # groups of our own: the caller's keep their order
         for s in range(stages):  # every rank helps to make every group
             ranks = range(s * ways, (s + 1) * ways)
@@ -387,8 +389,6 @@ def _joined(
     else:
         every = dist.new_group(timeout=span)
         axes["everyone"] = Axis("everyone", rank, size, every, ledger, watch)
-        if ways == 1:  # else torch's mesh gives the caller's group, for every mesh
-            axes["stage"] = replace(axes["stage"], group=dist.new_group(timeout=span))
     return Mesh(tuple(grid), seed, device, device_mesh, ledger=ledger, **axes)  # type: ignore[arg-type]
 
 

@@ -277,3 +277,20 @@ def fails_alike():
 
 def test_what_all_ranks_failed_with_alike_is_over():
     worlds.run(fails_alike, 3)
+
+
+def goes_on():
+    """One rank fails before an exchange that the others have begun; all make a new mesh."""
+    first = pdc.init(timeout=20)
+    if first.rank:
+        first.world.watch.report(OSError("no such file"))
+    else:
+        wire.all_to_all(torch.ones(6), [3, 3], [3, 3], first.row, "halo")
+    again = pdc.init(timeout=20)
+    sent = torch.full((4,), 5.0)
+    return wire.all_to_all(sent, [2, 2], [2, 2], again.row, "halo").wait().tolist()
+
+
+def test_what_a_failed_step_sent_stays_with_its_mesh():
+    assert worlds.run(goes_on, 2) == [[5.0] * 4] * 2
+    worlds.only(0)
