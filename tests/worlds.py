@@ -115,6 +115,7 @@ def _serve(rank, size, port, pipe):
             fn, args = pipe.recv()
         except EOFError:
             return
+        _thin_out(size)
         try:
             pipe.send((True, fn(*args), _made))
         except BaseException:
@@ -123,6 +124,21 @@ def _serve(rank, size, port, pipe):
 
 _MESHES: dict = {}
 _made = 0  # meshes, by this process
+MANY = 24  # meshes of all ranks of a pool
+
+
+def _thin_out(size):
+    """Ends the groups of kept meshes, between two tests, if they have become many."""
+    import torch.distributed as dist
+
+    if size * len(_MESHES) <= MANY:
+        return
+    for kept in _MESHES.values():
+        axes = (kept.row, kept.col, kept.fiber, kept.world, kept.data, kept.stage)
+        groups = {axis.group for axis in (*axes, kept.everyone)}
+        for group in groups - {None, dist.group.WORLD}:
+            dist.destroy_process_group(group)
+    _MESHES.clear()
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
