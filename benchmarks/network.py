@@ -5,8 +5,10 @@
 Runs a command once per rank, each in a network namespace of its own. A pair of virtual
 interfaces joins every namespace to a bridge, in one more namespace, and tc's tbf queue
 limits what both ends of the pair send: no rank sends or receives faster than the rate.
-"bare" leaves the links as they are. Rank 0's output passes through, the others' is shown
-if the command fails (or with --all); the exit status is that of the first rank to fail.
+"bare" leaves the links as they are. After a pause tbf lets a burst through at once, as no
+wire would; no packet is longer than half a burst, so that 32kb are enough. Rank 0's output
+passes through, the others' is shown if the command fails (or with --all); the exit status
+is that of the first rank to fail.
 
 No name is left on the machine that a later run could trip over: a namespace lives as long
 as the process that holds it, and that ends with this one, however this one ends. Ranks
@@ -44,6 +46,7 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 TOOLS |= {"nsenter": "util-linux", "setpriv": "util-linux"}
 END, PORT = "eth0", 29500  # the interface of a rank; each run has its own, so fixed
 PACKET = 1600  # bytes, headers included
+LONGEST = 1 << 16  # that TCP makes of many, for one pass through the queues
 MOST = 254  # ranks that fit in one /24
 _RATE = re.compile(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)", re.IGNORECASE)
 _SIZE = re.compile(r"[1-9]\d*(\.\d+)?([kmg]?b|[kmg](bit)?)?", re.IGNORECASE)
@@ -82,6 +85,14 @@ class Queue:
                 f"latency={self.latency!r} is no time of tc: write a number and a unit, as "
                 "in '50ms', '200us'"
             )
+
+    @property
+    def packet(self) -> int:
+        """Bytes of the longest packet: two fit in a burst."""
+        size = self.burst.lower()
+        power = 1 + "kmg".find(size.rstrip("bit")[-1])
+        burst = float(size.rstrip("kmgbit")) * 1024**power / (8 if "i" in size else 1)
+        return max(PACKET, min(LONGEST, int(burst) // 2))
 
     def apply(self, end: str, *, inside: int | None = None) -> None:
         """Limits what an interface sends, here or in the namespace of a process."""
@@ -131,9 +142,10 @@ def missing() -> str | None:
 # Inside a rank ----------------------------------------------------------------------
 
 
-def shape(rate: str, burst: str = BURST, latency: str = LATENCY) -> None:
+def shape(rate: str) -> None:
     """Gives this rank's link another rate, both ways; for use inside a rank."""
-    queue, switch = Queue(rate, burst, latency), _switch()
+    switch = _switch()
+    queue = Queue(rate, *os.environ["PDC_QUEUE"].split())
     queue.apply(END)
     queue.apply(f"port{os.environ['RANK']}", inside=switch)
 
@@ -162,10 +174,12 @@ class Network:
     Args:
         ranks: ids of the processes that hold the ranks' namespaces.
         switch: id of the process that holds the bridge's.
+        queue: that of the links.
     """
 
     ranks: tuple[int, ...]
     switch: int
+    queue: Queue
 
     def run(
         self,
@@ -210,6 +224,7 @@ class Network:
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": END,
             "PDC_SWITCH": str(self.switch),
+            "PDC_QUEUE": f"{self.queue.burst} {self.queue.latency}",
         }
         # a rank ends when this process does, even if it is killed
         guarded = ("setpriv", "--pdeathsig", "KILL", "--", *command)
@@ -250,11 +265,11 @@ def links(
         call("ip", "link", "add", "bridge", "type", "bridge", inside=switch)
         call("ip", "link", "set", "bridge", "up", inside=switch)
         for rank, space in enumerate(ranks):
-            _join(rank, space, switch)
+            _join(rank, space, switch, queue.packet)
             if rate != BARE:
                 queue.apply(END, inside=space)
                 queue.apply(f"port{rank}", inside=switch)
-        yield Network(tuple(ranks), switch)
+        yield Network(tuple(ranks), switch, queue)
 
 
 @contextlib.contextmanager
@@ -274,10 +289,11 @@ def _namespace() -> Iterator[int]:
         yield holder.pid
 
 
-def _join(rank: int, space: int, switch: int) -> None:
+def _join(rank: int, space: int, switch: int, packet: int) -> None:
     port = f"port{rank}"
     peer = "type", "veth", "peer", "name", port, "netns", str(switch)
     call("ip", "link", "add", END, "netns", str(space), *peer)
+    call("ip", "link", "set", END, "gso_max_size", str(packet), inside=space)
     call("ip", "addr", "add", f"{_address(rank)}/24", "dev", END, inside=space)
     call("ip", "link", "set", END, "up", inside=space)
     call("ip", "link", "set", "lo", "up", inside=space)

@@ -1,6 +1,6 @@
 """Predicted seconds of an epoch against measured ones, on every grid, over shaped links.
 
-    sudo python benchmarks/network.py --ranks 4 -- \
+    sudo python benchmarks/network.py --ranks 4 --burst 32kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
 Each rate is measured by `pdc.calibrate`, every grid is planned, and then all grids train in
@@ -133,7 +133,6 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--widths", type=int, nargs="+", default=[602, 16, 41])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
-    parser.add_argument("--burst", default=network.BURST, help="see network.py")
     parser.add_argument("--method", default="random")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="keep the figures")
@@ -148,7 +147,7 @@ def main() -> None:
     rows = []
     for rate in args.rates:
         wire.barrier(world)
-        network.shape(rate, args.burst)
+        network.shape(rate)
         wire.barrier(world)
         measure(jobs, 3, world)  # plans, and products that are kept
         degree = max(1, data.num_edges // data.num_nodes)

@@ -50,6 +50,20 @@ def test_queues_that_tc_does_not_know(wrong, words):
         network.Queue(**{"rate": "1gbit", **wrong})
 
 
+@pytest.mark.parametrize(
+    ("burst", "packet"),
+    [
+        ("32kb", 16384),
+        ("32768", 16384),
+        ("256kbit", 16384),
+        ("1mb", 65536),
+        ("2kb", 1600),
+    ],
+)
+def test_two_packets_fit_in_a_burst(burst, packet):
+    assert network.Queue("1gbit", burst).packet == packet
+
+
 def test_what_is_missing_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")

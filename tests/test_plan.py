@@ -617,6 +617,17 @@ def test_a_wire_follows_its_curve_and_then_its_bandwidth():
     assert found == pytest.approx(want)
 
 
+def test_what_links_let_through_after_a_pause_they_hold_back_later():
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15, "code": 1e15}
+    free = Wire(0.0, 1e3, ((1 << 30, 0.0),))  # for exchanges that stand alone
+    machine = pdc.Machine(sums=free, lines=dict.fromkeys(lines_of(4), free), **swift)
+    data = GRAPHS["directed"]()
+    plans = pdc.plan(data, [7, 8, 3], 4, machine=machine, codecs=["1 bit late"])
+    assert {p.codec for p in plans} == {"plain", "1 bit late"}
+    for found in plans:
+        assert found.bytes / 1001 < found.seconds < found.bytes / 250
+
+
 def test_a_rate_is_straight_in_seconds_between_its_widths():
     rate = Rate(((10, 100.0), (20, 400.0)))
     found = [float(rate.seconds(3, width)) for width in (0, 10, 15, 20, 40)]

@@ -124,21 +124,22 @@ def _serve(rank, size, port, pipe):
 
 _MESHES: dict = {}
 _made = 0  # meshes, by this process
-MANY = 24  # meshes of all ranks of a pool
+MANY = 60  # process groups of all ranks of a pool
 
 
 def _thin_out(size):
-    """Ends the groups of kept meshes, between two tests, if they have become many."""
+    """Ends the groups of all meshes, between two tests, if they have become many."""
     import torch.distributed as dist
 
-    if size * len(_MESHES) <= MANY:
+    if not dist.is_initialized():
         return
-    for kept in _MESHES.values():
-        axes = (kept.row, kept.col, kept.fiber, kept.world, kept.data, kept.stage)
-        groups = {axis.group for axis in (*axes, kept.everyone)}
-        for group in groups - {None, dist.group.WORLD}:
+    groups = [
+        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD
+    ]
+    if size * len(groups) > MANY:
+        for group in groups:
             dist.destroy_process_group(group)
-    _MESHES.clear()
+        _MESHES.clear()
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):

@@ -18,6 +18,7 @@ from pyg_distcomm.plan.links import Array, Side
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.passage import (
     Passage,
+    carried_seconds,
     halo_passage,
     late_seconds,
     passage,
@@ -96,6 +97,7 @@ def epoch_cost(
     link = machine.sum_wire()
     for each in (n for group in sums.values() for n in group):
         clock.waited += float(link.seconds(sum_messages(size), each, each))
+        clock.carried = clock.carried + each / link.bandwidth
     clock.worked += machine.epoch + _dense_seconds(flow, training, machine)
     return Cost(
         exchange,
@@ -127,7 +129,11 @@ def _kept(found: Passage, writing: Writing, coding: Coding) -> Array:
 
 
 class _Clock:
-    """Adds up an epoch: what is waited for, what is computed, what has time to arrive."""
+    """Adds up an epoch: what is waited for, what is computed, what has time to arrive.
+
+    A link that lets more through after a pause makes up for it later: no epoch takes less
+    than its bytes do at the rate that links hold.
+    """
 
     def __init__(self, flow: Flow, machine: Machine) -> None:
         self._flow, self._machine = flow, machine
@@ -135,10 +141,12 @@ class _Clock:
             tuple[int, int], tuple[float, tuple[float, float, float]]
         ] = {}
         self.waited = self.worked = 0.0
+        self.carried: Array | float = 0.0
         self._now, self._late = 0.0, (0.0, 0.0, 0.0)
 
     def add(self, found: Passage, late: int) -> None:
         """Adds a product."""
+        self.carried = self.carried + carried_seconds(found, self._flow, self._machine)
         key = id(found), late
         if key not in self._known:
             now = product_seconds(found, self._flow, self._machine)
@@ -156,7 +164,8 @@ class _Clock:
         waited, worked, hidden = self._late
         now = self.waited + self.worked + self._now
         late = self.waited + waited + max(self.worked + worked, hidden)
-        return synchronous * now + (1 - synchronous) * late
+        least = float(np.max(self.carried))
+        return synchronous * max(now, least) + (1 - synchronous) * max(late, least)
 
 
 def sum_messages(size: int) -> int:

@@ -203,3 +203,14 @@ def _travel(move: Move, flow: Flow, machine: Machine) -> Array:
     link = machine.wire(move.axis, flow.grid)
     out: Array = link.seconds(move.messages, move.sent, move.received)
     return out
+
+
+def carried_seconds(found: Passage, flow: Flow, machine: Machine) -> Array:
+    """Returns the seconds that each rank's bytes take at the rates that links hold."""
+
+    def one(move: Move) -> Array:
+        bandwidth = machine.wire(move.axis, flow.grid).bandwidth
+        out: Array = np.maximum(move.sent, move.received) / bandwidth
+        return out
+
+    return sum(map(one, found.moves))  # type: ignore[return-value]
