@@ -33,7 +33,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.ledger import format_table
 from pyg_distcomm.wire import Axis
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+SIZES = (1, 64, 1024, 8192)  # KiB
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def epochs(rates: list[str], rounds: int, scale: int, out: str) -> None:
         Path(out).write_text(json.dumps(rows))
 
 
-def rank_main(rates: list[str], rounds: int, out: str) -> None:
+def rank_main(rates: list[str], kibs: list[int], rounds: int, out: str) -> None:
     """Runs on a rank: every way, at every size and rate, in turn."""
     torch.set_num_threads(1)
     mesh = pdc.init()
@@ -153,7 +153,7 @@ def rank_main(rates: list[str], rounds: int, out: str) -> None:
         wire.barrier(mesh.world)
         network.shape(rate)
         wire.barrier(mesh.world)
-        for size in SIZES:
+        for size in (kib << 10 for kib in kibs):
             runs = list(ways(size, mesh).items())
             moved |= {(name, size): received for name, (_, received) in runs}
             for turn in range(rounds + 1):
@@ -193,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rates", nargs="+", default=[network.BARE, "1gbit"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="KiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--scale", type=int, help="of the R-MAT graph, for epochs")
     parser.add_argument("--write", type=Path)
@@ -201,7 +202,7 @@ def main() -> None:
     if args.rank and args.scale:
         return epochs(args.rates, args.rounds, args.scale, args.rank)
     if args.rank:
-        return rank_main(args.rates, args.rounds, args.rank)
+        return rank_main(args.rates, args.sizes, args.rounds, args.rank)
     tables = []
     with tempfile.TemporaryDirectory() as room:
         out = str(Path(room) / "found.json")
@@ -231,7 +232,8 @@ def main() -> None:
         text = "\n\n".join(tables)
         args.write.write_text(
             f"`sudo python benchmarks/exchange.py --ranks {' '.join(map(str, args.ranks))} "
-            f"--rates {' '.join(args.rates)} --rounds {args.rounds}"
+            f"--rates {' '.join(args.rates)} --sizes {' '.join(map(str, args.sizes))} "
+            f"--rounds {args.rounds}"
             f"{f' --scale {args.scale}' if args.scale else ''}`; {versions}; one thread a "
             f"rank on {os.cpu_count()} cores; medians of the slowest rank, ways in turn."
             f"\n\n```\n{text}\n```\n"

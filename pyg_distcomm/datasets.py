@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_geometric.datasets
+from filelock import FileLock
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
@@ -53,6 +55,8 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
           "digits"; "generated-N" for a made-up graph of N nodes; or
           the path of a .pt file that holds a Data, or of an .npz file with edge_index
     seed  of the masks of "digits" and of the generated graph
+
+    Any number of processes may load the same at once: the first one prepares it.
 
     Raises ValueError for an unknown name, and for a file that holds no graph.
     """
@@ -156,7 +160,14 @@ def _masks_per_class(
 def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
     source: Any = getattr(torch_geometric.datasets, kind)
     try:
-        dataset = source(str(root), argument) if argument else source(str(root))
+        with contextlib.ExitStack() as stack:
+            # one rank downloads and processes, the others then read what it wrote
+            with contextlib.suppress(
+                OSError, NotImplementedError
+            ):  # if it can be written
+                root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(root / f".{name}.lock"))
+            dataset = source(str(root), argument) if argument else source(str(root))
     except OSError as error:
         raise ValueError(
             f"{name}: not below {root}, and could not be downloaded: {error}"

@@ -22,7 +22,7 @@ from pyg_distcomm.axis import guarded
 from pyg_distcomm.messages import Messages
 from pyg_distcomm.timeline import Exchange
 
-_MUCH = 1 << 19  # bytes to one rank that would delay what they overtake
+_MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share
 
 

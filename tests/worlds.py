@@ -8,8 +8,12 @@ a hard deadline stops one that hangs. One rank runs in this process, with no gro
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
 import multiprocessing
 import os
+import runpy
+import sys
 import time
 import traceback
 from multiprocessing.connection import wait
@@ -33,6 +37,31 @@ def run(fn, size, *args, deadline=DEADLINE):
     except WorldError:
         _POOLS.pop(size).close()
         raise
+
+
+def script(path, size, folder, *flags):
+    """Runs a script on new ranks, as torchrun does; returns what rank 0 printed."""
+    pool = _Pool(size)
+    try:
+        answers = pool.run(_script, (str(path), size, str(folder), flags), 2 * DEADLINE)
+    finally:
+        pool.close()
+    (out, _), *others = answers
+    assert not any(text for text, _ in others), others
+    assert not any("Warning" in errors for _, errors in answers), answers
+    return out
+
+
+def _script(path, size, folder, flags):
+    if size == 1:  # no launcher
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    os.chdir(folder)
+    sys.argv = [path, *flags]
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        runpy.run_path(path, run_name="__main__")
+    return out.getvalue(), errors.getvalue()
 
 
 def rest(size, meshes):

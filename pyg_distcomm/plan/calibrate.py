@@ -29,6 +29,8 @@ from pyg_distcomm.share import partition
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
 FEW = 3  # times that such a row is timed
 LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
+LONGEST = 0.3  # seconds of one exchange: larger ones are as fast
+OFTEN = 3  # exchanges of a product on a grid of several axes
 WIDE = 256  # the other side of a dense product, at least
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
@@ -60,7 +62,7 @@ def calibrate(
 
     One rank has no link to measure: its machine has that of `Machine()`.
 
-    Price: a few seconds, most of them for slow links.
+    Price: a few seconds; some thirty on links of 100 Mbit/s.
     """
     _check(widths, rows, degree, repeats)
     quiet, widths = _uncounted(mesh), sorted(set(widths))
@@ -68,7 +70,12 @@ def calibrate(
     layer, epoch, messages = _overheads(quiet, repeats)
     middle = widths[len(widths) // 2]
     pause = layer / 2 + epoch / 4 + float(spmm.seconds(rows * degree, middle))
-    lines = {line: _wire(*line, pause, quiet, repeats) for line in lines_of(mesh.size)}
+    lines = {
+        (size, stride): _wire(
+            size, stride, pause / (1 if size == mesh.size else OFTEN), quiet, repeats
+        )
+        for size, stride in lines_of(mesh.size)
+    }
     assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
     every = lines.get((mesh.size, 1), assumed)
     sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
@@ -166,7 +173,7 @@ def _curve(
     """Times work of each size many times, as often as an epoch would exchange."""
     latency = _timed(work(SMALL * messages), mesh, repeats) / messages
     sizes, found = [LEAST], [_in_a_row(work(LEAST), pause, mesh)]
-    while found[-1] < LONG and sizes[-1] < MOST:
+    while found[-1] < LONGEST and sizes[-1] < MOST:
         sizes.append(2 * sizes[-1])
         found.append(_in_a_row(work(sizes[-1]), pause, mesh))
     # noise only adds: nothing takes longer than twice as much
@@ -175,9 +182,10 @@ def _curve(
         (size, max(t - latency * messages, 0.0))
         for size, t in zip(sizes, took, strict=True)
     )
-    # what the last bytes took, half of their share or more
-    size, whole = sizes[-1] - [0, *sizes][-2], took[-1]
-    last = max(whole - [0.0, *took][-2], whole * size / sizes[-1] / 2)
+    # what the last three quarters took, half of their share or more
+    begin, earlier = ([0, 0, 0, *values][-3] for values in (sizes, took))
+    size, whole = sizes[-1] - begin, took[-1]
+    last = max(whole - earlier, whole * size / sizes[-1] / 2)
     return Wire(latency, size / last, points)
 
 
