@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch_geometric.datasets
+import worlds
 from torch_geometric.data import Data
 from torch_geometric.distributed import Partitioner
 from torch_geometric.loader.cluster import ClusterData
@@ -280,6 +281,18 @@ def test_a_dict_of_tensors_is_a_graph(tmp_path):
 
 
 @pytest.mark.data
+def _loaded(root):
+    return load_dataset("tolokers", root).num_edges
+
+
+def test_ranks_may_load_a_data_set_all_at_once(tmp_path):
+    if not (REAL / "heterophilous").is_dir():
+        pytest.skip(f"no real graphs in {REAL}")
+    raw = shutil.ignore_patterns("processed", ".*.lock")
+    shutil.copytree(REAL / "heterophilous", tmp_path / "heterophilous", ignore=raw)
+    assert worlds.run(_loaded, 4, tmp_path) == [1038000] * 4
+
+
 @pytest.mark.parametrize("name", ["Cora", "tolokers"])
 def test_real_graphs_by_name(tmp_path, capsys, name):
     folder = KNOWN[name.capitalize()][0]
