@@ -152,23 +152,24 @@ def _serve(rank, size, port, pipe):
 
 
 _MESHES: dict = {}
+_LIVE: list = []  # all whose groups are there, kept or not
 _made = 0  # meshes, by this process
-MANY = 60  # process groups of all ranks of a pool
+MANY = 24  # meshes of all ranks of a pool
 
 
 def _thin_out(size):
-    """Ends the groups of all meshes, between two tests, if they have become many."""
+    """Ends the groups of meshes, between two tests, if they have become many."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
+    if size * len(_LIVE) <= MANY:
         return
-    groups = [
-        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD
-    ]
-    if size * len(groups) > MANY:
-        for group in groups:
+    for kept in _LIVE:
+        axes = (kept.row, kept.col, kept.fiber, kept.world, kept.data, kept.stage)
+        groups = {axis.group for axis in (*axes, kept.everyone)}
+        for group in groups - {None, dist.group.WORLD}:
             dist.destroy_process_group(group)
-        _MESHES.clear()
+    _MESHES.clear()
+    _LIVE.clear()
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
@@ -183,6 +184,7 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
         _made += 1
+        _LIVE.append(made)
         if fresh:
             return made
         _MESHES[key] = made
