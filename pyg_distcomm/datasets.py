@@ -162,9 +162,7 @@ def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
     try:
         with contextlib.ExitStack() as stack:
             # one rank downloads and processes, the others then read what it wrote
-            with contextlib.suppress(
-                OSError, NotImplementedError
-            ):  # if it can be written
+            with contextlib.suppress(OSError, NotImplementedError):  # read-only
                 root.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(root / f".{name}.lock"))
             dataset = source(str(root), argument) if argument else source(str(root))

@@ -138,7 +138,7 @@ class _Clock:
     def __init__(self, flow: Flow, machine: Machine) -> None:
         self._flow, self._machine = flow, machine
         self._known: dict[
-            tuple[int, int], tuple[float, tuple[float, float, float]]
+            tuple[int, int], tuple[float, tuple[float, float, float], Array]
         ] = {}
         self.waited = self.worked = 0.0
         self.carried: Array | float = 0.0
@@ -146,16 +146,17 @@ class _Clock:
 
     def add(self, found: Passage, late: int) -> None:
         """Adds a product."""
-        self.carried = self.carried + carried_seconds(found, self._flow, self._machine)
         key = id(found), late
         if key not in self._known:
             now = product_seconds(found, self._flow, self._machine)
             then = (now, 0.0, 0.0)
             if late:
                 then = late_seconds(found, self._flow, self._machine)
-            self._known[key] = now, then
-        now, then = self._known[key]
+            carried = carried_seconds(found, self._flow, self._machine)
+            self._known[key] = now, then, carried
+        now, then, carried = self._known[key]
         self._now += now
+        self.carried = self.carried + carried
         first, second, third = (a + b for a, b in zip(self._late, then, strict=True))
         self._late = first, second, third
 
