@@ -46,7 +46,7 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 TOOLS |= {"nsenter": "util-linux", "setpriv": "util-linux"}
 END, PORT = "eth0", 29500  # the interface of a rank; each run has its own, so fixed
 PACKET = 1600  # bytes, headers included
-LONGEST = 1 << 16  # that TCP makes of many, for one pass through the queues
+LONGEST = 1 << 16  # bytes that TCP hands to a queue as one packet
 MOST = 254  # ranks that fit in one /24
 _RATE = re.compile(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)", re.IGNORECASE)
 _SIZE = re.compile(r"[1-9]\d*(\.\d+)?([kmg]?b|[kmg](bit)?)?", re.IGNORECASE)
@@ -88,7 +88,7 @@ class Queue:
 
     @property
     def packet(self) -> int:
-        """Bytes of the longest packet: two fit in a burst."""
+        """Bytes of the longest packet: two fit in a burst, or one in a short one."""
         size = self.burst.lower()
         power = 1 + "kmg".find(size.rstrip("bit")[-1])
         burst = float(size.rstrip("kmgbit")) * 1024**power / (8 if "i" in size else 1)

@@ -1,6 +1,6 @@
 """Predicted seconds of an epoch against measured ones, on every grid, over shaped links.
 
-    sudo python benchmarks/network.py --ranks 4 --burst 32kb -- \
+    sudo python benchmarks/network.py --ranks 4 --burst 128kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
 Each rate is measured by `pdc.calibrate`, every grid is planned, and then all grids train in

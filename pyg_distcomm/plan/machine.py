@@ -56,7 +56,8 @@ class Wire:
 
     Args:
         latency: seconds a message.
-        bandwidth: bytes a second, of exchanges longer than any in `curve`.
+        bandwidth: bytes a second that the link holds, so of exchanges longer than any in
+            `curve`, and of all of an epoch's at least.
         curve: (bytes, seconds beside latency) of measured exchanges, ascending: links
             and back ends are seldom straight lines.
     """
