@@ -73,9 +73,7 @@ class Queue:
                 f"rate={self.rate!r} is no rate of tc: write 'bare', or a number and a "
                 "unit, as in '1gbit', '100mbit', '12.5mbps'"
             )
-        bytes_alone = self.burst.lower().removesuffix("b")
-        small = bytes_alone.isdecimal() and int(bytes_alone) < PACKET
-        if small or not _SIZE.fullmatch(self.burst):
+        if not _SIZE.fullmatch(self.burst) or self._burst_bytes < PACKET:
             raise ValueError(
                 f"burst={self.burst!r} is no size of tc that lets a packet through: write "
                 "a number and a unit, as in '256kb', '1mb'"
@@ -89,10 +87,14 @@ class Queue:
     @property
     def packet(self) -> int:
         """Bytes of the longest packet: two fit in a burst, or one in a short one."""
+        return max(PACKET, min(LONGEST, self._burst_bytes // 2))
+
+    @property
+    def _burst_bytes(self) -> int:
         size = self.burst.lower()
         power = 1 + "kmg".find(size.rstrip("bit")[-1])
-        burst = float(size.rstrip("kmgbit")) * 1024**power / (8 if "i" in size else 1)
-        return max(PACKET, min(LONGEST, int(burst) // 2))
+        number = float(size.rstrip("kmgbit")) * 1024**power
+        return int(number / (8 if "i" in size else 1))
 
     def apply(self, end: str, *, inside: int | None = None) -> None:
         """Limits what an interface sends, here or in the namespace of a process."""

@@ -42,6 +42,7 @@ def test_rates_that_tc_does_not_know(rate):
         ({"rate": "0gbit"}, "is no rate of tc"),
         ({"burst": "nonsense"}, "is no size of tc"),
         ({"burst": "10b"}, "lets a packet through"),
+        ({"burst": "1kb"}, "lets a packet through"),
         ({"latency": "x"}, "is no time of tc"),
     ],
 )
