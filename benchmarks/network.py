@@ -153,7 +153,7 @@ def shape(rate: str) -> None:
 
 
 def carried() -> int:
-    """Returns the bytes that have arrived at this rank over its link."""
+    """Returns the bytes that have come to this rank: headers and repeats, too."""
     _switch()
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     found = dict(line.split(":") for line in lines if ":" in line)

@@ -181,11 +181,13 @@ def level():
     for p in peers:
         p.recv(1)
 
-slow = turn()
+def least():  # of three, as the machine may be busy
+    return min([(level(), turn())[1] for _ in range(3)])
+
+slow = least()
 level()
 network.shape("bare")
-level()
-fast = turn()
+fast = least()
 if rank == 0:
     print(slow, fast, network.carried())
 """
@@ -204,7 +206,8 @@ def test_a_rank_sends_and_receives_at_most_the_rate(size):
     seconds = moved / 2.5e6
     assert 0.9 * seconds < slow < 2 * seconds  # both ways at once, not in turns
     assert fast < 0.7 * slow
-    assert 2 * moved < carried < 2.2 * moved + 40_000
+    # six turns, their headers, and what TCP sent again; not what left, too
+    assert 6 * moved < carried < 9 * moved
 
 
 @linked
