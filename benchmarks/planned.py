@@ -3,11 +3,11 @@
     sudo python benchmarks/network.py --ranks 4 --burst 128kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
 
-Each rate is measured by `pdc.calibrate`, every grid is planned, and then all grids train in
-turn, one epoch each, in the same processes; also the best plan, if its halo is not "auto".
-A rank's median counts, and of the ranks the slowest. `auto` is what the plan would take; its
-loss is its measured seconds over those of the fastest. Bytes of the ledger must equal the
-plan's.
+In the same processes, some times over: `pdc.calibrate` measures, every grid is planned, and
+all grids train in turn, one epoch each; also each best plan, if its halo is not "auto".
+Medians count, of predictions and of the rounds, a round being as long as its slowest rank.
+`auto` are the plans that the calibrations would take, one each. Bytes of the ledger must
+equal the plan's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import network
 import torch
@@ -31,6 +33,13 @@ from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
+HEAD = (
+    "of calibrations",
+    "spread",
+    "over the fastest",
+    "bytes, most",
+    "as the ledger's",
+)
 Grid = tuple[int, int, int]
 Way = tuple[Grid, str]  # a grid, and what travels
 
@@ -100,29 +109,42 @@ def measure(
     return dict(zip(jobs, every, strict=True))
 
 
+def planned(
+    data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace
+) -> pdc.Plans:
+    """Returns the plans by what a new calibration finds; collective."""
+    degree = max(1, data.num_edges // data.num_nodes)
+    rows = data.num_nodes // mesh.size
+    machine = pdc.calibrate(mesh, sorted(set(args.widths)), rows=rows, degree=degree)
+    return pdc.plan(data, args.widths, mesh.size, partition=partition, machine=machine)
+
+
 def rows_of(
-    rate: str, plans: pdc.Plans, took: dict[Way, list[float]], bytes_: dict[Way, int]
+    rate: str, plans: list[pdc.Plans], took: dict[Way, list[float]], counted: dict
 ) -> list[tuple]:
-    """Returns one row a way: predicted, measured, their ratio, spread, bytes."""
+    """Returns one row a way: predicted, measured, their ratio, spreads, bytes."""
     medians = {way: statistics.median(every) for way, every in took.items()}
     fastest, rows = min(medians.values()), []
-    auto = plans.best.grid, plans.best.halo
+    picks = Counter((one.best.grid, one.best.halo) for one in plans)
     for way, every in took.items():
-        plan = plans.of(way[0], halo=way[1])
-        middle = medians[way]
+        found = [one.of(way[0], halo=way[1]) for one in plans]
+        planned = [plan.seconds for plan in found]
+        middle, measured = statistics.median(planned), medians[way]
         low, _, high = statistics.quantiles(every, n=4)
         name = "x".join(map(str, way[0])) + f" {way[1]}".removesuffix(" auto")
+        auto = f" (auto {picks[way]} of {len(plans)})" if picks[way] else ""
         rows.append(
             (
                 rate,
-                name + (" (auto)" if way == auto else ""),
-                plan.seconds,
+                name + auto,
                 middle,
-                f"{plan.seconds / middle:.2f}",
-                f"{(high - low) / middle:.0%}",
-                f"{middle / fastest:.2f}",
-                plan.bytes,
-                "yes" if plan.bytes_by_rank[0] == bytes_[way] else "NO",
+                measured,
+                f"{middle / measured:.2f}",
+                f"{min(planned) / measured:.2f} to {max(planned) / measured:.2f}",
+                f"{(high - low) / measured:.0%}",
+                f"{measured / fastest:.2f}",
+                found[0].bytes,
+                "yes" if found[0].bytes_by_rank[0] == counted[way] else "NO",
             )
         )
     return rows
@@ -138,7 +160,8 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[602, 16, 41])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
     parser.add_argument("--method", default="random")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--times", type=int, default=3, help="calibrations")
+    parser.add_argument("--rounds", type=int, default=5, help="after each of them")
     parser.add_argument("--json", type=Path, help="keep the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,29 +178,25 @@ def main() -> None:
         network.shape(rate)
         wire.barrier(world)
         measure(made, 3, world)  # plans, and products that are kept
-        degree = max(1, data.num_edges // data.num_nodes)
-        machine = pdc.calibrate(
-            mesh, sorted(set(args.widths)), rows=data.num_nodes // size, degree=degree
-        )
-        plans = pdc.plan(
-            data, args.widths, size, partition=bare.partition, machine=machine
-        )
-        best = plans.best.grid, plans.best.halo
-        if best not in made:
-            made[best] = trainer(data, best, args)
-            measure({best: made[best]}, 3, world)
-        jobs = {way: made[way] for way in dict.fromkeys([*always, best])}
-        took = measure(jobs, args.rounds, world)
-        counted = {way: job[0].ledger.bytes() for way, job in jobs.items()}
-        rows += rows_of(rate, plans, took, counted)
+        every, took = [], {}
+        for _ in range(args.times):
+            every.append(planned(data, mesh, bare.partition, args))
+            best = every[-1].best.grid, every[-1].best.halo
+            if best not in made:
+                made[best] = trainer(data, best, args)
+                measure({best: made[best]}, 3, world)
+            jobs = {way: made[way] for way in dict.fromkeys([*always, *took, best])}
+            for way, seconds in measure(jobs, args.rounds, world).items():
+                took.setdefault(way, []).extend(seconds)
+        counted = {way: made[way][0].ledger.bytes() for way in took}
+        rows += rows_of(rate, every, took, counted)
         if mesh.rank == 0:
-            print(f"{rate}: {machine}\n", flush=True)
+            print(f"{rate}: {every[-1].machine}\n", flush=True)
     if mesh.rank == 0:
-        head = ("rate", "grid", "planned s", "measured s", "planned/measured", "spread")
-        head += ("over the fastest", "bytes, most", "as the ledger's")  # type: ignore[assignment]
-        print(plans.graph, format_table(head, rows), sep="\n\n")
+        head = "rate", "grid", "planned s", "measured s", "planned/measured", *HEAD
+        print(bare.graph, format_table(head, rows), sep="\n\n")
         if args.json:
-            args.json.write_text(json.dumps({"graph": plans.graph, "rows": rows}))
+            args.json.write_text(json.dumps({"graph": bare.graph, "rows": rows}))
 
 
 if __name__ == "__main__":

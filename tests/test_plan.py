@@ -680,6 +680,20 @@ def test_an_epoch_takes_as_long_as_its_exchanges_where_they_dominate():
     assert one.seconds == pytest.approx(one.messages + 3 * 4)
 
 
+def test_rows_and_sums_for_others_travel_at_once():
+    ends = [[0, 4], [0, 5], [0, 6], [0, 7], [4, 1], [5, 1], [6, 1], [7, 1]]
+    data = Data(x=torch.ones(8, 3), edge_index=torch.tensor(ends).t())
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15}
+    sums = Wire(0.0, 1e15)
+    machine = pdc.Machine(latency=0.0, bandwidth=1.0, sums=sums, **swift)
+    plans = pdc.plan(data, [3, 5, 7], 2, partition="block", machine=machine)
+    one = plans.of((2, 1, 1), halo="auto")
+    # a row of 0 goes one way, a sum for 1 the other; and so do their gradients
+    assert one.seconds == pytest.approx(2 * 5 * 4)
+    # the rows of 4 to 7 go instead; their gradients, back
+    assert plans.of((2, 1, 1), halo="rows").seconds == pytest.approx(2 * 4 * 5 * 4)
+
+
 @pytest.mark.parametrize(("law", "off"), [("uniform", 0.01), ("rmat", 0.01)])
 def test_a_law_gives_the_mean_of_real_graphs(law, off):
     if law == "rmat":

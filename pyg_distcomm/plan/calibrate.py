@@ -23,7 +23,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
-from pyg_distcomm.plan.machine import Machine, Rate, Wire, lines_of
+from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
 from pyg_distcomm.share import partition
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
@@ -31,7 +31,11 @@ FEW = 3  # times that such a row is timed
 LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
 LONGEST = 0.3  # seconds of one exchange: larger ones are as fast
 OFTEN = 3  # exchanges of a product on a grid of several axes
+BETWEEN = 2  # times that computation is timed between lines, too
+EPOCHS = 3  # of each small model, each such time
+PROBES = 4  # exchanges of next to nothing, each time
 WIDE = 256  # the other side of a dense product, at least
+Name = tuple[str, int]  # of what is timed, and its width or depth
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
 REDUCTIONS = 3  # of an epoch beside its layers
@@ -48,7 +52,8 @@ def calibrate(
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
-    Medians of what the slowest rank takes; equal on all ranks. Bandwidths are those of
+    Medians of what the slowest rank takes, computation before, between and after the
+    lines of the mesh; equal on all ranks. Bandwidths are those of
     all ranks sending to all others at once, many times, with pauses as long as a layer
     computes: links that let more through after a pause do so in an epoch. Nothing is added
     to the ledger.
@@ -66,28 +71,35 @@ def calibrate(
     """
     _check(widths, rows, degree, repeats)
     quiet, widths = _uncounted(mesh), sorted(set(widths))
-    spmm, gemm, stream = _rates(quiet, widths, rows, degree, repeats)
-    layer, epoch, messages = _overheads(quiet, repeats)
-    middle = widths[len(widths) // 2]
-    pause = layer / 2 + epoch / 4 + float(spmm.seconds(rows * degree, middle))
-    lines = {
-        (size, stride): _wire(
-            size, stride, pause / (1 if size == mesh.size else OFTEN), quiet, repeats
-        )
-        for size, stride in lines_of(mesh.size)
-    }
+    narrow = max(1, widths[0] // mesh.size)  # of a rank, on a grid with a fiber
+    products = _products(quiet, widths, narrow, rows, degree)
+    epochs, messages = _epochs(quiet)
+    laps = _Laps({name: work for name, (_, work) in products.items()} | epochs, quiet)
+    laps.run(repeats)
+    layer, epoch = _overheads(laps.medians())
+    took, middle = laps.medians(), widths[len(widths) // 2]
+    pause = (layer + took["gemm", middle]) / 2 + epoch / 4 + took["spmm", middle]
+    lines: dict[Line, Wire] = {}
+    for size, stride in lines_of(mesh.size):
+        often = 1 if size == mesh.size else OFTEN
+        lines[size, stride] = _wire(size, stride, pause / often, quiet, repeats)
+        laps.run(BETWEEN)
     assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
     every = lines.get((mesh.size, 1), assumed)
     sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
+    laps.run(BETWEEN)
+    took = laps.medians()
+    rate = {name: amount / took[name] for name, (amount, _) in products.items()}
+    layer, epoch = _overheads(took)
     if sums is not None:  # what messages take is counted where they are
         layer -= messages * every.latency
         epoch -= REDUCTIONS * sums.latency * sum_messages(mesh.size)
     return Machine(
         every.latency,
         every.bandwidth,
-        spmm,
-        gemm,
-        stream,
+        Rate(tuple((w, rate["spmm", w]) for w in sorted({narrow, *widths}))),
+        Rate(tuple((w, rate["gemm", w]) for w in widths)),
+        rate["stream", 0],
         max(layer, 0.0),
         max(epoch, 0.0),
         lines=lines,
@@ -115,16 +127,39 @@ def _uncounted(mesh: Mesh) -> Mesh:
     return replace(mesh, ledger=ledger, **axes)
 
 
+class _Laps:
+    """Times many things in turn, lap by lap: all of them meet what befalls the machine."""
+
+    def __init__(self, works: dict[Name, Callable[[], object]], mesh: Mesh) -> None:
+        self._works, self._mesh = works, mesh
+        self._found: dict[Name, list[float]] = {name: [] for name in works}
+        for work in works.values():
+            work()
+
+    def run(self, laps: int) -> None:
+        """Times each once a lap, epochs more often; collective."""
+        for _ in range(laps):
+            for name, work in self._works.items():
+                for _ in range(EPOCHS if name[0] == "epoch" else 1):
+                    self._found[name].append(_once(work, self._mesh))
+
+    def medians(self) -> dict[Name, float]:
+        """Returns the median seconds of each, equal on all ranks; collective."""
+        return {name: _slowest(took, self._mesh) for name, took in self._found.items()}
+
+
+def _once(work: Callable[[], object], mesh: Mesh) -> float:
+    """Returns the seconds of something that all ranks begin at once."""
+    wire.barrier(mesh.world)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
     """Returns the median seconds of something all ranks do at once, until all are done."""
     work()
-    found = []
-    for _ in range(repeats):
-        wire.barrier(mesh.world)
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return _slowest(found, mesh)
+    return _slowest([_once(work, mesh) for _ in range(repeats)], mesh)
 
 
 def _slowest(found: list[float], mesh: Mesh) -> float:
@@ -171,7 +206,7 @@ def _curve(
     repeats: int,
 ) -> Wire:
     """Times work of each size many times, as often as an epoch would exchange."""
-    latency = _timed(work(SMALL * messages), mesh, repeats) / messages
+    latency = _timed(work(SMALL * messages), mesh, PROBES * repeats) / messages
     sizes, found = [LEAST], [_in_a_row(work(LEAST), pause, mesh)]
     while found[-1] < LONGEST and sizes[-1] < MOST:
         sizes.append(2 * sizes[-1])
@@ -205,27 +240,31 @@ def _in_a_row(work: Callable[[], object], pause: float, mesh: Mesh) -> float:
     return _slowest(found, mesh)
 
 
-def _rates(
-    mesh: Mesh, widths: list[int], rows: int, degree: int, repeats: int
-) -> tuple[Rate, Rate, float]:
+def _products(
+    mesh: Mesh, widths: list[int], narrow: int, rows: int, degree: int
+) -> dict[Name, tuple[float, Callable[[], object]]]:
+    """Returns what is multiplied, and copied, to be timed; and how much work each is."""
     rng = torch.Generator().manual_seed(0)
     col = torch.randint(rows, (rows * degree,), generator=rng)
     row = torch.arange(rows).repeat_interleave(degree)
     rowptr, col, _ = kernels.coo_to_csr(row, col, rows)
     value = torch.rand(len(col), generator=rng).to(mesh.device)
     rowptr, col = rowptr.to(mesh.device), col.to(rowptr.dtype).to(mesh.device)
-    sparse, dense, most = [], [], max(WIDE, *widths)
+    most = max(WIDE, *widths)
     wide = torch.rand(rows, most, generator=rng).to(mesh.device)
+    found: dict[Name, tuple[float, Callable[[], object]]] = {}
+    for width in {narrow, *widths}:
+        x = torch.rand(rows, width, generator=rng).to(mesh.device)
+        sparse = partial(kernels.spmm, rowptr, col, value, x)
+        found["spmm", width] = len(col) * width, sparse
     for width in widths:
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
         w = torch.rand(width, most, generator=rng).to(mesh.device)
-        took = _timed(partial(kernels.spmm, rowptr, col, value, x), mesh, repeats)
-        sparse.append((width, len(col) * width / took))
-        took = _timed(partial(_linear_step, wide, w, x), mesh, repeats)
-        dense.append((width, 4 * rows * most * width / took))
+        dense = partial(_linear_step, wide, w, x)
+        found["gemm", width] = 4 * rows * most * width, dense
     pick = torch.randperm(rows, generator=rng).to(mesh.device)
-    took = _timed(lambda: kernels.gather_rows(wide, pick), mesh, repeats)
-    return Rate(tuple(sparse)), Rate(tuple(dense)), 2 * wide.nbytes / took
+    found["stream", 0] = 2 * wide.nbytes, partial(kernels.gather_rows, wide, pick)
+    return found
 
 
 def _codes(
@@ -257,11 +296,10 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
     torch.mm(g.t(), x)
 
 
-def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float, float]:
-    """Returns the seconds of a layer, forward and backward, and of an epoch beside layers.
+def _epochs(mesh: Mesh) -> tuple[dict[Name, Callable[[], object]], float]:
+    """Returns epochs to be timed, and the messages that a layer sends; collective.
 
-    Of models with next to no rows, of which each rank needs one of every other. Also the
-    messages that a layer sends.
+    Of models with next to no rows, of which each rank needs one of every other.
     """
     nodes = torch.arange(4 * mesh.size)
     away = torch.combinations(nodes[::4]).t()
@@ -271,7 +309,8 @@ def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float, float]:
     data.y = nodes % 4
     share = partition(data, mesh, "block").to(mesh.device)
     share.x.requires_grad_()  # else the first product is kept
-    found, sent = {}, {}
+    found: dict[Name, Callable[[], object]] = {}
+    sent = {}
     for depth in (SHALLOW, DEEP):
         model = replicate(_Stack(depth).to(mesh.device), mesh)
         optimizer = torch.optim.Adam(model.parameters())
@@ -287,11 +326,16 @@ def _overheads(mesh: Mesh, repeats: int) -> tuple[float, float, float]:
         mesh.ledger.reset()
         epoch()
         sent[depth] = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
-        found[depth] = _timed(epoch, mesh, repeats)
-    layer, messages = ((v[DEEP] - v[SHALLOW]) / (DEEP - SHALLOW) for v in (found, sent))
-    rest = found[SHALLOW] - SHALLOW * layer
-    every = wire.all_reduce(torch.tensor(messages), mesh.world, "max")
-    return max(layer, 0.0), max(rest, 0.0), float(every)
+        found["epoch", depth] = epoch
+    messages = torch.tensor((sent[DEEP] - sent[SHALLOW]) / (DEEP - SHALLOW))
+    return found, float(wire.all_reduce(messages, mesh.world, "max"))
+
+
+def _overheads(took: dict[Name, float]) -> tuple[float, float]:
+    """Returns the seconds of a layer, both ways, and of an epoch beside its layers."""
+    shallow, deep = took["epoch", SHALLOW], took["epoch", DEEP]
+    layer = max((deep - shallow) / (DEEP - SHALLOW), 0.0)
+    return layer, max(shallow - SHALLOW * layer, 0.0)
 
 
 class _Stack(torch.nn.Module):

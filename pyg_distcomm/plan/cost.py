@@ -120,7 +120,7 @@ def _kept(found: Passage, writing: Writing, coding: Coding) -> Array:
     """Returns the bytes that exchanges keep from epoch to epoch, as `Inbox` has them."""
     codec, total = writing.codec, np.zeros(())
     assert codec is not None
-    for move in (*found.gather, *found.scatter):
+    for move in (*found.first, *found.second):
         total = total + writing.late * move.received
         averaged = writing.late > 0 and coding.link.timing.smooth is not None
         total = total + move.read * (averaged + codec.stateful)

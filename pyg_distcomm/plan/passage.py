@@ -1,10 +1,11 @@
 """Passage: one product on a grid: its exchanges, what each step multiplies, and how long.
 
-Seconds follow the steps of `GridMatrix.apply`, each as long as its slowest rank takes, with
-alpha messages + bytes / beta for an exchange:
+Seconds follow the steps of `GridMatrix.apply` (see [Note: order of a product] in
+`ops/multiply.py`), each as long as its slowest rank takes. What travels at once shares the
+link, with alpha messages + bytes / beta for all of it:
 
-    fiber | gather, beside the own columns | ghost columns of out rows
-          | scatter, beside the ghost columns of own rows | fiber
+    fiber | ghosts and sums for others, beside the own columns | ghost columns of out rows
+          | far columns and outgoing sums, beside the ghost columns of own rows | fiber
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class Move:
 class Passage:
     """One product: its exchanges, and the nonzeros that each step multiplies.
 
-    gather, scatter        exchanges of rows, and of sums
-    early, between, late   times the width: beside the gather, then, beside the scatter
+    split, join            over the fiber
+    first, second          what travels at once, ghosts and sums for others; and then
+    early, between, late   times the width: beside the first, then, beside the second
     """
 
     split: Move
-    gather: tuple[Move, ...]
-    scatter: tuple[Move, ...]
+    first: tuple[Move, ...]
+    second: tuple[Move, ...]
     join: Move
     width: Array
     early: Array
@@ -66,7 +68,12 @@ class Passage:
     @property
     def moves(self) -> tuple[Move, ...]:
         """All exchanges, in order."""
-        return self.split, *self.gather, *self.scatter, self.join
+        return self.split, *self.first, *self.second, self.join
+
+    @property
+    def groups(self) -> tuple[tuple[Move, ...], ...]:
+        """All exchanges, in order; those of a group travel at once, over one axis."""
+        return (self.split,), self.first, self.second, (self.join,)
 
     @property
     def received(self) -> Array:
@@ -92,21 +99,24 @@ def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Pa
         sides, axes = sides.mirrored, ("col", "row")
         own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
     one, two = axes
+    # ranks that wait for nothing send their sums before they multiply own rows
+    waits = sides.ghost.ghosts + sides.sums.ghosts + sides.sums.lent > 0
+    ready = np.where(waits, 0, own)
     return Passage(
         _fiber(flow, product.width, width, itemsize, leaving=True),
         (
             _there(one, sides.ghost, width, writing),
-            _there(two, sides.far, width, writing),
+            _back(one, sides.sums, width, writing),
         ),
         (
+            _there(two, sides.far, width, writing),
             _back(two, sides.out, width, writing),
-            _back(one, sides.sums, width, writing),
         ),
         _fiber(flow, product.width, width, itemsize, leaving=False),
         width,
-        (own + out_own + sum_own)[:, :, None],
+        (own - ready + out_own + sum_own)[:, :, None],
         out_ghost[:, :, None],
-        (own_ghost + own_far)[:, :, None],
+        (ready + own_ghost + own_far)[:, :, None],
     )
 
 
@@ -162,20 +172,18 @@ def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Mo
 def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
     """Returns the seconds of one product; every step waits for its slowest rank."""
 
-    def wire(move: Move) -> Array:
-        return _travel(move, flow, machine) + move.handled(machine)
+    def beside(moves: tuple[Move, ...], nonzeros: Array | int) -> Array:
+        """What is coded and put down cannot be hidden, what travels can."""
+        work = machine.multiply_seconds(nonzeros, found.width)
+        out: Array = np.maximum(_travel(moves, flow, machine), work)
+        return out + sum(move.handled(machine) for move in moves)
 
-    def work(nonzeros: Array) -> Array:
-        out: Array = machine.multiply_seconds(nonzeros, found.width)
-        return out
-
-    gather, scatter = (sum(map(wire, m)) for m in (found.gather, found.scatter))
     steps = (
-        wire(found.split),
-        np.maximum(gather, work(found.early)),
-        work(found.between),
-        np.maximum(scatter, work(found.late)),
-        wire(found.join),
+        beside((found.split,), 0),
+        beside(found.first, found.early),
+        beside((), found.between),
+        beside(found.second, found.late),
+        beside((found.join,), 0),
     )
     return float(sum(step.max() for step in steps))
 
@@ -190,27 +198,30 @@ def late_seconds(
         and those of messages, which have the whole epoch to arrive.
     """
     fiber = (found.split, found.join)
-    waited = sum(_travel(m, flow, machine) + m.handled(machine) for m in fiber)
-    moves = (*found.gather, *found.scatter)
+    waited = sum(_travel((m,), flow, machine) + m.handled(machine) for m in fiber)
+    moves = (*found.first, *found.second)
     nonzeros = found.early + found.between + found.late
     work = machine.multiply_seconds(nonzeros, found.width)
     work = work + sum(move.handled(machine) for move in moves)
-    hidden = sum(_travel(move, flow, machine) for move in moves)
+    hidden = sum(_travel(both, flow, machine) for both in (found.first, found.second))
     return tuple(float(np.max(part)) for part in (waited, work, hidden))  # type: ignore[return-value]
-
-
-def _travel(move: Move, flow: Flow, machine: Machine) -> Array:
-    link = machine.wire(move.axis, flow.grid)
-    out: Array = link.seconds(move.messages, move.sent, move.received)
-    return out
 
 
 def carried_seconds(found: Passage, flow: Flow, machine: Machine) -> Array:
     """Returns the seconds that each rank's bytes take at the rates that links hold."""
+    total: Array = np.zeros(())
+    for moves in filter(None, found.groups):
+        link = machine.wire(moves[0].axis, flow.grid)
+        ways = sum(move.sent for move in moves), sum(move.received for move in moves)
+        total = total + np.maximum(*ways) / link.bandwidth
+    return total
 
-    def one(move: Move) -> Array:
-        bandwidth = machine.wire(move.axis, flow.grid).bandwidth
-        out: Array = np.maximum(move.sent, move.received) / bandwidth
-        return out
 
-    return sum(map(one, found.moves))  # type: ignore[return-value]
+def _travel(moves: tuple[Move, ...], flow: Flow, machine: Machine) -> Array:
+    """Returns the seconds of what travels at once, over one axis."""
+    if not moves:
+        return np.zeros(())
+    link = machine.wire(moves[0].axis, flow.grid)
+    parts = zip(*((m.messages, m.sent, m.received) for m in moves), strict=True)
+    out: Array = link.seconds(*map(sum, parts))
+    return out
