@@ -194,6 +194,17 @@ if rank == 0:
 
 
 @linked
+@pytest.mark.parametrize(("burst", "packet"), [("32kb", 16384), ("256kb", 65536)])
+def test_links_have_packets_that_fit_in_a_burst(burst, packet):
+    look = ("ip", "-details", "link", "show", network.END)
+    done = run("--rate", "20mbit", "--burst", burst, "--", *look)
+    assert done.returncode == 0, done.stderr
+    assert f"gso_max_size {packet} " in done.stdout
+    queue = run("--rate", "20mbit", "--burst", burst, "--", "tc", "qdisc", "show")
+    assert f"rate 20Mbit burst {burst[:-1]}Kb" in queue.stdout
+
+
+@linked
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_sends_and_receives_at_most_the_rate(size):
     command = [sys.executable, "-c", TALK, str(SCRIPT.parent)]
