@@ -34,12 +34,14 @@ from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 HEAD = (
+    "rate",
+    "grid",
+    "planned s",
+    "measured s",
+    "planned/measured",
     "of calibrations",
-    "spread",
-    "over the fastest",
-    "bytes, most",
-    "as the ledger's",
 )
+HEAD += ("spread", "over the fastest", "bytes, most", "as the ledger's")
 Grid = tuple[int, int, int]
 Way = tuple[Grid, str]  # a grid, and what travels
 
@@ -128,8 +130,8 @@ def rows_of(
     picks = Counter((one.best.grid, one.best.halo) for one in plans)
     for way, every in took.items():
         found = [one.of(way[0], halo=way[1]) for one in plans]
-        planned = [plan.seconds for plan in found]
-        middle, measured = statistics.median(planned), medians[way]
+        seconds = [plan.seconds for plan in found]
+        middle, measured = statistics.median(seconds), medians[way]
         low, _, high = statistics.quantiles(every, n=4)
         name = "x".join(map(str, way[0])) + f" {way[1]}".removesuffix(" auto")
         auto = f" (auto {picks[way]} of {len(plans)})" if picks[way] else ""
@@ -140,7 +142,7 @@ def rows_of(
                 middle,
                 measured,
                 f"{middle / measured:.2f}",
-                f"{min(planned) / measured:.2f} to {max(planned) / measured:.2f}",
+                f"{min(seconds) / measured:.2f} to {max(seconds) / measured:.2f}",
                 f"{(high - low) / measured:.0%}",
                 f"{measured / fastest:.2f}",
                 found[0].bytes,
@@ -164,6 +166,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="after each of them")
     parser.add_argument("--json", type=Path, help="keep the figures")
     args = parser.parse_args()
+    if args.rounds < 2 or args.times < 1:
+        parser.error("--rounds must be at least 2, and --times 1")
     torch.set_num_threads(1)
     data = graph(args.graph, args.root, args.widths)
     mesh = pdc.init()
@@ -193,8 +197,7 @@ def main() -> None:
         if mesh.rank == 0:
             print(f"{rate}: {every[-1].machine}\n", flush=True)
     if mesh.rank == 0:
-        head = "rate", "grid", "planned s", "measured s", "planned/measured", *HEAD
-        print(bare.graph, format_table(head, rows), sep="\n\n")
+        print(bare.graph, format_table(HEAD, rows), sep="\n\n")
         if args.json:
             args.json.write_text(json.dumps({"graph": bare.graph, "rows": rows}))
 

@@ -201,7 +201,7 @@ def test_links_have_packets_that_fit_in_a_burst(burst, packet):
     assert done.returncode == 0, done.stderr
     assert f"gso_max_size {packet} " in done.stdout
     queue = run("--rate", "20mbit", "--burst", burst, "--", "tc", "qdisc", "show")
-    assert f"rate 20Mbit burst {burst[:-1]}Kb" in queue.stdout
+    assert f"rate 20Mbit burst {burst[:-2]}Kb" in queue.stdout
 
 
 @linked

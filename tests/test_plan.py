@@ -694,6 +694,23 @@ def test_rows_and_sums_for_others_travel_at_once():
     assert plans.of((2, 1, 1), halo="rows").seconds == pytest.approx(2 * 4 * 5 * 4)
 
 
+def test_what_is_sent_is_multiplied_before_and_what_arrives_after():
+    swift = {"latency": 0.0, "gemm": 1e15, "stream": 1e15, "sums": Wire(0.0, 1e15)}
+    machine = pdc.Machine(bandwidth=1.0, spmm=1.0, **swift)
+
+    def seconds(ends, halo, layer):
+        data = Data(x=torch.ones(8, 3), edge_index=torch.tensor(ends).t())
+        how = {"partition": "block", "machine": machine, "layers": layer}
+        return pdc.plan(data, [3, 5, 7], 2, **how).of((2, 1, 1), halo=halo).seconds
+
+    ends = [[4, 1], [5, 1], [6, 1], [7, 1]]
+    # four products of 5 numbers, and a sum of as many at 4 bytes; the other way around
+    assert seconds(ends, "auto", "sage") == pytest.approx(2 * (4 * 5 + 5 * 4))
+    ends += [[0, 4], [0, 5], [0, 6], [0, 7]]
+    # four rows travel beside four loops; what they are multiplied by does not, either way
+    assert seconds(ends, "rows", "gcn") == pytest.approx(2 * (4 * 5 * 4 + 4 * 5))
+
+
 @pytest.mark.parametrize(("law", "off"), [("uniform", 0.01), ("rmat", 0.01)])
 def test_a_law_gives_the_mean_of_real_graphs(law, off):
     if law == "rmat":

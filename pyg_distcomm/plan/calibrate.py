@@ -1,4 +1,4 @@
-"""calibrate: measures what a run computes with and talks over, in a few seconds."""
+"""calibrate: measures what a run computes with and talks over."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ def calibrate(
     epochs, messages = _epochs(quiet)
     laps = _Laps({name: work for name, (_, work) in products.items()} | epochs, quiet)
     laps.run(repeats)
-    layer, epoch = _overheads(laps.medians())
     took, middle = laps.medians(), widths[len(widths) // 2]
+    layer, epoch = _overheads(took)
     pause = (layer + took["gemm", middle]) / 2 + epoch / 4 + took["spmm", middle]
+    pause = min(pause, LONG)
     lines: dict[Line, Wire] = {}
     for size, stride in lines_of(mesh.size):
         often = 1 if size == mesh.size else OFTEN
@@ -141,14 +142,15 @@ class _Laps:
     def run(self, laps: int, longest: float = math.inf) -> None:
         """Times each once a lap, epochs more often; collective.
 
-        Left out is what has taken longer than `longest`: it has met enough.
+        Left out are products that have taken longer than `longest`: they have met enough.
         """
         took = self.medians() if math.isfinite(longest) else {}
-        works = {n: w for n, w in self._works.items() if took.get(n, 0.0) < longest}
         for _ in range(laps):
-            for name, work in works.items():
-                for _ in range(EPOCHS if name[0] == "epoch" else 1):
-                    self._found[name].append(_once(work, self._mesh))
+            for name, work in self._works.items():
+                small = name[0] == "epoch"
+                if small or took.get(name, 0.0) < longest:
+                    for _ in range(EPOCHS if small else 1):
+                        self._found[name].append(_once(work, self._mesh))
 
     def medians(self) -> dict[Name, float]:
         """Returns the median seconds of each, equal on all ranks; collective."""
@@ -158,9 +160,16 @@ class _Laps:
 def _once(work: Callable[[], object], mesh: Mesh) -> float:
     """Returns the seconds of something that all ranks begin at once."""
     wire.barrier(mesh.world)
+    _finish(mesh)
     start = time.perf_counter()
     work()
+    _finish(mesh)
     return time.perf_counter() - start
+
+
+def _finish(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
 
 
 def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
@@ -242,6 +251,7 @@ def _in_a_row(work: Callable[[], object], pause: float, mesh: Mesh) -> float:
             time.sleep(pause)
             start = time.perf_counter()
             work()
+            _finish(mesh)
             took += time.perf_counter() - start
         found.append(took / times)
     return _slowest(found, mesh)
@@ -260,12 +270,12 @@ def _products(
     most = max(WIDE, *widths)
     wide = torch.rand(rows, most, generator=rng).to(mesh.device)
     found: dict[Name, tuple[float, Callable[[], object]]] = {}
-    for width in {narrow, *widths}:
+    for width in sorted({narrow, *widths}):
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
         sparse = partial(kernels.spmm, rowptr, col, value, x)
         found["spmm", width] = len(col) * width, sparse
-    for width in widths:
-        x = torch.rand(rows, width, generator=rng).to(mesh.device)
+        if width not in widths:
+            continue
         w = torch.rand(width, most, generator=rng).to(mesh.device)
         dense = partial(_linear_step, wide, w, x)
         found["gemm", width] = 4 * rows * most * width, dense

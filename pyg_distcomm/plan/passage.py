@@ -2,10 +2,12 @@
 
 Seconds follow the steps of `GridMatrix.apply` (see [Note: order of a product] in
 `ops/multiply.py`), each as long as its slowest rank takes. What travels at once shares the
-link, with alpha messages + bytes / beta for all of it:
+link, with alpha messages + bytes / beta for all of it; that sums leave in parts, and that
+those for others may land later, is not counted:
 
-    fiber | ghosts and sums for others, beside the own columns | ghost columns of out rows
-          | far columns and outgoing sums, beside the ghost columns of own rows | fiber
+    fiber | sums for others | they and ghosts travel, beside the own columns
+          | ghost columns of out rows | their sums and far columns travel, beside the ghost
+          columns of own rows | far columns | fiber
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ class Move:
 class Passage:
     """One product: its exchanges, and the nonzeros that each step multiplies.
 
-    split, join            over the fiber
-    first, second          what travels at once, ghosts and sums for others; and then
-    early, between, late   times the width: beside the first, then, beside the second
+    split, join     over the fiber
+    first, second   what travels at once: ghosts and sums for others; far columns and sums
+    before, early, between, late, after
+                    times the width: before the first, beside it, then, beside the second,
+                    after it
     """
 
     split: Move
@@ -61,9 +65,11 @@ class Passage:
     second: tuple[Move, ...]
     join: Move
     width: Array
+    before: Array
     early: Array
     between: Array
     late: Array
+    after: Array
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -99,9 +105,9 @@ def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Pa
         sides, axes = sides.mirrored, ("col", "row")
         own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
     one, two = axes
-    # ranks that wait for nothing send their sums before they multiply own rows
-    waits = sides.ghost.ghosts + sides.sums.ghosts + sides.sums.lent > 0
-    ready = np.where(waits, 0, own)
+    # where nothing has to arrive first, sums leave before own rows are multiplied
+    waits = np.any(sides.ghost.ghosts + sides.sums.ghosts > 0)
+    soon, later = (own, 0 * own) if waits else (0 * own, own)
     return Passage(
         _fiber(flow, product.width, width, itemsize, leaving=True),
         (
@@ -114,9 +120,11 @@ def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Pa
         ),
         _fiber(flow, product.width, width, itemsize, leaving=False),
         width,
-        (own - ready + out_own + sum_own)[:, :, None],
+        sum_own[:, :, None],
+        (soon + out_own)[:, :, None],
         out_ghost[:, :, None],
-        (ready + own_ghost + own_far)[:, :, None],
+        (later + own_ghost)[:, :, None],
+        own_far[:, :, None],
     )
 
 
@@ -128,9 +136,9 @@ def halo_passage(flow: Flow, product: Product, writing: Writing) -> Passage:
     here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
     if product.transposed:
         back = (_back("world", side, width, writing),)
-        return Passage(still, (), back, still, width, none, here, none)
+        return Passage(still, (), back, still, width, none, none, here, none, none)
     there = (_there("world", side, width, writing),)
-    return Passage(still, there, (), still, width, none, here, none)
+    return Passage(still, there, (), still, width, none, none, here, none, none)
 
 
 def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
@@ -180,9 +188,11 @@ def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
 
     steps = (
         beside((found.split,), 0),
+        beside((), found.before),
         beside(found.first, found.early),
         beside((), found.between),
         beside(found.second, found.late),
+        beside((), found.after),
         beside((found.join,), 0),
     )
     return float(sum(step.max() for step in steps))
@@ -200,7 +210,7 @@ def late_seconds(
     fiber = (found.split, found.join)
     waited = sum(_travel((m,), flow, machine) + m.handled(machine) for m in fiber)
     moves = (*found.first, *found.second)
-    nonzeros = found.early + found.between + found.late
+    nonzeros = found.before + found.early + found.between + found.late + found.after
     work = machine.multiply_seconds(nonzeros, found.width)
     work = work + sum(move.handled(machine) for move in moves)
     hidden = sum(_travel(both, flow, machine) for both in (found.first, found.second))
