@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -511,6 +512,8 @@ def measured():
     codecs = ["1 bit", "bf16 late", Residual(Quantise(4))]
     machine = pdc.calibrate(mesh, [4, 8], rows=256, repeats=2, codecs=codecs)
     assert len(machine.codes) == 3
+    assert [w for w, _ in machine.spmm.points] == [2, 4, 8]  # and half of the least
+    assert [w for w, _ in machine.gemm.points] == [4, 8]
     assert not mesh.ledger.entries
     return machine.to_dict()
 
@@ -615,6 +618,14 @@ def test_a_wire_follows_its_curve_and_then_its_bandwidth():
     want = [0.0, 0.25, 0.55, 0.6, 1.6]
     found = [float(curved.seconds(0, size, 0)) for size in sizes]
     assert found == pytest.approx(want)
+
+
+def test_what_is_let_through_at_once_was_saved_up():
+    link = Wire(0.5, 1.0, ((10, 0.0), (20, 10.0)))
+    assert link.burst == 10
+    for pause, want in ((0, 15), (4, 11), (10, 5), (math.inf, 5)):
+        assert float(link.seconds(2, 15, 3, pause)) == pytest.approx(1 + want)
+    assert Wire(0.0, 1.0, ((10, 12.0),)).burst == 0
 
 
 def test_what_links_let_through_after_a_pause_they_hold_back_later():

@@ -28,10 +28,10 @@ from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
 from pyg_distcomm.share import partition
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
-FEW = 3  # times that such a row is timed
+FEW = 5  # times that such a row is timed
 LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
 LONGEST = 0.3  # seconds of one exchange: larger ones are as fast
-OFTEN = 3  # exchanges of a product on a grid of several axes
+PAUSE = 0.03  # seconds before each exchange
 BETWEEN = 2  # times that what computes for less than LONG is timed between lines, too
 EPOCHS = 3  # of each small model, each such time
 PROBES = 4  # exchanges of next to nothing, each time
@@ -53,11 +53,11 @@ def calibrate(
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
-    Medians of what the slowest rank takes, computation before, between and after the
-    lines of the mesh; equal on all ranks. Bandwidths are those of
-    all ranks sending to all others at once, many times, with pauses as long as a layer
-    computes: links that let more through after a pause do so in an epoch. Nothing is added
-    to the ledger.
+    Medians, of the rank where they are most: computation before, between and after the
+    lines of the mesh; equal on all ranks. Bandwidths are those of all ranks sending to all
+    others at once, many times. Exchanges begin after a pause, and what links let through
+    at once, having saved it up, is told from what they hold by the longest of them. Nothing
+    is added to the ledger.
 
     Args:
         mesh: the ranks; the lines of every grid of so many are measured.
@@ -78,18 +78,13 @@ def calibrate(
     epochs, messages = _epochs(quiet)
     laps = _Laps({name: work for name, (_, work) in products.items()} | epochs, quiet)
     laps.run(repeats)
-    took, middle = laps.medians(), widths[len(widths) // 2]
-    layer, epoch = _overheads(took)
-    pause = (layer + took["gemm", middle]) / 2 + epoch / 4 + took["spmm", middle]
-    pause = min(pause, LONG)
     lines: dict[Line, Wire] = {}
     for size, stride in lines_of(mesh.size):
-        often = 1 if size == mesh.size else OFTEN
-        lines[size, stride] = _wire(size, stride, pause / often, quiet, repeats)
+        lines[size, stride] = _wire(size, stride, quiet, repeats)
         laps.run(BETWEEN, LONG)
     assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
     every = lines.get((mesh.size, 1), assumed)
-    sums = _sums(pause, quiet, repeats) if mesh.size > 1 else None
+    sums = _sums(quiet, repeats) if mesh.size > 1 else None
     laps.run(BETWEEN, LONG)
     took = laps.medians()
     rate = {name: amount / took[name] for name, (amount, _) in products.items()}
@@ -179,12 +174,16 @@ def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
 
 
 def _slowest(found: list[float], mesh: Mesh) -> float:
-    """Returns the median of what the slowest rank took each time."""
-    every = torch.tensor(found, dtype=torch.float64)
-    return statistics.median(wire.all_reduce(every, mesh.world, "max").tolist())
+    """Returns the median of the rank where that is most.
+
+    Not of what the slowest took each time: in an epoch that is another rank from step to
+    step, and the others go on meanwhile.
+    """
+    middle = torch.tensor(statistics.median(found), dtype=torch.float64)
+    return float(wire.all_reduce(middle, mesh.world, "max"))
 
 
-def _wire(size: int, stride: int, pause: float, mesh: Mesh, repeats: int) -> Wire:
+def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     """Times exchanges in which each rank of a line sends as much to every other.
 
     All lines at once, over the process group of the world: what a rank sends to ranks
@@ -201,32 +200,28 @@ def _wire(size: int, stride: int, pause: float, mesh: Mesh, repeats: int) -> Wir
             message, counts, counts, mesh.world, most=each
         ).wait()
 
-    return _curve(exchange, len(line), pause, mesh, repeats)
+    return _curve(exchange, len(line), mesh, repeats)
 
 
-def _sums(pause: float, mesh: Mesh, repeats: int) -> Wire:
+def _sums(mesh: Mesh, repeats: int) -> Wire:
     """Times all-reduces; sizes are those of what a rank receives."""
 
     def reduce(size: int) -> Callable[[], object]:
         values = torch.zeros(max(1, size * mesh.size // (8 * (mesh.size - 1))))
         return lambda: wire.all_reduce(values, mesh.world)
 
-    return _curve(reduce, sum_messages(mesh.size), pause, mesh, repeats)
+    return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
 
 
 def _curve(
-    work: Callable[[int], Callable[[], object]],
-    messages: int,
-    pause: float,
-    mesh: Mesh,
-    repeats: int,
+    work: Callable[[int], Callable[[], object]], messages: int, mesh: Mesh, repeats: int
 ) -> Wire:
-    """Times work of each size many times, as often as an epoch would exchange."""
+    """Times work of each size many times, with pauses in which links save up what they may."""
     latency = _timed(work(SMALL * messages), mesh, PROBES * repeats) / messages
-    sizes, found = [LEAST], [_in_a_row(work(LEAST), pause, mesh)]
+    sizes, found = [LEAST], [_in_a_row(work(LEAST), mesh)]
     while found[-1] < LONGEST and sizes[-1] < MOST:
         sizes.append(2 * sizes[-1])
-        found.append(_in_a_row(work(sizes[-1]), pause, mesh))
+        found.append(_in_a_row(work(sizes[-1]), mesh))
     # noise only adds: nothing takes longer than twice as much
     took = list(itertools.accumulate(reversed(found), min))[::-1]
     points = tuple(
@@ -240,19 +235,15 @@ def _curve(
     return Wire(latency, size / last, points)
 
 
-def _in_a_row(work: Callable[[], object], pause: float, mesh: Mesh) -> float:
+def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
     """Returns the seconds of one, when as many follow one another as take a while."""
-    times = max(1, round(LONG / max(_timed(work, mesh, 1) + pause, 1e-6)))
+    times = max(1, round(LONG / (_timed(work, mesh, 1) + PAUSE)))
     found = []
     for _ in range(FEW):
-        wire.barrier(mesh.world)
         took = 0.0
         for _ in range(times):
-            time.sleep(pause)
-            start = time.perf_counter()
-            work()
-            _finish(mesh)
-            took += time.perf_counter() - start
+            time.sleep(PAUSE)
+            took += _once(work, mesh)
         found.append(took / times)
     return _slowest(found, mesh)
 

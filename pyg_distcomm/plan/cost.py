@@ -74,7 +74,8 @@ def epoch_cost(
     exchange, messages, kept = (np.zeros(shape) for _ in range(3))
     if not np.issubdtype(flow.nodes.dtype, np.floating):
         exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
-    clock, known = _Clock(flow, machine), {}
+    worked = machine.epoch + _dense_seconds(flow, training, machine)
+    clock, known = _Clock(flow, machine, worked, len(products)), {}
     for product in products:
         writing = _writing(coding, product, len(training.layers) - 1, dtype)
         kind = product.transposed, product.halo, product.against
@@ -98,7 +99,6 @@ def epoch_cost(
     for each in (n for group in sums.values() for n in group):
         clock.waited += float(link.seconds(sum_messages(size), each, each))
         clock.carried = clock.carried + each / link.bandwidth
-    clock.worked += machine.epoch + _dense_seconds(flow, training, machine)
     return Cost(
         exchange,
         {name: sum(group) for name, group in sums.items()},
@@ -131,16 +131,20 @@ def _kept(found: Passage, writing: Writing, coding: Coding) -> Array:
 class _Clock:
     """Adds up an epoch: what is waited for, what is computed, what has time to arrive.
 
-    A link that lets more through after a pause makes up for it later: no epoch takes less
-    than its bytes do at the rate that links hold.
+    Work beside products is done between them, as much before each. Links that let more
+    through after it make up for that later: no epoch takes less than its bytes do at the
+    rate that they hold.
     """
 
-    def __init__(self, flow: Flow, machine: Machine) -> None:
+    def __init__(
+        self, flow: Flow, machine: Machine, worked: float, products: int
+    ) -> None:
         self._flow, self._machine = flow, machine
+        self.worked, self._pause = worked, worked / max(products, 1)
         self._known: dict[
             tuple[int, int], tuple[float, tuple[float, float, float], Array]
         ] = {}
-        self.waited = self.worked = 0.0
+        self.waited = 0.0
         self.carried: Array | float = 0.0
         self._now, self._late = 0.0, (0.0, 0.0, 0.0)
 
@@ -148,7 +152,7 @@ class _Clock:
         """Adds a product."""
         key = id(found), late
         if key not in self._known:
-            now = product_seconds(found, self._flow, self._machine)
+            now = product_seconds(found, self._flow, self._machine, self._pause)
             then = (now, 0.0, 0.0)
             if late:
                 then = late_seconds(found, self._flow, self._machine)

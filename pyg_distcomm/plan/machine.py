@@ -59,7 +59,8 @@ class Wire:
         bandwidth: bytes a second that the link holds, so of exchanges longer than any in
             `curve`, and of all of an epoch's at least.
         curve: (bytes, seconds beside latency) of measured exchanges, ascending: links
-            and back ends are seldom straight lines.
+            and back ends are seldom straight lines. Each begins after a pause: links that
+            let a burst through at once have saved it up.
     """
 
     latency: float
@@ -71,17 +72,30 @@ class Wire:
         _check_seconds("latency", self.latency)
         object.__setattr__(self, "curve", tuple((int(b), t) for b, t in self.curve))
 
-    def seconds(self, messages: Any, sent: Any, received: Any) -> Any:
+    def seconds(
+        self, messages: Any, sent: Any, received: Any, pause: Any = math.inf
+    ) -> Any:
         """Returns the seconds of one exchange: alpha messages + bytes / beta.
 
         Both ways run at once, so the fuller one counts.
+
+        Args:
+            messages, sent, received: of one rank, or arrays of many.
+            pause: for how long the link has saved up what it lets through at once.
         """
         size = np.maximum(sent, received)
+        held = size / self.bandwidth
         if not self.curve:
-            return self.latency * messages + size / self.bandwidth
+            return self.latency * messages + held
         sizes, took = zip((0, 0.0), *self.curve, strict=True)
         beyond = np.maximum(size - sizes[-1], 0) / self.bandwidth
-        return self.latency * messages + np.interp(size, sizes, took) + beyond
+        rested = np.interp(size, sizes, took) + beyond
+        return self.latency * messages + np.maximum(rested, held - pause)
+
+    @property
+    def burst(self) -> float:
+        """The most seconds that an exchange after a pause is shorter than its bytes take."""
+        return max([0.0, *(size / self.bandwidth - took for size, took in self.curve)])
 
     def __str__(self) -> str:
         return (

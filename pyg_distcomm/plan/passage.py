@@ -3,7 +3,8 @@
 Seconds follow the steps of `GridMatrix.apply` (see [Note: order of a product] in
 `ops/multiply.py`), each as long as its slowest rank takes. What travels at once shares the
 link, with alpha messages + bytes / beta for all of it; that sums leave in parts, and that
-those for others may land later, is not counted:
+those for others may land later, is not counted. What a link lets through at once it has saved
+up while nothing was sent:
 
     fiber | sums for others | they and ghosts travel, beside the own columns
           | ghost columns of out rows | their sums and far columns travel, beside the ghost
@@ -12,7 +13,9 @@ those for others may land later, is not counted:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -177,25 +180,33 @@ def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Mo
     return Move("fiber", away, others, (width > 0) * (busy - (n > 0)))
 
 
-def product_seconds(found: Passage, flow: Flow, machine: Machine) -> float:
-    """Returns the seconds of one product; every step waits for its slowest rank."""
+def product_seconds(
+    found: Passage, flow: Flow, machine: Machine, pause: float
+) -> float:
+    """Returns the seconds of one product; every step waits for its slowest rank.
 
-    def beside(moves: tuple[Move, ...], nonzeros: Array | int) -> Array:
-        """What is coded and put down cannot be hidden, what travels can."""
-        work = machine.multiply_seconds(nonzeros, found.width)
-        out: Array = np.maximum(_travel(moves, flow, machine), work)
-        return out + sum(move.handled(machine) for move in moves)
-
-    steps = (
-        beside((found.split,), 0),
-        beside((), found.before),
-        beside(found.first, found.early),
-        beside((), found.between),
-        beside(found.second, found.late),
-        beside((), found.after),
-        beside((found.join,), 0),
+    Args:
+        found, flow, machine: the product.
+        pause: seconds in which nothing has travelled before.
+    """
+    total, saved = 0.0, np.array(pause)
+    steps: tuple[tuple[tuple[Move, ...], Array | int], ...] = (
+        ((found.split,), 0),
+        ((), found.before),
+        (found.first, found.early),
+        ((), found.between),
+        (found.second, found.late),
+        ((), found.after),
+        ((found.join,), 0),
     )
-    return float(sum(step.max() for step in steps))
+    for moves, nonzeros in steps:
+        travel, saved = _travel(moves, flow, machine, saved)
+        work = machine.multiply_seconds(nonzeros, found.width)
+        # what is coded and put down cannot be hidden, what travels can
+        handled = sum(move.handled(machine) for move in moves)
+        took = float((np.maximum(travel, work) + handled).max())
+        total, saved = total + took, saved + (took - travel)
+    return total
 
 
 def late_seconds(
@@ -208,12 +219,13 @@ def late_seconds(
         and those of messages, which have the whole epoch to arrive.
     """
     fiber = (found.split, found.join)
-    waited = sum(_travel((m,), flow, machine) + m.handled(machine) for m in fiber)
+    waited = sum(_travel((m,), flow, machine)[0] + m.handled(machine) for m in fiber)
     moves = (*found.first, *found.second)
     nonzeros = found.before + found.early + found.between + found.late + found.after
     work = machine.multiply_seconds(nonzeros, found.width)
     work = work + sum(move.handled(machine) for move in moves)
-    hidden = sum(_travel(both, flow, machine) for both in (found.first, found.second))
+    both = found.first, found.second
+    hidden = sum(_travel(moves, flow, machine)[0] for moves in both)
     return tuple(float(np.max(part)) for part in (waited, work, hidden))  # type: ignore[return-value]
 
 
@@ -227,11 +239,21 @@ def carried_seconds(found: Passage, flow: Flow, machine: Machine) -> Array:
     return total
 
 
-def _travel(moves: tuple[Move, ...], flow: Flow, machine: Machine) -> Array:
-    """Returns the seconds of what travels at once, over one axis."""
+def _travel(
+    moves: tuple[Move, ...], flow: Flow, machine: Machine, saved: Any = math.inf
+) -> tuple[Array, Array]:
+    """Returns the seconds of what travels at once, over one axis, and what is saved then.
+
+    Args:
+        moves, flow, machine: what travels.
+        saved: seconds in which the link has saved up what it lets through at once.
+    """
     if not moves:
-        return np.zeros(())
+        return np.zeros(()), saved
     link = machine.wire(moves[0].axis, flow.grid)
     parts = zip(*((m.messages, m.sent, m.received) for m in moves), strict=True)
-    out: Array = link.seconds(*map(sum, parts))
-    return out
+    messages, sent, received = map(sum, parts)
+    saved, idle = np.minimum(saved, link.burst), link.latency * messages
+    took: Array = link.seconds(messages, sent, received, saved)
+    spent = np.maximum(sent, received) / link.bandwidth - (took - idle)
+    return took, saved - np.maximum(spent, 0.0) + idle
