@@ -39,7 +39,7 @@ WIDE = 256  # the other side of a dense product, at least
 Name = tuple[str, int]  # of what is timed, and its width or depth
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
-REDUCTIONS = 3  # of an epoch beside its layers
+UNSEEN = 1  # sums of an epoch whose wait no ledger has: those of gradients
 
 
 def calibrate(
@@ -75,8 +75,8 @@ def calibrate(
     quiet, widths = _uncounted(mesh), sorted(set(widths))
     narrow = max(1, widths[0] // mesh.size)  # of a rank, on a grid with a fiber
     products = _products(quiet, widths, narrow, rows, degree)
-    epochs, messages = _epochs(quiet)
-    laps = _Laps({name: work for name, (_, work) in products.items()} | epochs, quiet)
+    works = {name: work for name, (_, work) in products.items()}
+    laps = _Laps(works | _epochs(quiet), quiet)
     laps.run(repeats)
     lines: dict[Line, Wire] = {}
     for size, stride in lines_of(mesh.size):
@@ -89,16 +89,15 @@ def calibrate(
     took = laps.medians()
     rate = {name: amount / took[name] for name, (amount, _) in products.items()}
     layer, epoch = _overheads(took)
-    if sums is not None:  # what messages take is counted where they are
-        layer -= messages * every.latency
-        epoch -= REDUCTIONS * sums.latency * sum_messages(mesh.size)
+    if sums is not None:
+        epoch -= UNSEEN * sums.latency * sum_messages(mesh.size)
     return Machine(
         every.latency,
         every.bandwidth,
         Rate(tuple((w, rate["spmm", w]) for w in sorted({narrow, *widths}))),
         Rate(tuple((w, rate["gemm", w]) for w in widths)),
         rate["stream", 0],
-        max(layer, 0.0),
+        layer,
         max(epoch, 0.0),
         lines=lines,
         sums=sums,
@@ -145,7 +144,10 @@ class _Laps:
                 small = name[0] == "epoch"
                 if small or took.get(name, 0.0) < longest:
                     for _ in range(EPOCHS if small else 1):
-                        self._found[name].append(_once(work, self._mesh))
+                        spent = _once(work, self._mesh)
+                        if small:  # what travels is counted where it does
+                            spent -= _waited(self._mesh)
+                        self._found[name].append(spent)
 
     def medians(self) -> dict[Name, float]:
         """Returns the median seconds of each, equal on all ranks; collective."""
@@ -160,6 +162,10 @@ def _once(work: Callable[[], object], mesh: Mesh) -> float:
     work()
     _finish(mesh)
     return time.perf_counter() - start
+
+
+def _waited(mesh: Mesh) -> float:
+    return sum(entry.seconds for entry in mesh.ledger.entries.values())
 
 
 def _finish(mesh: Mesh) -> None:
@@ -304,8 +310,8 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
     torch.mm(g.t(), x)
 
 
-def _epochs(mesh: Mesh) -> tuple[dict[Name, Callable[[], object]], float]:
-    """Returns epochs to be timed, and the messages that a layer sends; collective.
+def _epochs(mesh: Mesh) -> dict[Name, Callable[[], object]]:
+    """Returns epochs to be timed; collective.
 
     Of models with next to no rows, of which each rank needs one of every other.
     """
@@ -318,12 +324,12 @@ def _epochs(mesh: Mesh) -> tuple[dict[Name, Callable[[], object]], float]:
     share = partition(data, mesh, "block").to(mesh.device)
     share.x.requires_grad_()  # else the first product is kept
     found: dict[Name, Callable[[], object]] = {}
-    sent = {}
     for depth in (SHALLOW, DEEP):
         model = replicate(_Stack(depth).to(mesh.device), mesh)
         optimizer = torch.optim.Adam(model.parameters())
 
         def epoch(model: Any = model, optimizer: Any = optimizer) -> None:
+            mesh.ledger.reset()
             optimizer.zero_grad()
             out = model(share.x, share.edge_index)
             torch.nn.functional.cross_entropy(out, share.y).backward()
@@ -331,12 +337,8 @@ def _epochs(mesh: Mesh) -> tuple[dict[Name, Callable[[], object]], float]:
 
         for _ in itertools.repeat(None, 2):
             epoch()
-        mesh.ledger.reset()
-        epoch()
-        sent[depth] = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
         found["epoch", depth] = epoch
-    messages = torch.tensor((sent[DEEP] - sent[SHALLOW]) / (DEEP - SHALLOW))
-    return found, float(wire.all_reduce(messages, mesh.world, "max"))
+    return found
 
 
 def _overheads(took: dict[Name, float]) -> tuple[float, float]:
