@@ -239,7 +239,8 @@ def check(size: int = 8) -> str:
     every = pdc.launch(counted, size, grids, threads=1)
     rows = []
     for k, grid in enumerate(grids):
-        one = plans.of(grid, halo="rows")
+        # over a fiber alone nothing but it travels
+        one = plans.of(grid, halo="auto" if grid[:2] == (1, 1) else "rows")
         ledger = tuple(found[k] for found in every)
         mean = law.of(grid, halo="rows").total_bytes
         equal = "yes" if ledger == one.bytes_by_rank else "NO"

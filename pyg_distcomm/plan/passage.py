@@ -2,9 +2,10 @@
 
 Seconds follow the steps of `GridMatrix.apply` (see [Note: order of a product] in
 `ops/multiply.py`), each as long as its slowest rank takes. What travels at once shares the
-link, with alpha messages + bytes / beta for all of it; that sums leave in parts, and that
-those for others may land later, is not counted. What a link lets through at once it has saved
-up while nothing was sent:
+link, with alpha messages + bytes / beta for all of it; messages begin while others travel,
+so alpha counts for the exchange that has most. That sums leave in parts, and that those for
+others may land later, is not counted. What a link lets through at once it has saved up while
+nothing was sent:
 
     fiber | sums for others | they and ghosts travel, beside the own columns
           | ghost columns of out rows | their sums and far columns travel, beside the ghost
@@ -13,6 +14,7 @@ up while nothing was sent:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -251,8 +253,9 @@ def _travel(
     if not moves:
         return np.zeros(()), saved
     link = machine.wire(moves[0].axis, flow.grid)
-    parts = zip(*((m.messages, m.sent, m.received) for m in moves), strict=True)
-    messages, sent, received = map(sum, parts)
+    messages = functools.reduce(np.maximum, (move.messages for move in moves))
+    sent: Any = sum(move.sent for move in moves)
+    received: Any = sum(move.received for move in moves)
     saved, idle = np.minimum(saved, link.burst), link.latency * messages
     took: Array = link.seconds(messages, sent, received, saved)
     spent = np.maximum(sent, received) / link.bandwidth - (took - idle)
