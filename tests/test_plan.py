@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -503,6 +504,32 @@ def refusals():
         )
 
 
+def measured_for():
+    data, asked = GRAPHS["undirected"](), {}
+
+    def calibrate(mesh, **how):
+        asked.update(how)
+        return pdc.Machine()
+
+    with mock.patch("pyg_distcomm.plan.auto.calibrate", calibrate):
+        with pytest.raises(ValueError, match="features"):  # before anything is timed
+            pdc.init("auto", data=data, widths=[5, 4], timeout=60)
+        assert not asked
+        mesh = pdc.init("auto", data=data, widths=[7, 4, 3], method="block", timeout=60)
+    assert mesh.plan.size == 2
+    return asked, (data.num_nodes, data.num_edges)
+
+
+def test_auto_measures_at_the_widths_of_the_model():
+    for asked, (nodes, edges) in worlds.run(measured_for, 2):
+        assert asked.pop("codecs") == ()
+        assert asked == {
+            "widths": [3, 4, 7],
+            "rows": nodes // 2,
+            "degree": edges // nodes,
+        }
+
+
 def test_auto_refuses_on_all_ranks():
     worlds.run(refusals, 2)
 
@@ -703,6 +730,19 @@ def test_rows_and_sums_for_others_travel_at_once():
     assert one.seconds == pytest.approx(2 * 5 * 4)
     # the rows of 4 to 7 go instead; their gradients, back
     assert plans.of((2, 1, 1), halo="rows").seconds == pytest.approx(2 * 4 * 5 * 4)
+
+
+def test_messages_begin_while_others_travel():
+    ends = [[0, 8], [0, 9], [0, 10], [8, 1], [9, 1], [10, 1]]
+    ends += [[12, 2], [12, 3], [12, 4], [2, 13], [3, 13], [4, 13]]
+    data = Data(x=torch.ones(16, 3), edge_index=torch.tensor(ends).t())
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15, "sums": Wire(0.0, 1e15)}
+    machine = pdc.Machine(latency=30.0, bandwidth=1.0, **swift)
+    plans = pdc.plan(data, [3, 5, 7], 2, partition="block", machine=machine)
+    one = plans.of((2, 1, 1), halo="auto")
+    # each sends a row and a sum; one of them waits for a message, or for the other
+    assert one.messages == 4
+    assert one.seconds == pytest.approx(2 * (2 * 5 * 4 + 30))
 
 
 def test_what_is_sent_is_multiplied_before_and_what_arrives_after():

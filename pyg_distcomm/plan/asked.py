@@ -6,6 +6,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torch_geometric.data import Data
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.mesh import Grid, Mesh
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.dry import Chain
 from pyg_distcomm.plan.machine import Machine
+from pyg_distcomm.plan.training import (
+    Training,
+    features_of,
+    training_of,
+    training_of_model,
+)
 
 
 def ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
@@ -26,7 +34,7 @@ def ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
         if isinstance(partition, Partition):
             return partition.num_parts
         raise ValueError("plan needs ranks=P, or the mesh whose ranks it is for")
-    size = _whole(ranks)
+    size = _integer(ranks)
     if size is None or size < 1:
         raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
     if mesh is not None and mesh.size != size:
@@ -40,7 +48,7 @@ def grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
     """Returns the grid that alone is asked for."""
     if grid is None:
         return None
-    sides = [_whole(n) for n in grid] if isinstance(grid, (tuple, list)) else []
+    sides = [_integer(n) for n in grid] if isinstance(grid, (tuple, list)) else []
     if len(sides) != 3 or any(n is None or n < 1 for n in sides):
         raise ValueError(
             f"grid={grid!r} must be three whole numbers above 0: (row, col, fiber)"
@@ -56,7 +64,7 @@ def grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
     return r, s, p  # type: ignore[return-value]
 
 
-def _whole(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -101,6 +109,40 @@ def check_width(graph: Any, first: int, inputs: str) -> None:
             f"widths begin with {first}, and data.x has {x.size(1)} features; if they go "
             'through something else first, say inputs="changing"'
         )
+
+
+def training_asked(
+    graph: Any,
+    widths: Sequence[int] | None,
+    model: torch.nn.Module | Sequence[Any] | None,
+    layers: str | Sequence[str],
+    inputs: str,
+    dtype: torch.dtype,
+) -> Training:
+    """Returns what an epoch of widths, or of a model, multiplies."""
+    if (widths is None) == (model is None):
+        raise ValueError(
+            "plan needs either widths=[features, hidden, ..., output] or model=..."
+        )
+    if model is not None:
+        features = features_asked(graph, model)
+        read = training_of_model(_whole(model), features, inputs)
+        return replace(read, itemsize=dtype.itemsize)
+    assert widths is not None
+    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
+    check_width(graph, read.layers[0].width_in, inputs)
+    return read
+
+
+def _whole(model: Any) -> torch.nn.Module:
+    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
+    return model if isinstance(model, torch.nn.Module) else Chain(model)
+
+
+def features_asked(graph: Any, model: Any) -> int:
+    """Returns the width of the features, which a model tells where the graph does not."""
+    given = graph.num_features if isinstance(graph, Data) else 0
+    return given or features_of(_whole(model))
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch_geometric.data import Data
 
@@ -13,13 +15,15 @@ from pyg_distcomm import wire
 from pyg_distcomm.mesh import Grid, Mesh
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.asked import edges_of
+from pyg_distcomm.plan.asked import dtype_of, edges_of, training_asked
 from pyg_distcomm.plan.calibrate import calibrate
 from pyg_distcomm.plan.codecs import Asked
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS
+
+MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 
 
 def init(
@@ -52,9 +56,9 @@ def init(
         mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
-    "auto" measures the links and the processors (see `calibrate`), plans on rank 0, and
-    takes the best plan that fits (see `plan`); it is kept as `mesh.plan`, and `partition`
-    follows it.
+    "auto" measures the links, and the processors at the model's widths (see `calibrate`),
+    plans on rank 0, and takes the best plan that fits (see `plan`); it is kept as
+    `mesh.plan`, and `partition` follows it.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
@@ -94,14 +98,15 @@ def init(
         return grids.init(algorithm, **how)
     mesh = grids.init("1d", **how)
     wire.agree(problem, mesh.world)
-    if machine is None:
-        machine = calibrate(mesh, codecs=codecs) if mesh.size > 1 else Machine()
-    asked: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
-    asked |= {"machine": machine, "memory": memory, "partition": method, "dtype": dtype}
-    best, owners = _chosen(mesh, data, codecs=codecs, pipeline=pipeline, **asked)
+    read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
+    asked = {"memory": memory, "partition": method, "dtype": dtype}
+    asked |= {"codecs": codecs, "pipeline": pipeline, "machine": machine}
+    best, owner = _planned(mesh, data, read, asked)
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
-    mesh.plan, mesh.owners = best, owners
+    mesh.plan = best
+    if owner is not None:
+        mesh.owners = Partition.from_owner(owner, best.size // best.stages)
     return mesh
 
 
@@ -124,25 +129,54 @@ def _misuse(
     return None
 
 
-def _chosen(mesh: Mesh, data: Any, **asked: Any) -> tuple[Plan, Partition | None]:
-    """Plans on rank 0, and tells the others; raises on all ranks, or on none."""
+def _from_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """Returns what rank 0 finds; raises on all ranks, or on none; collective."""
     found, problem = None, None
     kind: type[Exception] = ValueError
     if mesh.rank == 0:
         try:
-            plans = plan(data, ranks=mesh.size, **asked)
-            wider = bool(asked["codecs"]) or asked["pipeline"]
-            best = plans[0] if wider and len(plans) else plans.best
-            owners = _owners(plans, best, data, asked["partition"])
-            found = best, None if owners is None else owners.owner.numpy()
+            found = work()
         except (TypeError, ValueError) as error:
             problem, kind = str(error), type(error)
     kind = wire.broadcast_object(kind, mesh.world)
     wire.agree(problem, mesh.world, kind)
-    best, owner = wire.broadcast_object(found, mesh.world)
-    if owner is None:
-        return best, None
-    return best, Partition.from_owner(owner, best.size // best.stages)
+    return wire.broadcast_object(found, mesh.world)
+
+
+def _planned(
+    mesh: Mesh, data: Any, read: dict[str, Any], asked: dict[str, Any]
+) -> tuple[Plan, np.ndarray | None]:
+    """Returns the plan to take, and who owns which node, if it says; collective."""
+    machine = asked["machine"]
+    if machine is None and mesh.size > 1:
+        shape = _from_first(mesh, partial(_shape, data, mesh.size, read, asked))
+        machine = calibrate(mesh, codecs=asked["codecs"], **shape)
+    asked = asked | read | {"machine": machine or Machine()}
+
+    def choose() -> tuple[Plan, np.ndarray | None]:
+        plans = plan(data, ranks=mesh.size, **asked)
+        wider = bool(asked["codecs"]) or asked["pipeline"]
+        best = plans[0] if wider and len(plans) else plans.best
+        owners = _owners(plans, best, data, asked["partition"])
+        return best, None if owners is None else owners.owner.numpy()
+
+    found: tuple[Plan, np.ndarray | None] = _from_first(mesh, choose)
+    return found
+
+
+def _shape(
+    data: Any, size: int, read: dict[str, Any], asked: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the widths of the model and the degree of the graph, to calibrate for."""
+    edge_index, nodes, _ = edges_of(data, asked["partition"])
+    dtype = dtype_of(data, read["model"], asked["dtype"])
+    training = training_asked(data, dtype=dtype, **read)
+    widths = {n for one in training.layers for n in (one.width_in, one.width_out)}
+    return {
+        "widths": sorted(widths),
+        "rows": min(max(1, nodes // size), MOST_ROWS),
+        "degree": min(max(1, edge_index.size(1) // max(1, nodes)), MOST_DEGREE),
+    }
 
 
 def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:

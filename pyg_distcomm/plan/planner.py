@@ -18,27 +18,22 @@ from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.asked import (
     check_options,
-    check_width,
     dtype_of,
     edges_of,
+    features_asked,
     grid_of,
     ranks_of,
+    training_asked,
 )
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.deep import items_of, items_of_stack
-from pyg_distcomm.plan.dry import Chain
 from pyg_distcomm.plan.flow import CutEdges, Flow
 from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.pipelines import Deep
 from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
-from pyg_distcomm.plan.training import (
-    Training,
-    features_of,
-    training_of,
-    training_of_model,
-)
+from pyg_distcomm.plan.training import Training
 
 HALO_GRIDS = (
     "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
@@ -111,7 +106,7 @@ def plan(
     size = ranks_of(ranks, mesh, partition)
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
-    training = _training(graph, widths, model, layers, inputs, dtype)
+    training = training_asked(graph, widths, model, layers, inputs, dtype)
     machine = machine or Machine()
     cutting = graph, size, partition, seed
     source, words, owners = _source(*cutting, grid)
@@ -203,46 +198,13 @@ def _pipelines(
         items = items_of(training, skips)
     else:
         try:
-            items = items_of_stack(model, _features(graph, model))
+            items = items_of_stack(model, features_asked(graph, model))
         except (ValueError, TypeError, RuntimeError) as error:
             sizes = (d for d in range(2, size + 1) if size % d == 0)
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
     nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
     deep = Deep(items, training, cache(share), nodes, chunks, machine, links, dtype)
     return deep.plans(size)
-
-
-def _training(
-    graph: Any,
-    widths: Sequence[int] | None,
-    model: torch.nn.Module | Sequence[Any] | None,
-    layers: str | Sequence[str],
-    inputs: str,
-    dtype: torch.dtype,
-) -> Training:
-    if (widths is None) == (model is None):
-        raise ValueError(
-            "plan needs either widths=[features, hidden, ..., output] or model=..."
-        )
-    if model is not None:
-        features = _features(graph, model)
-        read = training_of_model(_whole(model), features, inputs)
-        return replace(read, itemsize=dtype.itemsize)
-    assert widths is not None
-    read = training_of(widths, layers, inputs=inputs, itemsize=dtype.itemsize)
-    check_width(graph, read.layers[0].width_in, inputs)
-    return read
-
-
-def _whole(model: Any) -> torch.nn.Module:
-    """Returns a model, or a stack of layers as `Pipeline` takes it as one."""
-    return model if isinstance(model, torch.nn.Module) else Chain(model)
-
-
-def _features(graph: Any, model: Any) -> int:
-    """Returns the width of the features, which a model tells where the graph does not."""
-    given = graph.num_features if isinstance(graph, Data) else 0
-    return given or features_of(_whole(model))
 
 
 def _source(
