@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -511,7 +512,10 @@ def measured_for():
         asked.update(how)
         return pdc.Machine()
 
-    with mock.patch("pyg_distcomm.plan.auto.calibrate", calibrate):
+    auto = importlib.import_module(
+        "pyg_distcomm.plan.auto"
+    )  # plan is the function, too
+    with mock.patch.object(auto, "calibrate", calibrate):
         with pytest.raises(ValueError, match="features"):  # before anything is timed
             pdc.init("auto", data=data, widths=[5, 4], timeout=60)
         assert not asked
@@ -743,6 +747,36 @@ def test_messages_begin_while_others_travel():
     # each sends a row and a sum; one of them waits for a message, or for the other
     assert one.messages == 4
     assert one.seconds == pytest.approx(2 * (2 * 5 * 4 + 30))
+
+
+def test_sums_are_multiplied_while_rows_travel():
+    ends = [[0, 8], [0, 9], [0, 10], [8, 1], [9, 1], [10, 1]]
+    ends += [[12, 2], [12, 3], [12, 4], [2, 13], [3, 13], [4, 13]]
+    data = Data(x=torch.ones(16, 3), edge_index=torch.tensor(ends).t())
+    swift = {"latency": 0.0, "gemm": 1e15, "stream": 1e15, "sums": Wire(0.0, 1e15)}
+
+    def seconds(spmm):
+        machine = pdc.Machine(bandwidth=1.0, spmm=spmm, **swift)
+        how = {"partition": "block", "machine": machine, "layers": "sage"}
+        return pdc.plan(data, [3, 5, 7], 2, **how).of((2, 1, 1), halo="auto").seconds
+
+    # a row and a sum of 20 bytes travel beside 3 edges of theirs; 3 wait for what arrives
+    assert seconds(1.0) == pytest.approx(2 * (2 * 20 + 3 * 5))
+    # 30 seconds until the sum can leave
+    assert seconds(0.5) == pytest.approx(2 * (30 + 20 + 30))
+
+
+@pytest.mark.parametrize(("worked", "waited"), [(0, 40), (8, 32), (20, 20), (60, 20)])
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1)])
+def test_links_save_up_between_products(grid, worked, waited):
+    ends = [[0, 4], [0, 5], [0, 6], [0, 7]]
+    data = Data(x=torch.ones(8, 3), edge_index=torch.tensor(ends).t())
+    swift = {"spmm": 1e15, "gemm": 1e15, "stream": 1e15, "sums": Wire(0.0, 1e15)}
+    link = Wire(0.0, 1.0, ((10, 0.0), (20, 10.0)))  # ten bytes at once, after a rest
+    machine = pdc.Machine(lines=dict.fromkeys(lines_of(2), link), epoch=worked, **swift)
+    plans = pdc.plan(data, [3, 5, 7], 2, partition="block", machine=machine)
+    # a row of 20 bytes, and its gradient, half of the epoch's work before each
+    assert plans.of(grid, halo="auto").seconds == pytest.approx(worked + waited)
 
 
 def test_what_is_sent_is_multiplied_before_and_what_arrives_after():

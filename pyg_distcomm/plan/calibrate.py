@@ -35,7 +35,7 @@ PAUSE = 0.03  # seconds before each exchange
 BETWEEN = 2  # times that what computes for less than LONG is timed between lines, too
 EPOCHS = 3  # of each small model, each such time
 PROBES = 4  # exchanges of next to nothing, each time
-WIDE = 256  # the other side of a dense product, at least
+WIDE = 256  # the other side of a dense product, and rows that are copied
 Name = tuple[str, int]  # of what is timed, and its width or depth
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
@@ -201,7 +201,7 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     def exchange(total: int) -> Callable[[], object]:
         each = max(1, total // len(line))
         counts = [each if rank in line else 0 for rank in range(mesh.size)]
-        message = torch.zeros(sum(counts), dtype=torch.uint8)
+        message = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
         return lambda: wire.all_to_all(
             message, counts, counts, mesh.world, most=each
         ).wait()
@@ -213,7 +213,8 @@ def _sums(mesh: Mesh, repeats: int) -> Wire:
     """Times all-reduces; sizes are those of what a rank receives."""
 
     def reduce(size: int) -> Callable[[], object]:
-        values = torch.zeros(max(1, size * mesh.size // (8 * (mesh.size - 1))))
+        numbers = max(1, size * mesh.size // (8 * (mesh.size - 1)))
+        values = torch.zeros(numbers, device=mesh.device)
         return lambda: wire.all_reduce(values, mesh.world)
 
     return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
@@ -264,8 +265,7 @@ def _products(
     rowptr, col, _ = kernels.coo_to_csr(row, col, rows)
     value = torch.rand(len(col), generator=rng).to(mesh.device)
     rowptr, col = rowptr.to(mesh.device), col.to(rowptr.dtype).to(mesh.device)
-    most = max(WIDE, *widths)
-    wide = torch.rand(rows, most, generator=rng).to(mesh.device)
+    wide = torch.rand(rows, WIDE, generator=rng).to(mesh.device)
     found: dict[Name, tuple[float, Callable[[], object]]] = {}
     for width in sorted({narrow, *widths}):
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
@@ -273,9 +273,9 @@ def _products(
         found["spmm", width] = len(col) * width, sparse
         if width not in widths:
             continue
-        w = torch.rand(width, most, generator=rng).to(mesh.device)
+        w = torch.rand(width, WIDE, generator=rng).to(mesh.device)
         dense = partial(_linear_step, wide, w, x)
-        found["gemm", width] = 4 * rows * most * width, dense
+        found["gemm", width] = 4 * rows * WIDE * width, dense
     pick = torch.randperm(rows, generator=rng).to(mesh.device)
     found["stream", 0] = 2 * wide.nbytes, partial(kernels.gather_rows, wide, pick)
     return found

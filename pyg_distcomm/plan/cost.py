@@ -141,26 +141,18 @@ class _Clock:
     ) -> None:
         self._flow, self._machine = flow, machine
         self.worked, self._pause = worked, worked / max(products, 1)
-        self._known: dict[
-            tuple[int, int], tuple[float, tuple[float, float, float], Array]
-        ] = {}
+        self._saved: Array | float = 0.0
         self.waited = 0.0
         self.carried: Array | float = 0.0
         self._now, self._late = 0.0, (0.0, 0.0, 0.0)
 
     def add(self, found: Passage, late: int) -> None:
         """Adds a product."""
-        key = id(found), late
-        if key not in self._known:
-            now = product_seconds(found, self._flow, self._machine, self._pause)
-            then = (now, 0.0, 0.0)
-            if late:
-                then = late_seconds(found, self._flow, self._machine)
-            carried = carried_seconds(found, self._flow, self._machine)
-            self._known[key] = now, then, carried
-        now, then, carried = self._known[key]
+        how = found, self._flow, self._machine
+        now, self._saved = product_seconds(*how, self._saved + self._pause)
+        then = late_seconds(*how) if late else (now, 0.0, 0.0)
         self._now += now
-        self.carried = self.carried + carried
+        self.carried = self.carried + carried_seconds(*how)
         first, second, third = (a + b for a, b in zip(self._late, then, strict=True))
         self._late = first, second, third
 

@@ -7,9 +7,9 @@ so alpha counts for the exchange that has most. That sums leave in parts, and th
 others may land later, is not counted. What a link lets through at once it has saved up while
 nothing was sent:
 
-    fiber | sums for others | they and ghosts travel, beside the own columns
-          | ghost columns of out rows | their sums and far columns travel, beside the ghost
-          columns of own rows | far columns | fiber
+    fiber | ghosts travel, beside sums for others, which follow, and the own columns
+          | far columns travel, beside the ghost columns of out rows, whose sums follow, and
+          the ghost columns of own rows | far columns | fiber
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Passage:
     """One product: its exchanges, and the nonzeros that each step multiplies.
 
     split, join     over the fiber
-    first, second   what travels at once: ghosts and sums for others; far columns and sums
-    before, early, between, late, after
-                    times the width: before the first, beside it, then, beside the second,
-                    after it
+    first, second   what travels at once: ghosts, and sums for others; far columns, and sums
+    before, early   times the width, beside the first: sums for others, and then the rest
+    between, late   times the width, beside the second: sums, and then the rest
+    after           times the width, when that has arrived
     """
 
     split: Move
-    first: tuple[Move, ...]
-    second: tuple[Move, ...]
+    first: tuple[Move, Move]
+    second: tuple[Move, Move]
     join: Move
     width: Array
     before: Array
@@ -110,9 +110,12 @@ def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Pa
         sides, axes = sides.mirrored, ("col", "row")
         own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
     one, two = axes
-    # where nothing has to arrive first, sums leave before own rows are multiplied
-    waits = np.any(sides.ghost.ghosts + sides.sums.ghosts > 0)
-    soon, later = (own, 0 * own) if waits else (0 * own, own)
+    # where nothing has to arrive first, far columns and sums leave before own rows are
+    # multiplied
+    line = ("row", "col").index(one)
+    others = np.any(sides.sums.ghosts > 0, axis=line, keepdims=True)
+    waits = (sides.ghost.ghosts > 0) | others
+    soon, later = (own + out_own) * waits, own * ~waits
     return Passage(
         _fiber(flow, product.width, width, itemsize, leaving=True),
         (
@@ -126,8 +129,8 @@ def passage(flow: Flow, product: Product, itemsize: int, writing: Writing) -> Pa
         _fiber(flow, product.width, width, itemsize, leaving=False),
         width,
         sum_own[:, :, None],
-        (soon + out_own)[:, :, None],
-        out_ghost[:, :, None],
+        soon[:, :, None],
+        (out_ghost + out_own * ~waits)[:, :, None],
         (later + own_ghost)[:, :, None],
         own_far[:, :, None],
     )
@@ -140,10 +143,10 @@ def halo_passage(flow: Flow, product: Product, writing: Writing) -> Passage:
     still = Move("world", none, none, none)
     here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
     if product.transposed:
-        back = (_back("world", side, width, writing),)
-        return Passage(still, (), back, still, width, none, none, here, none, none)
-    there = (_there("world", side, width, writing),)
-    return Passage(still, there, (), still, width, none, none, here, none, none)
+        both = (still, still), (still, _back("world", side, width, writing))
+    else:
+        both = (_there("world", side, width, writing), still), (still, still)
+    return Passage(still, *both, still, width, none, none, here, none, none)
 
 
 def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
@@ -183,32 +186,34 @@ def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Mo
 
 
 def product_seconds(
-    found: Passage, flow: Flow, machine: Machine, pause: float
-) -> float:
-    """Returns the seconds of one product; every step waits for its slowest rank.
+    found: Passage, flow: Flow, machine: Machine, saved: Any
+) -> tuple[float, Array]:
+    """Returns the seconds of one product, and what links have saved up when it ends.
+
+    Every step waits for its slowest rank.
 
     Args:
         found, flow, machine: the product.
-        pause: seconds in which nothing has travelled before.
+        saved: seconds for which the links have saved up, before it.
     """
-    total, saved = 0.0, np.array(pause)
-    steps: tuple[tuple[tuple[Move, ...], Array | int], ...] = (
-        ((found.split,), 0),
-        ((), found.before),
-        (found.first, found.early),
-        ((), found.between),
-        (found.second, found.late),
-        ((), found.after),
-        ((found.join,), 0),
+    total, none = 0.0, np.zeros(())
+    steps: tuple[tuple[tuple[Move, ...], tuple[Move, ...], Array, Array], ...] = (
+        ((found.split,), (), none, none),
+        (found.first[:1], found.first[1:], found.before, found.early),
+        (found.second[:1], found.second[1:], found.between, found.late),
+        ((), (), found.after, none),
+        ((found.join,), (), none, none),
     )
-    for moves, nonzeros in steps:
-        travel, saved = _travel(moves, flow, machine, saved)
-        work = machine.multiply_seconds(nonzeros, found.width)
+    for rows, sums, *nonzeros in steps:
+        ahead, beside = (machine.multiply_seconds(n, found.width) for n in nonzeros)
+        travel, left = _travel(rows + sums, flow, machine, saved)
+        follow, _ = _travel(sums, flow, machine, saved + ahead)
         # what is coded and put down cannot be hidden, what travels can
-        handled = sum(move.handled(machine) for move in moves)
-        took = float((np.maximum(travel, work) + handled).max())
-        total, saved = total + took, saved + (took - travel)
-    return total
+        handled = sum(move.handled(machine) for move in rows + sums)
+        slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + handled
+        took = float(slowest.max())
+        total, saved = total + took, left + (took - travel)
+    return total, saved
 
 
 def late_seconds(
@@ -250,7 +255,7 @@ def _travel(
         moves, flow, machine: what travels.
         saved: seconds in which the link has saved up what it lets through at once.
     """
-    if not moves:
+    if not any(np.any(move.messages) for move in moves):
         return np.zeros(()), saved
     link = machine.wire(moves[0].axis, flow.grid)
     messages = functools.reduce(np.maximum, (move.messages for move in moves))

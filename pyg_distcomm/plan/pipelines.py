@@ -283,7 +283,8 @@ class Staged:
             waited, behind = self._halos(back, late)
             each = (forward * (BACK if back else 1) + waited) / chunks
             rows = self._n * np.maximum(self._into, self._out) * item / chunks
-            turn = np.maximum(each, hop.seconds(1, rows, rows))
+            # a border is busy turn by turn, and rests only for the rest of each
+            turn = np.maximum(each, hop.seconds(1, rows, rows, each))
             first = each.max() + float(hop.seconds(1, rows, rows).max())
             total += chunks * float(turn.max()) + (self.stages - 1) * float(first)
             hidden += float(behind.max())
