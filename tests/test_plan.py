@@ -516,10 +516,24 @@ def measured_for():
         "pyg_distcomm.plan.auto"
     )  # plan is the function, too
     with mock.patch.object(auto, "calibrate", calibrate):
-        with pytest.raises(ValueError, match="features"):  # before anything is timed
-            pdc.init("auto", data=data, widths=[5, 4], timeout=60)
-        assert not asked
-        mesh = pdc.init("auto", data=data, widths=[7, 4, 3], method="block", timeout=60)
+        how = {"data": data, "widths": [7, np.int64(4), 3], "timeout": 60}
+        for wrong, kind, message in (
+            ({"widths": [5, 4]}, ValueError, "features"),
+            ({"codecs": ["3.5 bits"]}, ValueError, "3.5 bits"),
+            ({"method": "metiss"}, ValueError, "metiss"),
+            ({"memory": "24GiB"}, TypeError, "number of bytes"),
+            ({"data": Data(x=data.x, edge_index=data.y)}, ValueError, "edge_index"),
+            (
+                {"codecs": ["bf16"][: torch.distributed.get_rank()]},
+                ValueError,
+                "codecs has 1 that change numbers, and on rank 0 0",
+            ),
+        ):
+            with pytest.raises(kind, match=message):
+                pdc.init("auto", **how | wrong)
+        assert not asked  # refused before anything is timed
+        machine = None if torch.distributed.get_rank() == 0 else pdc.Machine()
+        mesh = pdc.init("auto", method="block", machine=machine, **how)
     assert mesh.plan.size == 2
     return asked, (data.num_nodes, data.num_edges)
 

@@ -82,12 +82,7 @@ def cut(
     grid = check_grid(grid, num_parts)
     if not isinstance(method, str):
         found = Partition.from_owner(method, num_parts, num_nodes)
-    elif method not in METHODS:
-        raise ValueError(
-            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
-            "or the part of each node"
-        )
-    elif method == "permutation":
+    elif check_method(method) == "permutation":
         found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
     else:
         train = train_vector(train_mask, num_nodes)
@@ -96,6 +91,16 @@ def cut(
         return found
     limit = max(balance, BALANCE)
     return refined(edge_index, found, train_mask=train_mask, balance=limit, grid=grid)
+
+
+def check_method(method: str) -> str:
+    """Returns the name of a method, or raises those there are."""
+    if method not in METHODS:
+        raise ValueError(
+            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
+            "or the part of each node"
+        )
+    return method
 
 
 def takes_grid(method: Any) -> bool:

@@ -13,17 +13,29 @@ from torch_geometric.data import Data
 from pyg_distcomm import mesh as grids
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Grid, Mesh
-from pyg_distcomm.partition.cutters import cut, takes_grid
+from pyg_distcomm.partition.cutters import (
+    check_edge_index,
+    check_method,
+    cut,
+    takes_grid,
+)
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.asked import dtype_of, edges_of, training_asked
+from pyg_distcomm.plan.asked import (
+    check_options,
+    dtype_of,
+    edges_of,
+    training_asked,
+)
 from pyg_distcomm.plan.calibrate import calibrate
-from pyg_distcomm.plan.codecs import Asked
+from pyg_distcomm.plan.codecs import Asked, codings
+from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
+MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
 
 
 def init(
@@ -131,15 +143,20 @@ def _misuse(
 
 def _from_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
     """Returns what rank 0 finds; raises on all ranks, or on none; collective."""
-    found, problem = None, None
+    found, problem, cause = None, None, None
     kind: type[Exception] = ValueError
     if mesh.rank == 0:
         try:
             found = work()
-        except (TypeError, ValueError) as error:
-            problem, kind = str(error), type(error)
+        except Exception as error:
+            kinds = (TypeError, ValueError)
+            kind = next((k for k in kinds if isinstance(error, k)), RuntimeError)
+            problem, cause = str(error) or type(error).__name__, error
     kind = wire.broadcast_object(kind, mesh.world)
-    wire.agree(problem, mesh.world, kind)
+    try:
+        wire.agree(problem, mesh.world, kind)
+    except Exception as told:
+        raise told from cause
     return wire.broadcast_object(found, mesh.world)
 
 
@@ -147,14 +164,24 @@ def _planned(
     mesh: Mesh, data: Any, read: dict[str, Any], asked: dict[str, Any]
 ) -> tuple[Plan, np.ndarray | None]:
     """Returns the plan to take, and who owns which node, if it says; collective."""
+    asked = asked | read
+    # what rank 0 was given counts: the others follow it into what is timed
+    check = partial(_checked, data, mesh.size, read, asked)
+    given, codecs, shape = _from_first(mesh, check)
+    mine, problem = len(codings(asked["codecs"])), None
+    if mine != codecs:
+        problem = (
+            f"codecs has {mine - 1} that change numbers, and on rank 0 {codecs - 1}"
+        )
+    wire.agree(problem, mesh.world)
     machine = asked["machine"]
-    if machine is None and mesh.size > 1:
-        shape = _from_first(mesh, partial(_shape, data, mesh.size, read, asked))
-        machine = calibrate(mesh, codecs=asked["codecs"], **shape)
-    asked = asked | read | {"machine": machine or Machine()}
+    if not given:
+        machine = Machine()
+        if mesh.size > 1:
+            machine = calibrate(mesh, codecs=asked["codecs"], **shape)
 
     def choose() -> tuple[Plan, np.ndarray | None]:
-        plans = plan(data, ranks=mesh.size, **asked)
+        plans = plan(data, ranks=mesh.size, **asked | {"machine": machine})
         wider = bool(asked["codecs"]) or asked["pipeline"]
         best = plans[0] if wider and len(plans) else plans.best
         owners = _owners(plans, best, data, asked["partition"])
@@ -164,19 +191,44 @@ def _planned(
     return found
 
 
-def _shape(
+def _differing(codecs: Sequence[Asked], there: int) -> str | None:
+    """Says how codecs differ from as many as rank 0 times, if they do."""
+    try:
+        mine = len(codings(codecs))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if mine == there:
+        return None
+    return f"codecs has {mine - 1} that change numbers, and on rank 0 {there - 1}"
+
+
+def _checked(
     data: Any, size: int, read: dict[str, Any], asked: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the widths of the model and the degree of the graph, to calibrate for."""
-    edge_index, nodes, _ = edges_of(data, asked["partition"])
+) -> tuple[bool, int, dict[str, Any]]:
+    """Returns whether a machine is given, how many codings are, and what to calibrate for.
+
+    What can be refused before anything is timed, is.
+    """
+    machine, method = asked["machine"], asked["partition"]
+    check_options(machine, asked["memory"], (asked["pipeline"], None, 0), (None, None))
+    codecs = len(codings(asked["codecs"]))
+    if isinstance(method, str):
+        check_method(method)
+    if isinstance(data, RandomGraph):
+        nodes, edges = data.nodes, data.edges
+    else:
+        edge_index, nodes, _ = edges_of(data, method)
+        check_edge_index(edge_index, nodes)
+        edges = edge_index.size(1)
     dtype = dtype_of(data, read["model"], asked["dtype"])
     training = training_asked(data, dtype=dtype, **read)
-    widths = {n for one in training.layers for n in (one.width_in, one.width_out)}
-    return {
-        "widths": sorted(widths),
+    widths = {int(n) for one in training.layers for n in (one.width_in, one.width_out)}
+    shape = {
+        "widths": sorted({min(n, MOST_WIDTH) for n in widths}),
         "rows": min(max(1, nodes // size), MOST_ROWS),
-        "degree": min(max(1, edge_index.size(1) // max(1, nodes)), MOST_DEGREE),
+        "degree": min(max(1, edges // max(1, nodes)), MOST_DEGREE),
     }
+    return machine is not None, codecs, shape
 
 
 def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:
