@@ -548,6 +548,59 @@ def test_auto_measures_at_the_widths_of_the_model():
         }
 
 
+def raced(inputs):
+    data = GRAPHS["undirected"]()
+    module = importlib.import_module("pyg_distcomm.plan.race")
+    mesh, counted, turns = worlds.mesh(), {}, []
+
+    def once(work, there):
+        there.ledger.reset()
+        work()
+        counted[there.grid] = there.ledger.bytes()
+        turns.append(there.grid)
+        # the first laps do not count, nor does one that is held up
+        late = len(turns) <= 9 or len(turns) == 12
+        return {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}[there.grid] + 9 * late
+
+    plans = pdc.plan(data, [7, 4, 3], 2, partition="block", inputs=inputs)
+    near = [plans.of(grid, halo="auto") for grid in ((2, 1, 1), (1, 1, 2), (1, 2, 1))]
+    training = training_of([7, 4, 3], "gcn", inputs=inputs)
+    how = {"timeout": 60.0}
+    before = torch.random.get_rng_state()
+    with mock.patch.object(module, "once", once):
+        asked = data.edge_index, plans.partition, near, training, data.x.dtype, how
+        found = module.race(*asked)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert found is near[1]
+    assert turns == [one.grid for one in near] * (len(turns) // 3)
+    assert counted == {one.grid: one.bytes_by_rank[mesh.rank] for one in near}
+    return True
+
+
+@pytest.mark.parametrize("inputs", ["constant", "trained"])
+def test_a_race_trains_each_plan_as_planned(inputs):
+    assert worlds.run(raced, 2, inputs) == [True, True]
+
+
+def test_only_what_is_near_races():
+    data = GRAPHS["undirected"]()
+    module = importlib.import_module("pyg_distcomm.plan.race")
+
+    def near(widths, **how):
+        plans = pdc.plan(data, widths, 4, partition="block", **how)
+        layers = how.get("layers", "gcn")
+        return plans, module.rivals(plans, training_of(widths, layers))
+
+    plans, found = near([7, 4, 3])
+    assert found[0] is plans.best
+    assert 1 < len(found) <= module.MOST
+    assert all(one.seconds <= module.NEAR * plans.best.seconds for one in found)
+    assert len({(one.grid, one.halo) for one in found}) == len(found)
+    for alone in ({"layers": "halo"}, {"machine": pdc.Machine(latency=100.0)}):
+        plans, found = near([7, 4, 3], **alone)
+        assert found == [plans.best]
+
+
 def test_auto_refuses_on_all_ranks():
     worlds.run(refusals, 2)
 

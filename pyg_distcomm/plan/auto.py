@@ -32,7 +32,8 @@ from pyg_distcomm.plan.law import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.plans import Plan, Plans
-from pyg_distcomm.plan.training import INPUTS
+from pyg_distcomm.plan.race import race, rivals
+from pyg_distcomm.plan.training import INPUTS, Training
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
@@ -69,8 +70,9 @@ def init(
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
     "auto" measures the links, and the processors at the model's widths (see `calibrate`),
-    plans on rank 0, and takes the best plan that fits (see `plan`); it is kept as
-    `mesh.plan`, and `partition` follows it.
+    plans on rank 0, and takes the best plan that fits (see `plan`). Of exact plans that
+    come within a quarter of it, four at most, each trains ten epochs of layers of those
+    widths, and the fastest is taken. It is kept as `mesh.plan`; `partition` follows it.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
@@ -89,7 +91,7 @@ def init(
             to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
             `mesh.plan.chunks` and `balance` for `Pipeline`. See `plan`.
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
-        machine: for "auto", the figures, instead of measuring them.
+        machine: for "auto", the figures, instead of measuring them; nothing is trained.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
@@ -113,12 +115,10 @@ def init(
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
     asked = {"memory": memory, "partition": method, "dtype": dtype}
     asked |= {"codecs": codecs, "pipeline": pipeline, "machine": machine}
-    best, owner = _planned(mesh, data, read, asked)
+    best, owners = _planned(mesh, data, read, asked, how)
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
-    mesh.plan = best
-    if owner is not None:
-        mesh.owners = Partition.from_owner(owner, best.size // best.stages)
+    mesh.plan, mesh.owners = best, owners
     return mesh
 
 
@@ -161,8 +161,12 @@ def _from_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
 
 
 def _planned(
-    mesh: Mesh, data: Any, read: dict[str, Any], asked: dict[str, Any]
-) -> tuple[Plan, np.ndarray | None]:
+    mesh: Mesh,
+    data: Any,
+    read: dict[str, Any],
+    asked: dict[str, Any],
+    how: dict[str, Any],
+) -> tuple[Plan, Partition | None]:
     """Returns the plan to take, and who owns which node, if it says; collective."""
     asked = asked | read
     # what rank 0 was given counts: the others follow it into what is timed
@@ -180,15 +184,31 @@ def _planned(
         if mesh.size > 1:
             machine = calibrate(mesh, codecs=asked["codecs"], **shape)
 
-    def choose() -> tuple[Plan, np.ndarray | None]:
+    def choose() -> tuple[list[Plan], np.ndarray | None, Training | None]:
         plans = plan(data, ranks=mesh.size, **asked | {"machine": machine})
         wider = bool(asked["codecs"]) or asked["pipeline"]
         best = plans[0] if wider and len(plans) else plans.best
         owners = _owners(plans, best, data, asked["partition"])
-        return best, None if owners is None else owners.owner.numpy()
+        owner = None if owners is None else owners.owner.numpy()
+        if given or wider or owner is None or takes_grid(asked["partition"]):
+            return [best], owner, None
+        training = _training(data, read, asked)
+        return rivals(plans, training), owner, training
 
-    found: tuple[Plan, np.ndarray | None] = _from_first(mesh, choose)
-    return found
+    near, owner, training = _from_first(mesh, choose)
+    if owner is None:
+        return near[0], None
+    owners = Partition.from_owner(owner, mesh.size // near[0].stages)
+    if len(near) == 1:
+        return near[0], owners
+    edge_index, _, _ = edges_of(data, owners)
+    dtype = dtype_of(data, read["model"], asked["dtype"])
+    return race(edge_index, owners, near, training, dtype, how), owners
+
+
+def _training(data: Any, read: dict[str, Any], asked: dict[str, Any]) -> Training:
+    dtype = dtype_of(data, read["model"], asked["dtype"])
+    return training_asked(data, dtype=dtype, **read)
 
 
 def _differing(codecs: Sequence[Asked], there: int) -> str | None:
@@ -220,8 +240,7 @@ def _checked(
         edge_index, nodes, _ = edges_of(data, method)
         check_edge_index(edge_index, nodes)
         edges = edge_index.size(1)
-    dtype = dtype_of(data, read["model"], asked["dtype"])
-    training = training_asked(data, dtype=dtype, **read)
+    training = _training(data, read, asked)
     widths = {int(n) for one in training.layers for n in (one.width_in, one.width_out)}
     shape = {
         "widths": sorted({min(n, MOST_WIDTH) for n in widths}),

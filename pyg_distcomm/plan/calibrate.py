@@ -144,7 +144,7 @@ class _Laps:
                 small = name[0] == "epoch"
                 if small or took.get(name, 0.0) < longest:
                     for _ in range(EPOCHS if small else 1):
-                        spent = _once(work, self._mesh)
+                        spent = once(work, self._mesh)
                         if small:  # what travels is counted where it does
                             spent -= _waited(self._mesh)
                         self._found[name].append(spent)
@@ -154,7 +154,7 @@ class _Laps:
         return {name: _slowest(took, self._mesh) for name, took in self._found.items()}
 
 
-def _once(work: Callable[[], object], mesh: Mesh) -> float:
+def once(work: Callable[[], object], mesh: Mesh) -> float:
     """Returns the seconds of something that all ranks begin at once."""
     wire.barrier(mesh.world)
     _finish(mesh)
@@ -176,7 +176,7 @@ def _finish(mesh: Mesh) -> None:
 def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
     """Returns the median seconds of something all ranks do at once, until all are done."""
     work()
-    return _slowest([_once(work, mesh) for _ in range(repeats)], mesh)
+    return _slowest([once(work, mesh) for _ in range(repeats)], mesh)
 
 
 def _slowest(found: list[float], mesh: Mesh) -> float:
@@ -250,7 +250,7 @@ def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
         took = 0.0
         for _ in range(times):
             time.sleep(PAUSE)
-            took += _once(work, mesh)
+            took += once(work, mesh)
         found.append(took / times)
     return _slowest(found, mesh)
 

@@ -1,0 +1,141 @@
+"""race: of plans that are predicted to be about as fast, the one that is, by training each."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_distcomm import mesh as grids
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Grid, Mesh
+from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.replicate import replicate
+from pyg_distcomm.nn.sage_conv import DistSAGEConv
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.plan.calibrate import once
+from pyg_distcomm.plan.plans import Plan, Plans
+from pyg_distcomm.plan.training import Training
+from pyg_distcomm.share import partition
+
+NEAR = 1.25  # times the best plan's seconds; predictions err by less than as much
+MOST = 4  # plans that are trained
+LONGEST = 5.0  # seconds of an epoch, as planned, beyond which none is
+WARM, ROUNDS = 3, 7  # epochs of each
+LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
+
+
+def rivals(plans: Plans, training: Training) -> list[Plan]:
+    """Lists the plans that come near the best one, it first; it alone where none can be told.
+
+    That is where layers run by halo exchange, or do not follow one another.
+    """
+    best = plans.best
+    found: dict[tuple[Grid, str], Plan] = {}
+    pairs = itertools.pairwise(training.layers)
+    follow = all(one.width_out == other.width_in for one, other in pairs)
+    known = all(layer.kind in LAYERS and not layer.against for layer in training.layers)
+    if best.stages > 1 or best.seconds > LONGEST or not (follow and known):
+        return [best]
+    for one in plans:
+        if one.exact and one.stages == 1 and one.seconds <= NEAR * best.seconds:
+            found.setdefault((one.grid, one.halo), one)
+    return list(found.values())[:MOST]
+
+
+def race(
+    edge_index: Tensor,
+    owners: Partition,
+    plans: list[Plan],
+    training: Training,
+    dtype: torch.dtype,
+    how: dict[str, Any],
+) -> Plan:
+    """Returns the plan whose epochs are the shortest; collective.
+
+    All train in turn, one epoch each, a GCN or GraphSAGE of as many features as `training`
+    has; medians of the slowest rank count.
+
+    Args:
+        edge_index: of the whole graph.
+        owners: who has which node.
+        plans: two or more.
+        training: layers that follow one another.
+        dtype: of the features.
+        how: arguments of `init` for their meshes, which end with the race.
+    """
+    layers = training.layers
+    x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
+    y = torch.arange(owners.num_nodes) % layers[-1].width_out
+    data = Data(x=x, y=y, edge_index=edge_index)
+    runs = [_Run(data, owners, plan, training, how) for plan in plans]
+    took: list[list[float]] = [[] for _ in plans]
+    for _ in range(WARM + ROUNDS):
+        for run, seconds in zip(runs, took, strict=True):
+            seconds.append(once(run.epoch, run.mesh))
+    late = torch.tensor([seconds[WARM:] for seconds in took], dtype=torch.float64)
+    every = wire.all_reduce(late, runs[0].mesh.world, "max")
+    fastest = plans[int(every.median(dim=1).values.argmin())]
+    for run in runs:
+        run.end()
+    return fastest
+
+
+class _Run:
+    """A plan that trains."""
+
+    def __init__(
+        self,
+        data: Data,
+        owners: Partition,
+        plan: Plan,
+        training: Training,
+        how: dict[str, Any],
+    ) -> None:
+        self.mesh: Mesh = grids.init(grid=plan.grid, **how)
+        self.mesh.plan, self.mesh.owners = plan, owners
+        self._share = partition(data, self.mesh).to(self.mesh.device)
+        self._share.x.requires_grad_(training.inputs != "constant")
+        with torch.random.fork_rng():  # the script's own draws stay as they are
+            model = _Model(training).to(self.mesh.device, data.x.dtype)  # type: ignore[union-attr]
+        self._model = replicate(model, self.mesh)
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+
+    def epoch(self) -> None:
+        """Trains once on all nodes."""
+        self._optimizer.zero_grad()
+        out = self._model(self._share.x, self._share.edge_index)
+        torch.nn.functional.cross_entropy(out, self._share.y).backward()
+        self._optimizer.step()
+
+    def end(self) -> None:
+        """Lets the process groups go."""
+        wire.barrier(self.mesh.world)
+        del self._model, self._optimizer, self._share
+        axes = (
+            self.mesh.world,
+            self.mesh.data,
+            *(getattr(self.mesh, a) for a in grids.AXES),
+        )
+        for group in {axis.group for axis in axes} - {None, dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
+
+class _Model(torch.nn.Module):
+    """Layers as a plan has them."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(
+            LAYERS[one.kind](int(one.width_in), int(one.width_out))
+            for one in training.layers
+        )
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        for conv in self.convs[:-1]:
+            x = conv(x, edge_index).relu()
+        return self.convs[-1](x, edge_index)
