@@ -119,7 +119,7 @@ def planned(
     training = training_of(args.widths, "gcn")
     near, edges = rivals(plans, training), data.edge_index
     if len(near) > 1 and edges is not None:
-        best = race(edges, partition, near, training, torch.float32, {})
+        best = race(edges, partition, near, training, {})
     else:
         best = plans.best
     return plans, (best.grid, best.halo)

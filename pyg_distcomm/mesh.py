@@ -291,8 +291,8 @@ def init(
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if not dist.is_initialized():
-        return _remembered(alone(sides, seed, home))
-    return _remembered(_joined((stages, *sides), seed, home, timeout))
+        return remember(alone(sides, seed, home))
+    return remember(_joined((stages, *sides), seed, home, timeout))
 
 
 def ways_of(size: int, stages: int) -> int:
@@ -312,7 +312,8 @@ def ways_of(size: int, stages: int) -> int:
 _latest: weakref.ref[Mesh] | None = None
 
 
-def _remembered(mesh: Mesh) -> Mesh:
+def remember(mesh: Mesh) -> Mesh:
+    """Makes a mesh the one that `latest_mesh` returns, and returns it."""
     global _latest
     _latest = weakref.ref(mesh)
     return mesh

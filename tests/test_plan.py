@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -36,13 +37,14 @@ from pyg_distcomm import bench
 from pyg_distcomm.cli import main
 from pyg_distcomm.constants import ORDERS, Ordering
 from pyg_distcomm.exchange.codecs import Quantise, Residual
+from pyg_distcomm.mesh import latest_mesh
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.law import Degrees, PowerLaw
 from pyg_distcomm.plan.machine import Rate, Wire, lines_of
 from pyg_distcomm.plan.planner import plan
-from pyg_distcomm.plan.training import training_of
+from pyg_distcomm.plan.training import training_of, training_of_model
 from pyg_distcomm.price import dense_words
 
 WIDTHS = (7, 5, 9, 4)
@@ -548,6 +550,9 @@ def test_auto_measures_at_the_widths_of_the_model():
         }
 
 
+SECONDS = {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}
+
+
 def raced(inputs):
     data = GRAPHS["undirected"]()
     module = importlib.import_module("pyg_distcomm.plan.race")
@@ -560,15 +565,16 @@ def raced(inputs):
         turns.append(there.grid)
         # the first laps do not count, nor does one that is held up
         late = len(turns) <= 9 or len(turns) == 12
-        return {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}[there.grid] + 9 * late
+        # the slowest rank counts
+        return SECONDS[there.grid] + 9 * late - 0.9 * there.rank * SECONDS[there.grid]
 
     plans = pdc.plan(data, [7, 4, 3], 2, partition="block", inputs=inputs)
     near = [plans.of(grid, halo="auto") for grid in ((2, 1, 1), (1, 1, 2), (1, 2, 1))]
-    training = training_of([7, 4, 3], "gcn", inputs=inputs)
+    training = training_of([7, 4, 3], "gcn", inputs=inputs, itemsize=8)
     how = {"timeout": 60.0}
     before = torch.random.get_rng_state()
     with mock.patch.object(module, "once", once):
-        asked = data.edge_index, plans.partition, near, training, data.x.dtype, how
+        asked = data.edge_index, plans.partition, near, training, how
         found = module.race(*asked)
     assert torch.equal(before, torch.random.get_rng_state())
     assert found is near[1]
@@ -577,9 +583,18 @@ def raced(inputs):
     return True
 
 
-@pytest.mark.parametrize("inputs", ["constant", "trained"])
+@pytest.mark.parametrize("inputs", ["constant", "changing", "trained"])
 def test_a_race_trains_each_plan_as_planned(inputs):
     assert worlds.run(raced, 2, inputs) == [True, True]
+
+
+class Behind(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.conv = torch.nn.Linear(7, 4), DistGCNConv(4, 3)
+
+    def forward(self, x, edge_index):
+        return self.conv(self.encode(x), edge_index)
 
 
 def test_only_what_is_near_races():
@@ -589,7 +604,8 @@ def test_only_what_is_near_races():
     def near(widths, **how):
         plans = pdc.plan(data, widths, 4, partition="block", **how)
         layers = how.get("layers", "gcn")
-        return plans, module.rivals(plans, training_of(widths, layers))
+        training = training_of(widths, layers, itemsize=8)
+        return plans, module.rivals(plans, training, how.get("memory"))
 
     plans, found = near([7, 4, 3])
     assert found[0] is plans.best
@@ -599,6 +615,54 @@ def test_only_what_is_near_races():
     for alone in ({"layers": "halo"}, {"machine": pdc.Machine(latency=100.0)}):
         plans, found = near([7, 4, 3], **alone)
         assert found == [plans.best]
+    plans, found = near([7, 4, 3], memory=plans.best.memory * 1.5)
+    assert found == [plans.best]
+    for training in (
+        training_of([7, 4, 3], "gcn", itemsize=2),
+        training_of_model(Behind(), 7, "constant"),
+        replace(training_of([7, 4, 3]), layers=training_of([7, 5, 4, 3]).layers[::2]),
+    ):
+        assert module.rivals(plans, training) == [plans.best]
+
+
+def wins(fastest):
+    data, first = GRAPHS["undirected"](), torch.distributed.get_rank() == 0
+    auto, module = (
+        importlib.import_module(f"pyg_distcomm.plan.{name}")
+        for name in ("auto", "race")
+    )
+
+    def once(work, there):
+        work()
+        if there.grid == fastest:
+            return 1.0
+        return 2.0 if first else 0.1  # to the other rank they are the fastest
+
+    def every(plans, *_):
+        return [plans.of(grid, halo="auto") for grid in SECONDS]
+
+    with (
+        mock.patch.object(auto, "calibrate", return_value=pdc.Machine()),
+        mock.patch.object(auto, "rivals", every),
+        mock.patch.object(module, "once", once),
+    ):
+        how = {"widths": [7, 4], "method": "block", "timeout": 60}
+        with pytest.raises(
+            ValueError, match=r"rank 1: .*give every rank the same data"
+        ):
+            pdc.init("auto", data=data if first else Data(), **how)
+        mesh = pdc.init("auto", data=data, **how)
+    assert (mesh.grid, mesh.plan.grid) == (fastest, fastest)
+    assert latest_mesh() is mesh
+    share = pdc.partition(data, mesh)
+    conv = pdc.replicate(DistGCNConv(7, 4).double(), mesh)
+    conv(share.x, share.edge_index).sum().backward()
+    return mesh.ledger.bytes() > 0
+
+
+@pytest.mark.parametrize("fastest", [(2, 1, 1), (1, 1, 2)])
+def test_auto_takes_what_wins_the_race(fastest):
+    assert worlds.run(wins, 2, fastest) == [True, True]
 
 
 def test_auto_refuses_on_all_ranks():

@@ -70,9 +70,11 @@ def init(
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
     "auto" measures the links, and the processors at the model's widths (see `calibrate`),
-    plans on rank 0, and takes the best plan that fits (see `plan`). Of exact plans that
-    come within a quarter of it, four at most, each trains ten epochs of layers of those
-    widths, and the fastest is taken. It is kept as `mesh.plan`; `partition` follows it.
+    plans on rank 0, and takes the best plan that fits (see `plan`). Of exact plans of GCN and
+    SAGE layers that come within a quarter of it, four at most and as many as fit together,
+    each trains ten epochs of such layers, and the fastest is taken; not where an epoch takes
+    more than five seconds, features are no float32 or float64, or "permutation" cuts. It is
+    kept as `mesh.plan`; `partition` follows it.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
@@ -83,7 +85,7 @@ def init(
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
-        data: for "auto", the whole graph, on every rank; rank 0's counts.
+        data: for "auto", the whole graph, the same on every rank.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
         layers, inputs, memory, dtype: for "auto", see `plan`.
@@ -119,7 +121,7 @@ def init(
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
-    return mesh
+    return grids.remember(mesh)
 
 
 def _misuse(
@@ -172,12 +174,7 @@ def _planned(
     # what rank 0 was given counts: the others follow it into what is timed
     check = partial(_checked, data, mesh.size, read, asked)
     given, codecs, shape = _from_first(mesh, check)
-    mine, problem = len(codings(asked["codecs"])), None
-    if mine != codecs:
-        problem = (
-            f"codecs has {mine - 1} that change numbers, and on rank 0 {codecs - 1}"
-        )
-    wire.agree(problem, mesh.world)
+    wire.agree(_differing(asked["codecs"], codecs), mesh.world)
     machine = asked["machine"]
     if not given:
         machine = Machine()
@@ -193,7 +190,7 @@ def _planned(
         if given or wider or owner is None or takes_grid(asked["partition"]):
             return [best], owner, None
         training = _training(data, read, asked)
-        return rivals(plans, training), owner, training
+        return rivals(plans, training, asked["memory"]), owner, training
 
     near, owner, training = _from_first(mesh, choose)
     if owner is None:
@@ -201,9 +198,18 @@ def _planned(
     owners = Partition.from_owner(owner, mesh.size // near[0].stages)
     if len(near) == 1:
         return near[0], owners
-    edge_index, _, _ = edges_of(data, owners)
-    dtype = dtype_of(data, read["model"], asked["dtype"])
-    return race(edge_index, owners, near, training, dtype, how), owners
+    wire.agree(_unread(data, owners), mesh.world)
+    return race(edges_of(data, owners)[0], owners, near, training, how), owners
+
+
+def _unread(data: Any, owners: Partition) -> str | None:
+    """Says what is wrong with this rank's graph, if anything."""
+    try:
+        edge_index, nodes, _ = edges_of(data, owners)
+        check_edge_index(edge_index, nodes)
+    except (TypeError, ValueError) as error:
+        return f"{error}; give every rank the same data"
+    return None
 
 
 def _training(data: Any, read: dict[str, Any], asked: dict[str, Any]) -> Training:

@@ -26,25 +26,49 @@ NEAR = 1.25  # times the best plan's seconds; predictions err by less than as mu
 MOST = 4  # plans that are trained
 LONGEST = 5.0  # seconds of an epoch, as planned, beyond which none is
 WARM, ROUNDS = 3, 7  # epochs of each
+UNSAID = 8 << 30  # bytes that they may use together, where nothing else is said
+DTYPES = {4: torch.float32, 8: torch.float64}  # by bytes of a number
 LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
 
 
-def rivals(plans: Plans, training: Training) -> list[Plan]:
+def rivals(plans: Plans, training: Training, memory: float | None = None) -> list[Plan]:
     """Lists the plans that come near the best one, it first; it alone where none can be told.
 
-    That is where layers run by halo exchange, or do not follow one another.
+    That is where layers are not plain GCN and SAGE layers that follow one another.
+
+    Args:
+        plans: all there are.
+        training: what they train.
+        memory: bytes a rank may use, for all of them together.
     """
     best = plans.best
+    limit = memory or plans.machine.memory or UNSAID
     found: dict[tuple[Grid, str], Plan] = {}
-    pairs = itertools.pairwise(training.layers)
-    follow = all(one.width_out == other.width_in for one, other in pairs)
-    known = all(layer.kind in LAYERS and not layer.against for layer in training.layers)
-    if best.stages > 1 or best.seconds > LONGEST or not (follow and known):
+    if best.stages > 1 or best.seconds > LONGEST or not _plain(training):
         return [best]
     for one in plans:
-        if one.exact and one.stages == 1 and one.seconds <= NEAR * best.seconds:
-            found.setdefault((one.grid, one.halo), one)
-    return list(found.values())[:MOST]
+        near = one.exact and one.stages == 1 and one.seconds <= NEAR * best.seconds
+        total = one.memory + sum(other.memory for other in found.values())
+        if near and (one.grid, one.halo) not in found and total <= limit:
+            found[one.grid, one.halo] = one
+    return list(found.values())[:MOST] if best in found.values() else [best]
+
+
+def _plain(training: Training) -> bool:
+    """Whether a model of `_Model` multiplies what `training` does."""
+    layers = training.layers
+    pairs = itertools.pairwise(layers)
+    follow = all(one.width_out == other.width_in for one, other in pairs)
+    usual = (
+        layer.kind in LAYERS
+        and layer.trains
+        and not (layer.against or layer.fresh)
+        and layer.still in (None, i == 0)
+        and layer.flows in (None, i > 0 or training.inputs == "trained")
+        for i, layer in enumerate(layers)
+    )
+    known = not training.missing and training.itemsize in DTYPES
+    return follow and known and all(usual)
 
 
 def race(
@@ -52,7 +76,6 @@ def race(
     owners: Partition,
     plans: list[Plan],
     training: Training,
-    dtype: torch.dtype,
     how: dict[str, Any],
 ) -> Plan:
     """Returns the plan whose epochs are the shortest; collective.
@@ -64,11 +87,11 @@ def race(
         edge_index: of the whole graph.
         owners: who has which node.
         plans: two or more.
-        training: layers that follow one another.
-        dtype: of the features.
+        training: plain, see `rivals`.
         how: arguments of `init` for their meshes, which end with the race.
     """
     layers = training.layers
+    dtype = DTYPES[training.itemsize]
     x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
     y = torch.arange(owners.num_nodes) % layers[-1].width_out
     data = Data(x=x, y=y, edge_index=edge_index)
@@ -99,8 +122,11 @@ class _Run:
         self.mesh: Mesh = grids.init(grid=plan.grid, **how)
         self.mesh.plan, self.mesh.owners = plan, owners
         self._share = partition(data, self.mesh).to(self.mesh.device)
-        self._share.x.requires_grad_(training.inputs != "constant")
-        with torch.random.fork_rng():  # the script's own draws stay as they are
+        self._share.x.requires_grad_(training.wants_gradient(0))
+        self._changing = training.inputs == "changing"
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the script's own draws stay as they are
             model = _Model(training).to(self.mesh.device, data.x.dtype)  # type: ignore[union-attr]
         self._model = replicate(model, self.mesh)
         self._optimizer = torch.optim.Adam(self._model.parameters())
@@ -108,7 +134,8 @@ class _Run:
     def epoch(self) -> None:
         """Trains once on all nodes."""
         self._optimizer.zero_grad()
-        out = self._model(self._share.x, self._share.edge_index)
+        x = self._share.x.clone() if self._changing else self._share.x
+        out = self._model(x, self._share.edge_index)
         torch.nn.functional.cross_entropy(out, self._share.y).backward()
         self._optimizer.step()
 
@@ -121,8 +148,10 @@ class _Run:
             self.mesh.data,
             *(getattr(self.mesh, a) for a in grids.AXES),
         )
-        for group in {axis.group for axis in axes} - {None, dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        # in the same order on all ranks
+        for group in dict.fromkeys(axis.group for axis in reversed(axes)):
+            if group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group)
 
 
 class _Model(torch.nn.Module):
