@@ -7,7 +7,7 @@ A rank waits in slices, and looks between them whether another has failed: see
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -127,3 +127,13 @@ def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
         if axis.watch is None:
             raise
         raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None
+
+
+def let_go(axes: Iterable[Axis]) -> None:
+    """Ends the process groups of axes, but the caller's; nothing may be under way.
+
+    In the same order on all ranks, as NCCL needs it.
+    """
+    for group in dict.fromkeys(axis.group for axis in axes):
+        if group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(group)

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pyg_distcomm.axis import let_go
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.wire import Axis
@@ -55,9 +56,7 @@ class Channel:
         if not dist.is_initialized() or (watch is not None and watch.note()):
             return
         # c = 1: row and world share one group
-        for group in {axis.group for axis in (self.world, self.row, self.col)}:
-            if group is not None:
-                dist.destroy_process_group(group)
+        let_go((self.world, self.row, self.col))
 
 
 def open_channel(

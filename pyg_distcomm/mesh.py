@@ -309,19 +309,18 @@ def ways_of(size: int, stages: int) -> int:
     )
 
 
-_latest: weakref.ref[Mesh] | None = None
+_LATEST: list[weakref.ref[Mesh]] = []
 
 
 def remember(mesh: Mesh) -> Mesh:
-    """Makes a mesh the one that `latest_mesh` returns, and returns it."""
-    global _latest
-    _latest = weakref.ref(mesh)
+    """Makes a mesh the latest one, and returns it."""
+    _LATEST[:] = [weakref.ref(mesh)]
     return mesh
 
 
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
-    found = None if _latest is None else _latest()
+    found = _LATEST[0]() if _LATEST else None
     return found if found is not None and found.everyone.size == world_size() else None
 
 

@@ -70,11 +70,9 @@ def init(
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
     "auto" measures the links, and the processors at the model's widths (see `calibrate`),
-    plans on rank 0, and takes the best plan that fits (see `plan`). Of exact plans of GCN and
-    SAGE layers that come within a quarter of it, four at most and as many as fit together,
-    each trains ten epochs of such layers, and the fastest is taken; not where an epoch takes
-    more than five seconds, features are no float32 or float64, or "permutation" cuts. It is
-    kept as `mesh.plan`; `partition` follows it.
+    plans on rank 0, and takes the best plan that fits (see `plan`). Exact plans that come
+    near it, of plain GCN and SAGE layers, first train ten epochs each, and the fastest is
+    taken (see `race.py`). It is kept as `mesh.plan`; `partition` follows it.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
