@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
+from pyg_distcomm.plan.laps import Laps, Name, Work, once, slowest, timed
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
 from pyg_distcomm.share import partition
 
@@ -33,13 +32,10 @@ LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
 LONGEST = 0.3  # seconds of one exchange: larger ones are as fast
 PAUSE = 0.03  # seconds before each exchange
 BETWEEN = 2  # times that what computes for less than LONG is timed between lines, too
-EPOCHS = 3  # of each small model, each such time
 PROBES = 4  # exchanges of next to nothing, each time
 WIDE = 256  # the other side of a dense product, and rows that are copied
-Name = tuple[str, int]  # of what is timed, and its width or depth
 AXES = ("world", "row", "col", "fiber", "data")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
-UNSEEN = 1  # sums of an epoch whose wait no ledger has: those of gradients
 
 
 def calibrate(
@@ -54,7 +50,8 @@ def calibrate(
     """Measures latency, bandwidth and rates, all ranks at the same time; collective.
 
     Medians, of the rank where they are most: computation before, between and after the
-    lines of the mesh; equal on all ranks. Bandwidths are those of all ranks sending to all
+    lines of the mesh, in seconds of a processor, times how much longer it takes where all
+    ranks compute; equal on all ranks. Bandwidths are those of all ranks sending to all
     others at once, many times. Exchanges begin after a pause, and what links let through
     at once, having saved it up, is told from what they hold by the longest of them. Nothing
     is added to the ledger.
@@ -76,7 +73,8 @@ def calibrate(
     narrow = max(1, widths[0] // mesh.size)  # of a rank, on a grid with a fiber
     products = _products(quiet, widths, narrow, rows, degree)
     works = {name: work for name, (_, work) in products.items()}
-    laps = _Laps(works | _epochs(quiet), quiet)
+    works |= _epochs(quiet) | _codes(quiet, codecs, widths[-1], rows)
+    laps = Laps(works, works["spmm", widths[-1]], quiet)
     laps.run(repeats)
     lines: dict[Line, Wire] = {}
     for size, stride in lines_of(mesh.size):
@@ -89,8 +87,6 @@ def calibrate(
     took = laps.medians()
     rate = {name: amount / took[name] for name, (amount, _) in products.items()}
     layer, epoch = _overheads(took)
-    if sums is not None:
-        epoch -= UNSEEN * sums.latency * sum_messages(mesh.size)
     return Machine(
         every.latency,
         every.bandwidth,
@@ -98,10 +94,10 @@ def calibrate(
         Rate(tuple((w, rate["gemm", w]) for w in widths)),
         rate["stream", 0],
         layer,
-        max(epoch, 0.0),
+        epoch,
         lines=lines,
         sums=sums,
-        codes=_codes(quiet, codecs, max(widths), rows, repeats),
+        codes=_coded(took, rows * widths[-1] * torch.float32.itemsize),
         source=f"measured on {mesh.size} ranks"
         if mesh.size > 1
         else "measured on 1 rank, link assumed",
@@ -124,71 +120,6 @@ def _uncounted(mesh: Mesh) -> Mesh:
     return replace(mesh, ledger=ledger, **axes)
 
 
-class _Laps:
-    """Times many things in turn, lap by lap: all of them meet what befalls the machine."""
-
-    def __init__(self, works: dict[Name, Callable[[], object]], mesh: Mesh) -> None:
-        self._works, self._mesh = works, mesh
-        self._found: dict[Name, list[float]] = {name: [] for name in works}
-        for work in works.values():
-            work()
-
-    def run(self, laps: int, longest: float = math.inf) -> None:
-        """Times each once a lap, epochs more often; collective.
-
-        Left out are products that have taken longer than `longest`: they have met enough.
-        """
-        took = self.medians() if math.isfinite(longest) else {}
-        for _ in range(laps):
-            for name, work in self._works.items():
-                small = name[0] == "epoch"
-                if small or took.get(name, 0.0) < longest:
-                    for _ in range(EPOCHS if small else 1):
-                        spent = once(work, self._mesh)
-                        if small:  # what travels is counted where it does
-                            spent -= _waited(self._mesh)
-                        self._found[name].append(spent)
-
-    def medians(self) -> dict[Name, float]:
-        """Returns the median seconds of each, equal on all ranks; collective."""
-        return {name: _slowest(took, self._mesh) for name, took in self._found.items()}
-
-
-def once(work: Callable[[], object], mesh: Mesh) -> float:
-    """Returns the seconds of something that all ranks begin at once."""
-    wire.barrier(mesh.world)
-    _finish(mesh)
-    start = time.perf_counter()
-    work()
-    _finish(mesh)
-    return time.perf_counter() - start
-
-
-def _waited(mesh: Mesh) -> float:
-    return sum(entry.seconds for entry in mesh.ledger.entries.values())
-
-
-def _finish(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
-
-
-def _timed(work: Callable[[], object], mesh: Mesh, repeats: int) -> float:
-    """Returns the median seconds of something all ranks do at once, until all are done."""
-    work()
-    return _slowest([once(work, mesh) for _ in range(repeats)], mesh)
-
-
-def _slowest(found: list[float], mesh: Mesh) -> float:
-    """Returns the median of the rank where that is most.
-
-    Not of what the slowest took each time: in an epoch that is another rank from step to
-    step, and the others go on meanwhile.
-    """
-    middle = torch.tensor(statistics.median(found), dtype=torch.float64)
-    return float(wire.all_reduce(middle, mesh.world, "max"))
-
-
 def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     """Times exchanges in which each rank of a line sends as much to every other.
 
@@ -198,7 +129,7 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     first = mesh.rank // (size * stride) * (size * stride) + mesh.rank % stride
     line = {first + k * stride for k in range(size)} - {mesh.rank}
 
-    def exchange(total: int) -> Callable[[], object]:
+    def exchange(total: int) -> Work:
         each = max(1, total // len(line))
         counts = [each if rank in line else 0 for rank in range(mesh.size)]
         message = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
@@ -212,7 +143,7 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
 def _sums(mesh: Mesh, repeats: int) -> Wire:
     """Times all-reduces; sizes are those of what a rank receives."""
 
-    def reduce(size: int) -> Callable[[], object]:
+    def reduce(size: int) -> Work:
         numbers = max(1, size * mesh.size // (8 * (mesh.size - 1)))
         values = torch.zeros(numbers, device=mesh.device)
         return lambda: wire.all_reduce(values, mesh.world)
@@ -221,10 +152,10 @@ def _sums(mesh: Mesh, repeats: int) -> Wire:
 
 
 def _curve(
-    work: Callable[[int], Callable[[], object]], messages: int, mesh: Mesh, repeats: int
+    work: Callable[[int], Work], messages: int, mesh: Mesh, repeats: int
 ) -> Wire:
     """Times work of each size many times, with pauses in which links save up what they may."""
-    latency = _timed(work(SMALL * messages), mesh, PROBES * repeats) / messages
+    latency = timed(work(SMALL * messages), mesh, PROBES * repeats) / messages
     sizes, found = [LEAST], [_in_a_row(work(LEAST), mesh)]
     while found[-1] < LONGEST and sizes[-1] < MOST:
         sizes.append(2 * sizes[-1])
@@ -242,9 +173,9 @@ def _curve(
     return Wire(latency, size / last, points)
 
 
-def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
+def _in_a_row(work: Work, mesh: Mesh) -> float:
     """Returns the seconds of one, when as many follow one another as take a while."""
-    times = max(1, round(LONG / (_timed(work, mesh, 1) + PAUSE)))
+    times = max(1, round(LONG / (timed(work, mesh, 1) + PAUSE)))
     found = []
     for _ in range(FEW):
         took = 0.0
@@ -252,12 +183,12 @@ def _in_a_row(work: Callable[[], object], mesh: Mesh) -> float:
             time.sleep(PAUSE)
             took += once(work, mesh)
         found.append(took / times)
-    return _slowest(found, mesh)
+    return slowest(found, mesh)
 
 
 def _products(
     mesh: Mesh, widths: list[int], narrow: int, rows: int, degree: int
-) -> dict[Name, tuple[float, Callable[[], object]]]:
+) -> dict[Name, tuple[float, Work]]:
     """Returns what is multiplied, and copied, to be timed; and how much work each is."""
     rng = torch.Generator().manual_seed(0)
     col = torch.randint(rows, (rows * degree,), generator=rng)
@@ -266,7 +197,7 @@ def _products(
     value = torch.rand(len(col), generator=rng).to(mesh.device)
     rowptr, col = rowptr.to(mesh.device), col.to(rowptr.dtype).to(mesh.device)
     wide = torch.rand(rows, WIDE, generator=rng).to(mesh.device)
-    found: dict[Name, tuple[float, Callable[[], object]]] = {}
+    found: dict[Name, tuple[float, Work]] = {}
     for width in sorted({narrow, *widths}):
         x = torch.rand(rows, width, generator=rng).to(mesh.device)
         sparse = partial(kernels.spmm, rowptr, col, value, x)
@@ -282,26 +213,34 @@ def _products(
 
 
 def _codes(
-    mesh: Mesh, asked: Sequence[Asked], width: int, rows: int, repeats: int
-) -> dict[str, tuple[float, float]]:
-    """Returns the bytes of rows a second that codecs write, and read."""
+    mesh: Mesh, asked: Sequence[Asked], width: int, rows: int
+) -> dict[Name, Work]:
+    """Returns how codecs write rows, and read them, to be timed."""
     rng = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, width, generator=rng).to(mesh.device)
+    x = torch.randn(rows, width, generator=rng, dtype=torch.float32).to(mesh.device)
     draw = Draw(1, torch.arange(rows, device=mesh.device))
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[Name, Work] = {}
     for coding in filter(None, codings(asked)):
         for codec in (coding.rows, coding.gradients):
-            if codec == Plain() or repr(codec) in found:
+            name = repr(codec)
+            if codec == Plain() or ("write", name) in found:
                 continue
             kept = (
                 fresh_state(rows, width, x.dtype, x.device) if codec.stateful else None
             )
             message, out = codec.encode(x, draw, state=kept), torch.empty_like(x)
-            write = partial(codec.encode, x, draw, state=kept)
-            read = partial(codec.decode, message, out, draw, state=kept)
-            took = _timed(write, mesh, repeats), _timed(read, mesh, repeats)
-            found[repr(codec)] = x.nbytes / took[0], x.nbytes / took[1]
+            found["write", name] = partial(codec.encode, x, draw, state=kept)
+            found["read", name] = partial(codec.decode, message, out, draw, state=kept)
     return found
+
+
+def _coded(took: dict[Name, float], nbytes: int) -> dict[str, tuple[float, float]]:
+    """Returns the bytes of rows a second that codecs write, and read."""
+    return {
+        name: (nbytes / took["write", name], nbytes / took["read", name])
+        for kind, name in took
+        if kind == "write" and isinstance(name, str)
+    }
 
 
 def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
@@ -310,7 +249,7 @@ def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
     torch.mm(g.t(), x)
 
 
-def _epochs(mesh: Mesh) -> dict[Name, Callable[[], object]]:
+def _epochs(mesh: Mesh) -> dict[Name, Work]:
     """Returns epochs to be timed; collective.
 
     Of models with next to no rows, of which each rank needs one of every other.
@@ -323,7 +262,7 @@ def _epochs(mesh: Mesh) -> dict[Name, Callable[[], object]]:
     data.y = nodes % 4
     share = partition(data, mesh, "block").to(mesh.device)
     share.x.requires_grad_()  # else the first product is kept
-    found: dict[Name, Callable[[], object]] = {}
+    found: dict[Name, Work] = {}
     for depth in (SHALLOW, DEEP):
         model = replicate(_Stack(depth).to(mesh.device), mesh)
         optimizer = torch.optim.Adam(model.parameters())

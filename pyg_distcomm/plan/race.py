@@ -22,7 +22,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.calibrate import once
+from pyg_distcomm.plan.laps import once
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import Training
 from pyg_distcomm.share import partition
