@@ -29,7 +29,7 @@ from pyg_distcomm.share import partition
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
 FEW = 5  # times that such a row is timed
 LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
-LONGEST = 0.3  # seconds of one exchange: larger ones are as fast
+LONGEST = 0.15  # seconds of one exchange: larger ones are as fast
 PAUSE = 0.03  # seconds before each exchange
 BETWEEN = 2  # times that what computes for less than LONG is timed between lines, too
 PROBES = 4  # exchanges of next to nothing, each time
