@@ -29,7 +29,6 @@ from pyg_distcomm.loader.shelf import Shelf
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
-_CHANNELS = {}
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda w: f"{w[0]}-{w[1]}")
@@ -42,9 +41,9 @@ def world(request):
 def channel(c):
     """The channel of this world with replication c, kept, with a clean ledger."""
     mesh = worlds.mesh()
-    if c not in _CHANNELS:
-        _CHANNELS[c] = open_channel(mesh, c)
-    return _CHANNELS[c]
+    if c not in worlds.KEPT:
+        worlds.KEPT[c] = open_channel(mesh, c)
+    return worlds.KEPT[c]
 
 
 def random_ids(rank, count, total, seed=0):

@@ -573,12 +573,17 @@ def raced(inputs):
     training = training_of([7, 4, 3], "gcn", inputs=inputs, itemsize=8)
     how = {"timeout": 60.0}
     before = torch.random.get_rng_state()
-    with mock.patch.object(module, "once", once):
+    span = 0.0 if inputs == "changing" else 10.0
+    with (
+        mock.patch.object(module, "once", once),
+        mock.patch.object(module, "SPAN", span),
+    ):
         asked = data.edge_index, plans.partition, near, training, how
         found = module.race(*asked)
     assert torch.equal(before, torch.random.get_rng_state())
     assert found is near[1]
-    assert turns == [one.grid for one in near] * (len(turns) // 3)
+    epochs = module.WARM + (module.ROUNDS if span else module.LEAST)
+    assert turns == [one.grid for one in near] * epochs
     assert counted == {one.grid: one.bytes_by_rank[mesh.rank] for one in near}
     return True
 
@@ -611,7 +616,8 @@ def test_only_what_is_near_races():
     assert found[0] is plans.best
     assert 1 < len(found) <= module.MOST
     assert all(one.seconds <= module.NEAR * plans.best.seconds for one in found)
-    assert len({(one.grid, one.halo) for one in found}) == len(found)
+    sent = [(one.grid, one.bytes, one.seconds) for one in found]
+    assert len(set(sent)) == len(sent)
     for alone in ({"layers": "halo"}, {"machine": pdc.Machine(latency=100.0)}):
         plans, found = near([7, 4, 3], **alone)
         assert found == [plans.best]

@@ -152,30 +152,32 @@ def _serve(rank, size, port, pipe):
 
 
 _MESHES: dict = {}
-_LIVE: list = []  # all whose groups are there, kept or not
+KEPT: dict = {}  # what tests make of meshes, and keep as long
 _made = 0  # meshes, by this process
-MANY = 24  # meshes of all ranks of a pool
+MANY = 64  # process groups of all ranks of a pool, each of which has three threads
 
 
 def _thin_out(size):
-    """Ends the groups of meshes, between two tests, if they have become many."""
+    """Ends all process groups but the world's, between two tests, if they are many."""
     import torch.distributed as dist
 
-    if size * len(_LIVE) <= MANY:
+    if not dist.is_initialized():
         return
-    for kept in _LIVE:
-        axes = (kept.row, kept.col, kept.fiber, kept.world, kept.data, kept.stage)
-        groups = {axis.group for axis in (*axes, kept.everyone)}
-        for group in groups - {None, dist.group.WORLD}:
-            dist.destroy_process_group(group)
+    every = dist.distributed_c10d._world.pg_map
+    groups = [group for group in every if group is not dist.group.WORLD]
+    if size * len(groups) <= MANY:
+        return
+    for group in groups:
+        dist.destroy_process_group(group)
     _MESHES.clear()
-    _LIVE.clear()
+    KEPT.clear()
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
     """A mesh of this world, kept between tests, with a clean ledger."""
     global _made
     import pyg_distcomm as pdc
+    from pyg_distcomm import mesh as grids
 
     key = (algorithm, grid, replication, stages)
     watch = _MESHES[key].world.watch if key in _MESHES else None
@@ -184,11 +186,10 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
         _made += 1
-        _LIVE.append(made)
         if fresh:
             return made
         _MESHES[key] = made
-    kept = _MESHES[key]
+    kept = grids.remember(_MESHES[key])  # as if just made
     kept.ledger.reset()
     kept.seed, kept.step = 0, 0
     return kept

@@ -30,7 +30,9 @@ from pyg_distcomm.share import partition
 NEAR = 1.25  # times the best plan's seconds; predictions err by less than as much
 MOST = 4  # plans that are trained
 LONGEST = 5.0  # seconds of an epoch, as planned, beyond which none is
-WARM, ROUNDS = 3, 7  # epochs of each
+WARM = 3  # epochs of each that do not count
+LEAST, ROUNDS = 7, 21  # epochs of each that do, as many as
+SPAN = 10.0  # seconds allow, as planned
 UNSAID = 8 << 30  # bytes that they may use together, where nothing else is said
 DTYPES = {4: torch.float32, 8: torch.float64}  # by bytes of a number
 LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -48,14 +50,15 @@ def rivals(plans: Plans, training: Training, memory: float | None = None) -> lis
     """
     best = plans.best
     limit = memory or plans.machine.memory or UNSAID
-    found: dict[tuple[Grid, str], Plan] = {}
+    found: dict[tuple[Grid, int, float], Plan] = {}  # halos that send the same are one
     if best.stages > 1 or best.seconds > LONGEST or not _plain(training):
         return [best]
     for one in plans:
         near = one.exact and one.stages == 1 and one.seconds <= NEAR * best.seconds
         total = one.memory + sum(other.memory for other in found.values())
-        if near and (one.grid, one.halo) not in found and total <= limit:
-            found[one.grid, one.halo] = one
+        key = one.grid, one.bytes, one.seconds
+        if near and key not in found and total <= limit:
+            found[key] = one
     return list(found.values())[:MOST] if best in found.values() else [best]
 
 
@@ -102,7 +105,8 @@ def race(
     data = Data(x=x, y=y, edge_index=edge_index)
     runs = [_Run(data, owners, plan, training, how) for plan in plans]
     took: list[list[float]] = [[] for _ in plans]
-    for _ in range(WARM + ROUNDS):
+    rounds = min(max(LEAST, int(SPAN / sum(plan.seconds for plan in plans))), ROUNDS)
+    for _ in range(WARM + rounds):
         for run, seconds in zip(runs, took, strict=True):
             seconds.append(once(run.epoch, run.mesh))
     late = torch.tensor([seconds[WARM:] for seconds in took], dtype=torch.float64)
