@@ -65,8 +65,8 @@ def calibrate(
 
     One rank has no link to measure: its machine has that of `Machine()`.
 
-    Price: five to ten seconds for each line of the mesh (of 4 ranks 3, of 8 ranks 6), and
-    another five to ten for all-reduces and products.
+    Price: about ten seconds for each line of the mesh (of 4 ranks 3, of 8 ranks 6), and
+    another ten to twenty for all-reduces and products.
     """
     _check(widths, rows, degree, repeats)
     quiet, widths = _uncounted(mesh), sorted(set(widths))
