@@ -71,7 +71,7 @@ def init(
 
     "auto" measures the links, and the processors at the model's widths (see `calibrate`),
     plans on rank 0, and takes the best plan that fits (see `plan`). Exact plans that come
-    near it, of plain GCN and SAGE layers, first train ten epochs each, and the fastest is
+    near it, of plain GCN and SAGE layers, first train some epochs each, and the fastest is
     taken (see `race.py`). It is kept as `mesh.plan`; `partition` follows it.
 
     Args:

@@ -1,8 +1,9 @@
 """race: of plans that are predicted to be about as fast, the one that is, by training each.
 
-Plans within a quarter of the best one, four at most and as many as fit together, train ten
-epochs each. None does where an epoch takes more than five seconds, where features are no
-float32 or float64, and where layers are other than GCN and SAGE, one after the other.
+Plans within a quarter of the best one, four at most and as many as fit together, train ten to
+24 epochs each, as many as ten seconds allow; the first three do not count. None does where an
+epoch takes more than five seconds, where features are no float32 or float64, and where layers
+are other than GCN and SAGE, one after the other.
 """
 
 from __future__ import annotations
