@@ -23,7 +23,7 @@ def _few_idle_ranks():
     """Ends large and worn pools: even idle, they take processors from what comes next."""
     yield
     if "worlds" in sys.modules:
-        sys.modules["worlds"].rest(size=4, meshes=4)
+        sys.modules["worlds"].rest(size=4, groups=16)
 
 
 def pytest_collection_modifyitems(items):

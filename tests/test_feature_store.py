@@ -17,7 +17,6 @@ from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm import wire
-from pyg_distcomm.channel import open_channel
 from pyg_distcomm.exchange.codecs import Cast, Chain, Plain, Quantise, RowSample
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
@@ -40,10 +39,7 @@ def world(request):
 
 def channel(c):
     """The channel of this world with replication c, kept, with a clean ledger."""
-    mesh = worlds.mesh()
-    if c not in worlds.KEPT:
-        worlds.KEPT[c] = open_channel(mesh, c)
-    return worlds.KEPT[c]
+    return worlds.channel(worlds.mesh(), c)
 
 
 def random_ids(rank, count, total, seed=0):

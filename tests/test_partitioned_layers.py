@@ -5,7 +5,7 @@ from __future__ import annotations
 import batches
 import pytest
 import worlds
-from test_partitioned_sampling import GRIDS, channel, inputs, owners, timed
+from test_partitioned_sampling import GRIDS, inputs, owners, timed
 
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
@@ -37,8 +37,10 @@ def sample(size, c, sample_at, make, rule, weight_attr, options):
         data, [6, 9, -1], rule, weight_attr=weight_attr, **options
     )
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
-    block = read_block(share, channel(mesh, c), weight_attr=weight_attr)
-    graph = PartitionedLayerGraph(block, channel(mesh, c), rule, sample_at=sample_at)
+    block = read_block(share, worlds.channel(mesh, c), weight_attr=weight_attr)
+    graph = PartitionedLayerGraph(
+        block, worlds.channel(mesh, c), rule, sample_at=sample_at
+    )
     assert graph.scale == whole.graph.scale
     part = KeyedLayerSampler(graph, [6, 9, -1], **options)
     for one, two in zip(whole.sample_bulk(bulk), part.sample_bulk(bulk), strict=True):

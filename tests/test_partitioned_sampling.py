@@ -9,20 +9,11 @@ import worlds
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm.channel import open_channel
 from pyg_distcomm.random import fold
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
-_CHANNELS: dict = {}
-
-
-def channel(mesh, c):
-    """A channel kept between tests: idle ones take processors as well."""
-    if (mesh.size, c) not in _CHANNELS:
-        _CHANNELS[mesh.size, c] = open_channel(mesh, c)
-    return _CHANNELS[mesh.size, c]
 
 
 def owners(n, size, seed=0):
@@ -86,7 +77,7 @@ def sample(size, c, make, options, name, sample_at, timed=False):
         share,
         fan_outs,
         seed=1,
-        channel=channel(mesh, c),
+        channel=worlds.channel(mesh, c),
         sample_at=sample_at,
         **options,
     )

@@ -6,7 +6,7 @@ import batches
 import pytest
 import torch
 import worlds
-from test_partitioned_sampling import GRIDS, channel, inputs, owners
+from test_partitioned_sampling import GRIDS, inputs, owners
 
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
@@ -114,7 +114,7 @@ def neighbours(size, c, sample_at):
     }
     share = pdc.partition(data, mesh, ranks.owner)
     part = PartitionedNeighborSampler(
-        share, HOPS, seed=1, channel=channel(mesh, c), sample_at=sample_at
+        share, HOPS, seed=1, channel=worlds.channel(mesh, c), sample_at=sample_at
     )
     mesh.ledger.reset()
     part.sample_bulk(inputs(300, rank))
@@ -187,8 +187,8 @@ def layers(size, c, sample_at):
     }
     share = pdc.partition(data, mesh, ranks.owner)
     graph = PartitionedLayerGraph(
-        read_block(share, channel(mesh, c)),
-        channel(mesh, c),
+        read_block(share, worlds.channel(mesh, c)),
+        worlds.channel(mesh, c),
         Ladies("cagnet"),
         sample_at=sample_at,
     )

@@ -19,6 +19,7 @@ import traceback
 from multiprocessing.connection import wait
 
 DEADLINE = 120.0
+MANY = 128  # process groups of all ranks of a pool: with more, new ranks take over
 _POOLS: dict = {}
 
 
@@ -30,6 +31,9 @@ def run(fn, size, *args, deadline=DEADLINE):
     if size == 1:
         return [fn(*args)]
     pool = _POOLS.get(size)
+    if pool is not None and size * pool.groups > MANY:
+        _POOLS.pop(size).close()  # not group by group: failed ones would wait to end
+        pool = None
     if pool is None:
         pool = _POOLS[size] = _Pool(size)
     try:
@@ -64,12 +68,12 @@ def _script(path, size, folder, flags):
     return out.getvalue(), errors.getvalue()
 
 
-def rest(size, meshes):
-    """Closes the pools of more ranks, and those whose ranks have made more meshes.
+def rest(size, groups):
+    """Closes the pools of more ranks, and those whose ranks have more process groups.
 
-    Each mesh has gloo threads, which wake a hundred times a second even when idle.
+    Each group has gloo threads, which wake a hundred times a second even when idle.
     """
-    for other in [n for n, p in _POOLS.items() if n > size or p.meshes > meshes]:
+    for other in [n for n, p in _POOLS.items() if n > size or p.groups > groups]:
         _POOLS.pop(other).close()
 
 
@@ -88,7 +92,7 @@ class _Pool:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
-        self.pipes, self.ranks, self.meshes = [], [], 0
+        self.pipes, self.ranks, self.groups = [], [], 0
         for rank in range(size):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -107,7 +111,7 @@ class _Pool:
             left = [p for r, p in enumerate(self.pipes) if r not in answers]
             for pipe in wait(left, timeout=1.0):
                 try:
-                    *answer, self.meshes = pipe.recv()
+                    *answer, self.groups = pipe.recv()
                     answers[self.pipes.index(pipe)] = answer
                 except EOFError:
                     answers[self.pipes.index(pipe)] = (False, "process died")
@@ -144,38 +148,25 @@ def _serve(rank, size, port, pipe):
             fn, args = pipe.recv()
         except EOFError:
             return
-        _thin_out(size)
         try:
-            pipe.send((True, fn(*args), _made))
+            pipe.send((True, fn(*args), _groups()))
         except BaseException:
-            pipe.send((False, traceback.format_exc(), _made))
+            pipe.send((False, traceback.format_exc(), _groups()))
 
 
 _MESHES: dict = {}
-KEPT: dict = {}  # what tests make of meshes, and keep as long
-_made = 0  # meshes, by this process
-MANY = 64  # process groups of all ranks of a pool, each of which has three threads
+_CHANNELS: dict = {}
 
 
-def _thin_out(size):
-    """Ends all process groups but the world's, between two tests, if they are many."""
+def _groups():
+    """How many process groups this rank has beside the world's; each has three threads."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return
-    every = dist.distributed_c10d._world.pg_map
-    groups = [group for group in every if group is not dist.group.WORLD]
-    if size * len(groups) <= MANY:
-        return
-    for group in groups:
-        dist.destroy_process_group(group)
-    _MESHES.clear()
-    KEPT.clear()
+    return len(dist.distributed_c10d._world.pg_map) - 1 if dist.is_initialized() else 0
 
 
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
     """A mesh of this world, kept between tests, with a clean ledger."""
-    global _made
     import pyg_distcomm as pdc
     from pyg_distcomm import mesh as grids
 
@@ -185,7 +176,6 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
     if fresh or failed or key not in _MESHES:
         shape = {"grid": grid, "replication": replication, "stages": stages}
         made = pdc.init(algorithm, timeout=60, **shape, **kwargs)
-        _made += 1
         if fresh:
             return made
         _MESHES[key] = made
@@ -193,6 +183,15 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
     kept.ledger.reset()
     kept.seed, kept.step = 0, 0
     return kept
+
+
+def channel(mesh, c):
+    """A channel of a kept mesh, kept as long as it is."""
+    from pyg_distcomm.channel import open_channel
+
+    if (mesh, c) not in _CHANNELS:
+        _CHANNELS[mesh, c] = open_channel(mesh, c)
+    return _CHANNELS[mesh, c]
 
 
 @atexit.register
