@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import io
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,7 @@ from multiprocessing.connection import wait
 
 DEADLINE = 120.0
 MANY = 128  # process groups of all ranks of a pool: with more, new ranks take over
+LINUX = sys.platform == "linux"
 _POOLS: dict = {}
 
 
@@ -37,10 +40,13 @@ def run(fn, size, *args, deadline=DEADLINE):
     if pool is None:
         pool = _POOLS[size] = _Pool(size)
     try:
+        pool.signal(signal.SIGCONT)
         return pool.run(fn, args, deadline)
     except WorldError:
         _POOLS.pop(size).close()
         raise
+    finally:
+        pool.signal(signal.SIGSTOP)  # threads of gloo wake a hundred times a second
 
 
 def script(path, size, folder, *flags):
@@ -69,10 +75,7 @@ def _script(path, size, folder, flags):
 
 
 def rest(size, groups):
-    """Closes the pools of more ranks, and those whose ranks have more process groups.
-
-    Each group has gloo threads, which wake a hundred times a second even when idle.
-    """
+    """Closes the pools of more ranks, and those whose ranks have more process groups."""
     for other in [n for n, p in _POOLS.items() if n > size or p.groups > groups]:
         _POOLS.pop(other).close()
 
@@ -124,6 +127,11 @@ class _Pool:
             raise WorldError(f"ranks {missing} did not answer\n{story}")
         return [answers[r][1] for r in range(len(self.pipes))]
 
+    def signal(self, number):
+        for process in self.ranks:
+            if process.is_alive() and LINUX:
+                os.kill(process.pid, number)
+
     def close(self):
         for process in self.ranks:
             process.kill()
@@ -143,6 +151,9 @@ def _serve(rank, size, port, pipe):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    if LINUX:  # one that is stopped would not see that tests have ended
+        die_with_parent = 1
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     while True:
         try:
             fn, args = pipe.recv()
