@@ -7,8 +7,9 @@ and the order of training's collectives does not matter to them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -97,6 +98,28 @@ def open_channel(
     )
 
 
+def open_line(mesh: Mesh, size: int, stride: int) -> Axis:
+    """Opens a process group for each line of so many ranks, each so far from the last.
+
+    The axes of another grid than that of the mesh. Collective over all ranks, of all stages.
+
+    Returns:
+        the line in which this rank is; `mesh.world` where that is all of them.
+    """
+    if size == mesh.size:
+        return mesh.world
+    mine, stages = mesh.world, range(0, mesh.everyone.size, mesh.size)
+    for stage, first in itertools.product(stages, range(mesh.size)):
+        if first // stride % size:
+            continue  # not the first of a line
+        line = range(first, first + size * stride, stride)
+        group = _group(mesh, [stage + rank for rank in line], backend=None)
+        if mesh.rank in line and stage == mesh.stage.rank * mesh.size:
+            place = line.index(mesh.rank)
+            mine = replace(mesh.world, name="line", rank=place, size=size, group=group)
+    return mine
+
+
 def check_replication(mesh: Mesh, replication: int | None) -> int:
     """Returns c, or says which would fit."""
     if replication is None:
@@ -111,12 +134,14 @@ def check_replication(mesh: Mesh, replication: int | None) -> int:
     return int(replication)
 
 
-def _group(mesh: Mesh, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def _group(
+    mesh: Mesh, ranks: Sequence[int], backend: str | None = "gloo"
+) -> dist.ProcessGroup | None:
     if len(ranks) == 1 or mesh.world.group is None:
         return None
     watch = mesh.world.watch
     patience = 360.0 if watch is None else watch.deadline + 60
     # ids and features lie in host memory: gloo moves them whatever training uses
     return dist.new_group(
-        list(ranks), timeout=timedelta(seconds=patience), backend="gloo"
+        list(ranks), timeout=timedelta(seconds=patience), backend=backend
     )

@@ -9,6 +9,11 @@ import pytest
 import torch
 import worlds
 
+from pyg_distcomm import wire
+from pyg_distcomm.axis import let_go
+from pyg_distcomm.channel import open_line
+from pyg_distcomm.plan.machine import lines_of
+
 laps = importlib.import_module("pyg_distcomm.plan.laps")
 # seconds of each, and of its processor; of a long one on each rank
 TOOK = {"spmm": (1.0, 2.0), "epoch": (9.0, 3.0)}
@@ -56,3 +61,28 @@ def test_what_is_over_soon_counts_the_seconds_of_its_processor():
     mesh = worlds.mesh()
     wall, busy = laps._both(lambda: laps._a_while(lambda: None), mesh)
     assert laps.CROWD <= busy <= wall
+
+
+def in_line(stages):
+    mesh = worlds.mesh(stages=stages)
+    everyone = mesh.stage.rank * mesh.size + mesh.rank
+    found = {}
+    for size, stride in lines_of(mesh.size):
+        line = open_line(mesh, size, stride)
+        found[size, stride] = [
+            row[0] for row in wire.all_gather_counts([everyone], line)
+        ]
+        assert found[size, stride][line.rank] == everyone
+        if line is not mesh.world:
+            let_go([line])
+    return found
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 1), (6, 1), (8, 2)])
+def test_lines_are_the_axes_of_grids(size, stages):
+    ways = size // stages
+    for rank, found in enumerate(worlds.run(in_line, size, stages)):
+        assert list(found) == lines_of(ways)
+        for (n, stride), line in found.items():
+            first = rank // (n * stride) * (n * stride) + rank % stride
+            assert line == list(range(first, first + n * stride, stride))

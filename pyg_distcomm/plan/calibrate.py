@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import kernels, wire
+from pyg_distcomm.axis import let_go
+from pyg_distcomm.channel import open_line
 from pyg_distcomm.exchange.codec import Draw
 from pyg_distcomm.exchange.codecs import Plain, fresh_state
 from pyg_distcomm.ledger import Ledger
@@ -123,21 +125,21 @@ def _uncounted(mesh: Mesh) -> Mesh:
 def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     """Times exchanges in which each rank of a line sends as much to every other.
 
-    All lines at once, over the process group of the world: what a rank sends to ranks
-    of other lines is nothing.
+    All lines at once, each over a process group of its own, as those of a grid: in that
+    of the world, ranks of other lines would send, and wait for, messages of no bytes.
     """
-    first = mesh.rank // (size * stride) * (size * stride) + mesh.rank % stride
-    line = {first + k * stride for k in range(size)} - {mesh.rank}
+    line = open_line(mesh, size, stride)
 
     def exchange(total: int) -> Work:
-        each = max(1, total // len(line))
-        counts = [each if rank in line else 0 for rank in range(mesh.size)]
+        each = max(1, total // (size - 1))
+        counts = [each if rank != line.rank else 0 for rank in range(size)]
         message = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
-        return lambda: wire.all_to_all(
-            message, counts, counts, mesh.world, most=each
-        ).wait()
+        return lambda: wire.all_to_all(message, counts, counts, line, most=each).wait()
 
-    return _curve(exchange, len(line), mesh, repeats)
+    found = _curve(exchange, size - 1, mesh, repeats)
+    if line is not mesh.world:
+        let_go([line])
+    return found
 
 
 def _sums(mesh: Mesh, repeats: int) -> Wire:
