@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pyg_distcomm import wire
 from pyg_distcomm.axis import let_go
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
@@ -108,6 +109,8 @@ def open_line(mesh: Mesh, size: int, stride: int) -> Axis:
     """
     if size == mesh.size:
         return mesh.world
+    # torch's own wait for all ranks would not say which one has not come
+    wire.barrier(replace(mesh.everyone, ledger=Ledger()))
     mine, stages = mesh.world, range(0, mesh.everyone.size, mesh.size)
     for stage, first in itertools.product(stages, range(mesh.size)):
         if first // stride % size:

@@ -49,7 +49,9 @@ def calibrate(
     repeats: int = 7,
     codecs: Sequence[Asked] = (),
 ) -> Machine:
-    """Measures latency, bandwidth and rates, all ranks at the same time; collective.
+    """Measures latency, bandwidth and rates, all ranks at the same time.
+
+    Collective over all ranks, of all stages.
 
     Medians, of the rank where they are most: computation before, between and after the
     lines of the mesh, in seconds of a processor, times how much longer it takes where all
