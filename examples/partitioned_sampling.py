@@ -99,7 +99,7 @@ def main():
         )
     if mesh.rank > 0:
         return
-    here, whole = len(share.edge_index.nodes), share.num_nodes_global
+    here, whole = len(share.edge_index.nodes), share.num_nodes
     print(f"{name}, {mesh.size} ranks; rank 0 holds {here:,} of {whole:,} nodes")
     print(f"{len(loader)} batches a rank, loss and accuracies on the whole graph\n")
     print(format_table(("epoch", "loss", "train", "test", "seconds"), rows))

@@ -15,6 +15,7 @@ from pyg_distcomm.exchange.presets import VARCO as VARCO
 from pyg_distcomm.exchange.presets import PipeGCN as PipeGCN
 from pyg_distcomm.exchange.presets import Sylvie as Sylvie
 from pyg_distcomm.failure import RankError as RankError
+from pyg_distcomm.gradients import from_local as from_local
 from pyg_distcomm.launch import launch as launch
 from pyg_distcomm.ledger import Ledger as Ledger
 from pyg_distcomm.mesh import Mesh as Mesh

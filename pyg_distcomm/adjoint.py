@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import wire
 from pyg_distcomm.exchange.link import Link
@@ -28,9 +27,8 @@ class _AllReduce(torch.autograd.Function):
         return wire.all_reduce(x, axis)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return wire.all_reduce(g, ctx.axis), None
+        return all_reduce(g, ctx.axis), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -40,10 +38,9 @@ class _Exchange(torch.autograd.Function):
         return link.begin(x)()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        arrive = ctx.link.begin_transpose(g.contiguous())
-        return arrive(g.new_zeros(ctx.shape)), None
+        _check_twice(ctx.link)
+        return exchange_transpose(g, g.new_zeros(ctx.shape), ctx.link), None
 
 
 class _ExchangeTranspose(torch.autograd.Function):
@@ -54,9 +51,9 @@ class _ExchangeTranspose(torch.autograd.Function):
         return arrive(out.clone())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        return ctx.link.begin(x.contiguous())(), x, None
+        _check_twice(ctx.link)
+        return exchange(x.contiguous(), ctx.link), x, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -69,15 +66,30 @@ class _AllToAll(torch.autograd.Function):
         axis: Axis,
         op: str,
     ) -> Tensor:
-        ctx.plan = send, recv, axis, op
+        ctx.plan, ctx.transposed = (send, recv, axis, op), op.endswith("_transpose")
         return wire.all_to_all(x, send, recv, axis, op).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         send, recv, axis, op = ctx.plan
-        pending = wire.all_to_all(g, recv, send, axis, f"{op}_transpose")
-        return pending.wait(), None, None, None, None
+        back = op.removesuffix("_transpose") if ctx.transposed else f"{op}_transpose"
+        return all_to_all(g, recv, send, axis, back), None, None, None, None
+
+
+# autograd nodes whose gradient is summed over ranks already; see `averaging.py`
+SUMMED: tuple[type, ...] = tuple(
+    kind._backward_cls  # type: ignore[attr-defined]
+    for kind in (_AllReduce, _AllToAll)
+)
+
+
+def _check_twice(link: Link) -> None:
+    """Refuses to record what a coded or late exchange does to a gradient."""
+    if torch.is_grad_enabled() and not link.is_exact:
+        raise RuntimeError(
+            "differentiate twice over exact exchanges only: create_graph=True met "
+            f"{link}, which is coded or late; use link='exact' for this layer"
+        )
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -100,3 +112,17 @@ def all_to_all(
 ) -> Tensor:
     """Sends row blocks to the ranks of an axis; the gradient travels the way back."""
     return x if axis.size == 1 else _AllToAll.apply(x, send, recv, axis, op)
+
+
+def all_gather(x: Tensor, gid: Tensor, axis: Axis) -> Tensor:
+    """Returns the rows of all ranks in the order of their ids; the gradient is summed.
+
+    Shapes (this rank): x [n_i, ...], gid [n_i], return [n, ...].
+    """
+    sizes = [row[0] for row in wire.all_gather_counts([len(gid)], axis)]
+    every = x
+    if axis.size > 1:
+        copies = x.repeat(axis.size, *([1] * (x.dim() - 1)))
+        every = all_to_all(copies, [len(x)] * axis.size, sizes, axis, "all_gather")
+    order = torch.argsort(wire.all_gather_rows(gid, sizes, axis))
+    return every.index_select(0, order.to(x.device))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm import indexing
+from pyg_distcomm import indexing, wire
+from pyg_distcomm.agreement import comparer_of
+from pyg_distcomm.averaging import meet
+from pyg_distcomm.by_id import joined, kept, recut
 from pyg_distcomm.constants import Constants, Ordering
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.ops.cover import check_halo
+from pyg_distcomm.partition.cutters import check_edge_index
+from pyg_distcomm.rowcut import tree_map
 from pyg_distcomm.rows import Rows
-from pyg_distcomm.rowwise import FACTS, base_name
+from pyg_distcomm.rowwise import FACTS, SIZES, WHOLE, base_name
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
@@ -27,13 +34,17 @@ class DistEdgeIndex(torch.Tensor):
     the blocks of the grid, the GCN-normalised operator. Everything is planned at the
     first use, collectively, and dropped with the object.
 
-    The rule: *a layer of this package may use it; anything else gets this rank's edges
-    from `.to_local()`, or all of them from `.full_tensor()`, or is refused.*
-    `edge_index[0]` and `edge_index[1]` are DistTensors of node ids, one row per edge,
-    so that `z[edge_index[0]]` fetches the rows of the sources.
+    It reads as the whole edge_index: `shape` is `[2, e]`, and `edge_index[0]` and
+    `edge_index[1]` are DistTensors of node ids, one row per edge, so that
+    `z[edge_index[0]]` fetches the rows of the sources. `edge_index[:, mask]`,
+    `torch.cat([edge_index, loops], 1)`, `edge_index.flip(0)` and `torch.stack` of sources
+    and targets are edges spread over ranks again; other operations gather all edges, or
+    are refused. This rank's edges are those of `.to_local()`.
     """
 
     topology: Topology
+    _spread = True
+    weight: DistTensor | None = None  # of a sparse adjacency's values
 
     @staticmethod
     def build(
@@ -67,6 +78,88 @@ class DistEdgeIndex(torch.Tensor):
         return _wrap(edge_index, topology)
 
     @staticmethod
+    def of_ends(source: DistTensor, target: DistTensor) -> DistEdgeIndex:
+        """Makes edges of row-cut node ids, moved to the owners of their targets.
+
+        Args:
+            source: `[e]`, cut in any way.
+            target: cut as `source` is.
+
+        Collective; edges that are where they belong stay, in the rows they have.
+        """
+        rows = source.rows
+        nodes = rows.nodes
+        if nodes is None or nodes.partition is None or not target.rows.same_as(rows):
+            raise TypeError(
+                "edges are stacked from sources and targets that are cut alike, and come "
+                f"from an edge_index of pdc.partition; got {rows} and {target.rows}"
+            )
+        ends = torch.stack([source.to_local(), target.to_local()])
+        owner = nodes.partition.owner_of(ends[1].cpu().long())
+        away = int((owner != nodes.mesh.rank).sum())
+        if not int(wire.all_reduce(torch.tensor([away]), nodes.mesh.world)):
+            return DistEdgeIndex.build(ends, nodes, rows)
+        counts = torch.bincount(owner, minlength=nodes.mesh.size).tolist()
+        back, order = wire.exchange_counts(counts, nodes.mesh.world), owner.argsort()
+        packed = torch.cat([ends.cpu().long().t(), rows.place.unsqueeze(1)], 1)[order]
+        came = wire.all_to_all(packed, counts, back, nodes.mesh.world, "edges").wait()
+        came = came[came[:, 2].argsort()]
+        edges = rows_of_edges(came[:, 2], rows.count, nodes)
+        local = came[:, :2].t().contiguous().to(ends.device, ends.dtype)
+        return DistEdgeIndex.build(local, nodes, edges)
+
+    @staticmethod
+    def cut(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
+        """Makes edges of a whole `edge_index` `[2, e]`, the same on all ranks.
+
+        Kept with the nodes, so that the same tensor is planned once.
+        """
+
+        def build() -> DistEdgeIndex:
+            check_edge_index(edge_index, nodes.total)
+            assert nodes.partition is not None
+            owner = nodes.partition.owner_of(edge_index[1].cpu().long())
+            mine = (owner == nodes.mesh.rank).nonzero().view(-1)
+            edges = rows_of_edges(mine, edge_index.size(1), nodes)
+            return DistEdgeIndex.build(
+                edge_index[:, mine.to(edge_index.device)], nodes, edges
+            )
+
+        found: DistEdgeIndex = kept(edge_index, nodes, build)
+        return found
+
+    @staticmethod
+    def weighted(
+        edge_index: Tensor, weight: Tensor | None, nodes: Rows
+    ) -> DistEdgeIndex:
+        """Makes edges of a whole edge_index that carry their weights; see `cut`."""
+        out = DistEdgeIndex.cut(edge_index, nodes)
+        if weight is not None:
+            local = meet(weight, nodes.mesh)[out.edges.gid.to(weight.device)]
+            out = _wrap(out.to_local(), out.topology)
+            out.weight = DistTensor.wrap(local, out.edges)
+        return out
+
+    @staticmethod
+    def of_sparse(adj: Tensor, nodes: Rows) -> DistEdgeIndex:
+        """Makes edges of a sparse (transposed) adjacency `[n, n]`, whole on all ranks.
+
+        Its rows are targets, as in PyG's `adj_t`; its values are the weights. Kept with
+        the nodes, so that the same tensor is planned once.
+        """
+
+        def build() -> Tensor:
+            coo = adj.detach().to_sparse_coo()
+            return (coo if coo.is_coalesced() else coo.coalesce()).indices().flip(0)
+
+        plans, key = nodes.plans, ("sparse", id(adj))
+        if key not in plans or plans[key][0] is not adj:
+            plans[key] = adj, build()
+        coo = adj.to_sparse_coo()
+        value = (coo if coo.is_coalesced() else coo.coalesce()).values()
+        return DistEdgeIndex.weighted(plans[key][1], value, nodes)
+
+    @staticmethod
     def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
         """Returns edges `[2, e_i]`, in global ids, of which a topology is known."""
         return _wrap(edge_index, topology)
@@ -86,16 +179,6 @@ class DistEdgeIndex(torch.Tensor):
     def edges(self) -> Rows:
         """Which edges are on this rank."""
         return self.topology.edges
-
-    @property
-    def num_nodes_global(self) -> int:
-        """The number of nodes of the whole graph."""
-        return self.nodes.total
-
-    @property
-    def num_edges_global(self) -> int:
-        """The number of edges of the whole graph."""
-        return self.edges.total
 
     def matmul(  # type: ignore[override]
         self, x: DistTensor, edge_weight: Any = None
@@ -118,34 +201,50 @@ class DistEdgeIndex(torch.Tensor):
 
     def check_nodes(self, x: Any, name: str) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
+        return self.as_nodes(x, name).to_local()
+
+    def as_nodes(self, x: Any, name: str) -> DistTensor:
+        """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank."""
         self.topology.check_one_kind()
+        whole = isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim()
+        if whole and x.size(0) == self.nodes.total:
+            mesh = self.nodes.mesh
+            if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
+                comparer_of(mesh).check(x, name)
+            x = meet(x, mesh)
+            return DistTensor.wrap(x[self.nodes.gid.to(x.device)], self.nodes)
         if not isinstance(x, DistTensor):
             raise TypeError(
-                f"{name} is {_kind(x)}, but the edge_index is spread over ranks; pass "
-                "data.x of pdc.partition (a DistTensor), or something computed from it"
+                f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
+                f"computed from it: it is {_kind(x)}, but the edge_index is spread over "
+                f"ranks, with {self.nodes.total} nodes"
             )
         if not x.rows.same_as(self.nodes):
             raise ValueError(
-                f"{name} has {x.rows}, but the edge_index has nodes {self.nodes}; give "
-                "the layer one row for each node"
+                f"give the layer one row for each node: {name} has {x.rows}, but the "
+                f"edge_index has nodes {self.nodes}"
             )
-        return x.to_local()
+        return x
 
     def check_edges(self, value: Any, name: str) -> Tensor | None:
         """Returns the local rows of an edge tensor (None stays None)."""
+        if value is None and name == "edge_weight" and self.weight is not None:
+            value = self.weight
         if value is None:
             return None
+        edges = self.edges
         if isinstance(value, DistTensor):
-            if not value.rows.same_as(self.edges):
-                raise ValueError(
-                    f"{name} has {value.rows}, but the edge_index has {self.edges}"
-                )
-            return value.to_local()
-        if isinstance(value, Tensor) and value.size(0) == len(self.edges):
-            return value
+            if value.rows.same_as(edges):
+                return value.to_local()
+            if value.rows.whole and edges.whole and value.rows.total == edges.total:
+                return recut(value, edges)
+            raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
+            value = meet(value, edges.mesh)
+            return value[edges.place.to(value.device)]
         raise TypeError(
-            f"{name} is {_kind(value)}, which has not one row for each of this rank's "
-            f"{len(self.edges)} edges; make it part of the Data before pdc.partition"
+            f"give {name} one row for each of the {edges.count} edges: it is "
+            f"{_kind(value)}; make it part of the Data before pdc.partition"
         )
 
     def to_local(self) -> Tensor:
@@ -223,32 +322,57 @@ class DistEdgeIndex(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Lets facts and copies through; refuses what would need other ranks' edges."""
-        name = base_name(func)
+        """Answers facts, makes edges of edges, and gathers or refuses the rest."""
+        name, kwargs = base_name(func), kwargs or {}
+        if name in SIZES:
+            return _size(args[0], name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("requires_grad=", "grad"):  # what checkpointing asks of inputs
-                return func(*args, **(kwargs or {}))
-            if name in FACTS and name not in ("new_zeros", "hash"):
-                return func(*args, **(kwargs or {}))
+            if name in FACTS or name in ("requires_grad=", "grad"):
+                return func(*args, **kwargs)
             if name in _COPIES and isinstance(args[0], DistEdgeIndex):
-                return _moved(args[0], func(*args, **(kwargs or {})))
-            if name in FACTS:
-                return func(*args, **(kwargs or {}))
-        raise TypeError(
-            f"{name}() of a DistEdgeIndex would need edges of other ranks; use "
-            ".to_local() for this rank's edges (global ids) or .full_tensor() for all"
-        )
+                return _moved(args[0], func(*args, **kwargs))
+        if name in _MADE:
+            return _MADE[name](*args, **kwargs)
+        if name in _GATHERED:
+            return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        raise _refusal(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if key in (0, 1, -1, -2) and isinstance(key, int):
+        if type(key) is int and -2 <= key < 2:
             return DistTensor.wrap(self.to_local()[key], self.edges)
-        raise TypeError(
-            f"edge_index[{key!r}] of a DistEdgeIndex: only [0] (sources) and [1] "
-            "(targets) are defined; use .to_local() or .full_tensor() for the rest"
+        row, column = (
+            key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
         )
+        if isinstance(row, (list, Tensor)) and column == slice(None):
+            order = torch.as_tensor(row).tolist()
+            if order in ([0, 1], [1, 0]):
+                return self if order == [0, 1] else _flipped(self, 0)
+        if row is Ellipsis or row == slice(None):
+            return self._columns(column)
+        if type(row) is int:
+            return self[row][column]
+        raise _refusal(f"edge_index[{key!r}]")
+
+    def _columns(self, key: Any) -> Any:
+        """Returns some of the edges, in the order that the key gives them."""
+        if isinstance(key, slice) and key == slice(None):
+            return self
+        mask = isinstance(key, Tensor) and key.dtype == torch.bool
+        if mask:
+            picked = DistTensor.wrap(self.to_local().t(), self.edges)[key]
+            local = picked.to_local().t().contiguous()
+            return DistEdgeIndex.build(local, self.nodes, picked.rows)
+        if isinstance(key, DistTensor):
+            return DistEdgeIndex.of_ends(self[0][key], self[1][key])
+        return DistEdgeIndex.cut(self.full_tensor()[:, key].contiguous(), self.nodes)
 
     def __iter__(self) -> Iterator[DistTensor]:
         return iter((self[0], self[1]))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all edges as an array, on every rank; collective."""
+        found = self.full_tensor().numpy()
+        return found if dtype is None else found.astype(dtype)
 
     def __deepcopy__(self, memo: dict) -> DistEdgeIndex:
         return _wrap(self.to_local().clone(), self.topology)
@@ -257,15 +381,128 @@ class DistEdgeIndex(torch.Tensor):
         return self.to_local().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mesh, edges = self.nodes.mesh, self.edges
+        count = edges.total if edges.whole else vars(edges).get("count", "?")
         return (
-            f"DistEdgeIndex({self.to_local()}, {len(self.edges)} of "
-            f"{self.num_edges_global} edges, {len(self.nodes)} of "
-            f"{self.num_nodes_global} nodes, rank {self.nodes.mesh.rank}/"
-            f"{self.nodes.mesh.size})"
+            f"DistEdgeIndex([2, {count}] on {self.nodes.total} nodes, {len(edges)} edges and "
+            f"{len(self.nodes)} nodes on rank {mesh.rank}/{mesh.size}: {self.to_local()})"
         )
 
 
+def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
+    """Returns the rows of edges, by their places in the whole edge_index.
+
+    Args:
+        gid: of this rank, ascending.
+        total: of all ranks.
+        nodes: the nodes that they are between.
+    """
+    stacked = DistEdgeIndex.of_ends
+    return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
+
+
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
+
+
+_GATHERED = WHOLE | frozenset(
+    """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
+    view reshape flatten any all sum to_dense max min""".split()
+)
+
+
+def _refusal(name: str) -> TypeError:
+    """Returns the error of an operation on edges, which names the layer it came from."""
+    return TypeError(
+        f"{_advice()}{name}() of a DistEdgeIndex would need edges of other ranks; use "
+        ".to_local() for this rank's edges (global ids) or .full_tensor() for all"
+    )
+
+
+def _advice() -> str:
+    frame = inspect.currentframe()
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, torch.nn.Module) and hasattr(layer, "propagate"):
+            kind = type(layer).__name__
+            return (
+                f"take {kind} from pyg_distcomm.nn, or convert the model by "
+                "pdc.convert(model): "
+            )
+        frame = frame.f_back
+    return ""
+
+
+def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim in (0, -2)):
+        return 2
+    count = x.edges.count
+    if name == "size" and dim is not None:
+        return count
+    if name in ("shape", "size"):
+        return torch.Size((2, count))
+    return 2 * count * (x.element_size() if name == "nbytes" else 1)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (DistEdgeIndex, DistTensor)):
+        return value.full_tensor()
+    return value
+
+
+def _joined(tensors: Any, dim: int = 0) -> Any:
+    """Stands for torch.cat: edges after edges."""
+    first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
+    if dim % 2 != 1:
+        raise _refusal("cat")
+    parts = [
+        t if isinstance(t, DistEdgeIndex) else _at_targets(t, first.nodes)
+        for t in tensors
+    ]
+    ends = [joined([part[k] for part in parts]) for k in (0, 1)]
+    rows = rows_of_edges(ends[0].rows.gid, ends[0].rows.total, first.nodes)
+    return DistEdgeIndex.build(
+        torch.stack([e.to_local() for e in ends]), first.nodes, rows
+    )
+
+
+def _at_targets(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
+    return DistEdgeIndex.cut(edge_index, nodes)
+
+
+def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
+    """Stands for flip over the two ends: the reversed edges."""
+    dim = kwargs.get("dims", dims[0] if dims else 0)
+    if dim not in (0, -2, [0], (0,)):
+        raise _refusal("flip")
+    return DistEdgeIndex.of_ends(x[1], x[0])
+
+
+def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
+    """Stands for the transpose: a row `[source, target]` for each edge."""
+    return DistTensor.wrap(x.to_local().t(), x.edges)
+
+
+def _extreme(op: str) -> Callable[..., Any]:
+    def found(x: DistEdgeIndex, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            raise _refusal(op)
+        pick = torch.maximum if op == "max" else torch.minimum
+        return pick(getattr(x[0], op)(), getattr(x[1], op)())
+
+    return found
+
+
+_MADE: dict[str, Callable[..., Any]] = {
+    "getitem": lambda x, key: x[key],
+    "unbind": lambda x, dim=0: (x[0], x[1]),
+    "select": lambda x, dim, index: x[index],
+    **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
+    "flip": _flipped,
+    **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),
+    "max": _extreme("max"),
+    "min": _extreme("min"),
+}
 
 
 def _wrap(local: Tensor, topology: Topology) -> DistEdgeIndex:

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.rowcut import RowCut
+from pyg_distcomm.agreement import comparer_of
+from pyg_distcomm.averaging import averager_of, meet
+from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.rowcut import RowCut, tree_map
 
 
 def plainly(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -49,3 +52,66 @@ def _scaled(found: Any, x: Any) -> Any:
         return found
     found = found if isinstance(found, RowCut) else x.wrap(found, x.rows)
     return found if x.is_leaf else found / x.rows.mesh.size
+
+
+def meet_all(x: RowCut, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the operands of an operation, plain ones as they have to meet row-cut `x`.
+
+    Outside layers, plain tensors without gradient are compared between ranks, as
+    `Mesh.check` says. Inside, plain tensors with a history are this rank's own.
+    """
+    mesh, inside = x.rows.mesh, x.reads_local
+    if not isinstance(mesh, Mesh):
+        return args, kwargs
+
+    def met(value: Any) -> Any:
+        if not isinstance(value, Tensor) or getattr(type(value), "_spread", False):
+            return value
+        if value.requires_grad:
+            return value if inside and not value.is_leaf else meet(value, mesh)
+        if not inside and type(value) in (Tensor, torch.nn.Parameter) and checks:
+            if isinstance(value, torch.nn.Parameter):
+                averager_of(mesh).know(value)
+            else:
+                comparer_of(mesh).check(value, name)
+        return value
+
+    checks = torch._C._current_graph_task_id() == -1
+    return tree_map(met, (args, kwargs))
+
+
+def from_local(t: Tensor, like: RowCut) -> Any:
+    """Makes this rank's rows part of a row-cut tensor; the opposite of `to_local`.
+
+    The gradient of a leaf `t` is that of its rows, and is not averaged over the ranks.
+
+    Args:
+        t: `[n_i, ...]`, this rank's rows, in the order of `like.to_local()`.
+        like: says which rows they are.
+
+    Raises:
+        TypeError: if `like` is not row-cut.
+        ValueError: if `t` has another number of rows than `like` has on this rank.
+    """
+    if not isinstance(like, RowCut) or not isinstance(t, Tensor):
+        raise TypeError(
+            "from_local(t, like=x) takes this rank's rows and a row-cut tensor, such as "
+            f"data.x of pdc.partition; got {type(t).__name__} and {type(like).__name__}"
+        )
+    size = like.rows.mesh.size
+    if t.is_leaf and t.requires_grad and size > 1:
+        t = _Share.apply(t, size)
+    return like.wrap(t, like.rows)
+
+
+class _Share(torch.autograd.Function):
+    """The identity, whose gradient is divided by P: see [Note: gradients]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.size, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import adjoint, wire
-from pyg_distcomm.exchange.halo import Halo
+from pyg_distcomm.by_id import IdPlan, kept
 from pyg_distcomm.rows import Rows
 
 _PRIME = (1 << 61) - 1
@@ -17,38 +17,22 @@ _PRIME = (1 << 61) - 1
 def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     """Returns the rows `idx` (ids, the same on all ranks), cut into equal blocks.
 
-    Price: two exchanges, of ids and of rows; a rank receives at most
-    len(idx)/P times the width.
+    Price: an exchange of rows, each distinct one of another rank once; for ids that are
+    new (another tensor, or changed in place) also one of ids.
 
     Raises:
         IndexError: on all ranks, if an id is out of range.
         ValueError: on all ranks, if `idx` differs between ranks.
     """
-    idx = _checked_ids(idx, rows.total)
-    _check_same(idx, rows)
-    block = Rows.blocks(len(idx), rows.mesh)
-    return take(local, rows, idx[block.gid]), block
 
+    def build() -> tuple[IdPlan, Rows]:
+        ids = _checked_ids(idx, rows.total)
+        _check_same(ids, rows)
+        block = Rows.blocks(len(ids), rows.mesh)
+        return IdPlan.build(ids[block.gid], rows).to(local.device), block
 
-def take(local: Tensor, rows: Rows, gid: Tensor) -> Tensor:
-    """Returns the rows `gid`, which each rank chooses for itself; collective."""
-    if local.dim() == 1:
-        return take(local.unsqueeze(1), rows, gid).squeeze(1)
-    if rows.mesh.size == 1 and rows.whole:
-        return local.index_select(0, gid.to(local.device))
-    if rows.partition is None:
-        raise TypeError(
-            "rows picked by a mask or by ids cannot be picked again by id; index the "
-            "original tensor, or use .to_local() or .full_tensor()"
-        )
-    owner = rows.partition.owner_of(gid)
-    order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=rows.mesh.size).tolist()
-    halo = Halo.build(gid[order], counts, rows.gid, rows.mesh.world)
-    got = adjoint.exchange(local, halo.to(local.device))
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    return got.index_select(0, back.to(local.device))
+    plan, block = kept(idx, rows, build)
+    return plan.gather(local), block
 
 
 def _checked_ids(idx: Tensor, total: int) -> Tensor:
@@ -74,21 +58,7 @@ def _check_same(idx: Tensor, rows: Rows) -> None:
 
 def gather_all(local: Tensor, rows: Rows) -> Tensor:
     """Returns all rows in original order on every rank, differentiably; collective."""
-    world = rows.mesh.world
-    sizes = [row[0] for row in wire.all_gather_counts([len(rows)], world)]
-    every = _replicated(local, sizes, world)
-    gid = wire.all_gather_rows(rows.gid, sizes, world)
-    order = torch.argsort(gid)
-    return every.index_select(0, order.to(local.device))
-
-
-def _replicated(local: Tensor, sizes: list[int], world: wire.Axis) -> Tensor:
-    if world.size == 1:
-        return local
-    copies = local.repeat(world.size, *([1] * (local.dim() - 1)))
-    return adjoint.all_to_all(
-        copies, [len(local)] * world.size, sizes, world, "all_gather"
-    )
+    return adjoint.all_gather(local, rows.gid, rows.mesh.world)
 
 
 def ids_of(key: Any, total: int) -> Tensor:

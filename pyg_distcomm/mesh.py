@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
 
 Grid = tuple[int, int, int]
+Check = Literal["first", "always", "never"]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
 AXES = ("row", "col", "fiber")
 _REMEMBERED = 4096  # dropout calls that a recomputation may look back on
@@ -145,15 +146,20 @@ class Mesh:
         seed: the seed of all keyed randomness.
         device: where this rank computes by default.
         device_mesh: torch's own mesh of the same grid; None without a process group.
-        world: all ranks; further axes are `row`, `col`, `fiber` and `data`
-            (the ranks again, on a process group of DDP's own).
+        world: all ranks; further axes are `row`, `col`, `fiber`, and on process groups of
+            their own `data` (the gradients of parameters) and `control` (counts and
+            checks, of a few words each).
+        check: which replicated tensors are compared between ranks; see `init`.
         stage: where layers are cut into stages (see [Note: stages]), the ranks that have
             this one's place in their stages; of one rank otherwise.
         everyone: the ranks of all stages; `world` where there is one stage.
         ledger: what has travelled.
         step: how many keyed training calls (dropout) there have been.
+        questions: how many lengths of selections the ranks have asked each other for.
         plan: the `Plan` that chose the grid, where algorithm="auto" did.
         owners: who owns which node in that plan, a Partition.
+        averager: averages the gradients of parameters; see `averaging.Averager`.
+        compared: which replicated tensors were compared; see `agreement.Comparer`.
     """
 
     grid: Grid
@@ -165,13 +171,19 @@ class Mesh:
     col: Axis
     fiber: Axis
     data: Axis
+    control: Axis
     stage: Axis
     everyone: Axis
     ledger: Ledger
+    check: Check = "first"
     step: int = 0
+    questions: int = 0
     plan: Any = None
     owners: Any = None
+    averager: Any = field(default=None, repr=False)
+    compared: Any = field(default=None, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
+    local_sizes: ClassVar[bool] = False  # of row-cut tensors: see `RowCut.reads_local`
 
     @property
     def rank(self) -> int:
@@ -256,6 +268,7 @@ def init(
     seed: int = 0,
     timeout: float = 300.0,
     stages: int = 1,
+    check: Check = "first",
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
@@ -271,10 +284,13 @@ def init(
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
         stages: into how many stages the ranks are shared out; see [Note: stages].
+        check: which plain tensors are compared between ranks; see `pdc.init`.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
+    if check not in get_args(Check):
+        raise ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
     if (
         not dist.is_initialized()
         and "RANK" in os.environ
@@ -292,7 +308,7 @@ def init(
         torch.cuda.set_device(home)
     if not dist.is_initialized():
         return remember(alone(sides, seed, home))
-    return remember(_joined((stages, *sides), seed, home, timeout))
+    return remember(_joined((stages, *sides), seed, home, timeout, check))
 
 
 def ways_of(size: int, stages: int) -> int:
@@ -346,13 +362,17 @@ def _default_device() -> torch.device:
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
     """Returns the mesh of one process, which talks to nobody."""
     ledger = Ledger()
-    names = ("world", *AXES, "data", "stage", "everyone")
+    names = ("world", *AXES, "data", "control", "stage", "everyone")
     axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in names}
     return Mesh(grid, seed, device, None, ledger=ledger, **axes)
 
 
 def _joined(
-    sides: tuple[int, int, int, int], seed: int, device: torch.device, timeout: float
+    sides: tuple[int, int, int, int],
+    seed: int,
+    device: torch.device,
+    timeout: float,
+    check: Check,
 ) -> Mesh:
     rank, size = dist.get_rank(), dist.get_world_size()
     stages, *grid = sides
@@ -377,10 +397,11 @@ def _joined(
     for name, axis in axes.items():
         if axis.size == size > 1:  # torch gives the caller's, to all meshes the same
             axes[name] = replace(axis, group=dist.new_group(timeout=span))
-    for name in ("world", "data"):  # groups of our own: the caller's keep their order
+    # groups of our own: the caller's keep their order
+    for name, backend in (("world", None), ("data", None), ("control", "gloo")):
         for s in range(stages):  # every rank helps to make every group
             ranks = range(s * ways, (s + 1) * ways)
-            group = dist.new_group(list(ranks), timeout=span)
+            group = dist.new_group(list(ranks), timeout=span, backend=backend)
             if rank in ranks:
                 axes[name] = Axis(name, rank % ways, ways, group, ledger, watch)
     if stages == 1:
@@ -389,7 +410,8 @@ def _joined(
     else:
         every = dist.new_group(timeout=span)
         axes["everyone"] = Axis("everyone", rank, size, every, ledger, watch)
-    return Mesh(tuple(grid), seed, device, device_mesh, ledger=ledger, **axes)  # type: ignore[arg-type]
+    meshed: Any = {"ledger": ledger, "check": check, **axes}
+    return Mesh(tuple(grid), seed, device, device_mesh, **meshed)  # type: ignore[arg-type]
 
 
 def _make_watch(rank: int, size: int, timeout: float) -> Watch:

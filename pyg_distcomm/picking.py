@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm import indexing
+from pyg_distcomm import adjoint, by_id, indexing
 from pyg_distcomm.rowcut import Picker, RowCut, fit_plain, undecided
 from pyg_distcomm.rows import Rows
 
@@ -35,26 +36,55 @@ def get(x: RowCut, key: Any) -> Any:
 def _columns(x: RowCut, key: Any) -> RowCut:
     if isinstance(key, tuple) and len(key) > 1 and key[1] is None and x.dim() == 0:
         raise undecided("x[...]")
-    return x.wrap(x.to_local()[key], x.rows)
+    out = x.wrap(x.to_local()[key], x.rows)
+    version, counts = getattr(x, "_counts", (None, None))
+    one = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
+    if one and isinstance(counts, list) and version == x._version:
+        out._counts = out._version, counts[key[1]]
+    return out
 
 
 def _take_rows(x: RowCut, key: Any) -> RowCut:
     if isinstance(key, slice) and key == slice(None):
         return x
-    if isinstance(key, (int, type(None), bool)) or _is_scalar(key):
+    if isinstance(key, (type(None), bool)):
         raise undecided(f"x[{key}], which drops or adds the row dimension,")
+    if isinstance(key, (int, np.integer)) or _is_scalar(key):
+        return _one_row(x, int(key))
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return _masked(x, key)
     if isinstance(key, RowCut):
-        local = indexing.take(x.to_local(), x.rows, key.to_local().cpu().long())
-        return x.wrap(local, key.rows)
-    idx = indexing.ids_of(key, x.rows.total)
+        return by_id.gather(x, key)
+    count = x.rows.total if x.rows.whole else x.rows.count
+    idx = indexing.ids_of(key, count)
     if idx.dtype == torch.bool:
         return _masked(x, idx)
     if idx.dim() != 1 or idx.is_floating_point():
         raise undecided(f"x[idx] with idx of shape {tuple(idx.shape)} and {idx.dtype}")
+    if x.rows.partition is None and x.rows.mesh.size > 1 and not x.reads_local:
+        return _of_gathered(x, idx)
     local, rows = indexing.take_same(x.to_local(), x.rows, idx)
     return x.wrap(local, rows)
+
+
+def _of_gathered(x: RowCut, idx: Tensor) -> RowCut:
+    """Returns rows of a selection, or of values per edge, by their place among all rows.
+
+    No rank knows who has them, so all of them are gathered.
+    """
+    whole = indexing.gather_all(x.to_local(), x.rows)
+    block = Rows.blocks(len(idx), x.rows.mesh)
+    return x.wrap(whole[idx[block.gid].to(whole.device)], block)
+
+
+def _one_row(x: RowCut, place: int) -> Tensor:
+    """Returns one row of the whole tensor on all ranks."""
+    count = x.rows.count
+    if not -count <= place < count:
+        raise IndexError(f"index {place} is out of range for a tensor of {count} rows")
+    hit = (x.rows.place == place % count).to(x.device)
+    local = x.to_local()[hit].sum(0, dtype=x.dtype)
+    return adjoint.all_reduce(local, x.rows.mesh.world)
 
 
 def _is_scalar(key: Any) -> bool:
@@ -65,7 +95,9 @@ def _masked(x: RowCut, mask: Tensor) -> RowCut:
     if mask.dim() != 1:
         raise undecided("x[mask] with a mask that is not one bool per row")
     if not isinstance(mask, RowCut):
-        mask = x.wrap(fit_plain(mask, x.rows, 1, "x[mask]"), x.rows)
+        whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
+        mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
+        mask._counts = mask._version, whole
     elif not x.rows.same_as(mask.rows):
         raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
     return x.wrap(x.to_local()[mask.to_local()], _selected(mask))
@@ -74,37 +106,71 @@ def _masked(x: RowCut, mask: Tensor) -> RowCut:
 def _selected(mask: RowCut) -> Rows:
     """The rows a mask keeps, remembered on the mask so that their count is asked once."""
     if mask.is_inference():  # has no version to remember it by
-        return mask.rows.select(mask.to_local())
+        return mask.rows.select(mask.to_local(), getattr(mask, "_counts", (0, None))[1])
     version = mask._version
     known = getattr(mask, "_kept", None)
     if known is None or known[0] != version:
-        known = mask._kept = (version, mask.rows.select(mask.to_local()))
+        count = _counted(mask)
+        known = mask._kept = (version, mask.rows.select(mask.to_local(), count))
     rows: Rows = known[1]
     return rows
 
 
+def _counted(mask: RowCut) -> int | None:
+    """Returns how many rows a mask keeps on all ranks, where it is known as it stands."""
+    version, count = getattr(mask, "_counts", (None, None))
+    known = count if version == mask._version and isinstance(count, int) else None
+    if mask.rows.mesh.size == 1:
+        return int(mask.to_local().sum())
+    return known
+
+
 def put(x: RowCut, key: Any, value: Any) -> None:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
-    if isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1:
+    if isinstance(first, (list, int, np.ndarray, np.integer)):
+        first = torch.as_tensor(first).view(-1) if type(first) is not bool else first
+    masked = (
+        isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1
+    )
+    if masked:
         mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
-        _check_cut(value, mask.rows)
+        value = _cut_for(value, x, mask.rows, rest)
         if any(not isinstance(r, (int, slice)) for r in rest):
             raise undecided("x[mask, columns] = value with a list of columns")
-        if isinstance(first, RowCut):
-            first = first.to_local()
-        first = fit_plain(first, x.rows, 1, "x[mask]")
+        plain = not isinstance(first, RowCut)
+        first = fit_plain(first, x, 1, "x[mask]") if plain else first.to_local()
     elif isinstance(first, slice) and first == slice(None):
-        _check_cut(value, x.rows)
+        value = _cut_for(value, x, x.rows, rest)
+    elif isinstance(first, (Tensor, slice)) and not isinstance(first, RowCut):
+        ids = indexing.ids_of(first, x.rows.count)
+        first, value = _here(x, ids, value)
     else:
-        raise undecided("x[key] = value, unless key is a mask or [:, columns],")
+        raise undecided("x[key] = value, unless key is a mask, ids or [:, columns],")
     with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.__setitem__(
-            x,
-            (first, *rest),
-            (value.to_local() if isinstance(value, RowCut) else value),
-        )
+        torch.Tensor.__setitem__(x, (first, *rest), value)
 
 
-def _check_cut(value: Any, rows: Rows) -> None:
-    if isinstance(value, RowCut) and not value.rows.same_as(rows):
-        raise TypeError(f"the value has {value.rows}, but its place has {rows}")
+def _here(x: RowCut, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
+    """Returns the places of ids that are here, and the rows of a value for them."""
+    if ids.dim() != 1 or ids.is_floating_point() or isinstance(value, RowCut):
+        raise undecided("x[ids] = value with row-cut values, or ids that are no list,")
+    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
+    place, order = x.rows.place.sort()
+    at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))
+    here = (place[at] == ids) if len(place) else torch.zeros_like(ids, dtype=torch.bool)
+    many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
+    if many and len(ids) > 1:
+        value = value[here.to(value.device)]
+    return order[at[here]] if len(place) else ids[:0], value
+
+
+def _cut_for(value: Any, x: RowCut, rows: Rows, rest: tuple[Any, ...]) -> Any:
+    """Returns the rows here of a value that is written to rows of x."""
+    if isinstance(value, RowCut):
+        if not value.rows.same_as(rows):
+            raise TypeError(f"the value has {value.rows}, but its place has {rows}")
+        return value.to_local()
+    if not isinstance(value, Tensor) or x.reads_local:
+        return value
+    width = x.dim() - sum(isinstance(r, int) for r in rest)
+    return fit_plain(value, rows, width, "x[mask] = value")

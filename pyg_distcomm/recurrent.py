@@ -29,16 +29,25 @@ def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
         raise undecided(f"{name}() with rows that are not its batch (use batch_first)")
     if dropout and training:
         raise undecided(f"{name}() with dropout between its layers")
+    args = (x, tree_map(lambda v: _here(v, x), args[1]), *args[2:])
     local = tree_map(lambda v: v.to_local() if isinstance(v, RowCut) else v, args)
     with torch._C.DisableTorchFunctionSubclass():
         out, *states = func(*local)
     return x.wrap(out, x.rows), *(_state(s, x) for s in states)
 
 
+def _here(state: Tensor, x: RowCut) -> Tensor:
+    """Returns the rows here of an initial state `[layers, n, C]` of all rows."""
+    if x.reads_local or state.dim() != 3 or state.size(1) != x.rows.count:
+        return state
+    return state.index_select(1, x.rows.place.to(state.device))
+
+
 class LayerStates(torch.Tensor):
     """Hidden states `[layers, n_i, C]`: `states[k]` is row-cut, nothing else is known."""
 
     _like: RowCut
+    _spread = True
 
     def __getitem__(self, key: Any) -> Any:
         """Returns one layer's states, a row for each row."""

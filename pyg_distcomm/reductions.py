@@ -190,6 +190,47 @@ def _track(running: Tensor | None, value: Tensor, momentum: float) -> None:
             running.lerp_(value.detach().flatten().to(running.dtype), momentum)
 
 
+def logsumexp(x: Tensor, rows: Rows, keepdim: bool = True) -> Tensor:
+    """Returns the logarithm of the sum of exponentials over the rows of all ranks."""
+    high = _bound(x, rows, [0], "max")
+    high = torch.where(high.isfinite(), high, 0)
+    out = total((x - high).exp(), rows, [0], True).log() + high
+    return out if keepdim else out.squeeze(0)
+
+
+def _softmax(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
+    return (_as(x, kwargs) - logsumexp(_as(x, kwargs), rows)).exp()
+
+
+def _as(x: Tensor, kwargs: Any) -> Tensor:
+    return x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+
+
+def _log_softmax(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
+    return _as(x, kwargs) - logsumexp(_as(x, kwargs), rows)
+
+
+def _logsumexp(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
+    keepdim = kwargs.get("keepdim", len(args) > 2 and args[2])
+    return logsumexp(x, rows, bool(keepdim))
+
+
+def _normalize(x: Tensor, rows: Rows, kwargs: Any, args: Any) -> Tensor:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 2.0)
+    eps = args[3] if len(args) > 3 else kwargs.get("eps", 1e-12)
+    return x / norm(x, rows, [0], True, p).clamp_min(eps)
+
+
+# over the rows, with a row for each row
+SCALED: dict[str, Callable[..., Tensor]] = {
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "softmin": lambda x, rows, kwargs, args: _softmax(-x, rows, kwargs, args),
+    "logsumexp": _logsumexp,
+    "normalize": _normalize,
+}
+
+
 GLOBAL: dict[str, Callable[..., Any]] = {
     "sum": total,
     "mean": mean,

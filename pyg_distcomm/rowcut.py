@@ -22,14 +22,26 @@ class RowCut(torch.Tensor):
 
     rows: Rows
     _kept: tuple[int, Rows]  # what this mask keeps, at a version of it
+    _counts: tuple[
+        int, Any
+    ]  # how many rows this mask (or each column) keeps on all ranks
+    _inside = False  # a layer
+    _spread = True  # over the ranks, and so no plain operand
+
+    @property
+    def reads_local(self) -> bool:
+        """Whether sizes and plain operands are this rank's, as inside a layer."""
+        return self._inside or self.rows.mesh.local_sizes
 
     @classmethod
     def wrap(cls, local: Tensor, rows: Rows) -> Self:
         """Returns `local` `[len(rows), ...]` as this rank's part of a row-cut tensor."""
-        if local.dim() == 0 or local.size(0) != len(rows):
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(local.shape)
+        if not shape or shape[0] != len(rows):
             raise ValueError(
-                f"local tensor of shape {tuple(local.shape)} must have one row for each "
-                f"of this rank's {len(rows)} rows"
+                f"local tensor of shape {list(shape)} must have one row for each of this "
+                f"rank's {len(rows)} rows"
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = local.as_subclass(cls)
@@ -44,6 +56,8 @@ class RowCut(torch.Tensor):
 
 class Picker(torch.Tensor):
     """Row numbers that know by themselves which rows of a row-cut tensor they pick."""
+
+    _spread = True
 
     def pick(self, x: RowCut, rest: tuple[Any, ...]) -> Tensor:
         """Returns `x[self, *rest]`."""
@@ -68,21 +82,51 @@ def undecided(what: str) -> TypeError:
     )
 
 
-def fit_plain(value: Tensor, rows: Rows, width: int, name: str) -> Tensor:
-    """Returns the rows of a plain operand that meet `rows`, by its first size.
+def fit_plain(value: Tensor, like: RowCut | Rows, width: int, name: str) -> Tensor:
+    """Returns the rows here of a plain operand that meets row-cut ones.
 
-    One row is replicated, this rank's number of rows are its rows, and a row for every
-    row anywhere gives those that are here.
+    A plain tensor holds the rows of all ranks, in the order of their ids: `[n, ...]` beside
+    `[n, ...]`, and `[k, ...]` beside a selection of k rows. One row is replicated. In a
+    backward pass, and inside a layer, plain tensors are this rank's rows.
+
+    Args:
+        value: the operand.
+        like: the row-cut operand, or its rows.
+        width: the dims of the row-cut operands; with fewer, `value` has columns alone.
+        name: the operation.
+
+    Raises:
+        TypeError: if it has another number of rows.
     """
     if value.dim() < width or value.size(0) == 1:
         return value
-    if value.dim() == width and value.size(0) == len(rows):
-        return value
-    if value.dim() == width and rows.whole and value.size(0) == rows.total:
-        return value[rows.gid.to(value.device)]
-    raise TypeError(
-        f"{name}() got a plain tensor of shape {tuple(value.shape)} beside a row-cut one "
-        f"with {len(rows)} rows here and {rows.total} in all; give it one row "
-        f"(replicated), {len(rows)} (this rank's) or {rows.total} (everybody's), or make "
-        "it part of the Data before pdc.partition"
+    rows = like if isinstance(like, Rows) else like.rows
+    inside = rows.mesh.local_sizes if isinstance(like, Rows) else like.reads_local
+    count = value.size(0)
+    if value.dim() == width:
+        if count == len(rows) and (inside or torch._C._current_graph_task_id() != -1):
+            return value
+        if rows.whole and count == rows.total:
+            return value[rows.gid.to(value.device)]
+        if not rows.whole and not inside and count == rows.count:
+            return value[rows.place.to(value.device)]
+    raise TypeError(_misfit(value, rows, width, name, inside))
+
+
+def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> str:
+    count = len(rows) if inside else rows.count
+    told = (
+        f"{name}() got a plain tensor of shape {list(value.shape)} beside a row-cut one of "
+        f"{count} rows"
+    )
+    if value.dim() == width and value.size(0) == len(rows) and not inside:
+        return (
+            "make this rank's rows row-cut by pdc.from_local(t, like=x): "
+            + told
+            + f" ({len(rows)} of "
+            "them here), and a plain tensor means the rows of all ranks"
+        )
+    return (
+        f"give one row (the same for all) or {count} (in the order of their ids): {told}; "
+        "or make it part of the Data before pdc.partition"
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
+from pyg_distcomm import agreement, wire
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.price import balanced_split
@@ -24,6 +27,9 @@ class Rows:
         mesh: the ranks that share the tensor.
         partition: who has which id; None where nobody can be asked.
         whole: whether the ranks together hold every id (False behind a mask).
+        known: the number of rows on all ranks, where it is known without asking.
+        nodes: for the edges of a graph, the rows of its nodes.
+        stacked: for the edges of a graph, makes an edge_index of sources and targets.
     """
 
     gid: Tensor
@@ -31,17 +37,42 @@ class Rows:
     mesh: Mesh
     partition: Partition | None
     whole: bool = True
+    known: int | None = None
+    nodes: Rows | None = None
+    stacked: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.gid)
 
     @cached_property
     def count(self) -> int:
-        """The number of rows on all ranks; collective once where a mask was applied."""
+        """The number of rows on all ranks.
+
+        Collective once, over the mesh's control axis, behind a mask that was computed from
+        row-cut values; free everywhere else.
+        """
         if self.whole:
             return self.total
-        here = torch.tensor([len(self)], dtype=torch.int64)
-        return int(wire.all_reduce(here, self.mesh.world))
+        if self.known is not None:
+            return self.known
+        return agreement.count_rows(len(self), self.mesh)
+
+    @cached_property
+    def plans(self) -> OrderedDict[Any, Any]:
+        """Exchanges with lists of ids, as `by_id.py` plans them; the latest are kept."""
+        return OrderedDict()
+
+    @cached_property
+    def place(self) -> Tensor:
+        """The places `[n_i]` of the rows here among all rows, in order of their ids.
+
+        Collective once behind a mask: the ids of all ranks are gathered.
+        """
+        if self.whole:
+            return self.gid
+        sizes = [row[0] for row in wire.all_gather_counts([len(self)], self.mesh.world)]
+        every = wire.all_gather_rows(self.gid, sizes, self.mesh.world, op="plan")
+        return torch.searchsorted(every.sort().values, self.gid)
 
     def same_as(self, other: Rows) -> bool:
         """Whether both stand for the same rows on this rank."""
@@ -49,9 +80,16 @@ class Rows:
             return True
         return self.total == other.total and torch.equal(self.gid, other.gid)
 
-    def select(self, mask: Tensor) -> Rows:
-        """Returns the rows that a local boolean mask `[n_i]` keeps."""
-        return Rows(self.gid[mask.cpu()], self.total, self.mesh, None, whole=False)
+    def select(self, mask: Tensor, known: int | None = None) -> Rows:
+        """Returns the rows that a local boolean mask `[n_i]` keeps.
+
+        Args:
+            mask: of the rows here.
+            known: how many rows it keeps on all ranks, where that is known.
+        """
+        gid = self.gid[mask.cpu()]
+        kept: Any = {"nodes": self.nodes, "stacked": self.stacked}
+        return Rows(gid, self.total, self.mesh, None, False, known, **kept)
 
     @staticmethod
     def blocks(total: int, mesh: Mesh) -> Rows:

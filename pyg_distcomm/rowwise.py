@@ -46,6 +46,13 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "softmin": (1, "missing"),
     "glu": (1, -1),
     "normalize": (2, 1),
+    "diff": (2, -1),
+    "cummax": (1, "missing"),
+    "cummin": (1, "missing"),
+    "logcumsumexp": (1, "missing"),
+    "nanmedian": (1, None),
+    "quantile": (2, None),
+    "nanquantile": (2, None),
     "cosine_similarity": (2, 1),
     "sum": (1, None),
     "mean": (1, None),
@@ -88,18 +95,33 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "cross": (2, "missing"),
 }
 
-# facts about this rank's part, or about autograd; nothing to wrap
+# computed on all rows, gathered on every rank: a row for each row comes out row-cut,
+# anything else as an ordinary tensor
+WHOLE = frozenset(
+    """
+    sort argsort topk flip flipud roll cumsum cumprod cummax cummin logcumsumexp median
+    nanmedian mode kthvalue quantile nanquantile prod nanmean nansum unique
+    unique_consecutive bincount histc nonzero argwhere msort multinomial diff cov corrcoef
+    isin searchsorted bucketize nonzero_static aminmax
+    """.split()
+)
+
+# sizes: the whole tensor's, see `sizes.py`
+SIZES = frozenset("shape size numel nelement nbytes len".split())
+NEW = frozenset("new_zeros new_ones new_empty new_full".split())
+
+# facts about dtype, memory or autograd; nothing to wrap
 FACTS = frozenset(
     """
-    shape size dim ndim ndimension numel nelement nbytes element_size itemsize dtype
-    device layout is_cuda is_cpu is_sparse is_floating_point is_complex is_signed
+    shape size dim ndim ndimension numel nelement nbytes element_size itemsize dtype device
+    layout is_cuda is_cpu is_sparse is_floating_point is_complex is_signed
     is_contiguous is_leaf is_quantized is_meta is_mps is_xpu is_nested is_pinned
     is_shared is_inference is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor
     requires_grad grad_fn retain_grad retains_grad output_nr _version _backward_hooks
     register_hook register_post_accumulate_grad_hook backward stride storage_offset
     data_ptr get_device untyped_storage storage name names has_names len
-    _is_view _base hash __hash__ is_storage result_type can_cast new_zeros new_ones
-    new_empty new_full new_tensor _is_param is_inference_mode_enabled
+    _is_view _base hash __hash__ is_storage result_type can_cast new_tensor
+    _is_param is_inference_mode_enabled
     _has_compatible_shallow_copy_type data=
     """.split()
 )

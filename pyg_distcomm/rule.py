@@ -9,17 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import gradients, losses, random, reductions
+from pyg_distcomm import (
+    adjoint,
+    by_id,
+    foreach,
+    gradients,
+    losses,
+    random,
+    reductions,
+    sizes,
+)
 from pyg_distcomm.dropout import keyed_dropout
-from pyg_distcomm.gradients import plainly
+from pyg_distcomm.gradients import meet_all, plainly
 from pyg_distcomm.recurrent import RECURRENT, recurrent
 from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, tree_map, undecided
 from pyg_distcomm.rows import Rows
-from pyg_distcomm.rowwise import BY_DIM, FACTS, ROWWISE, WEIGHTED, base_name
+from pyg_distcomm.rowwise import (
+    BY_DIM,
+    FACTS,
+    NEW,
+    ROWWISE,
+    SIZES,
+    WEIGHTED,
+    WHOLE,
+    base_name,
+)
 from pyg_distcomm.shaping import SHAPING, Undecided
+from pyg_distcomm.transposed import multiplied, transposed
 
 
 def _first(args: Any, kwargs: Any) -> RowCut:
+    for value in args:
+        if isinstance(value, RowCut):
+            return value
     found: list[RowCut] = []
     tree_map(lambda v: found.append(v) if isinstance(v, RowCut) else v, (args, kwargs))
     return found[0]
@@ -27,39 +49,77 @@ def _first(args: Any, kwargs: Any) -> RowCut:
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
+    if name in SIZES:
+        return sizes.size_of(name, func, args, kwargs)
+    if name in FACTS:
+        return plainly(func, args, kwargs)
+    if name.startswith(("_foreach_", "_fused_")):
+        return foreach.apply(func, args, kwargs)
+    args, kwargs = _met(name, args, kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](func, args, kwargs)
     if name in losses.LOSSES:
         return _loss(func, args, kwargs)
     if name in BY_DIM:
         return _by_dim(name, func, args, kwargs)
-    if name in FACTS:
-        return plainly(func, args, kwargs)
-    if name in ROWWISE or name.startswith("_foreach_"):
+    if name in ROWWISE:
         return _rowwise(func, args, kwargs)
+    if name in WHOLE:
+        return gathered(func, args, kwargs)
     raise undecided(f"{name}()")
 
 
+def _met(name: str, args: Any, kwargs: Any) -> Any:
+    """Tells the ranks which plain tensors meet row-cut ones; see `averaging.py`."""
+    found = _first(args, kwargs)
+    mesh = found.rows.mesh
+    if mesh.size == 1 or name in _SILENT:
+        return args, kwargs
+    return meet_all(found, name, args, kwargs)
+
+
+# autograd's own, and what does not look at the values of its plain operands
+_SILENT = frozenset("requires_grad= grad grad= zeros_like ones_like empty_like".split())
+
+
 def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
+    if base_name(func) == "where" and len(args) + len(kwargs) == 1:
+        return gathered(func, args, kwargs)
+    if _writes_whole(func, args, kwargs):
+        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
     rows, width = _aligned_rows(func, args, kwargs)
-    _check_written(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), rows, width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
     )
-    out = _wrapped(plainly(func, args, kwargs), _first(args, kwargs))
+    first = _first(args, kwargs)
+    out = _wrapped(plainly(func, args, kwargs), first)
+    if base_name(func) in _COPIES and hasattr(first, "_counts"):
+        version, counts = first._counts
+        if version == first._version and out is not first:
+            out._counts = out._version, counts
     return out.requires_grad_() if wants_gradient else out
 
 
-def _check_written(func: Callable, args: Any, kwargs: Any) -> None:
-    """Refuses to write rows into an ordinary tensor, which may hold everybody's."""
+_COPIES = frozenset("to cpu cuda clone contiguous detach bool pin_memory".split())
+
+
+def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
+    """Whether row-cut values are written into an ordinary tensor, which has all rows."""
     name = getattr(func, "__name__", "")
     inplace = name.endswith("_") and not name.startswith("_")
     target = args[0] if inplace and args else kwargs.get("out")
-    if isinstance(target, Tensor) and not isinstance(target, RowCut):
+    if not isinstance(target, Tensor) or isinstance(target, RowCut):
+        return False
+    if _first(args, kwargs).reads_local or "out" in kwargs:
         raise undecided(f"{name}() that writes row-cut values into an ordinary tensor")
-    if base_name(func) == "where" and len(args) + len(kwargs) == 1:
-        raise undecided("where(mask), which numbers rows,")
+    return True
+
+
+def _gathered(value: Any) -> Any:
+    if not isinstance(value, RowCut):
+        return value
+    return adjoint.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
 
 
 def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
@@ -91,6 +151,8 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
             )
         return tree
 
+    like = _first(*tree)
+
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
@@ -101,7 +163,7 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
                     "rows would meet columns (add .unsqueeze(-1)),"
                 )
             return value
-        return fit_plain(value, rows, width, name)
+        return fit_plain(value, like, width, name)
 
     return tree_map(fit, tree)
 
@@ -134,7 +196,7 @@ def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     dims = _normal_dims(dim, x.dim())
     if 0 not in dims:
         return _rowwise(func, args, kwargs)
-    return _reduce(name, x, dims, dim, args, kwargs)
+    return _reduce(func, x, dims, dim, args, kwargs)
 
 
 def _is_pairwise(args: Any, kwargs: Any) -> bool:
@@ -168,12 +230,17 @@ def _normal_dims(dim: Any, ndim: int) -> list[int]:
 
 
 def _reduce(
-    name: str, x: RowCut, dims: list[int], dim: Any, args: Any, kwargs: Any
+    func: Callable, x: RowCut, dims: list[int], dim: Any, args: Any, kwargs: Any
 ) -> Any:
-    local, rows = x.to_local(), x.rows
+    local, rows, name = x.to_local(), x.rows, base_name(func)
     keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
     if name in ("max", "min", "argmax", "argmin"):
         return _extreme(name, local, rows, dim, keepdim)
+    if name in reductions.SCALED and dims == [0]:
+        out = reductions.SCALED[name](local, rows, kwargs, args)
+        return out if name == "logsumexp" else x.wrap(out, rows)
+    if name in WHOLE:
+        return gathered(func, args, kwargs)
     if name not in reductions.GLOBAL:
         raise undecided(f"{name}() over the rows")
     extra = {
@@ -203,9 +270,18 @@ def _extreme(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> A
             return reductions.extreme(local, rows, list(range(local.dim())), False, op)
         return reductions.extreme_at(local, rows, False, op).indices
     if dim is None:
-        raise undecided(f"{name}() without dim")
+        return _flat_argument(local, rows, op)
     found = reductions.extreme_at(local, rows, keepdim, op)
     return found if op == name else found.indices
+
+
+def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
+    """Returns the place of the extreme value in the flattened whole tensor."""
+    width = local.shape[1:].numel()
+    best = reductions.extreme_at(local, rows, False, op)
+    values = best.values.flatten()
+    column = values.argmax() if op == "max" else values.argmin()
+    return best.indices.flatten()[column] * width + column
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -218,9 +294,10 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
         if isinstance(value, RowCut):
             return value.to_local()
         if isinstance(value, Tensor) and place in _ROW_OPERANDS and value.dim():
-            return fit_plain(value, rows, value.dim(), name)
+            return fit_plain(value, like, value.dim(), name)
         return value
 
+    like = _first(args, kwargs)
     out, per_row = losses.global_loss(
         func,
         [fit(value, place) for place, value in enumerate(args)],
@@ -234,18 +311,73 @@ _ROW_OPERANDS = (0, 1, "input", "target", "input1", "input2", "anchor", "positiv
 
 
 def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
-    rows, _ = _aligned_rows(func, args, kwargs)
     name = base_name(func)
-    if name in ("matmul", "mm", "mv", "addmm", "bmm", "baddbmm"):
+    if name in _PRODUCTS and (found := multiplied(name, args, kwargs)) is not None:
+        return found
+    if name in _PRODUCTS:
         _check_product(name, args)
-    if name in ("cat", "concat", "concatenate", "stack"):
-        args, kwargs = _aligned(func, (args, kwargs), rows, _first(args, kwargs).dim())
+    _aligned_rows(func, args, kwargs) if name not in _JOINS else None
+    first = _first(args, kwargs)
+    if name in _JOINS:
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
+            return by_id.joined(list(args[0] if args else kwargs["tensors"]))
+        rows, _ = _aligned_rows(func, args, kwargs)
+        if (
+            name == "stack"
+            and dim % (first.dim() + 1) == 0
+            and rows.stacked is not None
+        ):
+            return rows.stacked(*(args[0] if args else kwargs["tensors"]))
+        args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
+    if name in _SIZED:
+        args = (first, *sizes.with_local_size(first, args[1:]))
+        kwargs = {k: sizes.with_local_size(first, (v,))[0] for k, v in kwargs.items()}
+    if name in _TURNED and (turned := transposed(name, args, kwargs)) is not None:
+        return turned
+    if name == "one_hot":
+        args, kwargs = _with_classes(args, kwargs)
     local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
     try:
         out = SHAPING[name](func, *local_args, **local_kwargs)
     except Undecided:
         raise undecided(f"{name}() that moves rows or mixes them") from None
-    return _first(args, kwargs).wrap(out, rows)
+    return first.wrap(out, first.rows)
+
+
+_PRODUCTS = frozenset("matmul mm mv addmm bmm baddbmm".split())
+_JOINS = frozenset("cat concat concatenate stack".split())
+_SIZED = frozenset("view reshape expand broadcast_to".split())
+_TURNED = frozenset("t T mT transpose swapaxes swapdims permute".split())
+
+
+def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gives one_hot the number of classes of the whole tensor, where it has none."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if classes >= 0 or args[0].reads_local:
+        return args, kwargs
+    return (args[0], int(args[0].max()) + 1), {}
+
+
+def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on all rows, gathered on every rank; collective.
+
+    What has a row for each row of a whole tensor comes out row-cut, the rest ordinary.
+    """
+    x = _first(args, kwargs)
+    if x.reads_local:
+        raise undecided(f"{base_name(func)}() over the rows")
+    args, kwargs = tree_map(_gathered, (args, kwargs))
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)([cut(v) for v in value])
+        many = isinstance(value, Tensor) and value.dim() and x.rows.whole
+        if not many or value.size(0) != x.rows.total:
+            return value
+        return x.wrap(value[x.rows.gid.to(value.device)], x.rows)
+
+    return cut(func(*args, **kwargs))
 
 
 def _unwrapped(value: Any) -> Any:
@@ -326,36 +458,91 @@ def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Scatters within each row."""
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if not isinstance(dim, int) or dim % args[0].dim() == 0:
-        raise undecided(f"{base_name(func)}() over the rows")
-    return _rowwise(func, args, kwargs)
+    """Scatters within each row, or rows to the rows that an index names."""
+    names = ("input", "dim", "index", "src", "reduce")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target, dim = given.get("input", given.get("self")), given["dim"]
+    if not isinstance(dim, int):
+        raise undecided(f"{base_name(func)}() over named dims")
+    if dim % target.dim() != 0:
+        return _rowwise(func, args, kwargs)
+    return by_id.scattered(func, {**given, "input": target})
 
 
 def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Rows of an ordinary (replicated) table, at row-cut integer numbers of them."""
+    """Rows of a table, ordinary or row-cut, at row-cut integer numbers of them."""
     table, key, dim = args[0], args[-1], 0
     if base_name(func) == "index_select":
         dim, key = (_at((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index")))
-        if isinstance(table, RowCut):
+        if isinstance(table, RowCut) and dim % table.dim() != 0:
             return _shape(func, args, kwargs)
-    whole = not isinstance(table, RowCut) and isinstance(key, RowCut) and dim == 0
-    if not whole or key.dtype in (torch.bool, torch.uint8):
+        if isinstance(table, RowCut):
+            return table[key]
+    plain = isinstance(table, Tensor) and not isinstance(table, RowCut)
+    if plain and isinstance(key, tuple) and isinstance(key[-1], RowCut):
+        return _columns_at(table, key)
+    if not plain or not isinstance(key, RowCut) or dim % max(table.dim(), 1) != 0:
         raise undecided(f"{base_name(func)}() that moves rows or mixes them")
+    if key.dtype in (
+        torch.bool,
+        torch.uint8,
+    ):  # rows of the whole tensor, kept by a mask
+        whole = fit_plain(table, key, table.dim(), "x[mask]")
+        return key.wrap(whole, key.rows)[key]
     return key.wrap(table[key.to_local()], key.rows)
 
 
+def _columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
+    """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
+    *front, last = key
+    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+        raise undecided("x[...] that moves rows or mixes them")
+    if all(isinstance(k, int) for k in front):
+        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
+    raise undecided("x[...] that moves rows or mixes them")
+
+
+def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
+    """Writes to an ordinary tensor at row-cut places: on all ranks, all of them."""
+    table, key, value = args
+    if isinstance(table, RowCut):
+        table[key] = value
+        return
+    plainly(func, (table, tree_map(_gathered, key), _gathered(value)), {})
+
+
+def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Returns all rows as a numpy array or as lists, on every rank; collective."""
+    return func(args[0].full_tensor(), *args[1:], **kwargs)
+
+
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
-    x = _first(args, kwargs)
-    return reductions.agree_all(plainly(func, args, kwargs), x.rows)
+    x, name = _first(args, kwargs), base_name(func)
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, RowCut) or not isinstance(value, Tensor):
+            return value
+        return fit_plain(value, x, x.dim(), name)
+
+    if any(isinstance(v, Tensor) and v.dim() != x.dim() for v in args):
+        return False
+    args = [fit(v) for v in args]
+    shapes = {sizes.local_shape(v) for v in args if isinstance(v, RowCut)}
+    same = len(shapes) <= 1 and plainly(func, args, kwargs)
+    return reductions.agree_all(same, x.rows)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SHAPING, _shape),
     **dict.fromkeys(("dropout", "rand_like", "randn_like"), _keyed),
+    **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
     **dict.fromkeys(("getitem", "index_select"), _looked_up),
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scattered),
+    **dict.fromkeys(
+        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"),
+        _scattered,
+    ),
+    "setitem": _assigned,
+    **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
     "einsum": _einsum,
     **dict.fromkeys(RECURRENT, recurrent),
     "requires_grad=": gradients.requires_grad,

@@ -51,8 +51,10 @@ def flatten(func: Callable, x: Tensor, start_dim: int = 0, end_dim: int = -1) ->
     return x.flatten(start_dim, end_dim) if x.dim() > 1 else x
 
 
-def transpose(func: Callable, x: Tensor, dim0: int, dim1: int) -> Tensor:
+def transpose(func: Callable, x: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
     """Exchanges two dims of each row."""
+    if func.__name__ in ("mT", "__get__") and x.dim() > 2:
+        return x.mT
     if 0 in (dim0 % x.dim(), dim1 % x.dim()) and dim0 % x.dim() != dim1 % x.dim():
         raise Undecided
     return x.transpose(dim0, dim1)
@@ -206,6 +208,10 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
     "addmm": addmm,
     "bmm": mm,
     "baddbmm": baddbmm,
+    "t": transpose,
+    "T": transpose,
+    "mT": transpose,
+    "broadcast_to": expand,
     "layer_norm": layer_norm,
     "rms_norm": layer_norm,
     "group_norm": group_norm,

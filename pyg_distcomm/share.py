@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import share_hetero, wire
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -271,7 +271,7 @@ def _share_of(
 
 def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
     nodes = Rows(share.node_gid, share.partition.num_nodes, mesh, share.partition)
-    edges = Rows(share.edge_gid, share.num_edges_global, mesh, None)
+    edges = rows_of_edges(share.edge_gid, share.num_edges_global, nodes)
     out = Data()
     if share.node.get("x") is not None:
         out.x = DistTensor.wrap(share.node["x"], nodes)
@@ -284,8 +284,31 @@ def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
         out[name] = DistTensor.wrap(value, edges)
     for name, value in share.graph.items():
         out[name] = value
-    out.num_nodes, out.num_nodes_global = len(nodes), nodes.total
+    out.num_nodes = nodes.total
+    count_masks(out, mesh)
     return out
+
+
+def count_masks(data: Any, mesh: Mesh) -> None:
+    """Counts the rows that each mask of a share keeps, so that nobody asks later.
+
+    Price: one all-reduce of a word for each column of a mask.
+    """
+    masks = [
+        value
+        for store in data.stores
+        for value in store.values()
+        if isinstance(value, DistTensor)
+        and value.dtype == torch.bool
+        and value.dim() < 3
+    ]
+    if not masks:
+        return
+    sums = [mask.to_local().sum(0).view(-1).cpu() for mask in masks]
+    counts = wire.all_reduce(torch.cat(sums), mesh.world)
+    for mask, count in zip(masks, counts.split([len(s) for s in sums]), strict=True):
+        known = count.tolist()
+        mask._counts = mask._version, known[0] if mask.dim() == 1 else known
 
 
 def partition_report(data: Data) -> PartitionReport:

@@ -120,8 +120,7 @@ def share_hetero(
     for store in data.node_stores:
         rows, name = nodes[store._key], store._key
         _fill(store, out[name], rows, int(store.num_nodes))
-        out[name].num_nodes = len(rows)
-        out[name].num_nodes_global = rows.total
+        out[name].num_nodes = rows.total
     for store in data.edge_stores:
         source, _, target = store._key
         ends = store.edge_index.cpu()

@@ -21,9 +21,14 @@ class DistTensor(RowCut):
 
     So `x.relu()`, `lin(x)`, `x[mask]`, `x.argmax(-1)` stay here, while `x.sum()`,
     `x.mean(0)`, `F.cross_entropy(x, y)` and batch norm return what they would on one
-    process, equal on all ranks. `shape` and `repr` are local and never communicate.
-    A plain tensor beside it is taken as replicated, or, with a row for each row here,
-    as this rank's rows; with a row for every row anywhere, its rows here are used.
+    process, equal on all ranks.
+
+    It reads as the whole tensor: `shape`, `size()`, `len` and `numel` are those of all
+    ranks together. So a plain tensor of n rows, equal on all ranks (`torch.zeros(n)`, a
+    mask, `torch.randperm(n)`), means rows by global id, and `x.new_zeros(n, k)` is
+    row-cut. This rank's sizes are those of `.to_local()`, and `from_local` is the way
+    back. Sizes and `repr` never communicate, but for the length of rows that a computed
+    mask keeps: the first question for it is one small all-reduce.
 
     `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those
     ids, cut into equal blocks; with a DistTensor of ids, each rank gets those it asks
@@ -32,13 +37,8 @@ class DistTensor(RowCut):
     Gradients: see [Note: gradients] in `adjoint.py`; `x.grad` of a leaf is exact.
     Pickling keeps this rank's rows as an ordinary tensor.
 
-    Shapes: `[n_i, ...]` on rank i; `rows.total` in all.
+    Shapes: `[n, ...]`, of which `to_local()` `[n_i, ...]` is on rank i.
     """
-
-    @property
-    def num_nodes_global(self) -> int:
-        """The number of rows on all ranks together (`shape` is this rank's)."""
-        return self.rows.total
 
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
@@ -60,6 +60,9 @@ class DistTensor(RowCut):
     def __iter__(self) -> Any:
         raise undecided("iterating over rows")
 
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
     def __deepcopy__(self, memo: dict) -> DistTensor:
         if id(self) not in memo:
             local = self.to_local().detach().clone()
@@ -79,10 +82,21 @@ class DistTensor(RowCut):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_local().detach().__reduce_ex__(protocol)
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all rows as an array, on every rank; collective."""
+        found = self.full_tensor().detach().numpy()
+        return found if dtype is None else found.astype(dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        local = repr(self.to_local().detach())
-        mesh = self.rows.mesh
-        return f"DistTensor({local}, {self.rows}/{mesh.size})"
+        local, rows = self.to_local().detach(), self.rows
+        count = rows.total if rows.whole else vars(rows).get("count", rows.known)
+        here, width = tuple(local.shape), ", ".join(map(str, local.shape[1:]))
+        whole = f"[{'?' if count is None else count}{', ' * bool(width)}{width}]"
+        kind = str(local.dtype).removeprefix("torch.")
+        return (
+            f"{type(self).__name__}({whole} of {kind}, {list(here)} on rank "
+            f"{rows.mesh.rank}/{rows.mesh.size}: {local})"
+        )
 
 
 def _operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:

@@ -242,13 +242,20 @@ _REDUCTIONS = {
 }
 
 
-def all_reduce_begin(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own."""
+def all_reduce_begin(
+    x: Tensor, axis: Axis, op: str = "sum", before: int = 0
+) -> Pending:
+    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own.
+
+    Args:
+        x, axis, op: see `all_reduce`.
+        before: where `x` is a piece of a larger sum, the words of it that have left.
+    """
     if axis.size == 1:
         return Pending(x, x.device, axis, "all_reduce")
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
-    traced = note_all_reduce(x, axis)
+    traced = note_all_reduce(x, axis, before)
     work = guarded(
         axis,
         "all_reduce",

@@ -6,6 +6,7 @@ import sys
 from itertools import combinations, permutations
 
 import pytest
+import tiers
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
@@ -374,8 +375,7 @@ DRAWS = 20_000
 WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
 
 
-@pytest.mark.parametrize("method", ["its", "exponential"])
-@pytest.mark.parametrize("s", [1, 2, 3, 4])
+@tiers.cover(("method", "s"), ["its", "exponential"], [1, 2, 3, 4])
 def test_all_subsets(s, method):
     drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s), method)
     likely(subsets(drawn, 6, s), successive(WEIGHT, s))

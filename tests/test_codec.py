@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiers
 import torch
 
 from pyg_distcomm.exchange.codecs import (
@@ -87,8 +88,7 @@ def there_and_back(codec, x, out=None, draw=None, index=None):
     return out
 
 
-@pytest.mark.parametrize("codec", EVERY, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@tiers.cover(("dtype", "codec"), FLOATS, EVERY, ids=str)
 def test_shapes_bytes_and_out(codec, dtype):
     for m, f in ((0, 5), (4, 0), (1, 1), (3, 7), (5, 1), (9, 33)):
         x = rows(dtype, m=m, f=f)
@@ -135,8 +135,11 @@ def test_a_row_is_written_alike_wherever_it_lies(codec):
         codec.encode(x, Draw(5, gid[at]), state=fresh_state(60, 32))
 
 
-@pytest.mark.parametrize("codec", UNBIASED, ids=str)
-@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e4])
+DRAWN = [Quantise(1, "stochastic"), ColumnMask(2.5, "epoch", scaled=True)]
+
+
+@tiers.parametrize("codec", UNBIASED, DRAWN, ids=str)
+@tiers.parametrize("scale", [1e-8, 1.0, 1e4], [1.0])
 def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
     m, f, draws = 6, 24, 2000
     x, gid = rows(torch.float64, scale, m, f), torch.arange(m) * 3
@@ -160,8 +163,8 @@ def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
         assert float(slack.max()) > 0
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e4])
+@tiers.parametrize("bits", BITS, [2])
+@tiers.parametrize("scale", [1e-8, 1.0, 1e4], [1.0])
 def test_stochastic_variance_is_the_formula(bits, scale):
     m, f, draws = 8, 64, 2000
     x, codec = rows(torch.float64, scale, m, f), Quantise(bits, "stochastic")
@@ -176,6 +179,7 @@ def test_stochastic_variance_is_the_formula(bits, scale):
     assert bool((wanted <= f * step.view(-1) ** 2 / 4).all())
 
 
+@tiers.rare
 @pytest.mark.parametrize("pick", ["epoch", "block"])
 def test_mask_variance_and_choice_are_the_formula(pick):
     m, f, draws = 12, 40, 4000
@@ -262,9 +266,10 @@ def meta(codec, x):
     return z.unsqueeze(1), step.unsqueeze(1)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e4, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("codec", [*NEAR, *RANDOM], ids=str)
+SCALES = [1e-30, 1e-8, 1.0, 1e4, 1e30]
+
+
+@tiers.cover(("codec", "dtype", "scale"), [*NEAR, *RANDOM], FLOATS[:2], SCALES, ids=str)
 def test_quantised_rows_lie_within_half_a_step(codec, dtype, scale):
     x, top = rows(dtype, scale), 2**codec.bits - 1
     z, step = meta(codec, x)

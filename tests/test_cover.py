@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import tiers
 import torch
 import worlds
 from problems import GRAPHS, owners, some_grids
@@ -111,7 +112,7 @@ def _checked(graph, cutter, grid, halo):
     return [row[0] for row in wire.all_gather_counts(received[:1], mesh.world)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@tiers.parametrize("size", [2, 3, 4, 8], [2, 3, 4])
 def test_products_whatever_travels(size):
     names, cutters = list(GRAPHS), ("random", "empty_rank", "lopsided", "metis")
     for k, grid in enumerate(some_grids(size)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
@@ -99,13 +100,17 @@ def _same(got, want):
         )
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_ranks_and_cutters_do_not_change_the_masks(name):
-    for graph in ("directed", "loops_and_copies"):
-        want = worlds.run(trained, 1, name, graph, "random")[0]
-        for size, cutter in ((2, "random"), (3, "empty_rank"), (4, "metis")):
-            for got in worlds.run(trained, size, name, graph, cutter):
-                _same(got, want)
+RANKS = [(2, "random"), (3, "empty_rank"), (4, "metis")]
+
+
+@tiers.cover(
+    ("name", "graph", "ranks"), [*LAYERS], ["directed", "loops_and_copies"], RANKS
+)
+def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
+    size, cutter = ranks
+    want = worlds.run(trained, 1, name, graph, "random")[0]
+    for got in worlds.run(trained, size, name, graph, cutter):
+        _same(got, want)
 
 
 def undropped(make, names):

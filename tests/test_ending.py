@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tiers
 
 KEEPS_NOTHING = """
 import gc, weakref
@@ -73,28 +74,33 @@ def _run(tmp_path, text, *launcher, cold=True):
         env={**os.environ, **compiled, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 
+@pytest.mark.cold
+@pytest.mark.subprocess
 def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
     done = _run(tmp_path, KEEPS_NOTHING)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.cold
+@pytest.mark.subprocess
 def test_a_thread_may_compile_once_the_script_is_through(tmp_path):
     done = _run(tmp_path, COMPILES_LATE)
     assert "tensor(9.)" in done.stdout, done.stderr
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize(
     "last",
     [
-        "",
+        pytest.param("", marks=[tiers.rare, pytest.mark.cold]),
         # nobody waits for it, and one rank is late
         "import time\ntime.sleep(mesh.rank / 20)\n"
         "wire.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
-        "torch.distributed.destroy_process_group()\n",
+        tiers.rarely("torch.distributed.destroy_process_group()\n"),
     ],
 )
 def test_a_script_may_end_with_a_step_of_training(tmp_path, last):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 import worlds
 
 import pyg_distcomm
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # .ci/run has most of them run on one process
-ALONE = pytest.param(1, marks=pytest.mark.exhaustive)
+ALONE = tiers.rarely(1)
 
 pytest.importorskip("sklearn")
 
@@ -54,7 +55,7 @@ def launched(path, folder, *flags):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
@@ -73,6 +74,7 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
     assert lines[1].startswith('"""')
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
     flags = ("--epochs", "20", "--trace", "epoch.json")
@@ -93,6 +95,8 @@ def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
     assert float(shown.split("outputs: ")[1]) < 1e-9
 
 
+@tiers.rare
+@pytest.mark.subprocess
 def test_sage_resumes_where_it_stopped_on_another_number_of_ranks(tmp_path):
     whole = ("--checkpoint", "whole", "--every", "4", "--epochs", "8")
     again = ("--checkpoint", "again", "--every", "4", "--epochs")
@@ -108,6 +112,8 @@ def test_sage_resumes_where_it_stopped_on_another_number_of_ranks(tmp_path):
     assert last[0] == pytest.approx(last[1], rel=1e-3)
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_any_layer_equals_pyg(tmp_path, ranks):
     shown = run(example("any_layer"), tmp_path, "--epochs", "2", ranks=ranks)
@@ -116,6 +122,8 @@ def test_any_layer_equals_pyg(tmp_path, ranks):
     assert max(map(float, differences)) < 1e-9
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 4])
 def test_grids_count_what_was_priced(tmp_path, ranks):
     shown = run(example("grids"), tmp_path, "--epochs", "1", ranks=ranks)
@@ -126,6 +134,8 @@ def test_grids_count_what_was_priced(tmp_path, ranks):
     assert max(losses) - min(losses) < 1e-4
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_neighbor_loader_shares_its_batches_out(tmp_path, ranks):
     shown = run(example("neighbor_loader"), tmp_path, "--epochs", "3", ranks=ranks)
@@ -141,6 +151,8 @@ def figures(shown, pattern):
     return re.findall(pattern, shown, re.M)
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
     flags = ["--epochs", "3", "--plot", "phases.png"]
@@ -161,6 +173,8 @@ def test_partitioned_sampling_says_what_it_costs(tmp_path, ranks):
     assert (tmp_path / "phases.png").stat().st_size > 1000
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize(("ranks", "rule"), [(1, "fastgcn"), (2, "ladies")])
 def test_ladies_beside_neighbour_sampling(tmp_path, ranks, rule):
     flags = ("--epochs", "6", "--rule", rule)
@@ -184,6 +198,8 @@ def link_rows(shown, names):
     return {row[0]: row[1:] for row in rows if row[0] in names}
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
@@ -220,6 +236,8 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     assert "exact: the last one" in shown
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
     names = "exact", "one bit, now", "one bit, late by 1", "one bit, now every 5"
@@ -248,6 +266,8 @@ def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
     assert "stochastic', strict=True), late by 1" in shown
 
 
+@tiers.rare
+@pytest.mark.subprocess
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
 def test_deep_pipeline_counts_what_the_formula_says(tmp_path, ranks, stages):
     flags = ("--layers", "4", "--epochs", "2", "--stages", str(stages))

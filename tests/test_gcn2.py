@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import tiers
 import torch
 import worlds
 from problems import GRAPHS, grids
@@ -52,8 +53,7 @@ def _compare(kind, graph, grid, weighted):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@tiers.cover(("kind", "size"), [*KINDS], [1, 2, 4])
 def test_numbers_are_those_of_pyg(kind, size):
     every = [(size, 1, 1)] if kind == "mean" else grids(size)
     for k, grid in enumerate(every):

@@ -22,9 +22,10 @@ FLOORS = (
     "kernels",
     "failure timeline trace_file clocks ledger price partition",
     "messages ending axis wire random mesh launch channel trace",
-    "exchange adjoint rows dropout",
+    "exchange adjoint agreement rows dropout",
     "ops",
-    "rowwise shaping indexing losses reductions rowcut picking gradients recurrent rule tensor",
+    "averaging rowwise shaping indexing losses reductions rowcut picking gradients recurrent "
+    "rule tensor sizes by_id transposed foreach",
     "constants topology edge_index",
     "sampling",
     "loader",
@@ -55,6 +56,38 @@ COLLECTIVES = re.compile(
     r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"
 )
 KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
+
+# class names that two classes bear; no name comes here, and one that is unique goes
+TWICE = {
+    *("Ask", "Block", "Chain", "Column", "Layer", "Plan", "Product", "Rule", "Run"),
+    *("Schedule", "Span", "Stage", "State", "Topology"),
+}
+# what a process changes and modules hold; no name comes here, and one that is gone goes
+STATE = {
+    "ending._begun",
+    "kernels.compile._known",
+    "kernels.memory._advise",
+    "kernels.memory._heap_start",
+    "kernels.memory._libc",
+    "kernels.threads._executors",
+    "kernels.threads._limit",
+    "loader.spread._stores",
+    "loader.world._begun",
+    "loader.world._built",
+    "mesh._LATEST",
+    "messages._idle",
+    "messages._under_way",
+    "partition.cutters._pymetis",
+    "sampling.topology._built",
+    "timeline.recorder",
+    "trace._numbers",
+}
+CHANGES = set("add append clear discard extend insert pop popitem remove".split())
+CHANGES |= set("setdefault update subtract appendleft popleft".split())
+EMPTY = re.compile(
+    r"\[\]|\{\}|(\w+\.)*(dict|list|set|deque|Counter|OrderedDict|local|Weak\w+)\(\)"
+    r"|(\w+\.)*defaultdict\(.*\)"
+)
 
 
 @cache
@@ -174,11 +207,75 @@ def test_functions_import_only_what_is_optional():
             assert not inside or what.split(".")[0] in LATE, (name, what)
 
 
+def test_a_class_name_is_borne_by_one_class():
+    borne = [
+        node.name
+        for _, tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in borne if borne.count(name) > 1} == TWICE
+
+
+def base(node):
+    """The name that an expression such as `name[0].more` begins with, or a longer path."""
+    while isinstance(node, (ast.Subscript, ast.Starred)):
+        node = node.value
+    return ast.unparse(node)
+
+
+def changed(tree):
+    """Paths of all that a module changes in place, or sets anew in another's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in CHANGES:
+                yield base(node.func.value)
+        if isinstance(node, ast.Global):
+            yield from node.names
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+            aims = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+            for aim in aims:
+                if isinstance(aim, (ast.Subscript, ast.Attribute)):
+                    yield base(aim)
+
+
+def held(tree):
+    """What a module holds: each name, and whether it begins empty."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if any(re.match(r"(functools\.)?(lru_)?cache\b", mark) for mark in marks):
+                yield node.name, True
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            aims = node.targets if isinstance(node, ast.Assign) else [node.target]
+            empty = EMPTY.fullmatch(ast.unparse(node.value)) is not None
+            yield from ((ast.unparse(aim), empty) for aim in aims)
+
+
+def test_modules_hold_no_state_but_what_is_listed():
+    found = set()
+    names = {name: dict(held(tree)) for name, (_, tree) in modules().items()}
+    for name, (_, tree) in modules().items():
+        paths = set(changed(tree))
+        found |= {
+            f"{name}.{one}"
+            for one, empty in names[name].items()
+            if empty or one in paths
+        }
+        # another module's, under the name by which it was imported
+        for room in set(own_imports(name)):
+            for path in paths:
+                head, _, rest = path.partition(".")
+                if head == room.split(".")[-1] and rest in names[room]:
+                    found.add(f"{room}.{rest}")
+    assert found == STATE
+
+
 @pytest.mark.parametrize("name", modules())
 def test_a_module_is_short_and_says_what_it_is(name):
     path, tree = modules()[name]
     assert ast.get_docstring(tree), f"{name} has no docstring"
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 600
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             # a signature that mirrors PyG's is as long as PyG's
@@ -236,6 +333,7 @@ def test_readme_holds_the_two_commands():
         assert len(re.findall(rf"<!-- command: {name} -->\n```bash\n", text)) == 1
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("name", ["pyg_distcomm", "pyg_distcomm.cli"])
 def test_importing_compiles_nothing_and_touches_no_device(name):
     # torch_geometric itself may bring numba: what counts is what we add to it
@@ -250,4 +348,4 @@ def test_importing_compiles_nothing_and_touches_no_device(name):
         "assert not torch.cuda.is_initialized()\n"
         "assert not torch.distributed.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -6,6 +6,7 @@ import itertools
 import re
 
 import pytest
+import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
@@ -151,7 +152,8 @@ def _covering():
         next(graphs)
 
 
-@pytest.mark.parametrize(("name", "graph", "cutter", "size"), list(_covering()))
+# by default each layer once, on two to four ranks
+@tiers.parametrize(("name", "graph", "cutter", "size"), _covering(), slice(1, None, 3))
 def test_exact(name, graph, cutter, size):
     worlds.run(exact, size, name, graph, cutter)
 
@@ -172,7 +174,7 @@ def test_exhaustive(name):
         worlds.run(exact, size, name, graph, cutter)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@tiers.parametrize("size", [1, 3], [3])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_on_every_rank_alike(name, size):
     said = worlds.run(refusal, size, name, "directed", "empty_rank")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import tiers
 import torch
 import worlds
 from links import WIDTHS, build, epoch, moved
@@ -19,11 +19,13 @@ def first_right(right, which):
     return next(i for i in range(len(right)) if all(row[which] for row in right[i:]))
 
 
-@pytest.mark.parametrize(
-    ("late", "late_gradients"), [(1, None), (2, 1), (1, 0), (3, 0)]
+@tiers.cover(
+    ("grid", "lateness"),
+    [(3, 1, 1), (2, 2, 1), (1, 2, 2)],
+    [(1, None), (2, 1), (1, 0), (3, 0)],
 )
-@pytest.mark.parametrize("grid", [(3, 1, 1), (2, 2, 1), (1, 2, 2)])
-def test_late_links_become_exact(grid, late, late_gradients):
+def test_late_links_become_exact(grid, lateness):
+    late, late_gradients = lateness
     size = grid[0] * grid[1] * grid[2]
     layers, steps = len(WIDTHS) - 1, 2 if grid[1] > 1 else 1
     for right in worlds.run(changed, size, grid, late, late_gradients):
@@ -72,7 +74,7 @@ def bounded(every):
     return found
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@tiers.parametrize("every", [1, 2, 3], [3])
 def test_synchronous_epochs(every):
     want = [t == 0 or (t + 1) % every == 0 for t in range(9)]
     for found in worlds.run(bounded, 3, every):

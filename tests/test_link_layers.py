@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
@@ -136,8 +137,10 @@ def trains(layer, name):
     return losses
 
 
-@pytest.mark.parametrize("name", ["varco", "sylvie", "pipegcn", "bns"])
-@pytest.mark.parametrize("layer", ["GCN", "SAGE", "GAT", "GIN"])
+PRESETS = ["varco", "sylvie", "pipegcn", "bns"]
+
+
+@tiers.cover(("layer", "name"), ["GCN", "SAGE", "GAT", "GIN"], PRESETS)
 def test_layers_train_under_each_preset(layer, name):
     for losses in worlds.run(trains, 3, layer, name):
         assert losses[-1] < losses[0]
@@ -161,8 +164,10 @@ def priced(layer, name):
     return str(link)
 
 
-@pytest.mark.parametrize("name", ["sylvie", "varco late"])
-@pytest.mark.parametrize("layer", ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"])
+PRICED = ["GAT", "GIN", "Transformer", "GATv2", "TAG", "Cheb"]
+
+
+@tiers.cover(("layer", "name"), PRICED, ["sylvie", "varco late"])
 def test_bytes_of_layers_are_those_foretold(layer, name):
     for text in worlds.run(priced, 3, layer, name):
         if layer in ("TAG", "Cheb"):
@@ -245,4 +250,4 @@ def one_layer_evaluates(before):
 
 @pytest.mark.parametrize("before", [0, 2])
 def test_one_layer_in_evaluation_on_one_rank(before):
-    worlds.run(one_layer_evaluates, 2, before, deadline=30)
+    worlds.run(one_layer_evaluates, 2, before)

@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import pytest
+import tiers
 import torch
 import worlds
 from links import LINKS, Net, moved
@@ -103,7 +104,7 @@ def resumed(name, grid, folder):
     assert link.epoch == 7
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tiers.parametrize("name", NAMES, ["sylvie", "residual", "budget"])
 def test_the_next_epoch_is_the_same(name, tmp_path):
     worlds.run(resumed, 4, name, (4, 1, 1), tmp_path / "a")
     if name in ("varco late", "residual"):
@@ -129,7 +130,7 @@ def saves(folder):
     pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@tiers.parametrize("size", [2, 3, 4], [2])
 def test_rows_of_another_partition_are_dropped(size, tmp_path):
     worlds.run(saves, 3, tmp_path / "a")
     worlds.run(dropped, size, tmp_path / "a", size)

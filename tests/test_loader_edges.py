@@ -245,7 +245,7 @@ def _evaluates_alone():
 
 
 def test_a_loader_that_the_others_have_passed_by_is_ones_own():
-    assert worlds.run(_evaluates_alone, 3, deadline=60) == [(4, 12, 12), 4, 4]
+    assert worlds.run(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
 
 
 def _without_inputs():
@@ -269,7 +269,7 @@ def _comes_too_late():
 
 
 def test_a_rank_that_failed_is_not_waited_for():
-    assert worlds.run(_comes_too_late, 2, deadline=30) == ["heard", "failed"]
+    assert worlds.run(_comes_too_late, 2) == ["heard", "failed"]
 
 
 def test_a_rank_without_inputs_has_nothing_to_repeat():

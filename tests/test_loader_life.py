@@ -215,7 +215,7 @@ def at_work():
 
 
 def gone():
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while at_work() and time.monotonic() < deadline:
         time.sleep(0.01)
     return not at_work()

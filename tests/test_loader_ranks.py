@@ -192,7 +192,7 @@ def _alone():
 
 
 def test_a_loader_of_one_rank_needs_no_other():
-    assert worlds.run(_alone, 3, deadline=60) == [(60, 3)] * 3
+    assert worlds.run(_alone, 3) == [(60, 3)] * 3
 
 
 def _missing():

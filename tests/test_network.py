@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiers
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "network.py"
@@ -18,7 +19,13 @@ sys.path.insert(0, str(SCRIPT.parent))
 import network  # noqa: E402
 
 REASON = network.missing()
-linked = pytest.mark.skipif(REASON is not None, reason=f"no links here: {REASON}")
+
+
+def linked(test):
+    """Marks a test that makes network namespaces."""
+    reason = f"no links here: {REASON}"
+    test = pytest.mark.skipif(REASON is not None, reason=reason)(test)
+    return pytest.mark.netns(test)
 
 
 # What is refused --------------------------------------------------------------------
@@ -91,6 +98,7 @@ def test_only_ranks_have_a_link(monkeypatch):
             ask()
 
 
+@pytest.mark.subprocess
 def test_the_command_refuses_in_one_line():
     done = run("--rate", "fast", "--", "true")
     assert done.returncode == 1
@@ -106,7 +114,7 @@ def run(*words):
         [sys.executable, SCRIPT, *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
 
@@ -124,7 +132,7 @@ def of(mark):
     return found
 
 
-def gone(mark, seconds=10):
+def gone(mark, seconds=60):
     stop = time.monotonic() + seconds
     while of(mark) and time.monotonic() < stop:
         time.sleep(0.05)
@@ -194,7 +202,9 @@ if rank == 0:
 
 
 @linked
-@pytest.mark.parametrize(("burst", "packet"), [("32kb", 16384), ("256kb", 65536)])
+@tiers.parametrize(
+    ("burst", "packet"), [("32kb", 16384), ("256kb", 65536)], [("32kb", 16384)]
+)
 def test_links_have_packets_that_fit_in_a_burst(burst, packet):
     look = ("ip", "-details", "link", "show", network.END)
     done = run("--rate", "20mbit", "--burst", burst, "--", *look)
@@ -204,6 +214,7 @@ def test_links_have_packets_that_fit_in_a_burst(burst, packet):
     assert f"rate 20Mbit burst {burst[:-2]}Kb" in queue.stdout
 
 
+@pytest.mark.exhaustive  # a rate, on a machine that should do nothing else
 @linked
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_sends_and_receives_at_most_the_rate(size):
@@ -232,18 +243,19 @@ def test_two_networks_at_once():
 @linked
 def test_the_first_failure_decides_and_ends_the_others():
     fail = "import os, sys, time; r = int(os.environ['RANK']); print('I am', r)\n"
-    fail += "time.sleep(60 * (r != 1)); sys.exit(7)"
-    start = time.monotonic()
+    fail += "time.sleep(900 * (r != 1)); sys.exit(7)"
     done = run("--ranks", "3", "--", sys.executable, "-c", fail)
     assert done.returncode == 7
     assert "--- rank 1 (failed first) ---\nI am 1" in done.stderr
-    assert time.monotonic() - start < 40
     killed = "import os; os.kill(os.getpid(), 9 if os.environ['RANK'] == '0' else 0)"
     assert run("--", sys.executable, "-c", killed).returncode == 128 + 9
 
 
+ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+
+
 @linked
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@tiers.parametrize("number", ENDS, [signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(number):
     mark = f"61{os.getpid()}.{int(number)}"
     spaces = set(namespaces())
@@ -261,11 +273,11 @@ def test_nothing_is_left_however_it_ends(number):
         time.sleep(0.05)
     assert len(set(namespaces()) - spaces) >= 3
     running.send_signal(number)
-    said = running.communicate(timeout=30)[1]
+    said = running.communicate(timeout=300)[1]
     assert running.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said
     assert gone(mark)
-    stop = time.monotonic() + 10
+    stop = time.monotonic() + 60
     while set(namespaces()) - spaces and time.monotonic() < stop:
         time.sleep(0.05)
     assert not set(namespaces()) - spaces

@@ -163,7 +163,7 @@ def changing():
     check(share.x.float().double(), weight)
     conv.float()
     check(share.x.float(), None)
-    assert len(rows) == len(share.x)
+    assert len(rows) == len(share.x.rows)
 
 
 def test_a_kept_product_follows_its_inputs():

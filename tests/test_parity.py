@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import tiers
 import worlds
 from parity import compare
 from problems import CUTTERS, GRAPHS, grids, some_grids
@@ -22,15 +23,29 @@ def _covering():
         yield graph, cutter, size, next(turn[size]), next(kinds)
 
 
-@pytest.mark.parametrize(("graph", "cutter", "size", "grid", "kind"), list(_covering()))
+COVERING = list(_covering())
+
+
+@tiers.parametrize(
+    ("graph", "cutter", "size", "grid", "kind"),
+    COVERING,
+    [case for case in COVERING if case[2] <= 4],
+)
 def test_step_equals_pyg(graph, cutter, size, grid, kind):
     worlds.run(compare, size, graph, cutter, grid, kind)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@tiers.parametrize("size", [1, 2, 3, 4, 6, 8], [1, 2, 3, 4])
 def test_every_grid(size):
     for k, grid in enumerate(some_grids(size)):
         worlds.run(compare, size, "directed", "random", grid, KINDS[k % len(KINDS)])
+
+
+@pytest.mark.parametrize("grid", [(3, 2, 1), (2, 2, 2)])
+def test_more_than_four_ranks(grid):
+    """The default tier's one step on six ranks, and one on eight."""
+    size = grid[0] * grid[1] * grid[2]
+    worlds.run(compare, size, "directed", "random", grid, "plain")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import tiers
 import torch
 import worlds
 from pipelines import loss_of, stack_of
@@ -67,8 +68,7 @@ def train(stages, link, name="gcnii", epochs=5, lr=0.3, chunks=4, recompute=True
     return losses, pipe(share).full_tensor(), moved
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("link", ["plain", "columns"])
+@tiers.cover(("link", "shape"), ["plain", "columns"], [(1, 2), (2, 2)])
 def test_what_changes_nothing_is_the_exact_link(shape, link):
     stages, ways = shape
     want = worlds.run(train, stages * ways, stages, "none")
@@ -79,9 +79,9 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
         assert mine[2] == theirs[2]
 
 
-@pytest.mark.parametrize("link", [*LINKS][2:])
-@pytest.mark.parametrize(("stages", "name"), [(1, "gin"), (2, "gcnii")])
-def test_bytes_are_foretold_whatever_the_link(stages, name, link):
+@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:])
+def test_bytes_are_foretold_whatever_the_link(stack, link):
+    stages, name = stack
     for _, out, _ in worlds.run(train, 2 * stages, stages, link, name):
         assert bool(out.isfinite().all())
 
@@ -100,7 +100,7 @@ def test_only_the_models_last_exchange_stays_exact():
     assert all(e[2][1] == c[2][1] for e, c in zip(every[:2], coded[:2], strict=True))
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@tiers.parametrize("recompute", [True, False], [True])
 def test_late_rows_of_frozen_weights_become_exact(recompute):
     flags = {"name": "gcnii", "epochs": 9, "lr": 0.0, "chunks": 1}
     want = worlds.run(_frozen, 4, "none", flags, recompute)
@@ -229,7 +229,7 @@ def _losses(stages, link, balance):
     return _go_on(*_coded(stages, link, balance), 5)
 
 
-@pytest.mark.parametrize("link", ["8 bits", "one bit, late", "budget"])
+@tiers.parametrize("link", ["8 bits", "one bit, late", "budget"], ["one bit, late"])
 def test_results_do_not_depend_on_stages(link):
     want = worlds.run(_losses, 2, 1, link, None)[0]
     for stages, balance in ((2, [3, 5]), (2, [7, 1])):  # the last reads no neighbours
@@ -247,7 +247,7 @@ def _spent(stages):
     return halo_bytes(ledger), link.pace.schedule, link.epoch
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@tiers.parametrize("stages", [1, 2], [2])
 def test_a_budget_is_that_of_all_stages(stages):
     found = worlds.run(_spent, 2 * stages, stages)
     assert 0.97 * BUDGET <= sum(spent for spent, *_ in found) <= BUDGET
@@ -267,7 +267,10 @@ def _resumed(stages, link, path, first, balance):
         return _go_on(pipe, share, opt, 3)
 
 
-@pytest.mark.parametrize("link", ["one bit, late", "8 bits", "varco", "budget"])
+KEPT = ["one bit, late", "8 bits", "varco", "budget"]
+
+
+@tiers.parametrize("link", KEPT, ["8 bits", "budget"])
 def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
     path = tmp_path / "pipe"
     (want, *_) = worlds.run(_resumed, 4, 2, link, path, True, [3, 5])
@@ -304,6 +307,6 @@ def _unstepped(stages):
     return _go_on(pipe, share, opt, 2)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@tiers.parametrize("stages", [1, 2], [2])
 def test_an_epoch_of_a_link_is_one_of_the_pipeline(stages):
     worlds.run(_unstepped, 2 * stages, stages)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
+import tiers
 import torch
 import worlds
 from pipelines import STACKS, loss_of, run_plain, stack_of, trained
@@ -67,8 +67,7 @@ def _assert_same(got, want):
         torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", STACKS)
+@tiers.cover(("name", "shape"), [*STACKS], SHAPES)
 def test_numbers_do_not_depend_on_stages_and_rows(name, shape):
     graph = {"gat": "loops_and_copies", "sage": "isolated"}.get(name, "directed")
     options = {"chunks": _chunks(graph), "graph": graph, "history_refresh": 2}
@@ -84,9 +83,10 @@ def _train_with(stages, name, options):
     return _train(stages, name, **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["gcn", "gat"])
-@pytest.mark.parametrize("gradient", ["scaled", "stale", "damped"])
+GRADIENTS = ["scaled", "stale", "damped"]
+
+
+@tiers.cover(("gradient", "name", "shape"), GRADIENTS, ["gcn", "gat"], SHAPES)
 def test_other_gradients_do_not_depend_on_them_either(name, gradient, shape):
     options = {"chunks": _chunks("undirected"), "graph": "undirected"}
     options |= {"gradient": gradient, "recompute": shape[0] == 2, "dropout": 0.2}
@@ -96,9 +96,12 @@ def test_other_gradients_do_not_depend_on_them_either(name, gradient, shape):
         _assert_same(got, want)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("graph", ["tiny", "star", "edgeless"])
-@pytest.mark.parametrize("cutter", ["metis", "lopsided"])
+ODD = ["tiny", "star", "edgeless"]
+
+
+@tiers.cover(
+    ("cutter", "graph", "shape"), ["metis", "lopsided"], ODD, [(2, 1), (1, 4), (2, 2)]
+)
 def test_graphs_with_teeth(shape, graph, cutter):
     stages, ways = shape
     chunks = min(GRAPHS[graph]().num_nodes, 6)
@@ -137,11 +140,13 @@ def _clipped(stages, most, norm_type):
     return total, [p.grad for p in pipe.layers.parameters()]
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize(
-    ("norm_type", "share"), [(2, 0.5), (float("inf"), 0.1), (1, 2)]
+@tiers.cover(
+    ("norm", "shape"),
+    [(2, 0.5), (float("inf"), 0.1), (1, 2)],
+    [(1, 2), (3, 1), (2, 2)],
 )
-def test_gradients_are_clipped_to_the_norm_of_all_stages(shape, norm_type, share):
+def test_gradients_are_clipped_to_the_norm_of_all_stages(shape, norm):
+    norm_type, share = norm
     whole = run_plain(stack_of("gcnii"), GRAPHS["directed"]())[2]
     want = [torch.zeros_like(g, requires_grad=True) for g in whole]
     for weight, grad in zip(want, whole, strict=True):
@@ -158,8 +163,7 @@ def test_gradients_are_clipped_to_the_norm_of_all_stages(shape, norm_type, share
             torch.testing.assert_close(grad, weight.grad, **CLOSE)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
-@pytest.mark.parametrize("name", ["gcn", "gat", "gcnii", "jumping"])
+@tiers.cover(("name", "shape"), ["gcn", "gat", "gcnii", "jumping"], [(2, 1), (2, 2)])
 def test_one_chunk_is_the_full_graph(name, shape):
     stages, ways = shape
     stack, data = stack_of(name), GRAPHS["loops_and_copies"]()
@@ -197,8 +201,7 @@ def _bytes(stages, chunks):
     return mine, ghosts, weights, data.num_nodes, pipe.memory(), pipe.price()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), *SHAPES])
-@pytest.mark.parametrize("chunks", [1, 4])
+@tiers.cover(("chunks", "shape"), [1, 4], [(1, 1), *SHAPES])
 def test_bytes_are_those_of_the_formula(shape, chunks):
     stages, ways = shape
     found = worlds.run(_bytes, stages * ways, stages, chunks)
@@ -399,24 +402,22 @@ def _later(stages, how):
     share = pdc.partition(GRAPHS["directed"](), mesh)
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
     pipe.train_step(share, loss_of)
-    start = time.monotonic()
     try:
         if how == "metric":
             pipe.eval_step(share, lambda out, data: lambda: None)
         share.x = share.x[share.train_mask]
         pipe.train_step(share, loss_of)
     except Exception as error:
-        return str(error), time.monotonic() - start
-    return "all went well", 0.0
+        return str(error)
+    return "all went well"
 
 
 @pytest.mark.parametrize(
     ("how", "told"), [("metric", "pickle"), ("data", "neither those of the nodes")]
 )
 def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
-    for text, seconds in worlds.run(_later, 2, 2, how):
+    for text in worlds.run(_later, 2, 2, how):
         assert told in text
-        assert seconds < 30
     worlds.only(0)
 
 
@@ -437,29 +438,27 @@ def _failing(stages, where, how):
 
     if mesh.everyone.rank == where:
         next(pipe.layers.children()).register_forward_pre_hook(fail)
-    start, told = time.monotonic(), []
+    told = []
     for _ in range(2):
         try:
             pipe.train_step(share, loss_of)
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
-    seconds = time.monotonic() - start
     if how == "die":
-        return told, seconds
+        return told
     mesh = worlds.mesh(stages=stages, fresh=True)  # as the second error says
     share = pdc.partition(GRAPHS["directed"](), mesh)
     anew = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
     assert anew.train_step(share, loss_of) == first  # no message is left of before
-    return told, seconds
+    return told
 
 
-@pytest.mark.parametrize("where", [1, 3])
+@tiers.parametrize("where", [1, 3], [1])
 def test_a_stage_that_fails_is_heard_of_on_all(where):
     found = worlds.run(_failing, 4, 4, where, "raise")
-    for (text, again), seconds in found:
+    for text, again in found:
         assert "this layer is out of order" in text
         assert "make mesh, data and pipeline anew" in again
-        assert seconds < 30
     worlds.only(0)  # the meshes of these ranks have heard of a failure
 
 
@@ -516,24 +515,22 @@ def _failing_at_first(stages, where):
 
     if mesh.everyone.rank == where:
         next(pipe.layers.children()).register_forward_pre_hook(fail)
-    start = time.monotonic()
     try:
         pipe(share)
     except Exception as error:
-        return str(error), time.monotonic() - start
-    return "all went well", 0.0
+        return str(error)
+    return "all went well"
 
 
-@pytest.mark.parametrize("where", [1, 2])
+@tiers.parametrize("where", [1, 2], [1])
 def test_a_rank_that_fails_at_first_is_heard_of_on_all(where):
-    for text, seconds in worlds.run(_failing_at_first, 4, 2, where):
+    for text in worlds.run(_failing_at_first, 4, 2, where):
         assert "this layer is out of order" in text
-        assert seconds < 40
     worlds.only(0)
 
 
 def test_a_stage_that_dies_leaves_no_one_waiting():
-    # those that are left say so within the five seconds that the pool gives them
+    # those that are left say so while the pool waits for them
     with pytest.raises(worlds.WorldError, match=r"ranks \[\] did not answer") as told:
         worlds.run(_failing, 3, 3, 1, "die")
     assert str(told.value).count("process died") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiers
 import torch
 import worlds
 from pipelines import loss_of, stack_of
@@ -51,7 +52,7 @@ def trained(stages, name, owner, chunks, link=None):
     return ledger.bytes(), ledger.messages() - sums, kept["sites"], pipe.balance
 
 
-@pytest.mark.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2)])
+@tiers.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2)], [(2, 2)])
 def test_bytes_are_those_of_the_ledger(stages, ways):
     data = GRAPHS["undirected"]()
     for name in ("gcn", "gcnii", "jumping", "sage", "hops"):
@@ -76,7 +77,10 @@ def test_bytes_are_those_of_the_ledger(stages, ways):
         assert plans.best.stages == 1
 
 
-@pytest.mark.parametrize("codec", ["1 bit", "4 bits late", "bf16", Bitmap(), SAMPLE])
+CODED = ["1 bit", "4 bits late", "bf16", Bitmap(), SAMPLE]
+
+
+@tiers.parametrize("codec", CODED, ["4 bits late", SAMPLE])
 def test_coded_bytes_are_at_most_those_planned(codec):
     data = GRAPHS["undirected"]()
     for name in ("gcn", "gat"):
@@ -108,7 +112,9 @@ def test_coded_bytes_are_at_most_those_planned(codec):
         assert {p.grid for p in coded if p.stages > 1} == {(2, 1, 1)}
 
 
-@pytest.mark.parametrize(("stages", "ways"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+@tiers.parametrize(
+    ("stages", "ways"), [(2, 1), (4, 1), (2, 2), (4, 2)], [(2, 1), (2, 2)]
+)
 def test_widths_alone_give_the_formula(stages, ways):
     n, d, layers, s = 6400, 32, 8, 1
     graph = pdc.RandomGraph(n, 20 * n)

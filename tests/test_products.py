@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiers
 import torch
 import worlds
 from problems import GRAPHS, owners, some_grids
@@ -61,7 +62,7 @@ def _contract(graph, cutter, grid, width, oblivious):
     return matrix.price(width).words
 
 
-@pytest.mark.parametrize("size", SIZES)
+@tiers.parametrize("size", SIZES, [1, 2, 3, 4])
 def test_contract_on_every_grid(size):
     cutters = ("random", "empty_rank", "lopsided", "metis")
     names = list(GRAPHS)
@@ -92,13 +93,14 @@ def pdc_data(n, f, edge_index):
     return Data(x=torch.ones(n, f), edge_index=edge_index)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("grid", "words"),
     [
         ((8, 1, 1), 8400),
         ((2, 4, 1), 4800),
         ((2, 2, 2), 3600),
     ],
+    [((2, 2, 2), 3600)],
 )
 def test_dense_halo_costs_the_formula(grid, words):
     assert dense_words(600, 16, grid) == words

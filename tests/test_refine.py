@@ -4,6 +4,7 @@ import numpy as np
 import problems
 import pytest
 import real
+import tiers
 import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
@@ -137,7 +138,7 @@ def test_directed_graphs_lower_both_maxima(flip):
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA, reason="needs ../shared/data")
-@pytest.mark.parametrize("method", ["metis", "ldg", "random", "block"])
+@tiers.parametrize("method", ["metis", "ldg", "random", "block"], ["ldg"])
 @pytest.mark.parametrize(("name", "num_parts"), [("Computers", 8), ("CS", 4)])
 def test_the_busiest_rank_of_real_graphs_sends_less(name, num_parts, method):
     data = real.read(real.path(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import batches
 import pytest
+import tiers
 import torch
 import worlds
 from test_partitioned_sampling import GRIDS, inputs, owners
@@ -22,6 +23,7 @@ from pyg_distcomm.sampling.partitioned_layers import (
 
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]
+FEW = [(2, 1), (3, 1), (3, 3), (4, 2)]
 
 
 class Ranks:
@@ -147,7 +149,7 @@ def neighbours(size, c, sample_at):
 
 
 @pytest.mark.parametrize("sample_at", ["owner", "requester"])
-@pytest.mark.parametrize(("size", "c"), MORE)
+@tiers.parametrize(("size", "c"), MORE, FEW)
 def test_the_bytes_of_a_hop(size, c, sample_at):
     worlds.run(neighbours, size, size, c, sample_at)
 
@@ -225,6 +227,6 @@ def layers(size, c, sample_at):
 
 
 @pytest.mark.parametrize("sample_at", ["owner", "requester"])
-@pytest.mark.parametrize(("size", "c"), MORE)
+@tiers.parametrize(("size", "c"), MORE, FEW)
 def test_the_bytes_of_a_layer(size, c, sample_at):
     worlds.run(layers, size, size, c, sample_at)

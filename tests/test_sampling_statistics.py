@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import combinations, permutations
 
 import pytest
+import tiers
 import torch
 from scipy.stats import chisquare
 from torch_geometric.data import Data
@@ -63,15 +64,15 @@ def sets(drawn, degree):
     return torch.bincount(found, minlength=len(code))
 
 
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)])
+@tiers.parametrize("disjoint", [False, True], [True])
+@tiers.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)], [(7, 3)])
 def test_all_subsets_are_equally_likely(degree, k, disjoint):
     drawn = draws(fan(degree), k, disjoint=disjoint)
     likely(sets(drawn, degree))
     likely(torch.bincount(drawn.flatten(), minlength=degree))
 
 
-@pytest.mark.parametrize(("degree", "k"), [(200, 40), (200, 70)])
+@tiers.parametrize(("degree", "k"), [(200, 40), (200, 70)], [(200, 70)])
 def test_edges_and_pairs_of_long_rows(degree, k):
     drawn = draws(fan(degree), k, count=4000)
     assert bool((drawn.sort(1).values.diff(dim=1) > 0).all())
@@ -86,7 +87,7 @@ def test_edges_and_pairs_of_long_rows(degree, k):
     assert abs(float(pairs[0, 1:].mean()) / 4000 - chance) < 0.01
 
 
-@pytest.mark.parametrize("k", [2, 3])
+@tiers.parametrize("k", [2, 3], [2])
 def test_draws_with_replacement_are_independent(k):
     drawn = draws(fan(5), k, replace=True)
     code = (drawn * 5 ** torch.arange(k)).sum(1)
@@ -110,8 +111,8 @@ def successive(k):
     return torch.tensor(chance)
 
 
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@tiers.parametrize("disjoint", [False, True], [False])
+@tiers.parametrize("k", [1, 2, 3, 4], [3])
 def test_weighted_subsets(k, disjoint):
     data = fan(6, weight=WEIGHT)
     drawn = draws(data, k, weight_attr="weight", disjoint=disjoint)
@@ -124,7 +125,7 @@ def test_weighted_draws_with_replacement():
     likely(torch.bincount(code, minlength=36), torch.outer(WEIGHT, WEIGHT))
 
 
-@pytest.mark.parametrize("of", ["node", "edge"])
+@tiers.parametrize("of", ["node", "edge"], ["edge"])
 def test_all_that_is_early_enough_is_equally_likely(of):
     clock = torch.tensor([4, 0, 9, 2, 4, 7, 1, 5])
     when = torch.cat([torch.tensor([0]), clock]) if of == "node" else clock
@@ -136,7 +137,7 @@ def test_all_that_is_early_enough_is_equally_likely(of):
     likely(sets(drawn, 8), wanted)
 
 
-@pytest.mark.parametrize("disjoint", [False, True])
+@tiers.parametrize("disjoint", [False, True], [False])
 def test_copies_of_a_seed_draw_for_themselves(disjoint):
     drawn = draws(fan(6), 1, disjoint=disjoint).view(-1, 2)
     likely(torch.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36))
@@ -144,6 +145,7 @@ def test_copies_of_a_seed_draw_for_themselves(disjoint):
     likely(torch.bincount(far[0] * 6 + far[1], minlength=36))
 
 
+@tiers.rare
 def test_epochs_batches_and_hops_are_independent():
     leaves = torch.arange(6)
     cycle = torch.stack([leaves.repeat(6), leaves.repeat_interleave(6)])
@@ -182,7 +184,7 @@ def test_shuffles_are_uniform():
 
 
 @pytest.mark.parametrize("mode", ["binary", "triplet"])
-@pytest.mark.parametrize("weighted", [False, True])
+@tiers.parametrize("weighted", [False, True], [True])
 def test_negatives_are_drawn_by_weight(weighted, mode):
     n = 12
     weight = torch.arange(n).float() % 5 if weighted else torch.ones(n)

@@ -12,6 +12,7 @@ from itertools import combinations
 
 import pytest
 import real
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -123,7 +124,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("size", [1, 2], [2])
 @pytest.mark.parametrize(
     ("name", "cutter"),
     [
@@ -197,15 +198,15 @@ def steps(size, name, cutter, seeds, epochs=2):
 @pytest.mark.parametrize(
     ("size", "name", "cutter", "seeds"),
     [
-        (2, "directed", "metis", "train"),
+        tiers.rarely(2, "directed", "metis", "train"),
         (2, "directed", "empty_rank", "train"),  # the last rank owns nothing
-        (3, "directed", "no_train", "train"),  # rank 0 has all the seeds
+        tiers.rarely(3, "directed", "no_train", "train"),  # rank 0 has all the seeds
         (3, "undirected", "random", [4]),  # two of three ranks have none to train on
         (2, "directed", "random", "none"),
         (3, "star", "empty_rank", "all"),  # every rank wants the rows of the hub
         # minibatches without an edge
         (3, "isolated", "lopsided", "all"),
-        (2, "edgeless", "random", "train"),
+        tiers.rarely(2, "edgeless", "random", "train"),
     ],
 )
 def test_ranks_take_the_steps_of_one_process(size, name, cutter, seeds):
@@ -299,6 +300,7 @@ def sides_of(file, kind, seed, epochs):
 
 
 @pytest.mark.data
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["sage", "ladies"])
 def test_accuracy_of_two_ranks_is_that_of_one_process(kind):
     # over seeds, the difference of two runs has a standard deviation of one point

@@ -22,7 +22,7 @@ def _from_folder(folder):
     for name in ("x", "y", "train_mask", "edge_weight", "edge_attr"):
         assert torch.equal(share[name].full_tensor(), data[name]), name
     assert torch.equal(share.edge_index.full_tensor(), data.edge_index)
-    assert share.num_nodes_global == share.x.num_nodes_global == 60
+    assert share.num_nodes == len(share.x) == 60
     again = pdc.partition(data, mesh, share.edge_index.nodes.partition)
     conv = DistGCNConv(7, 4).double()
     a = conv(share.x, share.edge_index, share.edge_weight)

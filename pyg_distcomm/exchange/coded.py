@@ -149,6 +149,11 @@ class Coded(Link):
         self._answered = False
 
     @property
+    def is_exact(self) -> bool:
+        """False: rows are coded, or late."""
+        return False
+
+    @property
     def num_ghosts(self) -> int:
         """The number of rows that arrive here."""
         return self.halo.num_ghosts

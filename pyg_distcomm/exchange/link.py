@@ -31,6 +31,11 @@ class Link(abc.ABC):
         """The number of rows that arrive here, h."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether rows arrive as they were sent, and in the same call."""
+        return True
+
+    @property
     def parts(self) -> Sequence[Link]:
         """Links that make up this one, each for the ghosts after those of the last."""
         return (self,)

@@ -34,6 +34,11 @@ class Pieces(Link):
         return self.pieces
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all pieces are."""
+        return all(piece.is_exact for piece in self.pieces)
+
+    @property
     def num_ghosts(self) -> int:
         """The number of rows that arrive here."""
         return sum(piece.num_ghosts for piece in self.pieces)

@@ -1,4 +1,14 @@
-"""Loaders of minibatches, in the place of PyG's."""
+"""Loaders of minibatches: every name of `torch_geometric.loader`.
+
+NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader, and
+all else is PyG's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch_geometric.loader as _pyg
 
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
@@ -15,3 +25,19 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.phases import Phases as Phases
 from pyg_distcomm.loader.phases import plot_phases as plot_phases
 from pyg_distcomm.loader.shared import shared as shared
+
+LinkNeighborLoader = DistLinkNeighborLoader
+NeighborLoader = DistNeighborLoader
+
+_OURS = """DistFeatureStore DistLayerLoader DistLinkNeighborLoader DistNeighborLoader
+LinkNeighborLoader NeighborLoader Phases plot_phases shared""".split()
+__all__ = sorted({*_OURS, *_pyg.__all__})
+
+
+def __getattr__(name: str) -> Any:
+    """Returns any other name of `torch_geometric.loader`: PyG's own."""
+    return getattr(_pyg, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -159,7 +159,7 @@ class Spread:
 
     def _check_mask(self, mask: Tensor | None, name: Any) -> None:
         """Refuses a mask of seeds that is not as long as there are nodes."""
-        count = _store(self.data, name).num_nodes_global
+        count = _store(self.data, name).num_nodes
         if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
             return
         raise ValueError(
@@ -252,11 +252,11 @@ def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
         key = getattr(part, "_key", None)
         out = hollow if key is None else hollow[key]
         for name, value in part.items():
-            if name in ("num_nodes", "num_nodes_global"):
+            if name == "num_nodes":
                 continue
             if isinstance(value, DistEdgeIndex):
                 none = torch.zeros(2, 1, dtype=value.dtype)
-                out[name] = none.expand(2, value.num_edges_global)
+                out[name] = none.expand(2, value.edges.total)
             elif not isinstance(value, DistTensor):
                 out[name] = value
             elif value.requires_grad:
@@ -286,16 +286,16 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
 
 
 def _num_edges(edges: Any) -> int | None:
-    return edges.num_edges_global if isinstance(edges, DistEdgeIndex) else None
+    return edges.edges.total if isinstance(edges, DistEdgeIndex) else None
 
 
 def _num_nodes(part: Any, edges: Any) -> int | None:
-    if "num_nodes_global" in part:
-        return int(part.num_nodes_global)
+    if "num_nodes" in part:
+        return int(part.num_nodes)
     if isinstance(edges, DistEdgeIndex) and not isinstance(
         getattr(part, "_key", None), tuple
     ):
-        return edges.num_nodes_global
+        return edges.nodes.total
     return None
 
 

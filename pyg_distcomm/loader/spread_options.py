@@ -131,8 +131,8 @@ def gathered(data: Data | HeteroData, names: list[str]) -> Any:
     for part in data.stores:
         key = getattr(part, "_key", None)
         out = whole if key is None else whole[key]
-        if "num_nodes_global" in part:
-            out.num_nodes = part.num_nodes_global
+        if "num_nodes" in part:
+            out.num_nodes = part.num_nodes
         for name, value in part.items():
             if isinstance(value, DistEdgeIndex):
                 out[name] = value.full_tensor().contiguous()

@@ -1,9 +1,49 @@
-"""Layers: PyG's own, distributed when they are given a DistEdgeIndex."""
+"""Layers: every name of `torch_geometric.nn`, distributed when given a graph's share.
 
+A script moves by replacing the module's name. Message passing layers are PyG's classes with
+`HaloExecution` before them (`layers.py`), models are PyG's with their layers converted,
+and all else (norms, aggregations, `Linear`, `global_mean_pool`) is PyG's own, since
+DistTensors read as whole tensors. On ordinary inputs everything is PyG's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn as _pyg
+
+from pyg_distcomm.nn import layers as _layers
+from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
+from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
+from pyg_distcomm.nn.layers import *  # noqa: F403
 from pyg_distcomm.nn.norm import DistBatchNorm as DistBatchNorm
+from pyg_distcomm.nn.norm import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
+
+_OURS = (
+    "convert replicate HaloConv HaloExecution DistBatchNorm DistGCNConv DistGCN2Conv "
+    "DistSAGEConv"
+).split()
+_WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")
+__all__ = sorted({*_OURS, *_layers.__all__, *_pyg.__all__})
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a name of PyG's; of a model, PyG's class with its layers converted."""
+    found = getattr(_pyg, name)
+    is_model = isinstance(found, type) and issubclass(found, torch.nn.Module)
+    if is_model and found.__module__.startswith(_WITH_LAYERS):
+        told = {"__module__": __name__, "__doc__": found.__doc__}
+        found = type(name, (_Converted, found), told)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
+import torch_geometric.nn as pyg
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
-from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.linked import OwnLink, check_link
-from pyg_distcomm.nn.norm import DistBatchNorm
+from pyg_distcomm.nn.norm import DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -23,7 +24,7 @@ _MATRIX: dict[type, type] = {
 }
 
 
-LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv
+LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv, HaloExecution
 
 
 def convert(model: Model, link: OwnLink = None) -> Model:
@@ -51,6 +52,17 @@ def convert(model: Model, link: OwnLink = None) -> Model:
     return out  # type: ignore[return-value]
 
 
+class Converted:
+    """A model of PyG's whose layers are converted when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        done: dict[int, Any] = {id(self): self}
+        for name, child in list(self._modules.items()):  # type: ignore[attr-defined]
+            if child is not None:
+                self._modules[name] = _converted(child, done)  # type: ignore[attr-defined]
+
+
 def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
     if id(module) in done:
         return done[id(module)]
@@ -63,11 +75,14 @@ def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module
 
 
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(module, (*_MATRIX.values(), HaloConv, DistBatchNorm)):
+    ours = *_MATRIX.values(), HaloConv, HaloExecution, DistBatchNorm
+    if isinstance(module, ours):
         return module
     if type(module) in _MATRIX:
         module.__class__ = _MATRIX[type(module)]
         return module
     if type(module) is torch.nn.BatchNorm1d:
         return DistBatchNorm.of(module)
+    if type(module) is pyg.InstanceNorm:
+        return InstanceNorm.of(module)
     return HaloConv(module) if isinstance(module, MessagePassing) else module

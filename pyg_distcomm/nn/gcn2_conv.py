@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GCN2Conv
 
+from pyg_distcomm.averaging import meet
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
 from pyg_distcomm.nn.product import flowing
 from pyg_distcomm.tensor import DistTensor
@@ -46,6 +47,7 @@ class DistGCN2Conv(GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
+        (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, x_0, edge_index, edge_weight)
         if self.aggr not in ("add", "sum"):
@@ -60,12 +62,14 @@ class DistGCN2Conv(GCN2Conv):
             mixed = topology.gcn(local, weight, False, self.add_self_loops, wrap)
         else:
             mixed = topology.sum(local, weight, wrap)
+        mesh = edge_index.nodes.mesh
+        weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)
         mixed, first = mixed * (1 - self.alpha), first * self.alpha
         rest = {"beta": 1 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
             mixed = mixed + first
-            out = torch.addmm(mixed, mixed, self.weight1, **rest)
+            out = torch.addmm(mixed, mixed, weight1, **rest)
         else:
-            out = torch.addmm(mixed, mixed, self.weight1, **rest)
-            out = out + torch.addmm(first, first, self.weight2, **rest)
+            out = torch.addmm(mixed, mixed, weight1, **rest)
+            out = out + torch.addmm(first, first, weight2, **rest)
         return DistTensor.wrap(out, edge_index.nodes)

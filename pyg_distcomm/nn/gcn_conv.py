@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.nn import GCNConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
 from pyg_distcomm.nn.product import Kept, flowing, in_best_order
 from pyg_distcomm.ops.tile import Wrap
@@ -50,12 +50,13 @@ class DistGCNConv(GCNConv):
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
         """Runs the layer."""
+        (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, edge_weight)
         if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum"):
             run = super().forward
             return through_halo(self, self.link, run, x, edge_index, edge_weight)
-        edge_index.check_nodes(x, "x")
+        x = edge_index.as_nodes(x, "x")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
         topology, weight = flowing(edge_index.topology, weight, self.flow)
 

@@ -11,13 +11,36 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_distcomm.averaging import meet
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.coding import check_aggregations
+from pyg_distcomm.nn.guard import Guarded
 from pyg_distcomm.nn.inner import Inner
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
 from pyg_distcomm.nn.visit import Visit, layers_of
+from pyg_distcomm.rows import Rows
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
+
+
+class HaloExecution:
+    """Runs the PyG layer that it is mixed into on a graph spread over ranks.
+
+    On ordinary inputs nothing changes. Given the edges of a partition, the layer runs as in
+    `HaloConv`, which see for shapes, price and errors: by halo exchange, unchanged.
+
+        class MyConv(HaloExecution, torch_geometric.nn.MessagePassing): ...
+
+    is what a subclass of `pyg_distcomm.nn.MessagePassing` is.
+    """
+
+    link: OwnLink = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer, distributed if it is given distributed edges."""
+        run: Any = super().__call__  # type: ignore[misc]
+        args, kwargs = spread_inputs(args, kwargs)
+        return through_halo(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class HaloConv(torch.nn.Module):
@@ -72,6 +95,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
+        args, kwargs = spread_inputs(args, kwargs)
         return through_halo(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
@@ -98,6 +122,43 @@ class HaloConv(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"HaloConv({self.conv})"
+
+
+def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns arguments of a layer with a whole graph beside row-cut features cut as these.
+
+    A plain `edge_index` `[2, e]` and a sparse adjacency, equal on all ranks, become a
+    DistEdgeIndex; see `DistEdgeIndex.cut`.
+    """
+    values = [*args, *kwargs.values()]
+    if any(isinstance(v, DistEdgeIndex) for v in values):
+        return args, kwargs
+    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    found = [x for x in flat if isinstance(x, DistTensor)]
+    found = [x for x in found if x.rows.partition is not None and not x.reads_local]
+    if not found:
+        return args, kwargs
+    nodes = found[0].rows
+    spread = [_spread(v, nodes) for v in args]
+    return spread, {name: _spread(v, nodes) for name, v in kwargs.items()}
+
+
+def _spread(value: Any, nodes: Rows) -> Any:
+    if not isinstance(value, Tensor):
+        coo = getattr(value, "coo", None)  # a SparseTensor of torch-sparse
+        if coo is None:
+            return value
+        row, col, weight = coo()
+        return DistEdgeIndex.weighted(torch.stack([col, row]), weight, nodes)
+    if value.layout != torch.strided:
+        return DistEdgeIndex.of_sparse(value, nodes)
+    pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
+    if pair and not isinstance(value, (DistTensor, Guarded)):
+        return DistEdgeIndex.cut(value, nodes)
+    return value
+
+
+_INDICES = (torch.int64, torch.int32)
 
 
 def through_halo(
@@ -130,6 +191,9 @@ def through_halo(
     if at_work and user.link is not None:
         check_aggregations(layers_of(conv), user.link)
     visit = Visit(conv, topology, user.call(), at_work)
+    mesh = edge_index.nodes.mesh
+    for parameter in conv.parameters():  # some meet what is local without a trace
+        meet(parameter, mesh)
     for where in (given, extra):
         for name, value in list(where.items()):
             if where is given and name == "kwargs" and extra:

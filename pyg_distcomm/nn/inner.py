@@ -25,6 +25,8 @@ _TRAINED = frozenset(
 class Inner(DistTensor):
     """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
 
+    _inside = True
+
     def __getitem__(self, key: Any) -> Any:
         """Picks rows as outside, but for ranges, which count this rank's rows here."""
         first = key[0] if isinstance(key, tuple) and key else key
@@ -40,6 +42,8 @@ class Inner(DistTensor):
 
 class Overlap:
     """A mesh on which nothing can be reduced: ghosts would count twice."""
+
+    local_sizes = True
 
     def __init__(self, mesh: Mesh, layer: str) -> None:
         self.size, self.next_key, self.layer = mesh.size, mesh.next_key, layer

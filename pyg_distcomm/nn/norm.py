@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric.nn import InstanceNorm as PygInstanceNorm
+
+from pyg_distcomm.rowcut import RowCut
 
 
 class DistBatchNorm(torch.nn.BatchNorm1d):
@@ -30,4 +34,28 @@ class DistBatchNorm(torch.nn.BatchNorm1d):
         twin = cls.__new__(cls)
         state: dict[str, Any] = vars(twin)
         state.update(vars(norm))
+        return twin
+
+
+class InstanceNorm(PygInstanceNorm):
+    """PyG's InstanceNorm: of one graph, each channel by its mean and variance over nodes.
+
+    Takes PyG's arguments, and is PyG's for an ordinary tensor or a `batch` vector.
+
+    Shapes: x `[n, C]`, row-cut -> `[n, C]`. Price: that of batch norm.
+    """
+
+    def forward(self, x: Tensor, batch: Any = None, batch_size: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(x, RowCut) or batch is not None:
+            return super().forward(x, batch, batch_size)
+        by_input = self.training or not self.track_running_stats
+        kept = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, *kept, by_input, self.momentum or 0.0, self.eps)
+
+    @classmethod
+    def of(cls, norm: PygInstanceNorm) -> InstanceNorm:
+        """Returns the distributed form of an instance norm, sharing its parameters."""
+        twin = cls.__new__(cls)
+        twin.__dict__.update(norm.__dict__)
         return twin

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense.linear import Linear
 
+from pyg_distcomm.averaging import meet
 from pyg_distcomm.constants import Constants
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.linked import Linked
@@ -64,9 +65,10 @@ def in_best_order(
         kept: what is kept of `A x`.
         user: the layer, and its link.
     """
-    ordering = edge_index.topology.ordering
+    ordering, mesh = edge_index.topology.ordering, edge_index.nodes.mesh
     if is_lazy(lin.weight):
         lin(x)  # takes its width from x, through its own hooks
+    w, bias = meet(lin.weight, mesh), meet(bias, mesh)
     grad = torch.is_grad_enabled()
     keeps = ordering.keep_inputs and ordering.order != "last"
     if keeps:
@@ -77,15 +79,15 @@ def in_best_order(
 
         product = kept.product(x, exactly, user.had_kept)
         if product is not None:
-            return F.linear(product, lin.weight, bias)
+            return F.linear(product, w, bias)
     wrap = user.wrap(kept.stage_of(x) if keeps else None)
     grads = (
         grad and x.requires_grad,
         grad and (x.requires_grad or lin.weight.requires_grad),
     )
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return F.linear(_by_row(multiply, x.to_local(), wrap), lin.weight, bias)
-    out = _by_row(multiply, F.linear(x.to_local(), lin.weight), wrap)
+        return F.linear(_by_row(multiply, x.to_local(), wrap), w, bias)
+    out = _by_row(multiply, F.linear(x.to_local(), w), wrap)
     return out if bias is None else out.add_(bias)  # a fresh tensor: nobody saved it
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyg_distcomm import wire
+from pyg_distcomm.averaging import averager_of
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.wire import Axis
@@ -18,7 +21,19 @@ BUCKETS = 4
 SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than its bytes
 
 
-class Alone(torch.nn.Module):
+class _Transparent:
+    """Shows the attributes of the module that is wrapped."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+class Alone(_Transparent, torch.nn.Module):
     """What `replicate` returns on one rank: the model, behind `.module` like DDP's."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -30,13 +45,51 @@ class Alone(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
+class Replicated(_Transparent, DistributedDataParallel):
+    """DistributedDataParallel that shows its module's attributes, and can be copied.
+
+    A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
+    Where the module's own methods are called instead of this one, gradients are averaged as
+    without DDP (see `averaging.py`).
+
+    Args:
+        module: the model.
+        mesh: the ranks.
+        options: arguments of DistributedDataParallel.
+    """
+
+    armed = False  # whether DDP averages the gradients of the next backward pass
+
+    def __init__(
+        self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
+    ) -> None:
+        super().__init__(module, process_group=mesh.data.group, **options)
+        self._made = mesh, options
+        for p in module.parameters():
+            averager_of(mesh).averaged_by(p, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return super().forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        mesh, options = self._made
+        return replicate(copy.deepcopy(self.module, memo), mesh, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Alone, (self.module,)
+
+
 def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Module:
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
-    This is torch's DistributedDataParallel in a process group of its own: parameters
-    start as rank 0's, and gradients are averaged behind the backward pass, in buckets
-    of about a quarter of them (DDP's own hold 25 MB, which is all of most graph models,
-    so that nothing is left to hide behind). With the
+    Full-graph training needs no wrapper: gradients of what meets row-cut data are
+    averaged by themselves (see `averaging.py`). Minibatches, and parameters that see
+    `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a process group
+    of its own: parameters start as rank 0's, and gradients are averaged behind the
+    backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB, which is
+    all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
     [Note: gradients] in `adjoint.py`). Row-cut parameters (an embedding per node)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
@@ -70,8 +123,8 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     with warnings.catch_warnings():
         # torch 2.13 renames it, and older ones do not know the new name
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
-        out = DistributedDataParallel(model, process_group=mesh.data.group, **kwargs)
-    out.register_comm_hook(_Averager(mesh.data), _average)
+        out = Replicated(model, mesh, kwargs)
+    out.register_comm_hook(_Averager(mesh.data, out), _average)
     return out
 
 
@@ -91,8 +144,8 @@ def _bucket_mb(parameters: list[torch.nn.Parameter]) -> float:
 class _Averager:
     """The axis, out of reach of copying and pickling, and how many words have left."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, wrapper: Replicated) -> None:
+        self.axis, self.wrapper = axis, weakref.proxy(wrapper)
         self.left = 0
 
 
@@ -102,4 +155,6 @@ def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotat
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
     future = wire.all_reduce_future(buffer, state.axis, state.left)
     state.left = 0 if bucket.is_last() else state.left + buffer.numel()
+    if bucket.is_last():  # all gradients have come
+        state.wrapper.armed = False
     return future.then(lambda f: f.value()[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.halo_conv import through_halo
+from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
 from pyg_distcomm.nn.product import Kept, flowing, in_best_order
 from pyg_distcomm.ops.tile import Wrap
@@ -50,18 +50,18 @@ class DistSAGEConv(SAGEConv):
 
     def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
         """Runs the layer."""
+        (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, size)
         if self.aggr not in ("mean", "sum", "add"):
             return through_halo(self, self.link, super().forward, x, edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        edge_index.check_nodes(source, "x")
+        source = edge_index.as_nodes(source, "x")
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
         out = self._aggregated(source, edge_index)
         if self.root_weight and root is not None:
-            edge_index.check_nodes(root, "x[1]")
-            out = out + self.lin_r(root)
+            out = out + self.lin_r(edge_index.as_nodes(root, "x[1]"))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:

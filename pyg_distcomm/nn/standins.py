@@ -26,18 +26,14 @@ Pair = tuple[GuardedEdges, Any]
 class _Looped(Rows):
     """Rows of edges, the last of which are one loop per own node."""
 
-    nodes: Rows | None = None
-
-    def select(self, mask: Tensor) -> Rows:
-        kept = super().select(mask)
-        return _Picked(kept.gid, kept.total, kept.mesh, None, False, self.nodes)
+    def select(self, mask: Tensor, known: int | None = None) -> Rows:
+        kept = super().select(mask, known)
+        return _Picked(kept.gid, kept.total, kept.mesh, None, False, nodes=self.nodes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Picked(Rows):
     """Some edges; where they are the loops, they have the rows of the nodes, too."""
-
-    nodes: Rows | None = None
 
     def same_as(self, other: Rows) -> bool:
         if other is not self.nodes or other is None:
@@ -69,7 +65,7 @@ def _with_loops(edges: GuardedEdges, kept: Rows, local: Tensor, value: Any) -> P
     nodes = edges.scene.nodes
     gid = torch.cat([kept.gid, kept.total + nodes.gid])
     total = kept.total + nodes.total
-    rows = _Looped(gid, total, nodes.mesh, None, False, nodes)
+    rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
     value = None if value is None else DistTensor.wrap(value, rows)
     return GuardedEdges.wrap(local, edges.scene, rows), value
 

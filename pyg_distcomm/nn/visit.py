@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 
 from pyg_distcomm import wire
+from pyg_distcomm.averaging import meet
 from pyg_distcomm.exchange.account import DEGREES, NAMES
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.link import Link
@@ -244,6 +245,7 @@ class Visit:
     def _source(self, layer: MessagePassing, verb: str, name: str, value: Any) -> Any:
         if value is None:
             return None
+        value = self._cut(value)
         local = self._rows_of_nodes(name, value)
         if layer.node_dim % local.dim() != 0:
             raise ValueError(
@@ -283,7 +285,15 @@ class Visit:
     def _target(self, name: str, value: Any) -> Any:
         if value is None:
             return None
-        return self._rows_of_nodes(name, value)[: len(self.nodes)]
+        return self._rows_of_nodes(name, self._cut(value))[: len(self.nodes)]
+
+    def _cut(self, value: Any) -> Any:
+        """Returns the rows here of an ordinary tensor that has a row for every node."""
+        whole = isinstance(value, Tensor) and not isinstance(value, (RowCut, Guarded))
+        if not whole or not value.dim() or value.size(0) != self.nodes.total:
+            return value
+        value = meet(value, self.nodes.mesh) if value.is_leaf else value
+        return Inner.wrap(value[self.nodes.gid.to(value.device)], self.nodes)
 
     def _rows_of_nodes(self, name: str, value: Any) -> Tensor:
         """The local rows of a tensor that propagate looks up by node."""

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import wire
 from pyg_distcomm.kernels import memory
@@ -207,6 +206,16 @@ def value_gradient(
     return out
 
 
+def _check_twice(matrix: GridMatrix, learnt: bool) -> None:
+    """Refuses second derivatives that are not those of a linear map."""
+    if learnt or not matrix.links.is_exact:
+        what = "values of edges that are learnt" if learnt else "a coded or late link"
+        raise RuntimeError(
+            f"differentiate once, or detach edge weights: create_graph=True met {what} in a "
+            "distributed product, whose second derivative is not known"
+        )
+
+
 class _Product(torch.autograd.Function):
     """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>."""
 
@@ -224,12 +233,14 @@ class _Product(torch.autograd.Function):
         return z
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         g = g.contiguous()
         mirror = ctx.matrix.transposed
+        if torch.is_grad_enabled():
+            _check_twice(ctx.matrix, ctx.needs_input_grad[1])
+            return _Product.apply(g, None, None, mirror), None, None, None
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
             gx, *found = mirror.apply(g)

@@ -92,6 +92,11 @@ class Links:
     far: Link
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all of them are."""
+        return all(x.is_exact for x in (self.ghost, self.out, self.sums, self.far))
+
+    @property
     def mirrored(self) -> Links:
         """The exchanges of the transpose."""
         return Links(self.out, self.ghost, self.far, self.sums)

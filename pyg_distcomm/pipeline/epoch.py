@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import wire
+from pyg_distcomm.averaging import averager_of
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.schedule import Schedule, Span
 from pyg_distcomm.pipeline.stage import Cargo, Stage
@@ -230,7 +231,8 @@ def gradients_added(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> Iterato
     for p in parameters:
         p.grad = None
     try:
-        yield
+        with averager_of(mesh).paused():
+            yield
         _average_gradients(mesh, parameters)
     except BaseException:
         for p, grad in zip(parameters, before, strict=True):

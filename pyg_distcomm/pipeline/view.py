@@ -231,7 +231,12 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class ChunkMesh:
-    """The mesh of a chunk's rows: what would reduce over all nodes is refused."""
+    """The mesh of a chunk's rows: what would reduce over all nodes is refused.
+
+    Sizes of a chunk's tensors are the chunk's.
+    """
+
+    local_sizes = True
 
     def __init__(self, mesh: Mesh, run: Run) -> None:
         self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid

@@ -49,6 +49,7 @@ def init(
     seed: int = 0,
     timeout: float = 300.0,
     stages: int = 1,
+    check: grids.Check = "first",
     data: Data | None = None,
     widths: Sequence[int] | None = None,
     model: torch.nn.Module | None = None,
@@ -83,6 +84,11 @@ def init(
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
+        check: which plain tensors are compared between ranks, by a hash, when they meet
+            row-cut ones: "first" compares a parameter once, and other tensors the first
+            time that an operation gets one of their shape; "always" compares every new
+            tensor, so that one drawn anew each epoch is compared each time; "never" trusts
+            the script.
         data: for "auto", the whole graph, the same on every rank.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
@@ -97,6 +103,7 @@ def init(
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
     how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
+    how["check"] = check
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
     given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}

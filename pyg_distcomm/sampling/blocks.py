@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_distcomm import indexing, kernels, wire
+from pyg_distcomm import kernels, wire
+from pyg_distcomm.by_id import IdPlan
 from pyg_distcomm.channel import Channel
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
@@ -132,7 +133,7 @@ def read_block(
 
 def _blocks(store: Any, mesh: Mesh) -> Rows:
     """Returns nodes in blocks: of those without edges and attributes nobody said whose."""
-    n = int(store.num_nodes_global)
+    n = int(store.num_nodes)
     owner = torch.arange(n) * mesh.size // max(n, 1)
     partition = Partition.from_owner(owner, mesh.size, n)
     return Rows(partition.gids(mesh.rank), n, mesh, partition)
@@ -210,7 +211,7 @@ def _own_edges(
                 f"all weights in '{weight_attr}' are zero, so no edge can be drawn"
             )
     if node_time is not None and clock is not None:
-        time = indexing.take(clock, node_time.rows, topology.source_gid)
+        time = IdPlan.build(topology.source_gid, node_time.rows).gather(clock)
     return _Edges(
         edges.edges.gid,
         topology.source_gid,

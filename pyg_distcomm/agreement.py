@@ -1,0 +1,148 @@
+"""Compares what every rank holds a copy of, and counts rows over the ranks.
+
+All of it travels over the mesh's control axis, a process group of its own, so that a rank
+that asks alone can not be answered by another exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pyg_distcomm import wire
+from pyg_distcomm.mesh import Mesh
+
+
+def count_rows(here: int, mesh: Mesh) -> int:
+    """Returns the sum of a number of rows over the ranks; collective.
+
+    Each rank also says which of its questions this is: a rank that asks alone, and meets
+    another's next question, raises instead of taking the answer to that.
+
+    Price: one all-reduce of three words.
+
+    Raises:
+        ValueError: on the ranks that met, if they are not at the same question.
+    """
+    if mesh.size == 1:
+        return here
+    mesh.questions += 1
+    turn = mesh.questions
+    told = wire.all_reduce(torch.tensor([here, turn, turn * turn]), mesh.control)
+    total, turns, squares = (int(v) for v in told)
+    if turns != mesh.size * turn or squares != mesh.size * turn * turn:
+        raise ValueError(
+            f"rank {mesh.rank} asked for the length of a selection (len, size or shape of "
+            "rows that a computed mask keeps) that not all ranks asked for; ask on all "
+            "ranks, or use .to_local()"
+        )
+    return total
+
+
+def digest(x: Tensor) -> int:
+    """Returns a hash of dtype, shape and values of a tensor, in [0, 2^62)."""
+    x = x.detach()
+    x = x.to_dense() if x.layout != torch.strided else x
+    known = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
+    if x.numel():
+        raw = x.cpu().contiguous().flatten().view(torch.uint8)
+        known.update(raw.numpy().data)
+    return int.from_bytes(known.digest(), "little") >> 2
+
+
+class Comparer:
+    """Compares replicated tensors between ranks, each time or the first time.
+
+    Args:
+        mesh: the ranks, and whether to compare (`Mesh.check`).
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._kinds: set[Any] = set()
+        self._seen: Any = WeakTensorKeyDictionary()
+
+    def check(self, x: Tensor, what: str) -> None:
+        """Raises on all ranks if a plain tensor differs between them; collective.
+
+        Args:
+            x: the tensor, without gradient.
+            what: what it is used in.
+
+        Raises:
+            ValueError: naming the operation and the ranks.
+        """
+        mesh = self._mesh
+        kind = what, tuple(x.shape), x.dtype
+        if mesh.check == "first":
+            if kind in self._kinds:
+                return
+        elif mesh.check == "never" or self._seen.get(x) == _version(x):
+            return
+        self._kinds.add(kind)
+        if mesh.check == "always":
+            self._seen[x] = _version(x)
+        marks = wire.all_gather_counts([digest(x)], mesh.control)
+        differ = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        if differ:
+            raise ValueError(
+                f"seed what draws this tensor: {what}() got a plain tensor of shape "
+                f"{list(x.shape)} and {x.dtype} beside a row-cut one, which means the same "
+                f"values on all ranks, but ranks {differ} hold others than rank 0. Call "
+                "torch.manual_seed (and the seeds of numpy and random) with the same "
+                "number on all ranks, or make rows of this rank row-cut by "
+                "pdc.from_local(t, like=x)"
+            )
+
+    def equalise(self, x: Tensor) -> None:
+        """Gives a parameter rank 0's values where ranks differ, and says so; collective.
+
+        Raises:
+            ValueError: if shapes or dtypes differ.
+        """
+        mesh = self._mesh
+        if mesh.check == "never":
+            return
+        shape = [x.dim(), *x.shape, *([0] * (8 - x.dim()))][:9]
+        marks = wire.all_gather_counts(
+            [digest(x), *shape, x.element_size()], mesh.control
+        )
+        if any(mark[1:] != marks[0][1:] for mark in marks):
+            shapes = [mark[2 : 2 + mark[1]] for mark in marks]
+            raise ValueError(
+                "build the same model on all ranks: a parameter has the shapes "
+                f"{shapes} (rank by rank), or dtypes that differ"
+            )
+        if all(mark == marks[0] for mark in marks):
+            return
+        first = wire.all_reduce(
+            x.detach() if mesh.rank == 0 else torch.zeros_like(x.detach()), mesh.data
+        )
+        with torch.no_grad():
+            x.data.copy_(first)
+        if not self._told and mesh.rank == 0:
+            warnings.warn(
+                f"parameters differed between ranks (first one of shape {list(x.shape)}); "
+                "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
+                "made, so that all ranks draw the same",
+                stacklevel=2,
+            )
+        self._told = True
+
+    _told = False
+
+
+def comparer_of(mesh: Mesh) -> Comparer:
+    """Returns what compares replicated tensors for a mesh."""
+    if mesh.compared is None:
+        mesh.compared = Comparer(mesh)
+    return mesh.compared  # type: ignore[no-any-return]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else int(x._version)

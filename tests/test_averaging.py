@@ -1,0 +1,342 @@
+"""Gradients of parameters without a wrapper: those of one process, equal on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from problems import GRAPHS, owners
+from test_whole import assert_none, failures_of, full, share_of
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn as nn
+
+
+class Net(torch.nn.Module):
+    def __init__(self, lib, norm=True):
+        super().__init__()
+        self.conv1 = lib.GCNConv(7, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.conv2 = lib.SAGEConv(8, 6)
+        self.conv3 = lib.GATConv(6, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(1.3))
+        self.unused = torch.nn.Linear(2, 2)
+
+    def encode(self, x, edge_index):
+        return self.norm(self.conv1(x, edge_index)).relu()
+
+    def decode(self, z, edge_index):
+        return self.conv3(self.conv2(z, edge_index).relu(), edge_index) * self.scale
+
+    def forward(self, x, edge_index):
+        return self.decode(self.encode(x, edge_index), edge_index)
+
+
+def net_of(lib, make=Net, seed=5):
+    torch.manual_seed(seed)
+    return make(lib).double()
+
+
+def loss_of(out, data):
+    return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+
+
+def step(model, data, out=None):
+    loss = loss_of(model(data.x, data.edge_index) if out is None else out, data)
+    loss.backward()
+    return model
+
+
+def _methods(net, data):
+    step(net, data, net.decode(net.encode(data.x, data.edge_index), data.edge_index))
+    return net
+
+
+def _penalty(net, data):
+    out = net(data.x, data.edge_index)
+    norms = sum(p.square().sum() for p in net.conv1.parameters())
+    (loss_of(out, data) + 0.1 * norms + 0.01 * net.unused.weight.sum()).backward()
+    return net
+
+
+def _accumulated(net, data):
+    step(net, data), step(net, data)
+    loss_of(net(data.x, data.edge_index), data).mul(0.5).backward()
+    return net
+
+
+def _frozen(net, data):
+    net.conv1.requires_grad_(False)
+    step(net, data)
+    net.conv1.requires_grad_(True)
+    return step(net, data)
+
+
+def _weight_norm(net, data):
+    net.conv1.lin = parametrizations.weight_norm(net.conv1.lin)
+    net.extra = parametrizations.weight_norm(torch.nn.Linear(4, 4).double())
+    torch.nn.init.ones_(net.extra.weight)
+    return step(net, data, net.extra(net(data.x, data.edge_index)))
+
+
+def _normalised(net, data):
+    z = net.encode(data.x, data.edge_index)
+    w = F.normalize(net.conv1.lin.weight, dim=1)
+    return step(net, data, net.decode(z + data.x @ w.t(), data.edge_index))
+
+
+def _global_scale(net, data):
+    z = net(data.x, data.edge_index)
+    return step(
+        net, data, z / (1 + z.square().mean()) * net.scale + z.mean(0) * net.scale
+    )
+
+
+def _hooks(net, data):
+    net.conv1.lin.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    step(net, data)
+    net.scale.register_hook(lambda g: g.square())
+    return step(net, data)
+
+
+def _checkpointed(reentrant):
+    def run(net, data):
+        x = data.x.clone().requires_grad_()
+        z = checkpoint(net.encode, x, data.edge_index, use_reentrant=reentrant)
+        return step(net, data, net.decode(z, data.edge_index))
+
+    return run
+
+
+def _autograd_grad(net, data):
+    loss = loss_of(net(data.x, data.edge_index), data)
+    parameters = [p for p in net.parameters() if p.shape != (2, 2) and p.shape != (2,)]
+    for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = g
+    return net
+
+
+def _twice(net, data):
+    z = net.conv2(net.conv1(data.x, data.edge_index).sigmoid(), data.edge_index)
+    weight = net.conv1.lin.weight
+    (g,) = torch.autograd.grad(z.square().mean(), weight, create_graph=True)
+    g.square().sum().backward()
+    return net
+
+
+def _copied(net, data):
+    twin = copy.deepcopy(step(net, data))
+    twin.zero_grad()
+    return step(twin, data)
+
+
+def _two_models(net, data):
+    other = net_of(pyg if type(data.x) is torch.Tensor else nn, seed=9)
+    z = net.encode(data.x, data.edge_index) + other.encode(data.x, data.edge_index)
+    step(net, data, net.decode(z, data.edge_index))
+    net.other = other
+    return net
+
+
+def _embedding(net, data):
+    net.table = torch.nn.Embedding(data.num_nodes, 7).double()
+    torch.nn.init.normal_(net.table.weight, generator=torch.Generator().manual_seed(0))
+    return step(net, data, net(net.table.weight, data.edge_index))
+
+
+def _shared(net, data):
+    net.conv2.lin_l.weight = net.conv2.lin_r.weight
+    return step(net, data)
+
+
+def _edge_weights(net, data):
+    net.w = torch.nn.Parameter(torch.linspace(0.1, 1, data.num_edges).double())
+    out = net.conv1(data.x, data.edge_index, net.w)
+    return step(net, data, out[:, :4] * net.scale)
+
+
+def _gcn2(net, data):
+    lib = pyg if type(data.x) is torch.Tensor else nn
+    torch.manual_seed(3)
+    net.gcn2 = lib.GCN2Conv(8, 0.1, 0.5, 1).double()
+    z = net.encode(data.x, data.edge_index)
+    return step(net, data, net.gcn2(z, z, data.edge_index)[:, :4])
+
+
+def _recurrent(net, data):
+    torch.manual_seed(3)
+    net.cell, net.rnn = (
+        torch.nn.GRUCell(7, 8).double(),
+        torch.nn.LSTM(8, 4, batch_first=True).double(),
+    )
+    z = net.cell(data.x, net.encode(data.x, data.edge_index))
+    return step(net, data, net.rnn(z.unsqueeze(1))[0][:, 0])
+
+
+def _learnt_aggregation(net, data):
+    lib = pyg if type(data.x) is torch.Tensor else nn
+    torch.manual_seed(3)
+    net.gen = lib.GENConv(7, 4, aggr="softmax", learn_t=True).double()
+    net.pna = lib.SAGEConv(4, 4, aggr=pyg.PowerMeanAggregation(learn=True)).double()
+    return step(net, data, net.pna(net.gen(data.x, data.edge_index), data.edge_index))
+
+
+def _class_weights(net, data):
+    net.cw = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 0.5]).double())
+    out = F.log_softmax(net(data.x, data.edge_index), -1)
+    loss = (F.one_hot(data.y, 4) * out * net.cw).sum(-1)[data.train_mask].mean()
+    loss.backward()
+    return net
+
+
+def _lbfgs(net, data):
+    opt = torch.optim.LBFGS([*net.conv1.parameters(), net.scale], lr=0.1, max_iter=3)
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(net(data.x, data.edge_index), data)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    return net
+
+
+def _clipped(net, data):
+    step(net, data)
+    used = [p for p in net.parameters() if p.grad is not None]
+    torch.nn.utils.clip_grad_norm_(used, 0.01)
+    return net
+
+
+CASES = {
+    "forward": step,
+    "methods": _methods,
+    "penalty": _penalty,
+    "accumulated": _accumulated,
+    "frozen": _frozen,
+    "weight norm": _weight_norm,
+    "normalised": _normalised,
+    "global results": _global_scale,
+    "hooks": _hooks,
+    "checkpoint": _checkpointed(False),
+    "reentrant checkpoint": _checkpointed(True),
+    "autograd.grad": _autograd_grad,
+    "create_graph": _twice,
+    "deepcopy": _copied,
+    "two models": _two_models,
+    "whole embedding": _embedding,
+    "shared": _shared,
+    "edge weights": _edge_weights,
+    "gcn2": _gcn2,
+    "recurrent": _recurrent,
+    "aggregations": _learnt_aggregation,
+    "class weights": _class_weights,
+    "lbfgs": _lbfgs,
+    "clipped": _clipped,
+}
+
+
+def _gradients(cutter, replicated):
+    data, share = share_of("directed", cutter)
+    mesh = share.x.rows.mesh
+
+    def check(case):
+        want = case(net_of(pyg), data)
+        net = net_of(nn)
+        got = case(pdc.replicate(net, mesh) if replicated else net, share)
+        for (name, p), (_, q) in zip(
+            want.named_parameters(), got.named_parameters(), strict=True
+        ):
+            for kind, a, b in (("value", p, q), ("grad", p.grad, q.grad)):
+                if a is None or b is None:
+                    assert a is b, f"{kind} {name}: {a} and {b}"
+                    continue
+                where = f"{kind} {name}"
+                torch.testing.assert_close(
+                    full(b), a, rtol=1e-8, atol=1e-9, msg=lambda t, w=where: f"{w}: {t}"
+                )
+
+    return failures_of(CASES, check)
+
+
+@pytest.mark.parametrize(
+    ("size", "cutter"), [(1, "block"), (2, "random"), (3, "no_train")]
+)
+def test_gradients_are_those_of_one_process(size, cutter):
+    assert_none(worlds.run(_gradients, size, cutter, False))
+
+
+def _differing():
+    data, share = share_of()
+    mesh = share.x.rows.mesh
+    torch.manual_seed(mesh.rank)
+    net = Net(nn).double()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step(net, share)
+    torch.manual_seed(0)
+    want = step(Net(pyg).double(), data)
+    for (name, p), (_, q) in zip(
+        want.named_parameters(), net.named_parameters(), strict=True
+    ):
+        if "unused" not in name:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9)
+    return sum("rank 0's are taken" in str(w.message) for w in told)
+
+
+def test_parameters_that_differ_take_rank_0s_and_say_so_once():
+    assert worlds.run(_differing, 2) == [1, 0]
+
+
+def _refused():
+    _, share = share_of()
+    mesh = worlds.mesh(fresh=True)
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    torch.manual_seed(mesh.rank)
+    with pytest.raises(ValueError, match="seed what draws"):
+        share.x + torch.rand(data.num_nodes, 1).double()
+    with pytest.raises(TypeError, match=r"pdc\.from_local"):
+        share.x + torch.zeros(len(share.x.rows), 7).double()
+    local = (
+        torch.full((len(share.x.rows), 7), float(mesh.rank)).double().requires_grad_()
+    )
+    out = (pdc.from_local(local, like=share.x) * share.x).sum()
+    out.backward()
+    torch.testing.assert_close(local.grad, share.x.to_local())
+
+
+def test_what_differs_between_ranks_is_refused():
+    worlds.run(_refused, 2)
+
+
+def _messages():
+    _, share = share_of()
+    net = net_of(nn)
+    ledger = share.x.rows.mesh.ledger
+    for _ in range(3):
+        net.zero_grad()
+        ledger.reset()
+        step(net, share)
+    rows = {
+        k: (e.calls, e.words)
+        for k, e in ledger.entries.items()
+        if k[1] in ("data", "control")
+    }
+    used = sum(p.numel() for p in net.parameters() if p.grad is not None)
+    return rows, used
+
+
+def test_a_pass_costs_two_words_and_the_parameters():
+    (rows, used), *_ = worlds.run(_messages, 2)
+    assert rows["all_reduce", "control"] == (1, 2)
+    assert rows["all_reduce", "data"][1] == used
+    assert set(rows) == {("all_reduce", "control"), ("all_reduce", "data")}

@@ -1,0 +1,242 @@
+"""DistTensors read as whole tensors: each case equals plain torch on the whole graph."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import torch_geometric.utils as U
+import worlds
+from problems import GRAPHS, owners
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn as nn
+
+N = 60
+
+
+def _steps(d):
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool)
+    mask[:20] = True
+    return mask
+
+
+def _perm(d, seed=3):
+    return torch.randperm(d.num_nodes, generator=torch.Generator().manual_seed(seed))
+
+
+def _written(d):
+    out = d.x.new_zeros(d.x.size(0), 4)
+    out[d.train_mask] = F.one_hot(d.y[d.train_mask], 4).to(out.dtype)
+    return out + d.x[:, :4]
+
+
+def _plain_written(d):
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool)
+    mask[d.x[:, 0] > 0] = True
+    return d.x[mask]
+
+
+def _scatter(reduce):
+    def run(d):
+        batch = (d.y + d.x[:, 0].gt(0)).long()
+        return U.scatter(d.x, batch, 0, reduce=reduce)
+
+    return run
+
+
+def _over_edges(reduce):
+    def run(d):
+        source, target = d.edge_index[0], d.edge_index[1]
+        return U.scatter(d.x[source], target, 0, d.num_nodes, reduce=reduce)
+
+    return run
+
+
+SCALARS = {
+    "len": lambda d: len(d.x),
+    "shape": lambda d: tuple(d.x.shape),
+    "size": lambda d: d.x.size(0) + d.y.size(-1),
+    "numel": lambda d: d.x.numel(),
+    "nodes": lambda d: d.num_nodes,
+    "edges": lambda d: (d.num_edges, d.edge_index.size(1), tuple(d.edge_index.shape)),
+    "features": lambda d: (d.num_features, d.num_node_features),
+    "selection": lambda d: len(d.x[d.train_mask]),
+    "computed": lambda d: d.x[d.x[:, 0] > 0].size(0),
+    "plain mask": lambda d: d.x[_steps(d)].shape[0],
+    "column of masks": lambda d: (
+        d.x[torch.stack([d.train_mask, ~d.train_mask], 1)[:, 1]].shape
+    ),
+    "tolist": lambda d: d.y.tolist(),
+    "numpy": lambda d: d.x.detach().cpu().numpy().sum().item(),
+    "nonzero": lambda d: d.train_mask.nonzero().view(-1).tolist(),
+    "bincount": lambda d: d.y.bincount().tolist(),
+    "unique": lambda d: d.y.unique().tolist(),
+    "max id": lambda d: int(d.edge_index.max()),
+    "undirected": lambda d: d.is_undirected(),
+    "self-loops": lambda d: d.has_self_loops(),
+}
+
+CASES = {
+    "division by nodes": lambda d: d.x.sum() / d.num_nodes,
+    "division by len": lambda d: d.x.sum() / len(d.y),
+    "sum loss": lambda d: F.cross_entropy(d.x, d.y, reduction="sum") / d.num_nodes,
+    "mask": lambda d: F.cross_entropy(d.x[_steps(d)], d.y[_steps(d)]),
+    "arange": lambda d: d.x[torch.arange(d.num_nodes // 3)],
+    "randperm": lambda d: d.x[_perm(d)[:17]],
+    "view": lambda d: d.x.view(d.x.size(0), -1, 1),
+    "view -1": lambda d: d.x.view(-1, 7),
+    "new zeros": _written,
+    "into plain": _plain_written,
+    "zeros": lambda d: d.x + torch.zeros(d.num_nodes, 1),
+    "arange row": lambda d: d.x * torch.arange(d.num_nodes).view(-1, 1),
+    "ones for selection": lambda d: (
+        d.x[d.train_mask] * torch.arange(int(d.train_mask.sum())).view(-1, 1)
+    ),
+    "cat": lambda d: torch.cat([d.x, torch.ones(d.num_nodes, 2).double()], 1),
+    "cat rows": lambda d: torch.cat(
+        [d.x[d.train_mask], d.x[:9], torch.ones(3, 7).double()]
+    ),
+    "stack": lambda d: torch.stack([d.x, 2 * d.x], 1).flatten(1),
+    "expand": lambda d: d.x[:, :1].expand(d.num_nodes, 7) * d.x,
+    "row": lambda d: d.x[5] + d.x[-1],
+    "range": lambda d: d.x[10:30:3],
+    "list": lambda d: d.x[[4, 4, 0]],
+    "gram": lambda d: d.x.t() @ d.x,
+    "outer": lambda d: d.x @ d.x.t(),
+    "T": lambda d: torch.matmul(d.x, d.x.T).sigmoid().sum(1),
+    "plain times rows": lambda d: torch.ones(3, d.num_nodes).double() @ d.x,
+    "dot": lambda d: d.x[:, 0] @ d.x[:, 1],
+    "sort": lambda d: d.x.sort(0).values,
+    "topk": lambda d: d.x[:, 0].topk(7).values,
+    "flip": lambda d: d.x.flip(0),
+    "cumsum": lambda d: d.x.cumsum(0),
+    "softmax": lambda d: d.x.softmax(0),
+    "log_softmax": lambda d: F.log_softmax(d.x, dim=0),
+    "logsumexp": lambda d: d.x.logsumexp(0),
+    "normalize": lambda d: F.normalize(d.x, dim=0),
+    "median": lambda d: d.x.median(0).values,
+    "argmax": lambda d: d.x.argmax().double(),
+    "one_hot": lambda d: F.one_hot(d.y).double() * d.x[:, :1],
+    "where numbers": lambda d: d.x[torch.where(d.train_mask)[0]],
+    "masked write": lambda d: d.x.clone().masked_fill(~d.train_mask.view(-1, 1), 0),
+    "in place ids": lambda d: _set_ids(d.x.clone()),
+    "ids of edges": lambda d: d.x[d.edge_index[0]] * d.x[d.edge_index[1]],
+    "index_select": lambda d: d.x.index_select(0, d.edge_index[0]),
+    "masked edges": lambda d: d.x[d.edge_index[:, d.edge_weight > 0.5][0]],
+    "degree": lambda d: U.degree(d.edge_index[0], d.num_nodes) * d.x[:, 0],
+    "degree in": lambda d: U.degree(d.edge_index[1], d.num_nodes) * d.x[:, 0],
+    "softmax by target": lambda d: U.softmax(
+        d.x[d.edge_index[0]][:, 0], d.edge_index[1], num_nodes=d.num_nodes
+    ),
+    "pool mean": lambda d: pyg.global_mean_pool(d.x, d.y),
+    "pool max": lambda d: pyg.global_max_pool(d.x, d.y),
+    "pool add, no batch": lambda d: pyg.global_add_pool(d.x, None),
+    "embedding": lambda d: (
+        F.embedding(d.y, torch.arange(8.0).view(4, 2).double()) * d.x[:, :2]
+    ),
+    "lookup": lambda d: torch.arange(4).double()[d.y] * d.x[:, 0],
+    "plain whole masked": lambda d: (
+        _perm(d).double()[d.train_mask] * d.x[d.train_mask][:, 0]
+    ),
+    **{f"scatter {r}": _scatter(r) for r in ("sum", "mean", "max", "min")},
+    **{f"edges {r}": _over_edges(r) for r in ("sum", "mean", "max", "min")},
+    "graph norm": lambda d: pyg.GraphNorm(7).double()(d.x),
+    "graph size norm": lambda d: pyg.GraphSizeNorm()(d.x),
+    "pair norm": lambda d: pyg.PairNorm()(d.x),
+    "instance norm": lambda d: nn.InstanceNorm(7).double()(d.x),
+    "layer norm": lambda d: pyg.LayerNorm(7).double()(d.x),
+    "layer norm of shape": lambda d: F.layer_norm(d.x, d.x.shape[1:]),
+    "mean subtraction": lambda d: pyg.MeanSubtractionNorm()(d.x),
+    "batch norm": lambda d: pyg.BatchNorm(7).double()(d.x),
+    "diff group norm": lambda d: pyg.DiffGroupNorm(7, 3).double()(d.x),
+    "std": lambda d: (d.x - d.x.mean(0)) / d.x.std(0),
+    "inner product": lambda d: pyg.InnerProductDecoder()(d.x, d.edge_index),
+    "all pairs": lambda d: pyg.InnerProductDecoder().forward_all(d.x),
+    "gumbel": lambda d: d.x * torch.zeros_like(d.x),
+}
+
+
+def _set_ids(x):
+    x[torch.tensor([3, 50, 7])] = 2.0
+    x[4] = torch.arange(7.0).double()
+    return x * 1
+
+
+def share_of(graph="directed", cutter="random"):
+    torch.manual_seed(0)
+    data = GRAPHS[graph]()
+    mesh = worlds.mesh()
+    return data, pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
+
+
+def failures_of(cases, check):
+    """Runs every case on this rank, and returns those that fail, each with its reason."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            check(case)
+        except Exception:
+            found[name] = traceback.format_exc(limit=-6)
+    return found
+
+
+def _scalars():
+    data, share = share_of()
+
+    def check(case):
+        assert case(share) == case(data)
+
+    return failures_of(SCALARS, check)
+
+
+def _values(graph, cutter):
+    data, share = share_of(graph, cutter)
+
+    def check(case):
+        plain, cut = data.clone(), share.__copy__()
+        plain.x = data.x.clone().requires_grad_()
+        cut.x = share.x.clone().detach().requires_grad_()
+        torch.manual_seed(1)
+        want = case(plain)
+        torch.manual_seed(1)
+        got = case(cut)
+        assert want.shape == got.shape
+        torch.testing.assert_close(full(got), want, rtol=1e-9, atol=1e-9)
+        if want.requires_grad:
+            weight = torch.linspace(-1, 2, want.numel()).double().view(want.shape)
+            (want * weight).sum().backward()
+            (got * weight).sum().backward()
+            grad = full(cut.x.grad)
+            torch.testing.assert_close(grad, plain.x.grad, rtol=1e-9, atol=1e-9)
+
+    return failures_of(CASES, check)
+
+
+def assert_none(found):
+    told = {name: text for rank in found for name, text in rank.items()}
+    assert not told, "\n".join(f"=== {name}\n{text}" for name, text in told.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sizes_are_the_whole_graphs(size):
+    assert_none(worlds.run(_scalars, size))
+
+
+@pytest.mark.parametrize(
+    ("size", "graph", "cutter"),
+    [
+        (1, "directed", "block"),
+        (2, "directed", "random"),
+        (3, "directed", "empty_rank"),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_process(size, graph, cutter):
+    assert_none(worlds.run(_values, size, graph, cutter))
