@@ -44,7 +44,7 @@ def _columns(x: RowCut, key: Any) -> RowCut:
     return out
 
 
-def _take_rows(x: RowCut, key: Any) -> RowCut:
+def _take_rows(x: RowCut, key: Any) -> Any:
     if isinstance(key, slice) and key == slice(None):
         return x
     if isinstance(key, (type(None), bool)):

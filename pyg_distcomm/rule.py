@@ -461,7 +461,8 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
     """Scatters within each row, or rows to the rows that an index names."""
     names = ("input", "dim", "index", "src", "reduce")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    target, dim = given.get("input", given.get("self")), given["dim"]
+    target: Tensor = given["self" if "self" in given else "input"]
+    dim = given["dim"]
     if not isinstance(dim, int):
         raise undecided(f"{base_name(func)}() over named dims")
     if dim % target.dim() != 0:
