@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_distcomm import kernels
 
@@ -20,10 +19,9 @@ class _KeyedDropout(torch.autograd.Function):
         return kernels.keyed_dropout(x, key, gid, p)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         p, gid, key = ctx.draw  # the mask is drawn again: nothing is stored
-        return kernels.keyed_dropout(g.contiguous(), key, gid, p), None, None, None
+        return _KeyedDropout.apply(g.contiguous(), p, gid, key), None, None, None
 
 
 def keyed_dropout(x: Tensor, p: float, gid: Tensor, key: int) -> Tensor:

@@ -15,9 +15,20 @@ from pyg_distcomm.rowcut import RowCut, tree_map
 
 
 def plainly(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Calls a torch function on the local parts, as they are."""
+    """Calls a torch function on the local parts, as they are.
+
+    Where hooks look after saved tensors, as in checkpointing, these are ordinary ones:
+    hooks may read their sizes anywhere.
+    """
     with torch._C.DisableTorchFunctionSubclass():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None and not getattr(func, "__name__", "").endswith("_"):
+            args, kwargs = tree_map(_local, args), tree_map(_local, kwargs)
         return func(*args, **kwargs)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, RowCut) else value
 
 
 def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:

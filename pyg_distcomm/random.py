@@ -9,8 +9,9 @@ are a hash of the key and the two (`kernels.reference.keyed_bits` is the definit
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -55,6 +56,40 @@ def seed(key: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(key)
+
+
+# functions that draw a number for each entry of a tensor
+DRAWS = """rand_like randn_like randint_like normal_ uniform_ exponential_ log_normal_
+cauchy_ geometric_ random_""".split()
+_BLOCK = 1 << 22  # entries drawn at a time
+
+
+def rows_drawn(
+    draw: Callable[[Tensor], Tensor], like: Tensor, total: int, place: Tensor
+) -> Tensor:
+    """Returns the rows at `place` of a tensor `[total, ...]` that torch's generator fills.
+
+    All of it is drawn, so that a rank's generator ends as that of one process does; a
+    block at a time. Price: no message, and on each rank the draws of one process.
+
+    Args:
+        draw: fills, or returns, a tensor like the one it is given.
+        like: rows of the shape, dtype and device wanted.
+        total: rows of the whole tensor.
+        place: which rows of it to keep `[n]`, ascending, on the CPU.
+    """
+    width = math.prod(like.shape[1:])
+    # the CPU's normal numbers come 16 at a time, and a CUDA kernel's depend on the size
+    step = max(16, _BLOCK // max(width, 1) // 16 * 16)
+    if like.device.type != "cpu":
+        step = total
+    starts = [*range(0, max(total - 16, 1), max(step, 1)), total]
+    out = torch.empty_like(like)
+    for start, stop in itertools.pairwise(starts):
+        block = draw(like.new_empty((stop - start, *like.shape[1:])))
+        first, last = torch.searchsorted(place, torch.tensor([start, stop])).tolist()
+        out[first:last] = block[(place[first:last] - start).to(block.device)]
+    return out
 
 
 def keyed_bits48(key: int, count: int) -> Tensor:

@@ -103,8 +103,6 @@ def _bound(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
     if x.size(0) == 0:
         x = x.new_full((1, *x.shape[1:]), _lowest(x.dtype, op))
     local = (x.amax if op == "max" else x.amin)(dims, keepdim=True)
-    if rows.mesh.size == 1:
-        return local
     wide = local.to(torch.uint8) if local.dtype == torch.bool else local
     return wire.all_reduce(wide, rows.mesh.world, op).to(local.dtype)
 

@@ -286,14 +286,16 @@ def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, width = _aligned_rows(func, args, kwargs)
-    name = func.__name__
-    if name in losses.ELEMENTWISE:
+    name, fitted = func.__name__, func.__name__ in losses.ELEMENTWISE
+    if fitted:
         args, kwargs = _aligned(func, (args, kwargs), rows, width)
 
     def fit(value: Any, place: Any) -> Any:
         if isinstance(value, RowCut):
             return value.to_local()
-        if isinstance(value, Tensor) and place in _ROW_OPERANDS and value.dim():
+        if fitted or place not in _ROW_OPERANDS:
+            return value
+        if isinstance(value, Tensor) and value.dim():
             return fit_plain(value, like, value.dim(), name)
         return value
 
@@ -399,18 +401,45 @@ def _batched(left: Any, right: Any) -> bool:
     return isinstance(left, RowCut) and left.dim() == right.dim() > 2
 
 
-def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Dropout, rand_like, randn_like: drawn by (seed, call, row id, column)."""
+def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
     x, name = _first(args, kwargs), base_name(func)
-    local, gid = x.to_local(), x.rows.gid.to(x.device)
-    if name != "dropout":
-        wants_gradient = kwargs.pop("requires_grad", False)
-        like = torch.empty_like(local.detach(), **kwargs)
-        if not like.is_floating_point():
-            raise TypeError(f"{name}() draws floating point numbers, got {like.dtype}")
+    local, rows = x.to_local(), x.rows
+    if name.endswith("_"):
+        if x.reads_local:
+            raise undecided(f"{name}() inside a layer")
+        draw = random.rows_drawn(
+            lambda like: getattr(like, name)(*args[1:], **kwargs),
+            local.detach(),
+            rows.count,
+            rows.place,
+        )
+        return x.copy_(x.wrap(draw, rows))
+    wants_gradient = kwargs.pop("requires_grad", False)
+    like = torch.empty_like(
+        local.detach(), **{k: v for k, v in kwargs.items() if k in _LIKE}
+    )
+    if not x.reads_local:
+        numbers = {k: v for k, v in kwargs.items() if k not in _LIKE}
+        out = random.rows_drawn(
+            lambda like: func(like, *args[1:], **numbers), like, rows.count, rows.place
+        )
+    elif name == "randint_like" or not like.is_floating_point():
+        raise undecided(f"{name}() of whole numbers inside a layer")
+    else:
         draw = random.keyed_uniform if name == "rand_like" else random.keyed_normal
-        noise = x.wrap(draw(x.rows.mesh.next_key(), gid, like), x.rows)
-        return noise.requires_grad_() if wants_gradient else noise
+        out = draw(rows.mesh.next_key(), rows.gid.to(x.device), like)
+    noise = x.wrap(out, rows)
+    return noise.requires_grad_() if wants_gradient else noise
+
+
+_LIKE = ("dtype", "device", "layout", "memory_format")
+
+
+def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Dropout: drawn by (seed, call, row id, column)."""
+    x = _first(args, kwargs)
+    local, gid = x.to_local(), x.rows.gid.to(x.device)
     p, training, inplace = _dropout_arguments(args, kwargs)
     if not training or p == 0:
         return x
@@ -535,7 +564,8 @@ def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SHAPING, _shape),
-    **dict.fromkeys(("dropout", "rand_like", "randn_like"), _keyed),
+    "dropout": _keyed,
+    **dict.fromkeys(random.DRAWS, _drawn),
     **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
     **dict.fromkeys(("getitem", "index_select"), _looked_up),
     **dict.fromkeys(

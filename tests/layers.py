@@ -328,7 +328,7 @@ AGGREGATIONS = {
 # a layer that cannot run: (how it is made, what it is called on, what the error says)
 REFUSED = {
     "ARMAConv": (lambda: pyg.ARMAConv(F, OUT, num_stacks=2), W, "ARMAConv.*unsqueeze"),
-    "MFConv": (lambda: pyg.MFConv(F, OUT), X, "MFConv.*nonzero"),
+    "MFConv": (lambda: pyg.MFConv(F, OUT), X, "MFConv"),
     "HypergraphConv": (lambda: pyg.HypergraphConv(F, OUT), X, "HypergraphConv"),
     "PANConv": (lambda: pyg.PANConv(F, OUT, 2), X, "SparseTensor|PANConv"),
     "SuperGATConv training": (_gat("SuperGATConv"), X, "SuperGATConv"),

@@ -44,7 +44,7 @@ def same_folders(got, want, parts):
     for part in range(parts):
         a, b = read_part(got, part), read_part(want, part)
         assert a.partition.same_as(b.partition)
-        assert a.num_edges == b.num_edges
+        assert a.num_edges_global == b.num_edges_global
         for name in ("node_gid", "edge_gid", "edge_index"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
         for kind in ("node", "edge", "graph"):

@@ -198,7 +198,7 @@ def _misuse():
     share = pdc.partition(data, mesh, "random")
     conv = DistGCNConv(7, 4).double()
     with pytest.raises(TypeError, match=r"data\.x of pdc\.partition"):
-        conv(data.x, share.edge_index)
+        conv(data.x[:9], share.edge_index)
     with pytest.raises(ValueError, match="one row for each node"):
         conv(share.x[share.train_mask], share.edge_index)
     with pytest.raises(TypeError, match="edge_weight"):
@@ -208,7 +208,7 @@ def _misuse():
     with pytest.raises(ValueError, match="bipartite"):
         conv((share.x, share.x), share.edge_index)
     with pytest.raises(TypeError, match="plain tensor"):
-        DistSAGEConv(7, 4).double()(data.x, share.edge_index)
+        DistSAGEConv(7, 4).double()(data.x[:9], share.edge_index)
     with pytest.raises(RuntimeError):
         conv.float()(share.x, share.edge_index)
     with pytest.raises(TypeError, match="Module"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
@@ -193,7 +194,8 @@ def through_halo(
     visit = Visit(conv, topology, user.call(), at_work)
     mesh = edge_index.nodes.mesh
     for parameter in conv.parameters():  # some meet what is local without a trace
-        meet(parameter, mesh)
+        if not is_lazy(parameter):
+            meet(parameter, mesh)
     for where in (given, extra):
         for name, value in list(where.items()):
             if where is given and name == "kwargs" and extra:

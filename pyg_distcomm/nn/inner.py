@@ -57,6 +57,8 @@ class Overlap:
             "where ghost rows would count twice; do it before the layer"
         )
 
+    control = world
+
 
 class Unkeyed(TorchFunctionMode):
     """Lets guarded numbers decide first, and refuses what would depend on the ranks."""

@@ -251,6 +251,8 @@ class ChunkMesh:
             "train with pdc.replicate"
         )
 
+    control = world
+
 
 class _Closed:
     """In place of a chunk's link, which only its sites may use."""

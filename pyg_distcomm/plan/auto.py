@@ -64,8 +64,8 @@ def init(
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
-    Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
-    `pdc.launch`, in a process group the caller has made, or alone, with none at all.
+    Works under torchrun, or what else sets RANK and WORLD_SIZE, under `pdc.launch`, in a
+    process group that the caller has made, or alone, with none at all.
 
         mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
         data = pdc.partition(dataset[0], mesh)      # cut as planned
@@ -84,11 +84,8 @@ def init(
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
-        check: which plain tensors are compared between ranks, by a hash, when they meet
-            row-cut ones: "first" compares a parameter once, and other tensors the first
-            time that an operation gets one of their shape; "always" compares every new
-            tensor, so that one drawn anew each epoch is compared each time; "never" trusts
-            the script.
+        check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
+            others once per operation and shape ("first"), all ("always"), or "never".
         data: for "auto", the whole graph, the same on every rank.
         widths, model: for "auto", the widths of the features, hidden layers and output,
             or the model, from which they are read.
@@ -102,19 +99,17 @@ def init(
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
-    how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
-    how["check"] = check
+    how: Any = {"backend": backend, "device": device, "seed": seed, "check": check}
+    how["timeout"] = timeout
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
     given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
-    given |= {
-        "method": None if isinstance(method, str) and method == "metis" else method
-    }
+    given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
+    if algorithm != "auto" and problem is not None:
+        raise ValueError(problem)
     if algorithm != "auto":
-        if problem is not None:
-            raise ValueError(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
     mesh = grids.init("1d", **how)
