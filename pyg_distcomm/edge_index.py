@@ -15,6 +15,7 @@ from pyg_distcomm.agreement import comparer_of
 from pyg_distcomm.averaging import meet
 from pyg_distcomm.by_id import joined, kept, recut
 from pyg_distcomm.constants import Constants, Ordering
+from pyg_distcomm.eager import eager
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.ops.cover import check_halo
@@ -26,6 +27,7 @@ from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
 
+@eager
 class DistEdgeIndex(torch.Tensor):
     """The edges this rank owns, `[2, e_i]`, as node ids of the original graph.
 
@@ -87,13 +89,19 @@ class DistEdgeIndex(torch.Tensor):
 
         Collective; edges that are where they belong stay, in the rows they have.
         """
-        rows = source.rows
-        nodes = rows.nodes
-        if nodes is None or nodes.partition is None or not target.rows.same_as(rows):
+        found = [getattr(end, "rows", None) for end in (source, target)]
+        rows = found[0] or found[1]
+        nodes = None if rows is None else rows.nodes
+        alike = rows is not None and all(
+            r is not None and rows.same_as(r) for r in found
+        )
+        if nodes is None or nodes.partition is None or not alike:
             raise TypeError(
                 "edges are stacked from sources and targets that are cut alike, and come "
-                f"from an edge_index of pdc.partition; got {rows} and {target.rows}"
+                "from an edge_index of pdc.partition; got "
+                + " and ".join(str(r or "a plain tensor") for r in found)
             )
+        assert rows is not None
         ends = torch.stack([source.to_local(), target.to_local()])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
         away = int((owner != nodes.mesh.rank).sum())
@@ -134,11 +142,13 @@ class DistEdgeIndex(torch.Tensor):
     ) -> DistEdgeIndex:
         """Makes edges of a whole edge_index that carry their weights; see `cut`."""
         out = DistEdgeIndex.cut(edge_index, nodes)
-        if weight is not None:
-            local = meet(weight, nodes.mesh)[out.edges.gid.to(weight.device)]
-            out = _wrap(out.to_local(), out.topology)
-            out.weight = DistTensor.wrap(local, out.edges)
-        return out
+        return out if weight is None else out.carrying(weight)
+
+    def carrying(self, weight: Tensor) -> DistEdgeIndex:
+        """Returns the same edges with weights, those `[e]` of all ranks."""
+        local = meet(weight, self.nodes.mesh)[self.edges.gid.to(weight.device)]
+        weights = DistTensor.wrap(local, self.edges)
+        return _wrap(self.to_local(), self.topology, weights)
 
     @staticmethod
     def of_sparse(adj: Tensor, nodes: Rows) -> DistEdgeIndex:
@@ -147,16 +157,10 @@ class DistEdgeIndex(torch.Tensor):
         Its rows are targets, as in PyG's `adj_t`; its values are the weights. Kept with
         the nodes, so that the same tensor is planned once.
         """
-
-        def build() -> Tensor:
-            coo = adj.detach().to_sparse_coo()
-            return (coo if coo.is_coalesced() else coo.coalesce()).indices().flip(0)
-
         plans, key = nodes.plans, ("sparse", id(adj))
+        edge_index, value = coo_of(adj)
         if key not in plans or plans[key][0] is not adj:
-            plans[key] = adj, build()
-        coo = adj.to_sparse_coo()
-        value = (coo if coo.is_coalesced() else coo.coalesce()).values()
+            plans[key] = adj, edge_index
         return DistEdgeIndex.weighted(plans[key][1], value, nodes)
 
     @staticmethod
@@ -277,7 +281,7 @@ class DistEdgeIndex(torch.Tensor):
         twin = copy.copy(self.topology)
         twin.halo, twin.constants, twin._plans = check_halo(halo), Constants(), {}
         twin.__dict__.pop("reversed", None)
-        return _wrap(self.to_local(), twin)
+        return _wrap(self.to_local(), twin, self.weight)
 
     def with_ordering(
         self, order: str = "auto", *, keep_inputs: bool = True
@@ -298,7 +302,7 @@ class DistEdgeIndex(torch.Tensor):
         """
         twin = copy.copy(self.topology)
         twin.ordering, twin.constants = Ordering(order, keep_inputs), Constants()
-        return _wrap(self.to_local(), twin)
+        return _wrap(self.to_local(), twin, self.weight)
 
     def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
         """Returns the same edges, with rows of layers that travel by another link.
@@ -316,7 +320,7 @@ class DistEdgeIndex(torch.Tensor):
             )
         twin = copy.copy(self.topology)
         twin.link = link
-        return _wrap(self.to_local(), twin)
+        return _wrap(self.to_local(), twin, self.weight)
 
     @classmethod
     def __torch_function__(
@@ -375,7 +379,7 @@ class DistEdgeIndex(torch.Tensor):
         return found if dtype is None else found.astype(dtype)
 
     def __deepcopy__(self, memo: dict) -> DistEdgeIndex:
-        return _wrap(self.to_local().clone(), self.topology)
+        return _wrap(self.to_local().clone(), self.topology, self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_local().__reduce_ex__(protocol)
@@ -399,6 +403,25 @@ def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
     """
     stacked = DistEdgeIndex.of_ends
     return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
+
+
+def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
+    """Returns the edges of a sparse adjacency, rows being targets, and their weights.
+
+    Args:
+        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor; with
+            weights of 1 throughout, it has none.
+    """
+    if isinstance(adj, Tensor):
+        coo = adj.to_sparse_coo()
+        coo = coo if coo.is_coalesced() else coo.coalesce()
+        edge_index, value = coo.indices().flip(0), coo.values()
+    else:
+        row, col, value = adj.coo()
+        edge_index = torch.stack([col, row])
+    if value is not None and not value.requires_grad and bool((value == 1).all()):
+        value = None
+    return edge_index, value
 
 
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
@@ -505,16 +528,20 @@ _MADE: dict[str, Callable[..., Any]] = {
 }
 
 
-def _wrap(local: Tensor, topology: Topology) -> DistEdgeIndex:
+def _wrap(
+    local: Tensor, topology: Topology, weight: DistTensor | None = None
+) -> DistEdgeIndex:
     out = local.as_subclass(DistEdgeIndex)
-    out.topology = topology
+    out.topology, out.weight = topology, weight
     return out
 
 
 def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
     if isinstance(after, DistEdgeIndex):
         return after
-    return _wrap(after, before.topology.to(after.device))
+    weight: Any = before.weight
+    weight = weight if weight is None else weight.to(after.device)
+    return _wrap(after, before.topology.to(after.device), weight)
 
 
 def _kind(value: Any) -> str:

@@ -17,6 +17,8 @@ _PRIME = (1 << 61) - 1
 def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     """Returns the rows `idx` (ids, the same on all ranks), cut into equal blocks.
 
+    As many as the tensor has, a permutation say, are cut as the tensor is.
+
     Price: an exchange of rows, each distinct one of another rank once; for ids that are
     new (another tensor, or changed in place) also one of ids.
 
@@ -28,7 +30,8 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     def build() -> tuple[IdPlan, Rows]:
         ids = _checked_ids(idx, rows.total)
         _check_same(ids, rows)
-        block = Rows.blocks(len(ids), rows.mesh)
+        alike = rows.whole and len(ids) == rows.total
+        block = rows if alike else Rows.blocks(len(ids), rows.mesh)
         return IdPlan.build(ids[block.gid], rows).to(local.device), block
 
     plan, block = kept(idx, rows, build)

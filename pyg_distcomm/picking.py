@@ -152,8 +152,10 @@ def put(x: RowCut, key: Any, value: Any) -> None:
 
 def _here(x: RowCut, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     """Returns the places of ids that are here, and the rows of a value for them."""
-    if ids.dim() != 1 or ids.is_floating_point() or isinstance(value, RowCut):
-        raise undecided("x[ids] = value with row-cut values, or ids that are no list,")
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise undecided("x[ids] = value, where ids are no list,")
+    if isinstance(value, RowCut):  # of which each id may be another rank's
+        value = indexing.gather_all(value.to_local(), value.rows)
     ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
     place, order = x.rows.place.sort()
     at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))

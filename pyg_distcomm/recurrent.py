@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.eager import eager
 from pyg_distcomm.rowcut import RowCut, tree_map, undecided
 from pyg_distcomm.rowwise import FACTS, base_name
 
@@ -43,6 +44,7 @@ def _here(state: Tensor, x: RowCut) -> Tensor:
     return state.index_select(1, x.rows.place.to(state.device))
 
 
+@eager
 class LayerStates(torch.Tensor):
     """Hidden states `[layers, n_i, C]`: `states[k]` is row-cut, nothing else is known."""
 

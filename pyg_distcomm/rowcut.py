@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from pyg_distcomm.eager import eager
 from pyg_distcomm.rows import Rows
 
 WAYS_OUT = (
@@ -54,6 +55,7 @@ class RowCut(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
 
+@eager
 class Picker(torch.Tensor):
     """Row numbers that know by themselves which rows of a row-cut tensor they pick."""
 

@@ -356,7 +356,7 @@ _TURNED = frozenset("t T mT transpose swapaxes swapdims permute".split())
 def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Gives one_hot the number of classes of the whole tensor, where it has none."""
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if classes >= 0 or args[0].reads_local:
+    if classes >= 0 or args[0].rows.mesh.local_sizes:
         return args, kwargs
     return (args[0], int(args[0].max()) + 1), {}
 
@@ -403,33 +403,24 @@ def _batched(left: Any, right: Any) -> bool:
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
-    x, name = _first(args, kwargs), base_name(func)
-    local, rows = x.to_local(), x.rows
-    if name.endswith("_"):
-        if x.reads_local:
-            raise undecided(f"{name}() inside a layer")
-        draw = random.rows_drawn(
-            lambda like: getattr(like, name)(*args[1:], **kwargs),
-            local.detach(),
-            rows.count,
-            rows.place,
-        )
-        return x.copy_(x.wrap(draw, rows))
+    x, name, rows = _first(args, kwargs), base_name(func), _first(args, kwargs).rows
     wants_gradient = kwargs.pop("requires_grad", False)
-    like = torch.empty_like(
-        local.detach(), **{k: v for k, v in kwargs.items() if k in _LIKE}
-    )
+    how = {k: kwargs.pop(k) for k in _LIKE if k in kwargs}
+    like = torch.empty_like(x.to_local().detach(), **how)
     if not x.reads_local:
-        numbers = {k: v for k, v in kwargs.items() if k not in _LIKE}
-        out = random.rows_drawn(
-            lambda like: func(like, *args[1:], **numbers), like, rows.count, rows.place
-        )
-    elif name == "randint_like" or not like.is_floating_point():
-        raise undecided(f"{name}() of whole numbers inside a layer")
+
+        def draw(block: Tensor) -> Tensor:
+            return func(block, *args[1:], **kwargs)
+
+        out = random.rows_drawn(draw, like, rows.count, rows.place)
+    elif name not in ("rand_like", "randn_like") or not like.is_floating_point():
+        raise undecided(f"{name}() inside a layer")
     else:
-        draw = random.keyed_uniform if name == "rand_like" else random.keyed_normal
-        out = draw(rows.mesh.next_key(), rows.gid.to(x.device), like)
+        keyed = random.keyed_uniform if name == "rand_like" else random.keyed_normal
+        out = keyed(rows.mesh.next_key(), rows.gid.to(x.device), like)
     noise = x.wrap(out, rows)
+    if name.endswith("_"):
+        return x.copy_(noise)
     return noise.requires_grad_() if wants_gradient else noise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import share_hetero, wire
-from pyg_distcomm.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.edge_index import DistEdgeIndex, coo_of, rows_of_edges
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -47,6 +48,8 @@ def partition(
 
     Args:
         data: the whole graph; every attribute with a row per node or per edge travels.
+            Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
+            an edge_index, the share has both: edges that carry their weights, and none.
             A HeteroData can be sampled from; layers do not take its edges yet.
         mesh: the ranks, from `pdc.init`.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
@@ -70,6 +73,7 @@ def partition(
             raise TypeError("layers do not take a HeteroData's edges yet: no link=")
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
+    data, weight = _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
@@ -79,14 +83,38 @@ def partition(
     assert data.edge_index is not None
     if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
-        return _linked(_as_planned(_assemble(share, mesh, oblivious), oblivious), link)
+        out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
+        return _with_sparse(_linked(out, link), weight)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    return _linked(_assemble(share, mesh, oblivious), link)
+    return _with_sparse(_linked(_assemble(share, mesh, oblivious), link), weight)
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
     share.edge_index = share.edge_index.with_link(link)
+    return share
+
+
+def _from_sparse(data: Any) -> tuple[Any, Tensor | None]:
+    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    if not isinstance(data, Data) or data.edge_index is not None:
+        return data, None
+    value, count, sparse = None, data.num_nodes, data.get("adj_t")
+    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
+    if sparse is not None:
+        edge_index, value = coo_of(sparse)
+        value = torch.empty(0) if value is None else value
+    data = copy.copy(data)
+    data.pop("adj_t", None)
+    data.edge_index, data.num_nodes = edge_index, count
+    return data, value
+
+
+def _with_sparse(share: Data, weight: Tensor | None) -> Data:
+    """Gives a share the adj_t that its data had."""
+    if weight is not None:
+        edges: Any = share.edge_index
+        share.adj_t = edges.carrying(weight) if len(weight) else edges
     return share
 
 
@@ -160,8 +188,8 @@ def _check(
         raise TypeError("this Data is a share already; partition takes the whole graph")
     if not isinstance(edge_index, Tensor):
         raise TypeError(
-            f"data.edge_index is {type(edge_index).__name__}; partition needs the "
-            "[2, num_edges] tensor (an adj_t converts with its coo())"
+            "give the Data an edge_index [2, num_edges], or an adj_t: its edge_index is "
+            f"{type(edge_index).__name__}"
         )
     if data.num_nodes is None:
         raise ValueError("data.num_nodes is not known; set it, or give data.x")

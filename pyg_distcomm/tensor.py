@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import indexing, picking, rule
+from pyg_distcomm.eager import eager
 from pyg_distcomm.rowcut import RowCut, undecided
 
 
+@eager
 class DistTensor(RowCut):
     """A tensor cut by rows: this rank holds some rows, full width.
 

@@ -51,6 +51,8 @@ class Locals:
         """
         if self.halo.silent:
             return x
+        if x.dim() == 1:
+            return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
         return torch.cat([x, adjoint.exchange(x, self.halo if link is None else link)])
 
     def sent_home(

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import adjoint, indexing
+from pyg_distcomm.eager import eager
 from pyg_distcomm.rowcut import RowCut, undecided
 from pyg_distcomm.rowwise import FACTS, SIZES, base_name
 
 
+@eager
 class Transposed(torch.Tensor):
     """`x.t()` of a row-cut `x` `[n, f]`: `[f, n]`, this rank having some columns.
 

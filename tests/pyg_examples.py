@@ -414,7 +414,11 @@ def gathered(folder, ranks, hung, seconds):
     results, printed, complaint = [], [], ""
     for rank in range(ranks):
         file = folder / f"result{rank}.pt"
-        results.append(torch.load(file, weights_only=True) if file.exists() else None)
+        result = torch.load(file, weights_only=True) if file.exists() else None
+        if result and "tensors" in result:  # as torch.compile names them
+            named = result["tensors"].items()
+            result["tensors"] = {k.replace("_orig_mod.", ""): v for k, v in named}
+        results.append(result)
         printed.append((folder / f"out{rank}.txt").read_text())
         said = (folder / f"err{rank}.txt").read_text().strip().splitlines()
         complaint = complaint or (said[-1] if said else "")
@@ -457,15 +461,13 @@ def difference(plain, other):
     """The largest relative difference of what is compared, and what it is of."""
     worst = (0.0, "")
     mine, tensors = numbers(plain.printed[0]), plain.results[0]["tensors"]
-    # a gradient that is nothing but rounding is measured by the largest one
-    floor = max(
-        (
-            float(t.abs().max())
-            for k, t in tensors.items()
-            if "gradient" in k and t.numel()
-        ),
-        default=0.0,
-    )
+    # what is nothing but rounding (the gradient of a bias before batch norm, and then the
+    # bias) is measured by the largest gradient, or the largest of the rest
+    floors = {True: 0.0, False: 0.0}
+    for key, t in tensors.items():
+        if t.numel() and t.is_floating_point():
+            most = float(t.nan_to_num().abs().max())
+            floors["gradient" in key] = max(floors["gradient" in key], most)
     for rank, result in enumerate(other.results):
         theirs = numbers(other.printed[rank])
         if len(mine) != len(theirs):
@@ -483,8 +485,9 @@ def difference(plain, other):
         for key, a in tensors.items():
             b = result["tensors"][key]
             gap = apart(a, b)
-            if "gradient" in key and gap != float("inf"):
-                gap = min(gap, float((a - b).abs().max()) / floor if floor else gap)
+            floor = floors["gradient" in key]
+            if floor and gap != float("inf") and a.numel() and not a.isnan().any():
+                gap = min(gap, float((a - b).abs().max()) / floor)
             worst = max(worst, (gap, f"{key}, rank {rank}"))
     return worst
 

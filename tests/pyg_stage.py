@@ -139,7 +139,21 @@ def at_hand(data, columns):
     for store in data.stores:
         if isinstance(store.get("x"), torch.Tensor) and store.x.dim() == 2:
             store.x = store.x[:, :columns].contiguous()
-    return data.apply(lambda t: t.double() if t.is_floating_point() else t)
+    return in_doubles(data)
+
+
+def zeroed(tensor):
+    tensor.detach().zero_()
+    return tensor
+
+
+def in_doubles(found):
+    """The same graph, or graphs, in float64."""
+    if isinstance(found, (tuple, list)):
+        return type(found)(in_doubles(data) for data in found)
+    if not isinstance(found, (Data, HeteroData)):
+        return found
+    return found.apply(lambda t: t.double() if t.is_floating_point() else t)
 
 
 def whole(tensor):
@@ -212,8 +226,18 @@ def adjust(seed, columns):
     torch.nn.functional.dropout = dropout
     torch_geometric.logging.log = log
 
-    get = InMemoryDataset.get
+    get, item = InMemoryDataset.get, torch_geometric.data.Dataset.__getitem__
     InMemoryDataset.get = lambda self, idx: at_hand(get(self, idx), columns)
+    # what a transform has made
+    torch_geometric.data.Dataset.__getitem__ = lambda self, idx: in_doubles(
+        item(self, idx)
+    )
+    spectral = torch_geometric.nn.SignedGCN.create_spectral_features
+    torch_geometric.nn.SignedGCN.create_spectral_features = lambda *args, **kwargs: (
+        spectral(*args, **kwargs).double()
+    )
+    empty = torch.empty  # what a layer leaves as it is has the same values in each run
+    torch.empty = lambda *args, **kwargs: zeroed(empty(*args, **kwargs))
 
     matplotlib.use("Agg")
     tqdm.tqdm = Bar
@@ -254,7 +278,7 @@ def links(g, n, m, e):
     count = max(n, m)
     some = torch.stack([torch.arange(count) % n, torch.arange(count) % m])
     rest = torch.stack([ints(g, n, e), ints(g, m, e)])
-    return torch.cat([some, rest], 1).unique(dim=1)
+    return torch.cat([some, rest], 1).unique(dim=1).contiguous()
 
 
 def masks(g, n, splits=None):
@@ -268,7 +292,7 @@ def masks(g, n, splits=None):
 def one_graph(name, n=400, e=2400, features=24, classes=4, splits=None):
     g = numbers(name)
     edges = links(g, n, n, e)
-    edges = torch.cat([edges, edges.flip(0)], 1).unique(dim=1)
+    edges = torch.cat([edges, edges.flip(0)], 1).unique(dim=1).contiguous()
     data = Data(x=normal(g, n, features), edge_index=edges)
     data.y = (data.x @ normal(g, features, classes)).argmax(-1)
     return Data(**data.to_dict(), **masks(g, n, splits))

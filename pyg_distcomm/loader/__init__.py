@@ -25,6 +25,7 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.phases import Phases as Phases
 from pyg_distcomm.loader.phases import plot_phases as plot_phases
 from pyg_distcomm.loader.shared import shared as shared
+from pyg_distcomm.mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader
 NeighborLoader = DistNeighborLoader
@@ -32,6 +33,7 @@ NeighborLoader = DistNeighborLoader
 _OURS = """DistFeatureStore DistLayerLoader DistLinkNeighborLoader DistNeighborLoader
 LinkNeighborLoader NeighborLoader Phases plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
+_mirror(__name__, _pyg.__name__)
 
 
 def __getattr__(name: str) -> Any:

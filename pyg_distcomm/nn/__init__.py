@@ -8,12 +8,17 @@ DistTensors read as whole tensors. On ordinary inputs everything is PyG's.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import Any
 
 import torch
 import torch_geometric.nn as _pyg
 
+from pyg_distcomm.mirror import mirror as _mirror
 from pyg_distcomm.nn import layers as _layers
+from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
+from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as DistGCN2Conv
@@ -21,8 +26,6 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
 from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
-from pyg_distcomm.nn.norm import DistBatchNorm as DistBatchNorm
-from pyg_distcomm.nn.norm import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
 
@@ -31,12 +34,16 @@ _OURS = (
     "DistSAGEConv"
 ).split()
 _WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")
-__all__ = sorted({*_OURS, *_layers.__all__, *_pyg.__all__})
+_THEIRS = [name for name in dir(_pyg) if name[0] != "_"]
+__all__ = sorted({*_OURS, *_layers.__all__, *_THEIRS})
+_mirror(__name__, _pyg.__name__)
 
 
 def __getattr__(name: str) -> Any:
     """Returns a name of PyG's; of a model, PyG's class with its layers converted."""
     found = getattr(_pyg, name)
+    if isinstance(found, _ModuleType):
+        return _import_module(f"{__name__}.{name}")
     is_model = isinstance(found, type) and issubclass(found, torch.nn.Module)
     if is_model and found.__module__.startswith(_WITH_LAYERS):
         told = {"__module__": __name__, "__doc__": found.__doc__}

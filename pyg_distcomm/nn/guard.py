@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from pyg_distcomm.eager import eager
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.rowcut import Picker, RowCut, tree_map
 from pyg_distcomm.rows import Rows
@@ -111,6 +112,7 @@ class Guarded(Picker):
         raise self.refusal("a comparison")
 
 
+@eager
 class GuardedEdges(Guarded):
     """Edges `[2, e]` in local numbering: own nodes first, then ghosts."""
 
@@ -153,6 +155,7 @@ class GuardedEdges(Guarded):
         return picked  # type: ignore[no-any-return]
 
 
+@eager
 class Sources(Guarded):
     """Sources `[e]` in local numbering."""
 
@@ -165,6 +168,7 @@ class Sources(Guarded):
         return super().call(name, func, args, kwargs)
 
 
+@eager
 class Targets(Guarded):
     """Targets `[e]` in local numbering (or in a shape made to meet values per edge)."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.averaging import meet
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.edge_index import DistEdgeIndex, coo_of
 from pyg_distcomm.nn.coding import check_aggregations
 from pyg_distcomm.nn.guard import Guarded
 from pyg_distcomm.nn.inner import Inner
@@ -146,11 +146,9 @@ def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _spread(value: Any, nodes: Rows) -> Any:
     if not isinstance(value, Tensor):
-        coo = getattr(value, "coo", None)  # a SparseTensor of torch-sparse
-        if coo is None:
+        if not hasattr(value, "coo"):  # as a SparseTensor of torch-sparse has it
             return value
-        row, col, weight = coo()
-        return DistEdgeIndex.weighted(torch.stack([col, row]), weight, nodes)
+        return DistEdgeIndex.weighted(*coo_of(value), nodes)
     if value.layout != torch.strided:
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
@@ -184,6 +182,9 @@ def through_halo(
     extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}
     edge_index = _edge_index(conv, given)
     _check(conv, edge_index, given)
+    weighs = "edge_weight" in inspect.signature(conv.forward).parameters
+    if weighs and given.get("edge_weight") is None and edge_index.weight is not None:
+        given["edge_weight"] = edge_index.weight
     topology, carry = _flowing(conv, edge_index)
     # what is kept from one pass on must be exact, whatever the pass
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
@@ -310,6 +311,10 @@ def _per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:
 
 
 def _takes_pair(conv: MessagePassing, name: str) -> bool:
+    if (
+        getattr(conv, "combine_root", None) == "self_loop"
+    ):  # which is for one kind of node
+        return False
     parameter = inspect.signature(conv.forward).parameters.get(name)
     hint = str(parameter.annotation) if parameter is not None else ""
     return "Tuple" in hint or "Pair" in hint or "tuple" in hint

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyg_distcomm.eager import eager
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.guard import Guarded, find_guard, guarded_call
 from pyg_distcomm.rowcut import RowCut, undecided
@@ -22,6 +23,7 @@ _TRAINED = frozenset(
 )
 
 
+@eager
 class Inner(DistTensor):
     """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
 

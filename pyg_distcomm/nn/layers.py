@@ -13,6 +13,10 @@ import torch_geometric.nn as pyg
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
 from pyg_distcomm.nn.halo_conv import HaloExecution
+from pyg_distcomm.nn.rewritten import DistARMAConv as ARMAConv
+from pyg_distcomm.nn.rewritten import DistFastRGCNConv as FastRGCNConv
+from pyg_distcomm.nn.rewritten import DistLabelPropagation as LabelPropagation
+from pyg_distcomm.nn.rewritten import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as SAGEConv
 
 __all__ = [
@@ -86,10 +90,6 @@ class DistAPPNP(HaloExecution, pyg.APPNP):
     pass
 
 
-class DistARMAConv(HaloExecution, pyg.ARMAConv):
-    pass
-
-
 class DistCGConv(HaloExecution, pyg.CGConv):
     pass
 
@@ -119,10 +119,6 @@ class DistEdgeConv(HaloExecution, pyg.EdgeConv):
 
 
 class DistFAConv(HaloExecution, pyg.FAConv):
-    pass
-
-
-class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv):
     pass
 
 
@@ -199,10 +195,6 @@ class DistLEConv(HaloExecution, pyg.LEConv):
 
 
 class DistLGConv(HaloExecution, pyg.LGConv):
-    pass
-
-
-class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
     pass
 
 
@@ -286,10 +278,6 @@ class DistSplineConv(HaloExecution, pyg.SplineConv):
     pass
 
 
-class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
-    pass
-
-
 class DistTAGConv(HaloExecution, pyg.TAGConv):
     pass
 
@@ -304,7 +292,6 @@ class DistWLConvContinuous(HaloExecution, pyg.WLConvContinuous):
 
 AGNNConv = DistAGNNConv
 APPNP = DistAPPNP
-ARMAConv = DistARMAConv
 CGConv = DistCGConv
 ChebConv = DistChebConv
 ClusterGCNConv = DistClusterGCNConv
@@ -313,7 +300,6 @@ DynamicEdgeConv = DistDynamicEdgeConv
 EGConv = DistEGConv
 EdgeConv = DistEdgeConv
 FAConv = DistFAConv
-FastRGCNConv = DistFastRGCNConv
 FeaStConv = DistFeaStConv
 FiLMConv = DistFiLMConv
 FusedGATConv = DistFusedGATConv
@@ -333,7 +319,6 @@ HGTConv = DistHGTConv
 HypergraphConv = DistHypergraphConv
 LEConv = DistLEConv
 LGConv = DistLGConv
-LabelPropagation = DistLabelPropagation
 MFConv = DistMFConv
 MeshCNNConv = DistMeshCNNConv
 MessagePassing = DistMessagePassing
@@ -354,7 +339,6 @@ SSGConv = DistSSGConv
 SignedConv = DistSignedConv
 SimpleConv = DistSimpleConv
 SplineConv = DistSplineConv
-SuperGATConv = DistSuperGATConv
 TAGConv = DistTAGConv
 TransformerConv = DistTransformerConv
 WLConvContinuous = DistWLConvContinuous

@@ -14,6 +14,7 @@ import torch_geometric.backend
 import torch_geometric.nn.aggr.base
 from torch import Tensor
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
+from torch_geometric.nn.conv import dna_conv
 
 from pyg_distcomm import wire
 from pyg_distcomm.averaging import meet
@@ -91,7 +92,7 @@ class Visit:
                     call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
                     stack.enter_context(_replaced(vars(layer), verb, call))
             for part in self.conv.modules():
-                if isinstance(part, HeteroLinear):  # it sorts its rows by their types
+                if isinstance(part, _BY_ROW):
                     stack.enter_context(
                         _replaced(vars(part), "forward", _by_row(part.forward))
                     )
@@ -366,6 +367,10 @@ def _replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]
             scope[name] = before
         else:
             del scope[name]
+
+
+# what sorts its rows by their types, and what moves rows to have others multiplied
+_BY_ROW = HeteroLinear, dna_conv.Linear
 
 
 def _by_row(forward: Callable) -> Callable:

@@ -28,8 +28,8 @@ def attribute_kinds(
     x, y, pos, batch and *_mask. The names in node_attrs and edge_attrs are as declared.
 
     Raises ValueError for a name that nothing decides, for a declared one that is absent
-    or does not fit, and for x, y, a *_mask, edge_attr, edge_weight or edge_type that
-    fits neither.
+    or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that fits
+    neither.
     """
     declared: dict[str, Kind] = dict.fromkeys(node_attrs or (), "node")
     for name in edge_attrs or ():
@@ -109,7 +109,7 @@ def _by_name(name: str, count: int) -> Kind:
 
 
 def _must_fit(name: str) -> bool:
-    return name in ("x", "y") or name in EDGE_NAMES or name.endswith("_mask")
+    return name == "x" or name in EDGE_NAMES or name.endswith("_mask")
 
 
 def _what(value: Any) -> str:

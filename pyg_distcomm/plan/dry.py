@@ -17,9 +17,9 @@ from torch_geometric.nn import MessagePassing
 from pyg_distcomm import adjoint, wire
 from pyg_distcomm.exchange.link import Link
 from pyg_distcomm.mesh import alone
+from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.nn.norm import DistBatchNorm
 from pyg_distcomm.pipeline.stack import Layer, read_stack
 from pyg_distcomm.share import partition
 from pyg_distcomm.topology import Locals
