@@ -88,6 +88,8 @@ def meet_all(x: RowCut, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value
 
     checks = torch._C._current_graph_task_id() == -1
+    if name == "setitem" and not isinstance(args[0], RowCut):  # it may hold anything
+        return (args[0], *tree_map(met, args[1:])), kwargs
     return tree_map(met, (args, kwargs))
 
 

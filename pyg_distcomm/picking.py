@@ -22,6 +22,8 @@ def get(x: RowCut, key: Any) -> Any:
             return _columns(x, key)
         raise undecided("x[...] that reaches the rows")
     listed = any(not isinstance(r, (int, slice, type(None), type(...))) for r in rest)
+    if listed and not isinstance(first, slice) and len(rest) == 1 and x.dim() > 1:
+        return _entries(_take_rows(x, first), rest[0])
     if listed and (
         any(isinstance(r, RowCut) for r in rest) or not isinstance(first, slice)
     ):
@@ -31,6 +33,22 @@ def get(x: RowCut, key: Any) -> Any:
         if rest
         else (_take_rows(x, first))
     )
+
+
+def _entries(x: RowCut, columns: Any) -> RowCut:
+    """Returns `x[arange(n), columns]`: one entry of each row, or one row of it."""
+    if not isinstance(columns, RowCut):
+        columns = torch.as_tensor(columns, device=x.device)
+    if columns.dim() != 1 or columns.dtype not in (torch.int64, torch.int32):
+        raise undecided("indexing rows and columns by tensors together")
+    if not isinstance(columns, RowCut):
+        columns = fit_plain(columns, x, 1, "x[rows, columns]").expand(len(x.rows))
+    elif not columns.rows.same_as(x.rows):
+        raise TypeError(f"x[rows, columns]: {x.rows} rows and {columns.rows} columns")
+    else:
+        columns = columns.to_local()
+    local = x.to_local()
+    return x.wrap(local[torch.arange(len(local), device=x.device), columns], x.rows)
 
 
 def _columns(x: RowCut, key: Any) -> RowCut:

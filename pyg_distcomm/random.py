@@ -59,8 +59,8 @@ def seed(key: int, device: torch.device) -> None:
 
 
 # functions that draw a number for each entry of a tensor
-DRAWS = """rand_like randn_like randint_like normal_ uniform_ exponential_ log_normal_
-cauchy_ geometric_ random_""".split()
+DRAWS = """rand_like randn_like randint_like normal uniform exponential log_normal cauchy
+geometric random bernoulli""".split()
 _BLOCK = 1 << 22  # entries drawn at a time
 
 

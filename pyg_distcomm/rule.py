@@ -339,6 +339,9 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         return turned
     if name == "one_hot":
         args, kwargs = _with_classes(args, kwargs)
+    if name == "expand_as" and not isinstance(args[0], RowCut):  # a row for each row
+        column = fit_plain(args[0], first, args[0].dim(), name)
+        args = (first.wrap(column, first.rows), *args[1:])
     local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
     try:
         out = SHAPING[name](func, *local_args, **local_kwargs)
@@ -403,7 +406,9 @@ def _batched(left: Any, right: Any) -> bool:
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
-    x, name, rows = _first(args, kwargs), base_name(func), _first(args, kwargs).rows
+    x, name, rows = _first(args, kwargs), func.__name__, _first(args, kwargs).rows
+    if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
+        return gathered(func, args, kwargs)
     wants_gradient = kwargs.pop("requires_grad", False)
     how = {k: kwargs.pop(k) for k in _LIKE if k in kwargs}
     like = torch.empty_like(x.to_local().detach(), **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,78 @@ from torch import Tensor
 from pyg_distcomm.gradients import plainly
 from pyg_distcomm.rowcut import RowCut
 from pyg_distcomm.rows import Rows
+
+
+class NumRows(int):
+    """A number of rows inside a layer: this rank's as a size, that of all ranks in a formula.
+
+    So `x.new_zeros(x.size(0), k)` has this rank's rows, and `x.sum(0) / x.size(0)`,
+    `x.size(0) ** -0.5` and `1.0 * x.size(0)` are what they are on one process. Sums and
+    products with whole numbers, as of `x.size(0) * heads`, are sizes still.
+    """
+
+    rows: Rows
+    total: int
+
+    @staticmethod
+    def of(rows: Rows, times: int = 1) -> NumRows:
+        """Returns the number of rows here, or a multiple of it."""
+        return NumRows._made(len(rows) * times, rows.total * times, rows)
+
+    @staticmethod
+    def _made(here: int, total: int, rows: Rows) -> NumRows:
+        out = NumRows(here)
+        out.rows, out.total = rows, total
+        return out
+
+    def _with(self, other: Any, op: Callable[[Any, Any], Any]) -> Any:
+        if not isinstance(other, int):
+            return op(self.total, other)
+        total = op(self.total, getattr(other, "total", other))
+        return NumRows._made(op(int(self), int(other)), total, self.rows)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(other, operator.mul)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._with(other, operator.floordiv)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.total
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.total / getattr(other, "total", other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.total
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        return self.total**other
+
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        return other**self.total
+
+    def __float__(self) -> float:
+        return float(self.total)
+
+    def __neg__(self) -> Any:
+        return -self.total
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def totalled(value: Any) -> Any:
+    """Returns an operand of a formula, a number of rows as that of all ranks."""
+    return value.total if isinstance(value, NumRows) else value
 
 
 def local_shape(x: RowCut) -> torch.Size:
@@ -31,6 +104,8 @@ def global_shape(x: RowCut) -> torch.Size:
 def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     """Answers shape, size, len, numel and nbytes of a row-cut tensor."""
     x = args[0]
+    if isinstance(x, RowCut) and x._inside:
+        return _size_inside(name, func, args, kwargs)
     if not isinstance(x, RowCut) or x.reads_local:
         return plainly(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -43,6 +118,24 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in ("shape", "size"):
         return shape
     return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
+
+
+def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    """Answers for a tensor inside a layer, which counts as this rank's rows."""
+    found, rows = plainly(func, args, kwargs), args[0].rows
+    if not rows.whole or len(rows) == rows.total:
+        return found
+    if isinstance(found, torch.Size):
+        return torch.Size((NumRows.of(rows), *found[1:]))
+    if name == "size":
+        dim, ndim = (
+            args[1] if len(args) > 1 else kwargs["dim"],
+            len(local_shape(args[0])),
+        )
+        return found if dim % ndim else NumRows.of(rows)
+    if name == "len":
+        return found  # Python makes it an int
+    return NumRows.of(rows, found // len(rows)) if len(rows) else found
 
 
 def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:

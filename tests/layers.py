@@ -337,10 +337,9 @@ REFUSED = {
         A,
         "GATConv fills self-loops",
     ),
-    "RGCNConv without x": (lambda: pyg.RGCNConv(60, OUT, 3), ("", *T[1:]), "RGCNConv"),
     "ReadsSources": (ReadsSources, X, "ReadsSources uses the nodes of edges"),
     "PerNodeTable": (PerNodeTable, X, "PerNodeTable uses the nodes of edges"),
-    "OwnEdges": (OwnEdges, X, "OwnEdges gives propagate an edge_index of its own"),
+    "OwnEdges": (OwnEdges, X, "OwnEdges.*repeat"),
     "Draws": (Draws, X, "Draws calls rand"),
     "GhostNorm": (GhostNorm, X, "GhostNorm reduces over the sources"),
 }

@@ -525,7 +525,6 @@ def test_a_declared_kind_travels(tmp_path):
     ("attributes", "declared", "words"),
     [
         ({"x": torch.ones(5)}, {}, r"'x' fits neither the 4 nodes nor the 2 edges"),
-        ({"y": torch.ones(1)}, {}, "'y' fits neither"),
         ({"val_mask": torch.ones(5)}, {}, "'val_mask' fits neither"),
         ({"edge_weight": torch.ones(3)}, {}, "'edge_weight' fits neither"),
         ({}, {"node_attrs": ["z"]}, "'z' is declared, but is no attribute"),

@@ -18,6 +18,8 @@ from layers import (
     NOT_LAYERS,
     REFUSED,
     F,
+    T,
+    W,
     X,
     make,
     plain,
@@ -25,9 +27,9 @@ from layers import (
 )
 from problems import owners
 from torch.nn import Linear
+from torch_geometric import seed_everything
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 CUTTERS = ("metis", "random", "empty_rank", "lopsided")
@@ -70,12 +72,9 @@ def _everywhere(value, data, mesh):
     return value
 
 
-def _parameter_grads(conv, mesh=None):
-    for name, p in conv.named_parameters():
-        grad = p.grad
-        if mesh is not None and grad is not None and mesh.size > 1:
-            grad = wire.all_reduce(grad, mesh.world) / mesh.size
-        yield f"grad of parameter {name}", grad
+def _parameter_grads(conv):
+    for name, p in conv.named_parameters():  # averaged already, so equal on all ranks
+        yield f"grad of parameter {name}", p.grad
     for name, b in conv.named_buffers():
         yield f"buffer {name}", b
 
@@ -104,7 +103,7 @@ def parity(build, names, graph, cutter, wrap=HaloConv):
     share = shared(data, mesh, cutter)
     conv = wrap(make(build))
     got = step(conv, share, names)
-    got.update(_parameter_grads(conv, mesh))
+    got.update(_parameter_grads(conv))
     assert got.keys() == want.keys()
     for name, value in got.items():
         assert (value is None) == (want[name] is None), name
@@ -289,3 +288,81 @@ def test_arguments_of_the_matrix_layers(kind, name):
     kwargs = (GCN if kind == "gcn" else SAGE)[name]
     worlds.run(matrix_layer, 1, kind, kwargs, "directed", "random")
     worlds.run(matrix_layer, 3, kind, kwargs, "loops_and_copies", "empty_rank")
+
+
+# what is computed by code of our own, or in a way of its own
+REWRITTEN = {
+    "ARMAConv": (lambda: pyg.ARMAConv(F, 4, num_stacks=3, num_layers=2), W),
+    "ARMAConv shared": (
+        lambda: pyg.ARMAConv(F, 4, 2, 3, shared_weights=True, bias=False),
+        X,
+    ),
+    "DNAConv groups": (lambda: pyg.DNAConv(F, heads=F, groups=F), ("stacked", *W[1:])),
+    "SimpleConv loops": (lambda: pyg.SimpleConv("mean", combine_root="self_loop"), W),
+    "RGCNConv without x": (lambda: pyg.RGCNConv(60, 4, 3), ("", *T[1:])),
+    "FastRGCNConv without x": (
+        lambda: pyg.FastRGCNConv(60, 4, 3, num_bases=2),
+        ("", *T[1:]),
+    ),
+    "LabelPropagation": (lambda: pyg.LabelPropagation(3, 0.8), ("y", "edge_index")),
+}
+
+
+def rewritten(name):
+    build, names = REWRITTEN[name]
+    if name == "LabelPropagation":
+        return _in_doubles(propagated, build)
+    return _in_doubles(parity, build, names, "directed", "random", pdc.convert)
+
+
+def propagated(build):
+    data, mesh = problem("directed"), worlds.mesh()
+    share = shared(data, mesh, "random")
+    own = pdc.convert(build())
+    for mask in (data.train_mask, data.train_mask.nonzero().view(-1), None):
+        want = build()(data.y, data.edge_index, mask=mask)
+        got = own(share.y, share.edge_index, mask=mask)
+        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+    got = own(share.y, share.edge_index, mask=share.train_mask).full_tensor()
+    torch.testing.assert_close(
+        got, build()(data.y, data.edge_index, mask=data.train_mask)
+    )
+
+
+@tiers.cover(("size", "name"), [2, 3, 1], list(REWRITTEN))
+def test_layers_that_are_rewritten(name, size):
+    worlds.run(rewritten, size, name)
+
+
+def supervised(kind):
+    """SuperGATConv in training: draws, and the loss of its attention."""
+
+    def run(conv, data):
+        seed_everything(4)
+        out = conv(data.x, data.edge_index)
+        (out.square().sum() + conv.get_attention_loss()).backward()
+        return out, [p.grad for p in conv.parameters()]
+
+    def build():
+        torch.manual_seed(5)
+        return pyg.SuperGATConv(
+            F,
+            4,
+            heads=2,
+            attention_type=kind,
+            edge_sample_ratio=0.8,
+            neg_sample_ratio=0.6,
+        )
+
+    data = problem("directed")
+    want, gradients = run(build(), data)
+    share = shared(data, worlds.mesh(), "random")
+    got, arrived = run(pdc.convert(build()), share)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(arrived, gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["MX", "SD"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_attention_is_supervised_as_on_one_process(kind, size):
+    worlds.run(_in_doubles, size, supervised, kind)

@@ -80,6 +80,13 @@ SCALARS = {
     "self-loops": lambda d: d.has_self_loops(),
 }
 
+
+def _by_id(d):
+    out, idx = torch.zeros_like(d.x), _perm(d)[:17]
+    out[idx] = d.x[idx] * 2
+    return out
+
+
 CASES = {
     "division by nodes": lambda d: d.x.sum() / d.num_nodes,
     "division by len": lambda d: d.x.sum() / len(d.y),
@@ -105,6 +112,14 @@ CASES = {
     "row": lambda d: d.x[5] + d.x[-1],
     "range": lambda d: d.x[10:30:3],
     "list": lambda d: d.x[[4, 4, 0]],
+    "entries": lambda d: d.x[torch.arange(d.num_nodes), d.y],
+    "some entries": lambda d: d.x[[4, 0, 4], [1, 3, 1]],
+    "one column each": lambda d: d.x[
+        torch.arange(d.num_nodes), torch.arange(d.num_nodes) % 7
+    ],
+    "expand as": lambda d: torch.arange(d.num_nodes).view(-1, 1).expand_as(d.x) * d.x,
+    "permuted": lambda d: d.x[_perm(d)] * d.x,
+    "rows written by id": _by_id,
     "gram": lambda d: d.x.t() @ d.x,
     "outer": lambda d: d.x @ d.x.t(),
     "T": lambda d: torch.matmul(d.x, d.x.T).sigmoid().sum(1),

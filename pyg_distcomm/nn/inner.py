@@ -12,14 +12,22 @@ from torch.overrides import TorchFunctionMode
 from pyg_distcomm.eager import eager
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.guard import Guarded, find_guard, guarded_call
-from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowcut import RowCut, tree_map, undecided
 from pyg_distcomm.rowwise import base_name
+from pyg_distcomm.sizes import NumRows, totalled
 from pyg_distcomm.tensor import DistTensor
 
 _DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
 _TRAINED = frozenset(
     """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
     dropout3d rrelu batch_norm instance_norm""".split()
+)
+
+
+# where a number of rows is a value, and that of all ranks
+_FORMULAS = frozenset(
+    """add sub subtract rsub mul multiply div divide true_divide pow float_power fmod
+    remainder floor_divide tensor as_tensor scalar_tensor addcmul addcdiv""".split()
 )
 
 
@@ -80,6 +88,11 @@ class Unkeyed(TorchFunctionMode):
         if guard is not None:
             return guarded_call(func, args, kwargs)
         name = base_name(func)
+        if name in _FORMULAS:
+            args, kwargs = tree_map(totalled, args), tree_map(totalled, kwargs)
+        elif name == "arange" and isinstance(args[0], NumRows) and len(args) == 1:
+            rows = args[0].rows
+            return Inner.wrap(rows.gid.to(kwargs.get("device", "cpu")), rows)
         if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
             raise TypeError(
                 f"{self.layer} calls {name}() on tensors that no rank shares, so its "
