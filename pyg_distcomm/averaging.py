@@ -5,8 +5,9 @@ operation has both among its operands. Each rank then computes a part of its gra
 the mean over ranks is the gradient of one process (see [Note: gradients] in `adjoint.py`).
 A leaf is known from its first meeting on: its whole gradient is averaged, whatever else
 it was used for, since terms that every rank repeats are their own mean. A tensor with a
-history is averaged through its leaves, where these are found in a few steps, and at the
-meeting otherwise. Results of global reductions need neither.
+history is averaged through its leaves, where these are found in a few steps and nobody asks
+for its own gradient (`torch.autograd.grad`, a hook, `retain_grad`), and at the meeting
+otherwise. Results of global reductions need neither.
 
 [Note: order of buckets] Before the first gradient of a backward pass is averaged, ranks
 compare, in two words, which leaves it will reach. Gradients travel in buckets of about a
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,7 @@ class Averager:
         self._leaves: Any = WeakTensorKeyDictionary()
         self._order: list[weakref.ref[Tensor]] = []
         self._met: Any = WeakTensorKeyDictionary()
+        self._watched: Any = WeakTensorKeyDictionary()
         self._frozen: Any = WeakTensorKeyDictionary()
         self._elsewhere: Any = WeakTensorKeyDictionary()
         self._passes: dict[int, _Pass] = {}
@@ -138,7 +140,28 @@ class Averager:
             return met  # type: ignore[no-any-return]
         for leaf in leaves:
             self._register(leaf)
+        if leaves and x not in self._watched:
+            self._watched[x] = True
+            _watched(x, leaves[0], self)
         return x
+
+    def passed(self, x: Tensor | None, leaf: Any, g: Tensor) -> Tensor | None:
+        """Takes a gradient on its way to leaves; averages it where it is asked for.
+
+        Args:
+            x: has met row-cut data; None if only autograd remembers it.
+            leaf: the node of one of its leaves.
+            g: the gradient of x, complete on this rank.
+        """
+        if self._paused:
+            return None
+        asked = x is not None and (x.retains_grad or len(x._backward_hooks or ()) > 1)
+        if not asked:
+            try:  # not on to the leaf: torch.autograd.grad of x
+                asked = not torch._C._will_engine_execute_node(leaf)
+            except RuntimeError:  # of the leaf, and of x perhaps
+                asked = True
+        return self.mean(g) if asked else None
 
     def know(self, x: Tensor) -> None:
         """Compares a frozen parameter between ranks, once; rank 0's is taken."""
@@ -303,7 +326,7 @@ class _Average(torch.autograd.Function):
 
 
 def _hooked(x: Tensor, averager: Averager) -> Any:
-    """Puts our hook on a leaf, ahead of those that the script has put there."""
+    """Has the averager see the gradient of a leaf."""
     leaf, owner = weakref.ref(x), weakref.ref(averager)
 
     def average(g: Tensor) -> Tensor | None:
@@ -312,12 +335,29 @@ def _hooked(x: Tensor, averager: Averager) -> Any:
             return None
         return at_work.arrived(found, g)
 
+    return _first_hook(x, average)
+
+
+def _first_hook(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Puts a hook on a tensor, ahead of those that the script has put there."""
     with torch._C.DisableTorchFunctionSubclass():
-        handle = x.register_hook(average)
+        handle = x.register_hook(hook)
     hooks: Any = x._backward_hooks
     for key in [k for k in hooks or () if k != handle.id]:
         hooks[key] = hooks.pop(key)  # behind ours, where autograd looks: in the dict
     return handle
+
+
+def _watched(x: Tensor, leaf: Tensor, averager: Averager) -> None:
+    """Has the averager see gradients of a tensor with a history."""
+    tensor, owner = weakref.ref(x), weakref.ref(averager)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+
+    def average(g: Tensor) -> Tensor | None:
+        at_work = owner()
+        return None if at_work is None else at_work.passed(tensor(), node, g)
+
+    _first_hook(x, average)
 
 
 def _parts(leaves: list[Tensor]) -> list[list[Tensor]]:

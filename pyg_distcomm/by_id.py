@@ -43,24 +43,19 @@ class IdPlan:
     @staticmethod
     def build(gid: Tensor, rows: Rows) -> IdPlan:
         """Plans for ids `[k]` of the rows of a whole tensor; collective."""
-        if rows.partition is None:
-            raise TypeError(
-                "rows picked by a mask or by ids cannot be picked again by id; index the "
-                "original tensor, or use .to_local() or .full_tensor()"
-            )
-        gid, mesh = gid.cpu(), rows.mesh
-        owner = rows.partition.owner_of(gid)
+        gid, mesh, owners = gid.cpu(), rows.mesh, rows.owners
+        owner = owners.owner_of(gid)
         away = owner != mesh.rank
         slot = torch.empty_like(gid)
-        slot[~away] = torch.searchsorted(rows.gid, gid[~away])
+        slot[~away] = torch.searchsorted(rows.place, gid[~away])
         ghost, where = torch.unique(gid[away], return_inverse=True)
-        ghost_owner = rows.partition.owner_of(ghost)
+        ghost_owner = owners.owner_of(ghost)
         order = torch.argsort(ghost_owner, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
         slot[away] = place[where] + len(rows)
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = Halo.build(ghost[order], counts, rows.gid, mesh.world)
+        halo = Halo.build(ghost[order], counts, rows.place, mesh.world)
         return IdPlan(halo, slot, len(rows))
 
     def to(self, device: torch.device) -> IdPlan:
@@ -214,6 +209,8 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     target, index = given["input"], given["index"]
     source = given.get("src", given.get("source", given.get("value")))
     op = _reduction(name, given)
+    if op == "prod":
+        return _gathered_product(func, given)
     if not isinstance(index, RowCut):
         index, source = _cut_alike(index, source, target, name)
     ids = _one_per_row(index, name)
@@ -237,11 +234,34 @@ def _reduction(name: str, given: dict[str, Any]) -> str:
     if op is None:
         op = "sum" if "add" in name else "replace"
     op = {"add": "sum", "max": "amax", "min": "amin"}.get(op, op)
-    if op not in ("sum", "amax", "amin", "mean"):
+    op = "prod" if op in ("mul", "multiply") else op
+    if op not in ("sum", "amax", "amin", "mean", "prod"):
         raise undecided(
             f"{name}() that {op}s rows, in an order that ranks do not share,"
         )
     return str(op)
+
+
+def _gathered_product(func: Callable, given: dict[str, Any]) -> Any:
+    """Multiplies rows by what is scattered to them, with all rows on every rank."""
+    target, out_of_place = given["input"], func.__name__.removesuffix("_")
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, RowCut):
+            return value
+        rows = value.rows
+        return adjoint.all_gather(value.to_local(), rows.gid, rows.mesh.world)
+
+    everywhere = {k: full(v) for k, v in given.items() if k not in ("input", "self")}
+    start = full(target).clone()  # which is kept for the gradient
+    out = getattr(torch.Tensor, out_of_place)(start, **everywhere)
+    if isinstance(target, RowCut):
+        out = target.wrap(out[target.rows.place.to(out.device)], target.rows)
+    if not func.__name__.endswith("_"):
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.copy_(target, out)
+    return target
 
 
 def _cut_alike(index: Tensor, source: Any, target: Any, name: str) -> tuple[Any, Any]:

@@ -47,6 +47,7 @@ class DistEdgeIndex(torch.Tensor):
     topology: Topology
     _spread = True
     weight: DistTensor | None = None  # of a sparse adjacency's values
+    looped = False  # whether that has self-loops
 
     @staticmethod
     def build(
@@ -144,11 +145,21 @@ class DistEdgeIndex(torch.Tensor):
         out = DistEdgeIndex.cut(edge_index, nodes)
         return out if weight is None else out.carrying(weight)
 
-    def carrying(self, weight: Tensor) -> DistEdgeIndex:
-        """Returns the same edges with weights, those `[e]` of all ranks."""
+    def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
+        """Returns the same edges with weights, those `[e]` of all ranks, or without."""
+        if weight is None:
+            return _wrap(self.to_local(), self.topology)
         local = meet(weight, self.nodes.mesh)[self.edges.gid.to(weight.device)]
         weights = DistTensor.wrap(local, self.edges)
         return _wrap(self.to_local(), self.topology, weights)
+
+    def check_loops(self, layer: torch.nn.Module) -> None:
+        """Refuses a sparse adjacency with self-loops where a layer adds loops."""
+        if self.looped and getattr(layer, "add_self_loops", False):
+            raise TypeError(
+                f"give {type(layer).__name__} an edge_index, or add_self_loops=False: PyG "
+                "adds loops to a sparse adjacency that has some in another way"
+            )
 
     @staticmethod
     def of_sparse(adj: Tensor, nodes: Rows) -> DistEdgeIndex:
@@ -161,7 +172,9 @@ class DistEdgeIndex(torch.Tensor):
         edge_index, value = coo_of(adj)
         if key not in plans or plans[key][0] is not adj:
             plans[key] = adj, edge_index
-        return DistEdgeIndex.weighted(plans[key][1], value, nodes)
+        out = DistEdgeIndex.weighted(plans[key][1], value, nodes)
+        out.looped = bool((edge_index[0] == edge_index[1]).any())
+        return out
 
     @staticmethod
     def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
@@ -258,7 +271,8 @@ class DistEdgeIndex(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """Returns all edges in original order, on every rank; collective."""
-        return indexing.gather_all(self.to_local().t().contiguous(), self.edges).t()
+        local = self.to_local().t().contiguous()
+        return indexing.gather_all(local, self.edges).t().contiguous()
 
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
@@ -409,19 +423,14 @@ def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
     """Returns the edges of a sparse adjacency, rows being targets, and their weights.
 
     Args:
-        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor; with
-            weights of 1 throughout, it has none.
+        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor.
     """
     if isinstance(adj, Tensor):
         coo = adj.to_sparse_coo()
         coo = coo if coo.is_coalesced() else coo.coalesce()
-        edge_index, value = coo.indices().flip(0), coo.values()
-    else:
-        row, col, value = adj.coo()
-        edge_index = torch.stack([col, row])
-    if value is not None and not value.requires_grad and bool((value == 1).all()):
-        value = None
-    return edge_index, value
+        return coo.indices().flip(0), coo.values()
+    row, col, value = adj.coo()
+    return torch.stack([col, row]), value
 
 
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())

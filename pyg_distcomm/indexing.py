@@ -28,7 +28,7 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     """
 
     def build() -> tuple[IdPlan, Rows]:
-        ids = _checked_ids(idx, rows.total)
+        ids = _checked_ids(idx, rows.count)
         _check_same(ids, rows)
         alike = rows.whole and len(ids) == rows.total
         block = rows if alike else Rows.blocks(len(ids), rows.mesh)

@@ -150,6 +150,9 @@ def put(x: RowCut, key: Any, value: Any) -> None:
     masked = (
         isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1
     )
+    if isinstance(key, RowCut) and key.dtype == torch.bool and key.dim() == x.dim() > 1:
+        _put_entries(x, key, value)
+        return
     if masked:
         mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
         value = _cut_for(value, x, mask.rows, rest)
@@ -166,6 +169,18 @@ def put(x: RowCut, key: Any, value: Any) -> None:
         raise undecided("x[key] = value, unless key is a mask, ids or [:, columns],")
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.__setitem__(x, (first, *rest), value)
+
+
+def _put_entries(x: RowCut, mask: RowCut, value: Any) -> None:
+    """Writes a number to the entries that a mask of all of x keeps."""
+    if isinstance(value, Tensor) and value.dim():
+        raise undecided("x[mask of entries] = value with more than one number")
+    if not mask.rows.same_as(x.rows):
+        raise TypeError(
+            f"x[mask] = value: x has {x.rows}, but the mask has {mask.rows}"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.__setitem__(x, mask.to_local(), value)
 
 
 def _here(x: RowCut, ids: Tensor, value: Any) -> tuple[Tensor, Any]:

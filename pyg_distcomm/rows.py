@@ -74,6 +74,18 @@ class Rows:
         every = wire.all_gather_rows(self.gid, sizes, self.mesh.world, op="plan")
         return torch.searchsorted(every.sort().values, self.gid)
 
+    @cached_property
+    def owners(self) -> Partition:
+        """Who has which of the rows, by their places; collective once behind a mask."""
+        if self.partition is not None:
+            return self.partition
+        world = self.mesh.world
+        sizes = [row[0] for row in wire.all_gather_counts([len(self)], world)]
+        every = wire.all_gather_rows(self.place, sizes, world, op="plan")
+        owner = torch.empty(len(every), dtype=torch.int64)
+        owner[every] = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        return Partition.from_owner(owner, self.mesh.size, len(every))
+
     def same_as(self, other: Rows) -> bool:
         """Whether both stand for the same rows on this rank."""
         if self is other:

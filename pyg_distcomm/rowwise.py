@@ -102,7 +102,7 @@ WHOLE = frozenset(
     sort argsort topk flip flipud roll cumsum cumprod cummax cummin logcumsumexp median
     nanmedian mode kthvalue quantile nanquantile prod nanmean nansum unique
     unique_consecutive bincount histc nonzero argwhere msort multinomial diff cov corrcoef
-    isin searchsorted bucketize nonzero_static aminmax
+    isin searchsorted bucketize nonzero_static aminmax segment_reduce take_along_dim
     """.split()
 )
 

@@ -339,9 +339,15 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         return turned
     if name == "one_hot":
         args, kwargs = _with_classes(args, kwargs)
-    if name == "expand_as" and not isinstance(args[0], RowCut):  # a row for each row
-        column = fit_plain(args[0], first, args[0].dim(), name)
-        args = (first.wrap(column, first.rows), *args[1:])
+    if name == "expand_as":  # an ordinary tensor has a row for each row
+        most = max(arg.dim() for arg in args)
+        args = [
+            a if isinstance(a, RowCut) else fit_plain(a, first, most, name)
+            for a in args
+        ]
+        x, other = (_unwrapped(arg) for arg in args)
+        if not isinstance(args[0], RowCut) or x.dim() == other.dim():
+            return first.wrap(x.expand_as(other), first.rows)
     local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
     try:
         out = SHAPING[name](func, *local_args, **local_kwargs)
@@ -430,6 +436,13 @@ def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 _LIKE = ("dtype", "device", "layout", "memory_format")
+
+
+def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
+    raise TypeError(
+        "make edges sparse (ToSparseTensor, to_torch_csr_tensor) before pdc.partition, which "
+        "takes data.adj_t: torch's sparse tensors are whole on every rank"
+    )
 
 
 def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -561,6 +574,7 @@ def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SHAPING, _shape),
     "dropout": _keyed,
+    "_convert_indices_from_coo_to_csr": _compressed,
     **dict.fromkeys(random.DRAWS, _drawn),
     **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
     **dict.fromkeys(("getitem", "index_select"), _looked_up),

@@ -81,13 +81,16 @@ def partition(
     _agree(problem, mesh)
     _agree_same(_mark(data), mesh)
     assert data.edge_index is not None
+    looped = weight is not None and data.has_self_loops()
     if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
         out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
-        return _with_sparse(_linked(out, link), weight)
+        return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    return _with_sparse(_linked(_assemble(share, mesh, oblivious), link), weight)
+    return _with_sparse(
+        _linked(_assemble(share, mesh, oblivious), link), weight, looped
+    )
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
@@ -110,11 +113,12 @@ def _from_sparse(data: Any) -> tuple[Any, Tensor | None]:
     return data, value
 
 
-def _with_sparse(share: Data, weight: Tensor | None) -> Data:
+def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
     """Gives a share the adj_t that its data had."""
     if weight is not None:
         edges: Any = share.edge_index
-        share.adj_t = edges.carrying(weight) if len(weight) else edges
+        share.adj_t = edges.carrying(weight if len(weight) else None)
+        share.adj_t.looped = looped
     return share
 
 

@@ -123,6 +123,21 @@ def _autograd_grad(net, data):
     return net
 
 
+def _intermediate(net, data):
+    """Gradients of what is computed from parameters, asked for themselves."""
+    z = net.encode(data.x, data.edge_index)
+    scale = net.scale.exp()
+    scale.retain_grad()
+    shift = torch.zeros(4) + net.scale
+    shift.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    step(net, data, z[:, :4].sin() * scale + shift)
+    weight = net.scale * torch.ones(4)
+    cut = (z.detach()[:, :4] * weight).cos().mean()
+    (g,) = torch.autograd.grad(cut, weight)
+    net.scale.grad += g.sum() + scale.grad
+    return net
+
+
 def _twice(net, data):
     z = net.conv2(net.conv1(data.x, data.edge_index).sigmoid(), data.edge_index)
     weight = net.conv1.lin.weight
@@ -230,6 +245,7 @@ CASES = {
     "reentrant checkpoint": _checkpointed(True),
     "autograd.grad": _autograd_grad,
     "create_graph": _twice,
+    "intermediate": _intermediate,
     "deepcopy": _copied,
     "two models": _two_models,
     "whole embedding": _embedding,

@@ -139,7 +139,7 @@ def parity(name, graph, cutter):
     share = shared(problem(graph), mesh, cutter)
     model = _ready(pdc.convert(build(name)))
     got = step(model, share, names)
-    got.update(_parameter_grads(model, mesh))
+    got.update(_parameter_grads(model))
     assert got.keys() == want.keys()
     for key, value in got.items():
         if isinstance(value, pdc.DistTensor):

@@ -83,7 +83,7 @@ def _trained(name, graph, cutter, training):
     torch.manual_seed(4)
     model = pdc.convert(make().double()).train(training)
     found = step(model, share, names)
-    found.update(_parameter_grads(model, mesh))
+    found.update(_parameter_grads(model))
     return {
         key: (v.full_tensor() if isinstance(v, pdc.DistTensor) else v).detach().numpy()
         for key, v in found.items()
@@ -215,7 +215,7 @@ def _recomputed(name, reentrant):
     torch.manual_seed(4)
     model = Checkpointed(pdc.convert(make().double()), reentrant)
     found = step(model, share, names)
-    found.update(_parameter_grads(model, mesh))
+    found.update(_parameter_grads(model))
     return {
         k.replace("model.", ""): (
             v.full_tensor() if isinstance(v, pdc.DistTensor) else v

@@ -118,6 +118,16 @@ CASES = {
         torch.arange(d.num_nodes), torch.arange(d.num_nodes) % 7
     ],
     "expand as": lambda d: torch.arange(d.num_nodes).view(-1, 1).expand_as(d.x) * d.x,
+    "product": lambda d: U.scatter(
+        d.x.tanh() + 1.5, d.y, 0, int(d.y.max()) + 1, reduce="mul"
+    ),
+    "product of edges": lambda d: U.scatter(
+        d.x[d.edge_index[0]].tanh() + 1.5, d.edge_index[1], 0, d.num_nodes, reduce="mul"
+    ),
+    "segments": lambda d: U.segment(d.x, torch.tensor([0, 9, 40, d.num_nodes]), "max"),
+    "picked twice": lambda d: d.x[d.y > 0][d.train_mask[d.y > 0]],
+    "ids of a selection": lambda d: d.x[d.y > 0][[3, 0, 3]],
+    "range of a selection": lambda d: d.x[d.y > 0][2:9],
     "permuted": lambda d: d.x[_perm(d)] * d.x,
     "rows written by id": _by_id,
     "gram": lambda d: d.x.t() @ d.x,

@@ -56,6 +56,8 @@ class DistGCN2Conv(GCN2Conv):
         local = edge_index.check_nodes(x, "x")
         first = edge_index.check_nodes(x_0, "x_0")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
+        if self.normalize:
+            edge_index.check_loops(self)
         topology, weight = flowing(edge_index.topology, weight, self.flow)
         wrap = Linked.of(self, self.link, edge_index).wrap()
         if self.normalize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
@@ -58,9 +59,16 @@ class DistGCNConv(GCNConv):
             return through_halo(self, self.link, run, x, edge_index, edge_weight)
         x = edge_index.as_nodes(x, "x")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
+        if self.normalize:
+            edge_index.check_loops(self)
         topology, weight = flowing(edge_index.topology, weight, self.flow)
 
+        dtype = x.dtype if self.normalize and weight is None else None
+        dtype = dtype if weight is None else weight.dtype
+
         def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
+            if dtype is not None:  # under autocast, h may be narrower than its weights
+                h = h.to(torch.promote_types(h.dtype, dtype))
             if not self.normalize:
                 return topology.sum(h, weight, wrap)
             loops = self.improved, self.add_self_loops
@@ -71,4 +79,6 @@ class DistGCNConv(GCNConv):
         user = Linked.of(self, self.link, edge_index)
         args = x, self.lin, self.bias, multiply, edge_index
         out = in_best_order(*args, kept, user)
+        if dtype is not None:
+            out = out.to(torch.promote_types(out.dtype, dtype))
         return DistTensor.wrap(out, edge_index.nodes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.averaging import meet
 from pyg_distcomm.edge_index import DistEdgeIndex, coo_of
@@ -182,9 +182,9 @@ def through_halo(
     extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}
     edge_index = _edge_index(conv, given)
     _check(conv, edge_index, given)
-    weighs = "edge_weight" in inspect.signature(conv.forward).parameters
-    if weighs and given.get("edge_weight") is None and edge_index.weight is not None:
-        given["edge_weight"] = edge_index.weight
+    if edge_index.weight is not None:
+        edge_index.check_loops(conv)
+        _take_weight(conv, edge_index.weight, given)
     topology, carry = _flowing(conv, edge_index)
     # what is kept from one pass on must be exact, whatever the pass
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
@@ -210,6 +210,27 @@ def through_halo(
             raise
         raise TypeError(f"{visit.scene.layer}, run distributed: {error}") from error
     return tree_map(visit.outcome, out)
+
+
+def _take_weight(
+    conv: MessagePassing, weight: DistTensor, given: dict[str, Any]
+) -> None:
+    """Gives a layer the values of a sparse adjacency, as PyG does."""
+    if isinstance(conv, EGConv) and "std" in conv.aggregators:
+        raise TypeError(
+            "give EGConv(aggregators=['std', ...]) an edge_index: of a sparse adjacency PyG "
+            "takes another standard deviation"
+        )
+    if isinstance(conv, FAConv) and conv.normalize:  # which has weights of its own
+        if not bool((weight == 1).all()):
+            raise TypeError(
+                "give FAConv an edge_index: its normalisation has no weights"
+            )
+        return
+    names = inspect.signature(conv.forward).parameters
+    for name in ("edge_weight", "edge_type") if weight.dim() == 1 else ("edge_attr",):
+        if name in names and given.get(name) is None:
+            given[name] = weight
 
 
 def _keeps_rows(layer: MessagePassing) -> bool:

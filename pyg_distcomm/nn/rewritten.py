@@ -133,7 +133,8 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
         """Runs the propagation."""
         (y, edge_index), _ = spread_inputs((y, edge_index), {})
         if isinstance(edge_index, DistEdgeIndex):
-            if edge_weight is None and edge_index.weight is not None:
+            carried = None if edge_weight is not None else edge_index.weight
+            if carried is not None and not bool((carried == 1).all()):
                 raise TypeError(
                     "give LabelPropagation its edge_weight: PyG normalises weights that "
                     "an adjacency carries, or not, by the kind of that"
@@ -144,6 +145,8 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
                 known = torch.zeros_like(y)
                 known[mask] = y[mask]
                 y, mask = known, None
+            if carried is not None:
+                edge_index = edge_index.carrying(None)
         return super().__call__(y, edge_index, mask, edge_weight, post_step)
 
 

@@ -1,0 +1,271 @@
+"""PyG's transforms, utilities and models on a share: one process's numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn
+import torch_geometric.transforms as T
+import torch_geometric.utils as U
+import worlds
+from problems import GRAPHS
+from torch.utils.data import DataLoader, TensorDataset
+from torch_geometric import seed_everything
+from torch_geometric.data import Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn
+
+KEPT = ("x", "y", "edge_index", "train_mask", "num_nodes")
+
+
+def seeded(make, *args, **kwargs):
+    torch.manual_seed(2)
+    return make(*args, **kwargs)
+
+
+def gcn(nn, d, edge_index=None, weight=None):
+    edge_index = d.edge_index if edge_index is None else edge_index
+    return seeded(nn.GCNConv, 7, 4)(d.x, edge_index, weight)
+
+
+def through(transform):
+    def run(nn, d):
+        d = transform(copy.copy(d))
+        return gcn(nn, d, weight=d.get("edge_weight"))
+
+    return run
+
+
+def pairs(z, edges):
+    return (z[edges[0]] * z[edges[1]]).sum()
+
+
+def _loops(nn, d):
+    edges, _ = U.add_self_loops(d.edge_index, num_nodes=d.num_nodes)
+    return gcn(nn, d, edges), gcn(nn, d, U.remove_self_loops(edges)[0])
+
+
+def _gcn_norm(nn, d):
+    edges, weight = gcn_norm(
+        d.edge_index, None, d.num_nodes, False, True, dtype=d.x.dtype
+    )
+    return seeded(nn.GCNConv, 7, 4, normalize=False)(d.x, edges, weight)
+
+
+def _laplacian(nn, d):
+    edges, weight = U.get_laplacian(
+        d.edge_index, normalization="sym", num_nodes=d.num_nodes, dtype=d.x.dtype
+    )
+    return seeded(nn.GraphConv, 7, 4)(d.x, edges, weight)
+
+
+def _link_split(nn, d):
+    split = T.RandomLinkSplit(num_val=0.1, num_test=0.1)
+    train, _, test = split(copy.copy(d))
+    z = gcn(nn, train)
+    return [
+        pairs(z, part.edge_label_index) + part.edge_label.sum()
+        for part in (train, test)
+    ]
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.conv = seeded(nn.GCNConv, 7, 6)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index).relu()
+
+
+def _infomax(nn, d):
+    model = nn.DeepGraphInfomax(
+        6,
+        Encoder(nn),
+        summary=lambda z, *args: z.mean(dim=0).sigmoid(),
+        corruption=lambda x, e: (x[torch.randperm(x.size(0))], e),
+    )
+    torch.nn.init.eye_(model.weight)
+    return model.loss(*model(d.x, d.edge_index))
+
+
+class Variational(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.mu, self.logstd = seeded(nn.GCNConv, 7, 6), nn.GCNConv(7, 6)
+
+    def forward(self, x, edge_index):
+        return self.mu(x, edge_index), self.logstd(x, edge_index)
+
+
+def _vgae(kind):
+    def run(nn, d):
+        more = (torch.nn.Linear(6, 6),) if kind == "ARGVA" else ()
+        model = getattr(nn, kind)(Variational(nn), *more)
+        z = model.encode(d.x, d.edge_index)
+        return model.recon_loss(z, d.edge_index) + model.kl_loss() / d.num_nodes
+
+    return run
+
+
+def _smoothed(nn, d):
+    model = nn.CorrectAndSmooth(2, 0.5, 2, 0.5)
+    soft, mask = d.x[:, :4].softmax(-1), d.train_mask
+    soft = model.correct(soft, d.y[mask], mask, d.edge_index)
+    return model.smooth(soft, d.y[mask], mask, d.edge_index)
+
+
+def model_of(name, *args, **kwargs):
+    return lambda nn, d: seeded(getattr(nn, name), *args, **kwargs)(d.x, d.edge_index)
+
+
+def under_autocast(name):
+    def run(nn, d):
+        conv = seeded(getattr(nn, name), 7, 4).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = conv(d.x.float(), d.edge_index)
+        return torch.tensor({torch.bfloat16: 16, torch.float32: 32}[out.dtype])
+
+    return run
+
+
+def _batches(nn, d):
+    found = [
+        x.sum() * (k + 1) for k, (x, _) in enumerate(_loader(TensorDataset(d.x, d.y)))
+    ]
+    return [*found, *(d.x[ids].sum() for ids in _loader(range(d.num_nodes)))]
+
+
+def _loader(rows):
+    return DataLoader(rows, batch_size=16)
+
+
+def _written_by_mask(nn, d):
+    mask = torch.zeros(d.num_nodes, dtype=torch.bool)
+    mask[d.train_mask] = True
+    rows = torch.zeros(d.num_nodes, 3)
+    rows[d.train_mask] = d.x[d.train_mask][:, :3]
+    return d.x[mask], rows
+
+
+CASES = {
+    "AddSelfLoops": through(T.AddSelfLoops()),
+    "GCNNorm": through(T.GCNNorm()),
+    "ToUndirected": through(T.ToUndirected()),
+    "NormalizeFeatures": through(T.NormalizeFeatures()),
+    "RandomNodeSplit": lambda nn, d: d.x[
+        T.RandomNodeSplit(num_val=5, num_test=5)(copy.copy(d)).train_mask
+    ],
+    "RandomLinkSplit": _link_split,
+    "LocalDegreeProfile": lambda nn, d: T.LocalDegreeProfile()(copy.copy(d)).x,
+    "OneHotDegree": lambda nn, d: T.OneHotDegree(60)(copy.copy(d)).x,
+    "AddRandomWalkPE": lambda nn, d: T.AddRandomWalkPE(3, None)(copy.copy(d)).x,
+    "dropout_edge": lambda nn, d: gcn(nn, d, U.dropout_edge(d.edge_index, p=0.4)[0]),
+    "dropout_node": lambda nn, d: gcn(
+        nn, d, U.dropout_node(d.edge_index, p=0.3, num_nodes=d.num_nodes)[0]
+    ),
+    "data.subgraph": lambda nn, d: gcn(nn, d.subgraph(d.y > 0)),
+    "subgraph": lambda nn, d: gcn(
+        nn, d, U.subgraph(d.y > 0, d.edge_index, num_nodes=d.num_nodes)[0]
+    ),
+    "negative_sampling": lambda nn, d: pairs(
+        gcn(nn, d), U.negative_sampling(d.edge_index, d.num_nodes)
+    ),
+    "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
+    "to_undirected": lambda nn, d: gcn(
+        nn, d, U.to_undirected(d.edge_index, num_nodes=d.num_nodes)
+    ),
+    "loops": _loops,
+    "degree": lambda nn, d: U.degree(d.edge_index[0], d.num_nodes),
+    "gcn_norm": _gcn_norm,
+    "get_laplacian": _laplacian,
+    "DeepGraphInfomax": _infomax,
+    "VGAE": _vgae("VGAE"),
+    "ARGVA": _vgae("ARGVA"),
+    "CorrectAndSmooth": _smoothed,
+    "LINKX": lambda nn, d: seeded(nn.LINKX, d.num_nodes, 7, 8, 4, 2)(d.x, d.edge_index),
+    "PMLP": lambda nn, d: seeded(nn.PMLP, 7, 8, 4, 2, norm=False).eval()(
+        d.x, d.edge_index
+    ),
+    "DirGNNConv": lambda nn, d: seeded(lambda: nn.DirGNNConv(nn.SAGEConv(7, 5)))(
+        d.x, d.edge_index
+    ),
+    **{
+        name: model_of(name, 7, 8, 2, 4, jk="cat", norm="batch_norm")
+        for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
+    },
+    **{
+        f"autocast of {name}": under_autocast(name)
+        for name in ("GCNConv", "SAGEConv", "GATConv", "GraphConv", "TAGConv", "SGConv")
+    },
+    "DataLoader": _batches,
+    "written by mask": _written_by_mask,
+}
+
+
+def listed(found):
+    found = found if isinstance(found, (tuple, list)) else [found]
+    return [f.full_tensor() if isinstance(f, pdc.DistTensor) else f for f in found]
+
+
+def graph():
+    d = GRAPHS["directed"]()
+    return Data(**{k: v for k, v in d.to_dict().items() if k in KEPT})
+
+
+def compared():
+    torch.set_default_dtype(torch.float64)
+    try:
+        share = pdc.partition(graph(), worlds.mesh(), "random")
+        for name, case in CASES.items():
+            seed_everything(3)
+            want = listed(case(torch_geometric.nn, graph()))
+            seed_everything(3)
+            got = listed(case(pyg_distcomm.nn, share))
+            for a, b in zip(want, got, strict=True):
+                torch.testing.assert_close(
+                    b, a, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+                )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_utilities_give_one_processes_numbers(size):
+    worlds.run(compared, size)
+
+
+def sparse():
+    """A sparse adjacency instead of edges, before the cut; after it, it is refused."""
+    data, mesh = graph(), worlds.mesh()
+    looped = pdc.partition(T.ToSparseTensor()(copy.copy(data)), mesh, "random")
+    with pytest.raises(TypeError, match="add_self_loops=False"):
+        gcn(pyg_distcomm.nn, _in_floats(looped), looped.adj_t)
+    data.edge_index = U.remove_self_loops(data.edge_index)[0]
+    plain = T.ToSparseTensor()(copy.copy(data))
+    mine = pdc.partition(plain, mesh, "random")
+    want = gcn(torch_geometric.nn, _in_floats(plain), plain.adj_t)
+    got = gcn(pyg_distcomm.nn, _in_floats(mine), mine.adj_t)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    if mesh.size > 1:
+        share = pdc.partition(data, mesh, "random")
+        with pytest.raises(TypeError, match=r"before pdc\.partition"):
+            T.ToSparseTensor()(copy.copy(share))
+        local = pickle.loads(pickle.dumps(share.y))  # this rank's rows, as it says
+        assert torch.equal(local, share.y.to_local())
+
+
+def _in_floats(data):
+    data = copy.copy(data)
+    data.x = data.x.float()
+    return data
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sparse_adjacencies_are_cut(size):
+    worlds.run(sparse, size)
