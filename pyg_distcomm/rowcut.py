@@ -79,8 +79,8 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 def undecided(what: str) -> TypeError:
     """Returns the error of an operation that the rule cannot decide."""
     return TypeError(
-        f"{what} is neither row by row nor a reduction over rows, so a DistTensor cannot "
-        f"decide what it means on a spread-out tensor; {WAYS_OUT}"
+        f"{WAYS_OUT}: {what} is neither row by row nor a reduction over rows, so a "
+        "DistTensor cannot decide what it means on a spread-out tensor"
     )
 
 

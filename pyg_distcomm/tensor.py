@@ -33,8 +33,9 @@ class DistTensor(RowCut):
     mask keeps: the first question for it is one small all-reduce.
 
     `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those
-    ids, cut into equal blocks; with a DistTensor of ids, each rank gets those it asks
-    for. `x[mask]` costs nothing. Dropout and `rand_like` are keyed by row id.
+    ids, cut into equal blocks (as x is, if there are as many); with a DistTensor of ids,
+    each rank gets those it asks for. `x[mask]` costs nothing. Noise is what one process
+    draws; dropout is keyed by row id.
 
     Gradients: see [Note: gradients] in `adjoint.py`; `x.grad` of a leaf is exact.
     Pickling keeps this rank's rows as an ordinary tensor.
