@@ -146,10 +146,11 @@ class DistEdgeIndex(torch.Tensor):
         return out if weight is None else out.carrying(weight)
 
     def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
-        """Returns the same edges with weights, those `[e]` of all ranks, or without."""
+        """Returns the same edges with weights, cut or those `[e]` of all ranks, or without."""
         if weight is None:
             return _wrap(self.to_local(), self.topology)
-        local = meet(weight, self.nodes.mesh)[self.edges.gid.to(weight.device)]
+        local = self.check_edges(weight, "weight")
+        assert local is not None
         weights = DistTensor.wrap(local, self.edges)
         return _wrap(self.to_local(), self.topology, weights)
 

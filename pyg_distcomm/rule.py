@@ -440,8 +440,8 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
     raise TypeError(
-        "make edges sparse (ToSparseTensor, to_torch_csr_tensor) before pdc.partition, which "
-        "takes data.adj_t: torch's sparse tensors are whole on every rank"
+        "make edges sparse by T.ToSparseTensor, or before pdc.partition, which takes "
+        "data.adj_t: torch's own sparse tensors are whole on every rank"
     )
 
 

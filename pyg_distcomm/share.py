@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.transforms import ToSparseTensor
+from torch_geometric.typing import WITH_TORCH_SPARSE
+from torch_geometric.utils import coalesce
 
 from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.edge_index import DistEdgeIndex, coo_of, rows_of_edges
@@ -120,6 +124,37 @@ def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
         share.adj_t = edges.carrying(weight if len(weight) else None)
         share.adj_t.looped = looped
     return share
+
+
+def _of_shares(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has PyG's ToSparseTensor make a share's edges an adj_t that is cut as they are."""
+
+    @functools.wraps(forward)
+    def run(self: ToSparseTensor, data: Any) -> Any:
+        cut = [
+            store
+            for store in data.edge_stores
+            if isinstance(store.get("edge_index"), DistEdgeIndex)
+        ]
+        if not cut:
+            return forward(self, data)
+        for store in cut:
+            edges, weight = store.edge_index, store.get(self.attr or "")
+            if (
+                self.layout is not None or not WITH_TORCH_SPARSE
+            ):  # torch's have each once
+                edges, weight = coalesce(edges, weight, edges.nodes.total)
+            store.adj_t = edges.carrying(weight)
+            store.adj_t.looped = bool((edges[0] == edges[1]).any())
+            if self.remove_edge_index:
+                del store["edge_index"]
+                store.pop(self.attr or "", None)
+        return data
+
+    return run
+
+
+ToSparseTensor.forward = _of_shares(ToSparseTensor.forward)
 
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:

@@ -252,10 +252,22 @@ def sparse():
     want = gcn(torch_geometric.nn, _in_floats(plain), plain.adj_t)
     got = gcn(pyg_distcomm.nn, _in_floats(mine), mine.adj_t)
     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    share = pdc.partition(data, mesh, "random")
+    after = T.ToSparseTensor()(copy.copy(share))
+    assert "edge_index" not in after
+    got = gcn(pyg_distcomm.nn, _in_floats(after), after.adj_t)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
+    weight = torch.rand(data.edge_index.size(1))
+    data.edge_weight = weight
+    plain = T.ToSparseTensor("edge_weight")(copy.copy(data))
+    share = pdc.partition(data, mesh, "random")
+    after = T.ToSparseTensor("edge_weight")(copy.copy(share))
+    want = gcn(torch_geometric.nn, _in_floats(plain), plain.adj_t)
+    got = gcn(pyg_distcomm.nn, _in_floats(after), after.adj_t)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
     if mesh.size > 1:
-        share = pdc.partition(data, mesh, "random")
         with pytest.raises(TypeError, match=r"before pdc\.partition"):
-            T.ToSparseTensor()(copy.copy(share))
+            U.to_torch_csr_tensor(share.edge_index)
         local = pickle.loads(pickle.dumps(share.y))  # this rank's rows, as it says
         assert torch.equal(local, share.y.to_local())
 
@@ -269,3 +281,43 @@ def _in_floats(data):
 @pytest.mark.parametrize("size", [1, 2])
 def test_sparse_adjacencies_are_cut(size):
     worlds.run(sparse, size)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.conv1, self.norm = nn.GCNConv(7, 8), torch.nn.BatchNorm1d(8)
+        self.conv2, self.lin = nn.SAGEConv(8, 6), torch.nn.Linear(6, 4)
+
+    def forward(self, x, edge_index):
+        z = self.norm(self.conv1(x, edge_index)).relu()
+        return self.lin(self.conv2(z, edge_index)).log_softmax(dim=-1)
+
+
+def compiled():
+    data, share = graph(), pdc.partition(graph(), worlds.mesh(), "random")
+    found = []
+    for nn, d, wrap in (
+        (torch_geometric.nn, data, lambda model: model),
+        (pyg_distcomm.nn, share, lambda model: torch.compile(model, dynamic=False)),
+    ):
+        model = seeded(Net, nn).double()
+        run = wrap(model)
+        for _ in range(2):
+            out = run(d.x, d.edge_index)
+            torch.nn.functional.nll_loss(
+                out[d.train_mask], d.y[d.train_mask]
+            ).backward()
+        with torch.no_grad():
+            found.append(
+                [
+                    *listed(run.eval()(d.x, d.edge_index)),
+                    *(p.grad for p in model.parameters()),
+                ]
+            )
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_model_computes_what_it_does_in_eager_mode(size):
+    worlds.run(compiled, size)
