@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import tiers
 import torch
 import torch_geometric.nn
 import torch_geometric.transforms as T
@@ -318,6 +319,6 @@ def compiled():
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("size", [1, 2], [2])
 def test_a_compiled_model_computes_what_it_does_in_eager_mode(size):
     worlds.run(compiled, size)
