@@ -22,7 +22,7 @@ from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.rowcut import tree_map
 from pyg_distcomm.rows import Rows
-from pyg_distcomm.rowwise import FACTS, SIZES, WHOLE, base_name
+from pyg_distcomm.rowwise import FACTS, NEW, SIZES, WHOLE, base_name
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
@@ -350,6 +350,8 @@ class DistEdgeIndex(torch.Tensor):
                 return func(*args, **kwargs)
             if name in _COPIES and isinstance(args[0], DistEdgeIndex):
                 return _moved(args[0], func(*args, **kwargs))
+            if name in NEW:  # of the dtype and device
+                return getattr(args[0].to_local(), name)(*args[1:], **kwargs)
         if name in _MADE:
             return _MADE[name](*args, **kwargs)
         if name in _GATHERED:

@@ -197,8 +197,11 @@ def doubled(value):
     if isinstance(value, torch.nn.Module):
         for part in value.modules():  # masks are drawn in another way
             for name in ("dropout", "p"):
-                if isinstance(vars(part).get(name), float):
+                rate = vars(part).get(name)
+                if isinstance(rate, float):
                     setattr(part, name, 0.0)
+                elif isinstance(rate, list):
+                    setattr(part, name, [0.0] * len(rate))
         return value.double()
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double()
