@@ -1,19 +1,26 @@
-"""Leaves row-cut tensors, and this package's own code, to eager mode under torch.compile.
+"""Leaves row-cut tensors, and what runs on them, to eager mode under torch.compile.
 
 Their operations may exchange messages, which no compiled graph may move, drop or repeat. A
-compiled model breaks its graph at them: its results are those of eager mode.
+compiled model breaks its graph at them: its results are those of eager mode. On ordinary
+inputs the layers of this package are traced as PyG's are.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch._dynamo import config, trace_rules
+from torch._dynamo import config, disable, trace_rules
 
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-trace_rules.add("pyg_distcomm")
+for _path in sorted(Path(__file__).parent.iterdir()):
+    if _path.stem not in ("__init__", "nn") and _path.stem.isidentifier():
+        if _path.suffix == ".py" or (_path / "__init__.py").exists():
+            trace_rules.add(f"{__package__}.{_path.stem}")
 
 
 def eager(kind: Kind) -> Kind:
@@ -22,3 +29,8 @@ def eager(kind: Kind) -> Kind:
         known = config.nontraceable_tensor_subclasses
         config.nontraceable_tensor_subclasses = known | {kind}
     return kind
+
+
+def eagerly(function: Function) -> Function:
+    """Marks a function that torch.compile does not trace, nor what it calls."""
+    return disable(function)  # type: ignore[no-any-return]

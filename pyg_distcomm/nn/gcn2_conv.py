@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric.nn import GCN2Conv
 
 from pyg_distcomm.averaging import meet
+from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
@@ -50,6 +51,12 @@ class DistGCN2Conv(GCN2Conv):
         (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, x_0, edge_index, edge_weight)
+        return self._multiplied(x, x_0, edge_index, edge_weight)
+
+    @eagerly
+    def _multiplied(
+        self, x: Any, x_0: Any, edge_index: DistEdgeIndex, edge_weight: Any
+    ) -> Tensor:
         if self.aggr not in ("add", "sum"):
             run = super().forward
             return through_halo(self, self.link, run, x, x_0, edge_index, edge_weight)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
+from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
@@ -54,6 +55,12 @@ class DistGCNConv(GCNConv):
         (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, edge_weight)
+        return self._multiplied(x, edge_index, edge_weight)
+
+    @eagerly
+    def _multiplied(
+        self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
+    ) -> Tensor:
         if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum"):
             run = super().forward
             return through_halo(self, self.link, run, x, edge_index, edge_weight)

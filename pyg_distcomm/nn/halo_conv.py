@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.averaging import meet
+from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex, coo_of
 from pyg_distcomm.nn.coding import check_aggregations
 from pyg_distcomm.nn.guard import Guarded
@@ -177,6 +178,17 @@ def through_halo(
     """
     if not any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
         return forward(*args, **kwargs)
+    return _through_halo(conv, link, forward, *args, **kwargs)
+
+
+@eagerly
+def _through_halo(
+    conv: MessagePassing,
+    link: OwnLink,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     bound = inspect.signature(conv.forward).bind(*args, **kwargs)
     given = bound.arguments
     extra = given.get("kwargs", {}) if "kwargs" not in kwargs else {}

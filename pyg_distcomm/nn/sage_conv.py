@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
+from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
@@ -53,6 +54,10 @@ class DistSAGEConv(SAGEConv):
         (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, size)
+        return self._multiplied(x, edge_index)
+
+    @eagerly
+    def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
         if self.aggr not in ("mean", "sum", "add"):
             return through_halo(self, self.link, super().forward, x, edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
