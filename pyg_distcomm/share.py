@@ -140,9 +140,8 @@ def _of_shares(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, data)
         for store in cut:
             edges, weight = store.edge_index, store.get(self.attr or "")
-            if (
-                self.layout is not None or not WITH_TORCH_SPARSE
-            ):  # torch's have each once
+            if self.layout is not None or not WITH_TORCH_SPARSE:
+                # as a matrix of torch's, which has each edge once
                 edges, weight = coalesce(edges, weight, edges.nodes.total)
             store.adj_t = edges.carrying(weight)
             store.adj_t.looped = bool((edges[0] == edges[1]).any())
