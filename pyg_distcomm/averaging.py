@@ -97,7 +97,7 @@ class Averager:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = weakref.proxy(mesh)
+        self._mesh = weakref.ref(mesh)  # which has this
         self._axis, self._control = mesh.data, mesh.control
         self._leaves: Any = WeakTensorKeyDictionary()
         self._order: list[weakref.ref[Tensor]] = []
@@ -107,6 +107,11 @@ class Averager:
         self._elsewhere: Any = WeakTensorKeyDictionary()
         self._passes: dict[int, _Pass] = {}
         self._paused = 0
+
+    @property
+    def mesh_is_gone(self) -> bool:
+        """Whether nobody has the mesh any more; a graph may still have its gradients."""
+        return self._mesh() is None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -166,14 +171,19 @@ class Averager:
     def know(self, x: Tensor) -> None:
         """Compares a frozen parameter between ranks, once; rank 0's is taken."""
         if x not in self._frozen and x not in self._leaves:
-            comparer_of(self._mesh).equalise(x)
+            self._equalise(x)
             self._frozen[x] = True
+
+    def _equalise(self, x: Tensor) -> None:
+        mesh = self._mesh()
+        if mesh is not None:
+            comparer_of(mesh).equalise(x)
 
     def _register(self, x: Tensor) -> None:
         leaf = self._leaves.get(x)
         if leaf is None:
             if x not in self._elsewhere:  # a wrapper has seen to it
-                comparer_of(self._mesh).equalise(x)
+                self._equalise(x)
             leaf = self._leaves[x] = _Leaf(len(self._order))
             self._order.append(weakref.ref(x))
         if leaf.hook is None and x.requires_grad:
@@ -325,17 +335,27 @@ class _Average(torch.autograd.Function):
         return ctx.averager.mean(g), None
 
 
-def _hooked(x: Tensor, averager: Averager) -> Any:
-    """Has the averager see the gradient of a leaf."""
-    leaf, owner = weakref.ref(x), weakref.ref(averager)
+@dataclass(eq=False)
+class _Hook:
+    """Has an averager see the gradient of a leaf, as long as a graph may hold the leaf."""
 
-    def average(g: Tensor) -> Tensor | None:
-        found, at_work = leaf(), owner()
-        if found is None or at_work is None or g is None:
+    leaf: weakref.ref[Tensor]
+    averager: Averager
+
+    def __call__(self, g: Tensor) -> Tensor | None:
+        leaf = self.leaf()
+        if leaf is None or g is None:
             return None
-        return at_work.arrived(found, g)
+        return self.averager.arrived(leaf, g)
 
-    return _first_hook(x, average)
+
+def _hooked(x: Tensor, averager: Averager) -> Any:
+    """Has the averager see the gradient of a leaf, in place of those of meshes that went."""
+    hooks: Any = x._backward_hooks or {}
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, _Hook) and hook.averager.mesh_is_gone:
+            del hooks[key]
+    return _first_hook(x, _Hook(weakref.ref(x), averager))
 
 
 def _first_hook(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -350,12 +370,11 @@ def _first_hook(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 def _watched(x: Tensor, leaf: Tensor, averager: Averager) -> None:
     """Has the averager see gradients of a tensor with a history."""
-    tensor, owner = weakref.ref(x), weakref.ref(averager)
+    tensor = weakref.ref(x)
     node = torch.autograd.graph.get_gradient_edge(leaf).node
 
     def average(g: Tensor) -> Tensor | None:
-        at_work = owner()
-        return None if at_work is None else at_work.passed(tensor(), node, g)
+        return averager.passed(tensor(), node, g)
 
     _first_hook(x, average)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import swap_tensors
 
 from pyg_distcomm.agreement import comparer_of
 from pyg_distcomm.averaging import averager_of, meet
@@ -45,6 +46,18 @@ def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             x.register_hook(lambda g: g / size)
     return out
+
+
+def detach_(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Takes a tensor out of its graph; torch's does not where it is a view, as here."""
+    x = args[0]
+    try:
+        swap_tensors(x, x.detach())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"use z = z.detach() instead of z.detach_(): {error}"
+        ) from None
+    return x
 
 
 def grad(func: Callable, args: Any, kwargs: Any) -> Any:

@@ -137,6 +137,8 @@ def base_name(func: Any) -> str:
         name = name.removeprefix("linalg_").removeprefix("special_")
     if name == "requires_grad_":
         return "requires_grad="
+    if name == "detach_":  # unlike detach, of this very tensor
+        return name
     if name in ("__bool__", "__float__", "__int__", "__index__", "__complex__"):
         return str(name)  # a Python number, not a change of dtype
     if name.startswith("__") and name.endswith("__"):

@@ -587,6 +587,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "einsum": _einsum,
     **dict.fromkeys(RECURRENT, recurrent),
     "requires_grad=": gradients.requires_grad,
+    "detach_": gradients.detach_,
     **dict.fromkeys(("grad", "grad="), gradients.grad),
     **dict.fromkeys(("equal", "allclose"), _compare_all),
     "batch_norm": _batch_norm,

@@ -196,8 +196,8 @@ def tree(fn, value):
 def doubled(value):
     if isinstance(value, torch.nn.Module):
         for part in value.modules():  # masks are drawn in another way
-            for name in ("dropout", "p"):
-                rate = vars(part).get(name)
+            for name in [n for n in vars(part) if "drop" in n or n == "p"]:
+                rate = vars(part)[name]
                 if isinstance(rate, float):
                     setattr(part, name, 0.0)
                 elif isinstance(rate, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -231,6 +232,22 @@ def _clipped(net, data):
     return net
 
 
+def _detached(net, data):
+    """As a memory that training carries on, but does not go back through."""
+    z = net.encode(data.x, data.edge_index).detach_()
+    return step(
+        net, data, net.decode(z + net.encode(data.x, data.edge_index), data.edge_index)
+    )
+
+
+def _reversible(net, data):
+    lib = pyg if type(data.x) is torch.Tensor else nn
+    torch.manual_seed(3)
+    net.rev = lib.GroupAddRev(lib.SAGEConv(4, 4), num_groups=2).double()
+    z = net.encode(data.x, data.edge_index).sin()  # PyG's own frees it
+    return step(net, data, net.decode(net.rev(z, data.edge_index), data.edge_index))
+
+
 CASES = {
     "forward": step,
     "methods": _methods,
@@ -257,6 +274,8 @@ CASES = {
     "class weights": _class_weights,
     "lbfgs": _lbfgs,
     "clipped": _clipped,
+    "detach_": _detached,
+    "reversible": _reversible,
 }
 
 
@@ -288,6 +307,27 @@ def _gradients(cutter, replicated):
 )
 def test_gradients_are_those_of_one_process(size, cutter):
     assert_none(worlds.run(_gradients, size, cutter, False))
+
+
+def _forgetful(net):
+    mesh = worlds.mesh(fresh=True)
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    return loss_of(net(share.x, share.edge_index), share)
+
+
+def _without_mesh():
+    net = net_of(nn)
+    loss = _forgetful(net)
+    gc.collect()
+    loss.backward()
+    want = step(net_of(pyg), GRAPHS["directed"]())
+    for p, q in zip(want.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-8, atol=1e-9)
+
+
+def test_a_loss_that_outlives_its_mesh_still_has_averaged_gradients():
+    worlds.run(_without_mesh, 2)
 
 
 def _differing():

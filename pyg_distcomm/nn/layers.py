@@ -15,6 +15,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
 from pyg_distcomm.nn.halo_conv import HaloExecution
 from pyg_distcomm.nn.rewritten import DistARMAConv as ARMAConv
 from pyg_distcomm.nn.rewritten import DistFastRGCNConv as FastRGCNConv
+from pyg_distcomm.nn.rewritten import DistGroupAddRev as GroupAddRev
 from pyg_distcomm.nn.rewritten import DistLabelPropagation as LabelPropagation
 from pyg_distcomm.nn.rewritten import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as SAGEConv
@@ -47,6 +48,7 @@ __all__ = [
     "GeneralConv",
     "GraphConv",
     "GravNetConv",
+    "GroupAddRev",
     "HANConv",
     "HEATConv",
     "HGTConv",

@@ -17,6 +17,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.guard import GuardedEdges
 from pyg_distcomm.nn.halo_conv import HaloExecution, spread_inputs
+from pyg_distcomm.rowcut import RowCut
 
 
 class DistARMAConv(HaloExecution, pyg.ARMAConv):
@@ -150,9 +151,26 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
         return super().__call__(y, edge_index, mask, edge_weight, post_step)
 
 
+class DistGroupAddRev(pyg.GroupAddRev):
+    """PyG's GroupAddRev, which keeps row-cut activations instead of inverting them.
+
+    PyG's frees the storage of its inputs, and computes them again in the backward pass.
+    Those of row-cut tensors may be in use by an exchange.
+
+    Shapes: x `[n_i, F]` -> `[n_i, F]`. Price: that of its layers.
+    """
+
+    def _fn_apply(self, args: Any, fn: Any, fn_inverse: Any) -> Any:
+        if not any(isinstance(x, RowCut) for x in args):
+            return super()._fn_apply(args, fn, fn_inverse)
+        out = fn(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+
 REWRITTEN: dict[type, type] = {
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
+    pyg.GroupAddRev: DistGroupAddRev,
     pyg.LabelPropagation: DistLabelPropagation,
     pyg.SuperGATConv: DistSuperGATConv,
 }
