@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from pyg_distcomm import wire
+from pyg_distcomm.atomic import find, told, whole_folder, write_whole
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.replicate import bare
@@ -34,39 +39,40 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     link: LinkPolicy | None = None,
+    keep: int = 1,
     **extra: Any,
 ) -> None:
     """Writes model, optimizer, the mesh's counters and anything extra; collective.
 
-    The folder appears whole or not at all: it is written aside and renamed. Row-cut
-    parameters are gathered, so that any number of ranks can load it.
+    The folder appears whole or not at all: see [Note: whole folders] in `atomic.py`.
+    Row-cut parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
 
     Args:
-        path: the folder to write; one that is there is replaced.
+        path: the folder to write, the same on all ranks, on a disk that they share. A
+            checkpoint that is there is replaced; a folder with anything else is refused.
         mesh: the ranks; its seed and dropout counter are saved.
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
         link: the link it trains with: each rank writes its late and residual rows.
-        extra: further values: numbers, tensors, or state_dicts of them.
+        keep: how many checkpoints to keep: this one, and those before it at `path.1`, ...,
+            which `load_checkpoint` reads as well.
+        extra: further values: numbers, strings, tensors, or lists and dicts of them.
+
+    Raises:
+        ValueError: on all ranks, if ranks differ in `path` or `keep`, the disk is full, can
+            not be written or is not shared, or an extra value is not of these types.
     """
     if mesh.stage.size > 1:
         raise ValueError(
             "save_checkpoint saves one model that all ranks hold, but the mesh has "
             f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
         )
-    path = Path(path)
+    _check_extra(extra)
     state = _state(mesh, bare(model), optimizer, extra)
-    aside = path.with_name(f".{path.name}.writing")
-    problem = _try_clear(aside) if mesh.rank == 0 else None
-    wire.agree(problem, mesh.world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process without a group is meant
-        dcp.save(state, checkpoint_id=aside)  # type: ignore[attr-defined]
-    if link is not None:
-        wire.agree(_try_write(aside / _link_file(mesh), link), mesh.world)
-    if mesh.rank == 0:
-        _put_in_place(aside, path)
-    wire.barrier(mesh.world)
+    with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
+        wire.agree(_try_save(folder, state) if mesh.rank == 0 else None, mesh.world)
+        if link is not None:
+            wire.agree(_try_write(folder / _link_file(mesh), link), mesh.world)
 
 
 def load_checkpoint(
@@ -98,17 +104,10 @@ def load_checkpoint(
     """
     model = bare(model)
     state = _state(mesh, model, optimizer, extra)
-    problem = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=Path(path))  # type: ignore[attr-defined]
-    except (Exception, CheckpointException) as error:
-        said = [line for line in str(error).splitlines() if line.strip()]
-        problem = f"cannot load checkpoint {path}: {said[-1] if said else error!r}"
-    wire.agree(problem, mesh.world)
+    folder = _found(path, mesh)
+    wire.agree(_try_load(folder, state), mesh.world)
     if link is not None:
-        _load_link(Path(path), mesh, link)
+        _load_link(folder, mesh, link)
     set_model_state_dict(model, _cut_like(state["model"], get_model_state_dict(model)))
     if optimizer is not None:
         now = get_optimizer_state_dict(model, optimizer)
@@ -123,8 +122,11 @@ def _link_file(mesh: Mesh, rank: int | None = None) -> str:
 
 def _try_write(path: Path, link: LinkPolicy) -> str | None:
     try:
-        torch.save(link.state_dict(), path)
-    except (OSError, ValueError) as error:
+        state = link.state_dict()
+        write_whole(path, lambda file: torch.save(state, file))
+    except (OSError, RuntimeError) as error:
+        return told(error, path)
+    except ValueError as error:
         return f"cannot write {path}: {error}"
     return None
 
@@ -145,23 +147,103 @@ def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
     link.load_state_dict(state)
 
 
-def _put_in_place(aside: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(path, old)
-    os.replace(aside, path)
-    shutil.rmtree(old, ignore_errors=True)
+def _check_extra(extra: dict[str, Any]) -> None:
+    for name, value in extra.items():
+        for leaf in tree_flatten(value)[0]:
+            try:
+                if not isinstance(leaf, Tensor):
+                    box = io.BytesIO()
+                    torch.save(leaf, box)
+                    torch.load(io.BytesIO(box.getvalue()), weights_only=True)
+            except Exception:
+                raise TypeError(
+                    f"save numbers, strings, tensors, or lists and dicts of them: {name} "
+                    f"holds a {type(leaf).__name__}, which can not be read back as data"
+                ) from None
 
 
-def _try_clear(path: Path) -> str | None:
+def _found(path: str | Path, mesh: Mesh) -> Path:
+    """Returns where the checkpoint is, as rank 0 sees it."""
+    name = wire.broadcast_object(find(path).name, mesh.world)
+    return Path(os.path.realpath(path)).with_name(str(name))
+
+
+def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
+    writer = FileSystemWriter(str(folder), sync_files=True)
     try:
-        if path.exists():
-            shutil.rmtree(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot write a checkpoint beside {path}: {error}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process alone is meant
+            dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+    except (Exception, CheckpointException) as error:
+        cause = next((c for c in _causes(error) if isinstance(c, OSError)), error)
+        return told(cause, folder)
     return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns what a failure of torch's checkpoints wraps."""
+    inner = getattr(error, "failures", {}).values()
+    return [error, *(wrapped[0] for wrapped in inner)]
+
+
+def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            _Described(file).load()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(  # type: ignore[attr-defined]
+                state,
+                storage_reader=FileSystemReader(str(folder)),
+                planner=_Planner(),
+                no_dist=True,
+            )
+    except (Exception, CheckpointException) as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        return f"cannot load checkpoint {folder}: {said[-1] if said else error!r}"
+    return None
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads objects that are no tensors as data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        data = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), data)
+        data.seek(0)
+        super().load_bytes(read_item, data)
+
+
+class _Described(pickle.Unpickler):
+    """Knows the classes that describe tensors in a checkpoint, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _DESCRIPTIONS
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = True
+        if not known:
+            raise pickle.UnpicklingError(
+                f"its .metadata names {module}.{name}, which describes no tensor: it was "
+                "not written by save_checkpoint, and nothing of it is run"
+            )
+        return super().find_class(module, name)
+
+
+_DESCRIPTIONS = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+        ).split()
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("collections", "OrderedDict"),
+}
 
 
 def _state(

@@ -56,13 +56,14 @@ class Spreader:
             return PLAIN(module, *args, **kwargs)
         self.deep += 1
         try:
-            before = copy.deepcopy(module), generators()
+            given = tree(doubled, args), tree(doubled, kwargs)  # some free their inputs
+            before = copy.deepcopy(module), generators(), *given
             try:
                 out = PLAIN(module, *args, **kwargs)
             finally:
                 after = generators()
             with contextlib.suppress(Skipped):
-                self.found[kind.__name__][self.verdict(*before, args, kwargs)] += 1
+                self.found[kind.__name__][self.verdict(*before)] += 1
             generators(after)
             return out
         finally:
@@ -71,7 +72,6 @@ class Spreader:
     def verdict(self, module, state, args, kwargs):
         """How the spread call stands to one on one process, in words."""
         module = doubled(module)
-        args, kwargs = tree(doubled, args), tree(doubled, kwargs)
         given = bound(module, args, kwargs)
         with torch.enable_grad():
             generators(state)
@@ -204,7 +204,7 @@ def doubled(value):
                     setattr(part, name, [0.0] * len(rate))
         return value.double()
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().double()
+        return value.detach().clone().double()
     return value
 
 

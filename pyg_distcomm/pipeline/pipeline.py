@@ -378,13 +378,19 @@ class Pipeline(torch.nn.Module):
             return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
     def save(
-        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keep: int = 1,
     ) -> None:
         """Writes weights, optimizer, epoch and history to a folder; collective.
 
         Where the data have a link, it is written too: between epochs, after `link.step()`.
+        The folder appears whole or not at all, and replaces one that was written so;
+        `keep` of them are kept, as by `save_checkpoint`.
         """
-        saving.save(self, Path(path), optimizer)
+        saving.save(self, Path(path), optimizer, keep)
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None

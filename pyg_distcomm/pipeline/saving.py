@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
+import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from pyg_distcomm import wire
+from pyg_distcomm.atomic import find, told, whole_folder, write_whole
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.view import Run
@@ -46,38 +46,43 @@ def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, 
     return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
 
 
-def save(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Writes a folder, whole or not at all: it is written aside and renamed; collective."""
-    mesh, first = pipe.mesh, pipe.mesh.everyone.rank == 0
-    aside = path.with_name(f".{path.name}.writing")
+def save(
+    pipe: Any,
+    path: Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    keep: int = 1,
+) -> None:
+    """Writes a folder, whole or not at all; collective (see `atomic.whole_folder`)."""
+    mesh = pipe.mesh
     whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer(pipe, optimizer)
-    with on_all_ranks(mesh):
+    with (
+        whole_folder(path, "pipeline", mesh.everyone, keep) as folder,
+        on_all_ranks(mesh),
+    ):
         kept = _kept(pipe) if pipe._saved is None else pipe._saved
         whole["link"] = kept.link
-        if first:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            torch.save(whole, aside / _MODEL)
-    with on_all_ranks(mesh):
         # what was loaded has the rows of all stages: the first writes them
         mine = pipe._saved is None or mesh.stage.rank == 0
-        for name, part in kept.parts.items() if mine else ():
-            torch.save(part, aside / name)
-    with on_all_ranks(mesh):
-        if first:
-            old = path.with_name(f".{path.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                os.replace(path, old)
-            os.replace(aside, path)
-            shutil.rmtree(old, ignore_errors=True)
+        parts = dict(kept.parts) if mine else {}
+        if mesh.everyone.rank == 0:
+            parts[_MODEL] = whole
+        for name, part in parts.items():
+            _write(part, folder / name)
+
+
+def _write(part: Any, file: Path) -> None:
+    try:
+        write_whole(file, lambda path: torch.save(part, path))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(told(error, file)) from error
 
 
 def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Reads such a folder; collective."""
     whole: dict[str, Any] = {}
     parts: dict[str, Any] = {}
+    path = find(path)
     with on_all_ranks(pipe.mesh):
         try:
             whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
@@ -85,7 +90,7 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
                 parts[name.name] = torch.load(
                     name, map_location="cpu", weights_only=True, mmap=True
                 )  # read where it is of use
-        except (OSError, EOFError, RuntimeError) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
     pipe.load_state_dict(whole["model"])
     with on_all_ranks(pipe.mesh):

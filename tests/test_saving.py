@@ -1,0 +1,200 @@
+"""Saves lose nothing: killed at any step, over another's files, on a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from torch.distributed.checkpoint import FileSystemReader
+
+import pyg_distcomm as pdc
+from pyg_distcomm import atomic
+
+STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
+
+
+def model_of(value):
+    net = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.fill_(float(value))
+    return net
+
+
+def save(path, epoch, **options):
+    pdc.save_checkpoint(path, pdc.init(), model_of(epoch), epoch=epoch, **options)
+
+
+def load(path):
+    """The epoch of what is loaded, all of which is of that epoch."""
+    net = model_of(-1)
+    epoch = pdc.load_checkpoint(path, pdc.init(), net, epoch=0)["epoch"]
+    assert bool((net.weight == epoch).all())
+    return epoch
+
+
+def killed_at(step, path, epoch, options):
+    """Saves in a process that ends at a step of its own on the disk; whether it did."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = [step]
+
+    def count(event, args):
+        if event in STEPS and args and path.parent.name in str(args[0]):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    try:
+        save(path, epoch, **options)
+    finally:
+        os._exit(0)
+
+
+def campaign(folder, exchanged):
+    path, steps = Path(folder) / "ckpt", 0
+    if not exchanged:
+        atomic._EXCHANGE = -1  # as on a file system that can not
+    while True:
+        for other in path.parent.iterdir():
+            atomic.shutil.rmtree(other)
+        save(path, 1)
+        if not killed_at(steps, path, 2, {}):
+            break
+        assert load(path) in (1, 2)
+        assert path.exists() or not exchanged
+        gone = not path.exists()
+        save(path, 3)
+        assert load(path) == 3
+        names = sorted(p.name for p in path.parent.iterdir())
+        assert names == ["ckpt", "ckpt.1"][: 1 + gone], (steps, names)
+        assert not gone or load(path.with_name("ckpt.1")) in (1, 2)
+        steps += 1
+    assert load(path) == 2
+    print("steps", steps)
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path, exchanged):
+    run = [sys.executable, "-W", "ignore", __file__, str(tmp_path), str(int(exchanged))]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout.split()[-1]) > 15
+
+
+def test_earlier_ones_are_kept_on_request(tmp_path):
+    path = tmp_path / "ckpt"
+    for epoch in range(5):
+        save(path, epoch, keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "ckpt.1", "ckpt.2"]
+    places = path, tmp_path / "ckpt.1", tmp_path / "ckpt.2"
+    assert [load(place) for place in places] == [4, 3, 2]
+
+
+def test_nothing_is_replaced_that_was_not_saved_here(tmp_path):
+    mine = tmp_path / "results"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="save to another path"):
+        save(mine, 1)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="save to another path"):
+        save(tmp_path / "file", 1)
+    save(tmp_path / "ckpt", 1)
+    (tmp_path / "ckpt" / "notes.txt").write_text("lr = 0.1")
+    with pytest.raises(ValueError, match="save to another path"):
+        save(tmp_path / "ckpt", 2)
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert load(tmp_path / "ckpt") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "file", "results"]
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", 1)
+    assert load(tmp_path / "empty") == 1
+
+
+def test_what_can_not_be_read_back_as_data_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"extra holds a P.*Path"):
+        pdc.save_checkpoint(
+            tmp_path / "ckpt", pdc.init(), model_of(1), extra={"a": [Path()]}
+        )
+    with pytest.raises(ValueError, match="keep must be"):
+        save(tmp_path / "ckpt", 1, keep=0)
+    assert not list(tmp_path.iterdir())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["EVIL_PLACE"],)
+
+
+def test_a_checkpoint_is_data(tmp_path, monkeypatch):
+    path, place = tmp_path / "ckpt", tmp_path / "ran"
+    monkeypatch.setenv("EVIL_PLACE", str(place))
+    save(path, 1)
+    good = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="describes no tensor"):
+        load(path)
+    (path / ".metadata").write_bytes(good)
+    assert load(path) == 1
+    stored = FileSystemReader(str(path)).read_metadata().storage_data
+    where = next(v for k, v in stored.items() if k.fqn == "extra.epoch")
+    whole = bytearray((path / where.relative_path).read_bytes())
+    file = tmp_path / "evil.pt"
+    torch.save(Evil(), file)
+    whole[where.offset : where.offset + where.length] = file.read_bytes()
+    assert len(file.read_bytes()) <= where.length + 200
+    (path / where.relative_path).write_bytes(whole)
+    with pytest.raises(ValueError, match="cannot load checkpoint"):
+        load(path)
+    assert not place.exists()
+
+
+def _differing(folder):
+    mesh = worlds.mesh()
+    path = Path(folder) / f"ckpt{mesh.rank}"
+    with pytest.raises(ValueError, match="same path on all ranks"):
+        pdc.save_checkpoint(path, mesh, model_of(1))
+    with pytest.raises(ValueError, match="same keep on all ranks"):
+        pdc.save_checkpoint(
+            Path(folder) / "ckpt", mesh, model_of(1), keep=1 + mesh.rank
+        )
+    return sorted(p.name for p in Path(folder).iterdir())
+
+
+def test_ranks_that_save_to_different_places_are_told(tmp_path):
+    assert worlds.run(_differing, 2, str(tmp_path)) == [[], []]
+
+
+def _full(folder):
+    mesh, path = worlds.mesh(), Path(folder) / "ckpt"
+    pdc.save_checkpoint(path, mesh, model_of(1), epoch=1)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+    try:
+        with pytest.raises(ValueError, match=r"(?s)make room.*ckpt.*too large"):
+            pdc.save_checkpoint(path, mesh, torch.nn.Linear(50, 50), epoch=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        signal.signal(signal.SIGXFSZ, heard)
+    net = model_of(0)
+    assert pdc.load_checkpoint(path, mesh, net, epoch=0) == {"epoch": 1}
+    return sorted(p.name for p in Path(folder).iterdir())
+
+
+def test_a_disk_without_room_is_named_and_what_was_there_stays(tmp_path):
+    assert worlds.run(_full, 2, str(tmp_path)) == [["ckpt"], ["ckpt"]]
+
+
+if __name__ == "__main__":
+    campaign(sys.argv[1], bool(int(sys.argv[2])))
