@@ -22,7 +22,7 @@ FLOORS = (
     "kernels",
     "failure timeline trace_file clocks ledger price partition eager mirror",
     "messages ending axis wire random mesh launch channel trace",
-    "exchange adjoint agreement rows dropout",
+    "exchange adjoint agreement rows dropout atomic",
     "ops",
     "averaging rowwise shaping indexing losses reductions rowcut picking gradients recurrent "
     "rule tensor sizes by_id transposed foreach",
