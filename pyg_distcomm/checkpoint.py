@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pyg_distcomm import wire
 from pyg_distcomm.atomic import find, told, whole_folder, write_whole
+from pyg_distcomm.constants import inputs_of
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.replicate import bare
@@ -69,6 +70,7 @@ def save_checkpoint(
         )
     _check_extra(extra)
     state = _state(mesh, bare(model), optimizer, extra)
+    state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
         wire.agree(_try_save(folder, state) if mesh.rank == 0 else None, mesh.world)
         if link is not None:
@@ -113,6 +115,7 @@ def load_checkpoint(
         now = get_optimizer_state_dict(model, optimizer)
         set_optimizer_state_dict(model, optimizer, _cut_like(state["optimizer"], now))
     mesh.load_state_dict(state["mesh"])
+    inputs_of(mesh).expect(state["mesh"]["inputs"])
     return {name: state["extra"][name] for name in extra}
 
 
@@ -251,7 +254,7 @@ def _state(
 ) -> dict[str, Any]:
     state = {
         "model": _whole(get_model_state_dict(model)),
-        "mesh": mesh.state_dict(),
+        "mesh": {**mesh.state_dict(), "inputs": ""},
         "extra": _whole(extra),
     }
     if optimizer is not None:

@@ -10,6 +10,9 @@ Activation checkpointing computes a layer again in the backward pass, and takes 
 saves for what the forward pass saved: both must multiply alike, so where hooks look after
 saved tensors nothing is remembered and nothing taken from memory.
 
+A resumed run multiplies what the run before it had seen at once, as that would have, so
+that both round alike. A checkpoint holds a fingerprint of these inputs, of a sample of rows.
+
 Whether an input has changed is known from its version, which operations in place count up:
 not writes that pass them by (`x.data`, arrays of numpy that share its memory). A rank sees
 its own rows only, so an input must change on all ranks or on none.
@@ -17,7 +20,9 @@ its own rows only, so an input must change on all ranks or on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +30,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
+from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
 
 ORDERS = ("auto", "first", "last")
+_SAMPLE = 4096  # rows of a fingerprint
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Constants:
         key, now = _key(kind, weight), (x._version, _version(weight))
         before, product = kinds.get(key, (None, None))
         all_or_none(before not in (None, now), x.rows.mesh)
+        if before != now:
+            at_once = _note(self, x, key, at_once)
         if before != now and not at_once:
             for old in [k for k, (state, _) in kinds.items() if _gone(k, state, x)]:
                 del kinds[old]
@@ -105,6 +114,13 @@ class Constants:
         kept: Tensor = product
         return kept
 
+    def alive(self) -> Iterator[tuple[str, Any]]:
+        """Yields the inputs that were seen and have not changed, and the kinds of products."""
+        for x, kinds in list(self._known.items()):
+            for key, (state, _) in kinds.items():
+                if not _gone(key, state, x):
+                    yield _named(key), x
+
     def stage(self, x: Any, kind: Any, weight: Any = None) -> int:
         """Returns 1 if an input was seen once, 2 if its product is kept, else 0."""
         found = self._known.get(x, {}).get(_key(kind, weight), (None, None))
@@ -112,6 +128,85 @@ class Constants:
         if before is None or before[0] != x._version:
             return 0
         return 1 if product is None else 2
+
+
+class Inputs:
+    """Which inputs the graphs of a mesh have been multiplied with, and a checkpoint's were.
+
+    Price: one all-reduce of a word for each input that is alive, when it is saved; after
+    that was loaded, of one for each new input until all of the checkpoint's have come.
+    """
+
+    def __init__(self) -> None:
+        self.of: Any = weakref.WeakSet()
+        self._first: Any = WeakTensorKeyDictionary()  # when each input was first seen
+        self._count = 0
+        self._expected: list[list[Any]] = []
+
+    def note(self, x: Any, key: tuple[Any, Any]) -> bool:
+        """Notes a new input; says if a checkpoint's run had seen it. Collective."""
+        self._count += 1
+        self._first.setdefault(x, self._count)
+        like = [_named(key), list(x.shape)]
+        if not any(one[:2] == like for one in self._expected):
+            return False
+        found = [*like, _fingerprint(x)]
+        if found not in self._expected:
+            return False
+        self._expected.remove(found)
+        return True
+
+    def told(self, mesh: Mesh) -> str:
+        """Returns the inputs that are alive on all ranks, as text; collective."""
+        here = {(self._first[x], name): x for one in self.of for name, x in one.alive()}
+        every = wire.all_gather_object(sorted(map(list, here)), mesh.world)
+        both = [one for one in every[0] if all(one in other for other in every)]
+        rows = [(name, here[number, name]) for number, name in both]
+        return json.dumps([[name, list(x.shape), _fingerprint(x)] for name, x in rows])
+
+    def expect(self, text: str) -> None:
+        """Takes what `told` returned in the run before."""
+        self._expected = json.loads(text) if text else []
+
+
+def inputs_of(mesh: Mesh) -> Inputs:
+    """Returns what is known of the inputs of a mesh."""
+    if mesh.inputs is None:
+        mesh.inputs = Inputs()
+    return mesh.inputs  # type: ignore[no-any-return]
+
+
+def _note(constants: Constants, x: Any, key: Any, at_once: bool) -> bool:
+    mesh = x.rows.mesh
+    if not isinstance(mesh, Mesh):  # that of a chunk
+        return at_once
+    inputs = inputs_of(mesh)
+    inputs.of.add(constants)
+    return inputs.note(x, key) or at_once
+
+
+def _named(key: tuple[Any, Any]) -> str:
+    kind, weight = key
+    return f"{kind} {weight is not None}"
+
+
+def _fingerprint(x: Any) -> int:
+    """Returns a hash of a sample of rows, the same however they are spread; collective."""
+    rows = x.rows
+    some = rows.gid % max(1, rows.total // _SAMPLE) == 0
+    own = x.to_local().detach()[some.to(x.device)].reshape(int(some.sum()), -1)
+    own = own.contiguous().cpu()
+    words = torch.zeros(len(own), -(-own.size(1) * own.element_size() // 8) * 8).byte()
+    words[:, : own.size(1) * own.element_size()] = own.view(torch.uint8)
+    words = words.view(torch.int64)
+    by_column = 2 * _mixed(torch.arange(words.size(1))) + 1
+    by_row = _mixed((words * by_column).sum(1)) * (2 * _mixed(rows.gid[some]) + 1)
+    return int(wire.all_reduce(by_row.sum().view(1), rows.mesh.control)[0])
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x + 1) * -7046029254386353131  # wraps, as hashes do
+    return (x ^ (x >> 29)) * -4658895280553007687
 
 
 def all_or_none(changed: bool, mesh: Mesh) -> None:

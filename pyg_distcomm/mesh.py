@@ -160,6 +160,7 @@ class Mesh:
         owners: who owns which node in that plan, a Partition.
         averager: averages the gradients of parameters; see `averaging.Averager`.
         compared: which replicated tensors were compared; see `agreement.Comparer`.
+        inputs: what its graphs were multiplied with; see `constants.Inputs`.
     """
 
     grid: Grid
@@ -182,6 +183,7 @@ class Mesh:
     owners: Any = None
     averager: Any = field(default=None, repr=False)
     compared: Any = field(default=None, repr=False)
+    inputs: Any = field(default=None, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
     local_sizes: ClassVar[bool] = False  # of row-cut tensors: see `RowCut.reads_local`
 

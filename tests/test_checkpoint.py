@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -85,3 +89,100 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path):
     path = str(tmp_path / "ckpt")
     worlds.run(_save, 2, path, False)
     worlds.run(_damaged, 2, path)
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        layer, widths = getattr(pdc.nn, kind), (64, 8, 8, 4)
+        pairs = itertools.pairwise(widths)
+        self.convs = torch.nn.ModuleList(layer(a, b) for a, b in pairs)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs[:-1]:
+            x = F.dropout(conv(x, edge_index).relu(), 0.3, self.training)
+        return self.convs[-1](x, edge_index)
+
+
+def _begun(grid, kind, make_link):
+    mesh, link = worlds.mesh(grid=grid), make_link and make_link()
+    torch.manual_seed(0)
+    data = GRAPHS["undirected"]()
+    data.x = torch.randn(data.num_nodes, 64)
+    share = pdc.partition(data, mesh, "random", link=link)
+    torch.manual_seed(1)
+    net = Deep(kind)
+    return mesh, share, net, torch.optim.Adam(net.parameters(), lr=0.01), link
+
+
+def _trained(run, epochs):
+    """Trains in float32; returns the output of the last evaluation."""
+    _, share, net, opt, link = run
+    for _ in range(epochs):
+        net.train()
+        opt.zero_grad()
+        F.cross_entropy(net(share.x, share.edge_index), share.y).backward()
+        opt.step()
+        if link is not None:
+            link.step()
+        net.eval()
+        with torch.no_grad():
+            out = net(share.x, share.edge_index).full_tensor()
+    return out
+
+
+def _straight_and_resumed(path, grid, kind, make_link, at):
+    want = _trained(_begun(grid, kind, make_link), 6)
+    run = _begun(grid, kind, make_link)
+    _trained(run, at)
+    pdc.save_checkpoint(path, *run[:1], *run[2:4], link=run[4])
+    run = _begun(grid, kind, make_link)
+    pdc.load_checkpoint(path, *run[:1], *run[2:4], link=run[4])
+    return want, _trained(run, 6 - at)
+
+
+def _sylvie():
+    return pdc.Sylvie(1)
+
+
+def _varco():
+    return pdc.VARCO(6)
+
+
+RESUMED = [
+    ((2, 1, 1), "GCNConv", None, 1),
+    ((2, 1, 1), "SAGEConv", None, 4),
+    ((2, 1, 1), "GATConv", None, 4),
+    ((2, 1, 1), "GCNConv", _sylvie, 4),
+    ((2, 1, 1), "GCNConv", _varco, 4),
+    ((1, 2, 1), "GCNConv", None, 4),
+    ((1, 1, 2), "SAGEConv", None, 1),
+    ((2, 2, 1), "GCNConv", None, 4),
+    ((4, 1, 1), "GCNConv", None, 4),
+    ((2, 2, 2), "SAGEConv", None, 4),
+]
+
+
+@tiers.parametrize(("grid", "kind", "make_link", "at"), RESUMED, slice(0, 7))
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(
+    tmp_path, grid, kind, make_link, at
+):
+    path = str(tmp_path / "ckpt")
+    args = path, grid, kind, make_link, at
+    for want, got in worlds.run(_straight_and_resumed, math.prod(grid), *args):
+        assert torch.equal(want, got)
+
+
+def _goes_on(path, at):
+    run = _begun(None, "GCNConv", None)
+    pdc.load_checkpoint(path, *run[:1], *run[2:4])
+    return _trained(run, 6 - at)
+
+
+def test_on_another_number_of_ranks_only_rounding_differs(tmp_path):
+    path = str(tmp_path / "ckpt")
+    args = path, (2, 1, 1), "GCNConv", None, 4
+    want = worlds.run(_straight_and_resumed, 2, *args)[0][0]
+    for size in (1, 3):
+        got = worlds.run(_goes_on, size, path, 4)[0]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -194,7 +194,7 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
     kept.ledger.reset()
     if kept.averager is not None:
         kept.averager._paused = 0  # see links.alone
-    kept.seed, kept.step = 0, 0
+    kept.seed, kept.step, kept.inputs = 0, 0, None
     return kept
 
 
