@@ -8,7 +8,6 @@ caller can compute between the two.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from pyg_distcomm.axis import Axis as Axis
 from pyg_distcomm.axis import Pending as Pending
 from pyg_distcomm.axis import guarded
+from pyg_distcomm.encoding import decode, encode
 from pyg_distcomm.messages import Messages
 from pyg_distcomm.timeline import Exchange
 
@@ -332,22 +332,30 @@ def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
-    """Returns every rank's picklable value (for plans and messages, not for data)."""
+    """Returns every rank's value (for plans and messages; see `encoding.encode`).
+
+    Raises:
+        TypeError: on all ranks, if a value can not be sent as data.
+    """
     if axis.size == 1:
         return [value]
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    mine = torch.frombuffer(_told(value), dtype=torch.uint8)
     sizes = exchange_counts([mine.numel()] * axis.size, axis)
     every = all_gather_rows(mine, sizes, axis, op="plan")
-    return [pickle.loads(part.numpy().tobytes()) for part in every.split(sizes)]
+    return [_heard(part) for part in every.split(sizes)]
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
-    """Returns rank 0's picklable value on every rank (for plans, not for data)."""
+    """Returns rank 0's value on every rank (for plans; see `encoding.encode`).
+
+    Raises:
+        TypeError: on all ranks, if the value can not be sent as data.
+    """
     if axis.size == 1:
         return value
-    text = pickle.dumps(value) if axis.rank == 0 else b""
-    size = exchange_counts([len(text)] * axis.size, axis)[0]
-    mine = bytearray(text) if axis.rank == 0 else bytearray(size)
+    mine = _told(value) if axis.rank == 0 else bytearray()
+    size = exchange_counts([len(mine)] * axis.size, axis)[0]
+    mine = mine if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
     traced = _note_broadcast(buffer, axis)
     work = guarded(
@@ -358,7 +366,21 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
         ),
     )
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
-    return pickle.loads(got.numpy().tobytes())
+    return _heard(got)
+
+
+def _told(value: Any) -> bytearray:
+    try:
+        return encode((True, value))
+    except TypeError as error:
+        return encode((False, str(error)))
+
+
+def _heard(data: Tensor) -> Any:
+    fine, value = decode(data.cpu().numpy().data)
+    if not fine:
+        raise TypeError(value)
+    return value
 
 
 def _global_rank(rank: int, axis: Axis) -> int:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # from the ground up: a module imports from its own floor (without rings) and below
 FLOORS = (
     "kernels",
-    "failure timeline trace_file clocks ledger price partition eager mirror",
+    "failure timeline trace_file clocks ledger price partition eager mirror encoding",
     "messages ending axis wire random mesh launch channel trace",
     "exchange adjoint agreement rows dropout atomic",
     "ops",

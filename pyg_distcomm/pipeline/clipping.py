@@ -19,7 +19,7 @@ def clip_grad_norm_(
     The norms of parameters are joined in the order of layers, so that the number of
     stages does not matter.
 
-    Price: one number for each parameter, pickled.
+    Price: one number for each parameter.
 
     Raises:
         ValueError: for a norm that is none.

@@ -307,7 +307,7 @@ class Pipeline(torch.nn.Module):
             data: the share of the graph.
             metric: of (output, data), called on the last stage.
 
-        Price: the rows that cross borders, and what `metric` returns, pickled.
+        Price: the rows that cross borders, and what `metric` returns.
         """
         out, result, axis = *self._full(data), self.mesh.stage
         found = None

@@ -1,0 +1,122 @@
+"""What ranks tell each other is data: it comes back as it was, and nothing of it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+import worlds
+
+from pyg_distcomm import wire
+from pyg_distcomm.encoding import decode, encode
+from pyg_distcomm.exchange.schedule import Linear
+from pyg_distcomm.ledger import Entry
+
+VALUES = [
+    None,
+    [True, 1, -(2**70), 1.5, float("inf"), "text\u2028\U0001f600"],
+    (1, (2, [3, {}]), ()),
+    {("halo", 1): {"a": [None]}, 3: {1, 2}, None: frozenset({"x"})},
+    b"\x00\xff",
+    torch.Size([2, 0]),
+    (torch.bfloat16, torch.device("cpu")),
+    [ValueError, KeyError],
+    Linear(2.0, 8.0),
+]
+ARRAYS = [
+    torch.randn(3, 4).to(torch.bfloat16),
+    torch.randn(4, 3).t(),
+    torch.tensor(3),
+    torch.empty(0, 5, dtype=torch.bool),
+    torch.nn.Parameter(torch.arange(3.0)),
+    np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+    np.zeros((0, 2)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_values_come_back_as_they_were(value):
+    assert decode(encode(value)) == value
+
+
+def test_arrays_come_back_as_they_were():
+    back = decode(encode({"arrays": ARRAYS, "number": np.float32(0.1)}))
+    for was, now in zip(ARRAYS, back["arrays"], strict=True):
+        assert (now.dtype, now.shape) == (was.dtype, was.shape)
+        same = torch.equal if isinstance(was, torch.Tensor) else np.array_equal
+        assert same(now, was)
+    assert type(back["number"]) is np.float32
+    assert back["number"] == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 0, random.Random(), os], ids=list("abcd")
+)
+def test_what_is_no_data_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="send numbers, text, tensors"):
+        encode([value])
+
+
+def crafted(tree, rest=b""):
+    text = json.dumps(tree).encode()
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        b"",
+        pickle.dumps(os.system),
+        crafted({"data": ["os", "system", []]}),
+        crafted({"data": ["pyg_distcomm.doctor", "os", []]}),
+        crafted({"data": ["pyg_distcomm.ledger", "Entry", [["__class__", 1]]]}),
+        crafted({"record": ["pyg_distcomm.ledger", "Entry", [1]]}),
+        crafted({"error": ["builtins", "exec"]}),
+        crafted({"error": ["os", "error"]}),
+        crafted({"dtype": "load"}),
+        crafted({"tensor": ["float32", [1 << 40]]}, b"1234"),
+        crafted({"tensor": ["float32", [-1]]}, b"1234"),
+        crafted({"array": ["|O", [1]]}, b"12345678"),
+        crafted({"nothing": 1}),
+    ],
+    ids=lambda b: repr(b[8:40]),
+)
+def test_other_bytes_are_refused(bytes_):
+    with pytest.raises(ValueError, match="does not write"):
+        decode(bytes_)
+
+
+def test_random_bytes_never_run():
+    whole = bytes(encode({"a": ARRAYS[0], "b": [Linear(1.0, 2.0), Entry()]}))
+    draw = random.Random(0)
+    for _ in range(2000):
+        bad = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            bad[draw.randrange(len(bad))] = draw.randrange(256)
+        try:
+            decode(bad)
+        except ValueError:
+            continue
+
+
+def _told():
+    axis = worlds.mesh().world
+    value = {"rank": axis.rank, "x": torch.arange(axis.rank)}
+    every = wire.all_gather_object(value, axis)
+    assert [one["rank"] for one in every] == list(range(axis.size))
+    assert [len(one["x"]) for one in every] == list(range(axis.size))
+    assert wire.broadcast_object(value, axis)["rank"] == 0
+    with pytest.raises(TypeError, match=r"got builtins\.object"):
+        wire.all_gather_object(object() if axis.rank else 1, axis)
+    with pytest.raises(TypeError, match=r"got builtins\.object"):
+        wire.broadcast_object(object() if axis.rank == 0 else None, axis)
+
+
+def test_ranks_tell_each_other_values_or_all_refuse():
+    worlds.run(_told, 3)
