@@ -60,14 +60,70 @@ def detach_(func: Callable, args: Any, kwargs: Any) -> Any:
     return x
 
 
+def backward(func: Callable, args: Any, kwargs: Any) -> None:
+    """Goes back from a row-cut tensor, with a gradient for each of its entries."""
+    x, *rest = args
+    if rest:
+        rest[0] = _begun(x, rest[0])
+    elif "gradient" in kwargs:
+        kwargs = {**kwargs, "gradient": _begun(x, kwargs["gradient"])}
+    plainly(func, (x, *rest), kwargs)
+
+
+def _begun(out: Any, g: Any) -> Any:
+    """Returns the gradient that a backward pass begins with: P times that of row-cut `out`."""
+    if not isinstance(out, RowCut) or not isinstance(g, Tensor):
+        return g
+    if not isinstance(g, RowCut):
+        if len(g) != out.rows.count:
+            raise ValueError(
+                f"give a gradient of the shape {list(out.shape)} of the whole tensor, or a "
+                f"row-cut one; got {list(g.shape)}"
+            )
+        g = out.wrap(g[out.rows.place.to(g.device)], out.rows)
+    return g * out.rows.mesh.size  # see [Note: gradients] in adjoint.py
+
+
+def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Has a hook see and return the gradient of a row-cut tensor, not P times that."""
+    x, hook = args
+    if x.is_leaf or x.rows.mesh.size == 1:
+        return plainly(func, args, kwargs)
+    rows, wrap, size = x.rows, x.wrap, x.rows.mesh.size
+
+    def seen(g: Tensor) -> Tensor | None:
+        out = hook(wrap(_local(g) / size, rows))
+        return None if out is None else out * size
+
+    return plainly(func, (x, seen), kwargs)
+
+
 def grad(func: Callable, args: Any, kwargs: Any) -> Any:
     """Returns gradients as row-cut tensors, those of intermediate results divided by P."""
+    if func is torch.autograd.grad:
+        args, kwargs = _with_begun(args, kwargs)
     found = plainly(func, args, kwargs)
     if func is torch.autograd.grad:
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         inputs = [inputs] if isinstance(inputs, Tensor) else inputs
         return tuple(_scaled(g, x) for g, x in zip(found, inputs, strict=True))
     return _scaled(found, args[0])
+
+
+def _with_begun(args: Any, kwargs: Any) -> Any:
+    """Returns the arguments of torch.autograd.grad, its grad_outputs as they have to begin."""
+    outs = args[0] if args else kwargs["outputs"]
+    given = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
+    if given is None:
+        return args, kwargs
+    if isinstance(outs, Tensor):
+        begun: Any = _begun(outs, given)
+    else:
+        given = (given,) if isinstance(given, Tensor) else given
+        begun = tuple(_begun(out, g) for out, g in zip(outs, given, strict=True))
+    if len(args) > 2:
+        return (*args[:2], begun, *args[3:]), kwargs
+    return args, {**kwargs, "grad_outputs": begun}
 
 
 def _scaled(found: Any, x: Any) -> Any:

@@ -103,8 +103,27 @@ def _bound(x: Tensor, rows: Rows, dims: Dims, op: str) -> Tensor:
     if x.size(0) == 0:
         x = x.new_full((1, *x.shape[1:]), _lowest(x.dtype, op))
     local = (x.amax if op == "max" else x.amin)(dims, keepdim=True)
+    if local.dtype in _WHOLE_NUMBERS:
+        ordered = _ordered(local, op)
+        return _unordered(wire.all_reduce(ordered, rows.mesh.world, op), local.dtype)
     wide = local.to(torch.uint8) if local.dtype == torch.bool else local
     return wire.all_reduce(wide, rows.mesh.world, op).to(local.dtype)
+
+
+_WHOLE_NUMBERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _ordered(x: Tensor, op: str) -> Tensor:
+    """Returns whole numbers in the order of floats, NaN at the end that a reduction takes."""
+    bits = x.contiguous().view(_WHOLE_NUMBERS[x.dtype])
+    info = torch.iinfo(bits.dtype)
+    keys = torch.where(bits < 0, bits ^ info.max, bits)
+    return torch.where(x.isnan(), info.max if op == "max" else info.min, keys)
+
+
+def _unordered(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.iinfo(keys.dtype).max
+    return torch.where(keys < 0, keys ^ largest, keys).view(dtype)
 
 
 def extreme(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
@@ -122,15 +141,15 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
 
 
 def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
-    """Returns extreme values over rows, and the lowest row id that has each."""
+    """Returns extreme values over rows, and the first place of a row that has each."""
     bound = _bound(x, rows, [0], op)
-    gid = rows.gid.to(x.device).view(-1, *([1] * (x.dim() - 1)))
+    place = rows.place.to(x.device).view(-1, *([1] * (x.dim() - 1)))
     hit = x == bound
     if x.is_floating_point():
         hit = hit | (x.isnan() & bound.isnan())
-    at = torch.where(hit, gid, rows.total)
+    at = torch.where(hit, place, rows.total)
     first = _bound(at, rows, [0], "min")
-    value = total(torch.where(gid == first, x, 0).to(x.dtype), rows, [0], True)
+    value = total(torch.where(place == first, x, 0).to(x.dtype), rows, [0], True)
     values = value if x.requires_grad else bound
     if keepdim:
         return Extreme(values, first)

@@ -118,7 +118,7 @@ FACTS = frozenset(
     is_contiguous is_leaf is_quantized is_meta is_mps is_xpu is_nested is_pinned
     is_shared is_inference is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor
     requires_grad grad_fn retain_grad retains_grad output_nr _version _backward_hooks
-    register_hook register_post_accumulate_grad_hook backward stride storage_offset
+    register_post_accumulate_grad_hook stride storage_offset
     data_ptr get_device untyped_storage storage name names has_names len
     _is_view _base hash __hash__ is_storage result_type can_cast new_tensor
     _is_param is_inference_mode_enabled

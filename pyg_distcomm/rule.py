@@ -79,7 +79,9 @@ def _met(name: str, args: Any, kwargs: Any) -> Any:
 
 
 # autograd's own, and what does not look at the values of its plain operands
-_SILENT = frozenset("requires_grad= grad grad= zeros_like ones_like empty_like".split())
+_SILENT = frozenset(
+    "requires_grad= grad grad= backward register_hook zeros_like ones_like empty_like".split()
+)
 
 
 def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -588,6 +590,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(RECURRENT, recurrent),
     "requires_grad=": gradients.requires_grad,
     "detach_": gradients.detach_,
+    "backward": gradients.backward,
+    "register_hook": gradients.register_hook,
     **dict.fromkeys(("grad", "grad="), gradients.grad),
     **dict.fromkeys(("equal", "allclose"), _compare_all),
     "batch_norm": _batch_norm,

@@ -78,6 +78,36 @@ class NumRows(int):
     def __neg__(self) -> Any:
         return -self.total
 
+    def __mod__(self, other: Any) -> Any:
+        return self.total % other
+
+    def __rshift__(self, other: Any) -> Any:
+        return self.total >> other
+
+    def __abs__(self) -> Any:
+        return self.total
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        return round(self.total, ndigits)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(other, operator.ge)
+
+    def _compared(self, other: Any, op: Callable[[Any, Any], bool]) -> bool:
+        """Compares sizes as sizes here, and with a number as one process does."""
+        if isinstance(other, NumRows):
+            return op(int(self), int(other))
+        return op(self.total, other)
+
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
@@ -152,7 +182,10 @@ def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
     full = func.__name__ == "new_full"
     sizes = list(rest[0]) if listed else rest[: 1 if full else None]
     sizes = sizes or list(kwargs.get("size", ()))
-    rows = rows_of_length(x, sizes[0]) if sizes and not x.reads_local else None
+    if x.reads_local:
+        found = plainly(func, args, kwargs)
+        return _wrapped_inside(x, found, sizes)
+    rows = rows_of_length(x, sizes[0]) if sizes else None
     if rows is None:
         return plainly(func, args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "size"}
@@ -161,6 +194,23 @@ def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
     local = plainly(func, (x, (len(rows), *sizes[1:]), *values), kwargs)
     out = x.wrap(local, rows)
     return out.requires_grad_() if wants_gradient else out
+
+
+def _wrapped_inside(x: RowCut, found: Tensor, sizes: Any) -> Tensor:
+    """Returns a new tensor inside a layer, row-cut if its first size counts x's rows."""
+    if not sizes or not is_count_of(sizes[0], x.rows):
+        return found
+    wants_gradient = found.requires_grad
+    out = x.wrap(found.detach(), x.rows)
+    return out.requires_grad_() if wants_gradient else out
+
+
+def is_count_of(size: Any, rows: Rows) -> bool:
+    """Says whether a size inside a layer is the number of rows, and no multiple of it."""
+    return isinstance(size, NumRows) and (int(size), size.total) == (
+        len(rows),
+        rows.total,
+    )
 
 
 def rows_of_length(x: RowCut, count: int) -> Rows | None:

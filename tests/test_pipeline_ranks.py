@@ -413,7 +413,8 @@ def _later(stages, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("metric", "send numbers"), ("data", "neither those of the nodes")]
+    ("how", "told"),
+    [("metric", "send numbers"), ("data", "neither those of the nodes")],
 )
 def test_what_one_stage_runs_into_is_heard_of_on_all(how, told):
     for text in worlds.run(_later, 2, 2, how):

@@ -13,7 +13,7 @@ from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import flowing
+from pyg_distcomm.nn.product import flowing, is_product
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -57,7 +57,7 @@ class DistGCN2Conv(GCN2Conv):
     def _multiplied(
         self, x: Any, x_0: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
-        if self.aggr not in ("add", "sum"):
+        if self.aggr not in ("add", "sum") or not is_product(self, GCN2Conv):
             run = super().forward
             return through_halo(self, self.link, run, x, x_0, edge_index, edge_weight)
         local = edge_index.check_nodes(x, "x")

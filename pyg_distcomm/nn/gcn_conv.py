@@ -12,7 +12,7 @@ from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import Kept, flowing, in_best_order
+from pyg_distcomm.nn.product import Kept, flowing, in_best_order, is_product
 from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.tensor import DistTensor
 
@@ -61,7 +61,8 @@ class DistGCNConv(GCNConv):
     def _multiplied(
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
-        if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum"):
+        known = is_product(self, GCNConv, self.lin)
+        if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum") or not known:
             run = super().forward
             return through_halo(self, self.link, run, x, edge_index, edge_weight)
         x = edge_index.as_nodes(x, "x")

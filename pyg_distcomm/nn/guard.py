@@ -98,6 +98,7 @@ class Guarded(Picker):
         if name in FACTS:
             return func(*_bare(args), **_bare(kwargs))
         if name in _COMPARES:
+            args, kwargs = _by_gid(args), _by_gid(kwargs)
             return self.compared(func(*_bare(args), **_bare(kwargs)))
         if name in _COPIES and first is self:
             return self.wrap(
@@ -270,6 +271,19 @@ def _joined(args: Any, kwargs: Any) -> GuardedEdges | None:
 def _dim(args: Any, kwargs: Any) -> int:
     found = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     return int(found)
+
+
+def _by_gid(tree: Any) -> Any:
+    """Returns arguments with ids of nodes in the place of local numbers."""
+
+    def by_gid(value: Any) -> Any:
+        if not isinstance(value, Guarded):
+            return value
+        here, nodes = value.scene.here, value.scene.nodes
+        gid = torch.cat([nodes.gid, here.ghost_gid.to(nodes.gid.device)])
+        return gid.to(value.device)[value.plain()]
+
+    return tree_map(by_gid, tree)
 
 
 def _bare(tree: Any) -> Any:

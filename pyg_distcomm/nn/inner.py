@@ -13,8 +13,9 @@ from pyg_distcomm.eager import eager
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.guard import Guarded, find_guard, guarded_call
 from pyg_distcomm.rowcut import RowCut, tree_map, undecided
+from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import base_name
-from pyg_distcomm.sizes import NumRows, totalled
+from pyg_distcomm.sizes import NumRows, is_count_of, totalled
 from pyg_distcomm.tensor import DistTensor
 
 _DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
@@ -93,6 +94,8 @@ class Unkeyed(TorchFunctionMode):
         elif name == "arange" and isinstance(args[0], NumRows) and len(args) == 1:
             rows = args[0].rows
             return Inner.wrap(rows.gid.to(kwargs.get("device", "cpu")), rows)
+        elif name in _MADE and (made := _rows_made(args, kwargs)) is not None:
+            return Inner.wrap(func(*args, **kwargs), made)
         if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
             raise TypeError(
                 f"{self.layer} calls {name}() on tensors that no rank shares, so its "
@@ -100,6 +103,18 @@ class Unkeyed(TorchFunctionMode):
                 "node or per edge, with F.dropout, torch.rand_like or batch norm"
             )
         return func(*args, **kwargs)
+
+
+_MADE = frozenset("zeros ones empty full".split())
+
+
+def _rows_made(args: Any, kwargs: Any) -> Rows | None:
+    """Returns the rows that a new tensor has, if its first size counts them."""
+    first = args[0] if args else kwargs.get("size")
+    first = first[0] if isinstance(first, (tuple, list)) and first else first
+    if kwargs.get("requires_grad") or not isinstance(first, NumRows):
+        return None
+    return first.rows if is_count_of(first, first.rows) else None
 
 
 def _plain_in_training(args: Any, kwargs: Any) -> bool:

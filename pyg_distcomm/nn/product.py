@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch_geometric.nn import MeanAggregation, MessagePassing, SumAggregation
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.averaging import meet
@@ -41,6 +42,37 @@ def flowing(
     return back.topology, None if weight is None else back.carry(weight)
 
 
+def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:
+    """Says whether a layer computes what PyG's class does, which is a product of matrices.
+
+    Not where a subclass or a hook changes what it does on the way.
+
+    Args:
+        conv: the layer.
+        base: PyG's class.
+        linears: its transformations of features.
+    """
+    steps = "message aggregate update message_and_aggregate edge_update".split()
+    kind, own = type(conv), vars(conv)
+    if any(s in own or getattr(kind, s) is not getattr(base, s) for s in steps):
+        return False
+    if any(own.get(f"_{s}_forward_{when}") for s in _HOOKED for when in _WHEN):
+        return False
+    wanted = MeanAggregation if conv.aggr == "mean" else SumAggregation
+    if type(conv.aggr_module) is not wanted:
+        return False
+    return all(
+        type(lin).forward in (Linear.forward, torch.nn.Linear.forward)
+        and not (lin._forward_hooks or lin._forward_pre_hooks)
+        for lin in linears
+        if not is_lazy(lin._parameters.get("weight"))
+    )
+
+
+_HOOKED = "propagate message aggregate message_and_aggregate edge_update".split()
+_WHEN = ("pre_hooks", "hooks")
+
+
 def in_best_order(
     x: DistTensor,
     lin: Linear,
@@ -66,9 +98,11 @@ def in_best_order(
         user: the layer, and its link.
     """
     ordering, mesh = edge_index.topology.ordering, edge_index.nodes.mesh
-    if is_lazy(lin.weight):
+    weight = lin.weight  # once: that of a parametrization may be another each time
+    if is_lazy(weight):
         lin(x)  # takes its width from x, through its own hooks
-    w, bias = meet(lin.weight, mesh), meet(bias, mesh)
+        weight = lin.weight
+    w, bias = meet(weight, mesh), meet(bias, mesh)
     grad = torch.is_grad_enabled()
     keeps = ordering.keep_inputs and ordering.order != "last"
     if keeps:
@@ -83,7 +117,7 @@ def in_best_order(
     wrap = user.wrap(kept.stage_of(x) if keeps else None)
     grads = (
         grad and x.requires_grad,
-        grad and (x.requires_grad or lin.weight.requires_grad),
+        grad and (x.requires_grad or weight.requires_grad),
     )
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
         return F.linear(_by_row(multiply, x.to_local(), wrap), w, bias)

@@ -12,7 +12,7 @@ from pyg_distcomm.eager import eagerly
 from pyg_distcomm.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import Kept, flowing, in_best_order
+from pyg_distcomm.nn.product import Kept, flowing, in_best_order, is_product
 from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.tensor import DistTensor
 
@@ -58,7 +58,8 @@ class DistSAGEConv(SAGEConv):
 
     @eagerly
     def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
-        if self.aggr not in ("mean", "sum", "add"):
+        known = self.aggr in ("mean", "sum", "add")
+        if not known or not is_product(self, SAGEConv, self.lin_l):
             return through_halo(self, self.link, super().forward, x, edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
         source = edge_index.as_nodes(source, "x")

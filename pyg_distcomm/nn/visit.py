@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch_geometric.nn.conv import dna_conv
 
 from pyg_distcomm import wire
 from pyg_distcomm.averaging import meet
+from pyg_distcomm.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.exchange.account import DEGREES, NAMES
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.link import Link
@@ -113,12 +114,23 @@ class Visit:
     def outcome(self, value: Any) -> Any:
         """Returns one output of the layer: own rows, or edges in global ids."""
         if isinstance(value, Guarded):
-            return self.all_gid.to(value.device)[value.plain()]
+            return self._edges_of(value)
         if isinstance(value, DistTensor) and value.rows is self.both:
             return DistTensor.wrap(value.to_local()[: len(self.nodes)], self.nodes)
         if isinstance(value, Inner):
             return DistTensor.wrap(value.to_local(), value.rows)
         return value
+
+    def _edges_of(self, value: Guarded) -> Tensor:
+        """Returns edges, or one end of each, with ids of nodes."""
+        gid = self.all_gid.to(value.device)[value.plain()]
+        rows = rows_of_edges(value.rows.gid, value.rows.total, self.nodes)
+        if not value.rows.whole:
+            rows = replace(rows, whole=False, known=value.rows.known)
+        if value.dim() == 1:
+            return DistTensor.wrap(gid, rows)
+        ends = DistTensor.wrap(gid[0], rows), DistTensor.wrap(gid[1], rows)
+        return DistEdgeIndex.of_ends(*ends)
 
     # what stands in for the methods of a layer
 
