@@ -81,7 +81,7 @@ def _begun(out: Any, g: Any) -> Any:
                 f"row-cut one; got {list(g.shape)}"
             )
         g = out.wrap(g[out.rows.place.to(g.device)], out.rows)
-    return g * out.rows.mesh.size  # see [Note: gradients] in adjoint.py
+    return g.to_local() * out.rows.mesh.size  # see [Note: gradients] in adjoint.py
 
 
 def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
 
     def seen(g: Tensor) -> Tensor | None:
         out = hook(wrap(_local(g) / size, rows))
-        return None if out is None else out * size
+        return None if out is None else _local(out) * size
 
     return plainly(func, (x, seen), kwargs)
 

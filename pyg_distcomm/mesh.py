@@ -208,8 +208,8 @@ class Mesh:
         `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
         What this call itself moves is counted after it.
         """
-        mine = Ledger(self.ledger.snapshot())
-        return Ledgers(tuple(wire.all_gather_object(mine, self.everyone)))
+        every = wire.all_gather_object(self.ledger.snapshot(), self.everyone)
+        return Ledgers(tuple(Ledger(entries) for entries in every))
 
     def next_key(self) -> int:
         """Returns the key of one more keyed training call, equal on all ranks.

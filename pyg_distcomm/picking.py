@@ -28,11 +28,22 @@ def get(x: RowCut, key: Any) -> Any:
         any(isinstance(r, RowCut) for r in rest) or not isinstance(first, slice)
     ):
         raise undecided("indexing rows and columns by tensors together")
-    return (
-        _columns(_take_rows(x, first), (slice(None), *rest))
-        if rest
-        else (_take_rows(x, first))
-    )
+    taken = _take_rows(x, first)
+    out = _columns(taken, (slice(None), *rest)) if rest else taken
+    if out is not x and isinstance(out, RowCut):  # where torch returns a view
+        out._is_copy = isinstance(first, slice) and (
+            first != slice(None) or hasattr(x, "_is_copy")
+        )
+    return out
+
+
+def check_writable(x: RowCut) -> None:
+    """Refuses to write to a copy of some rows, which is a view of them in torch."""
+    if getattr(x, "_is_copy", False):
+        raise ValueError(  # after a TypeError, Python computes v + y for v += y
+            "write x[a:b] = value, or take x[a:b].clone() first: rows a to b of a row-cut "
+            "tensor are a copy, and what is written to them would not reach x"
+        )
 
 
 def _entries(x: RowCut, columns: Any) -> RowCut:
@@ -144,6 +155,7 @@ def _counted(mask: RowCut) -> int | None:
 
 
 def put(x: RowCut, key: Any, value: Any) -> None:
+    check_writable(x)
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, (list, int, np.ndarray, np.integer)):
         first = torch.as_tensor(first).view(-1) if type(first) is not bool else first

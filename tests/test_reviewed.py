@@ -1,0 +1,268 @@
+"""What a reader of the code tried, and found wrong: scripts beside plain PyG."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from test_whole import assert_none, failures_of, full, share_of
+from torch_geometric.utils import degree, scatter
+
+import pyg_distcomm.nn as nn
+
+F_IN, OUT = 7, 4
+
+
+def layer(lib, base, kind=None, **options):
+    torch.manual_seed(2)
+    return (kind or getattr(lib, base))(F_IN, OUT, **options).double()
+
+
+def named(kind, *words):
+    """Names a class apart: PyG keeps what it makes of a layer by the name of its class."""
+    kind.__name__ += "".join(str(getattr(w, "__name__", w)).title() for w in words)
+    kind.__name__ = kind.__name__.replace(".", "")
+    return kind
+
+
+def another_message(base):
+    def run(lib, data):
+        class Mine(getattr(lib, base)):
+            def message(self, x_j):
+                return x_j.relu()
+
+        return layer(lib, base, named(Mine, "message", base, lib))(
+            data.x, data.edge_index
+        )
+
+    return run
+
+
+def another_update(base):
+    def run(lib, data):
+        class Mine(getattr(lib, base)):
+            def update(self, inputs):
+                return inputs.relu() * 2
+
+        return layer(lib, base, named(Mine, "update", base, lib))(
+            data.x, data.edge_index
+        )
+
+    return run
+
+
+def hooked(base, register, hook, inner=None):
+    def run(lib, data):
+        conv = layer(lib, base)
+        getattr(conv if inner is None else getattr(conv, inner), register)(hook)
+        return conv(data.x, data.edge_index)
+
+    return run
+
+
+def max_of_neighbours(lib, data):
+    conv = layer(lib, "GCNConv")
+    conv.aggr_module = pyg.MaxAggregation()
+    return conv(data.x, data.edge_index)
+
+
+def own_layer(before=None, message=None, edges=None):
+    """A layer of the script's own, with something before it propagates."""
+
+    def run(lib, data):
+        class Own(lib.MessagePassing):
+            def __init__(self):
+                super().__init__(aggr="add")
+                torch.manual_seed(2)
+                self.lin = torch.nn.Linear(F_IN, OUT).double()
+                self.norm = lib.GraphNorm(OUT).double()
+
+            def forward(self, x, edge_index):
+                h = self.lin(x)
+                h = h if before is None else before(lib, self, h)
+                picked = edge_index if edges is None else edges(edge_index)
+                return self.propagate(picked, x=h)
+
+            def message(self, x_j, edge_index_i, edge_index_j):
+                return (
+                    x_j if message is None else message(x_j, edge_index_i, edge_index_j)
+                )
+
+        return Own()(data.x, data.edge_index)
+
+    return run
+
+
+def zeros_of(h):
+    return torch.zeros(h.size(0), dtype=torch.long)
+
+
+def within(make):
+    def run(lib, data):
+        torch.manual_seed(2)
+        norm = make(lib)
+        mlp = torch.nn.Sequential(torch.nn.Linear(F_IN, OUT), norm).double()
+        return lib.GINConv(mlp)(data.x, data.edge_index)
+
+    return run
+
+
+def gradients_of(use):
+    def run(lib, data):
+        conv = layer(lib, "GCNConv")
+        x = data.x.clone().requires_grad_()
+        more = use(conv(x, data.edge_index), x, data) or ()
+        return [*(p.grad for p in conv.parameters()), x.grad, *more]
+
+    return run
+
+
+def from_a_vector(out, x, data):
+    out.backward(out.detach().cos())
+
+
+def from_a_whole_vector(out, x, data):
+    out.backward(gradient=torch.ones(data.num_nodes, OUT).double())
+
+
+def from_a_selection(out, x, data):
+    some = out[data.train_mask]
+    some.backward(torch.ones_like(some))
+
+
+def from_edges(out, x, data):
+    pairs = (out[data.edge_index[0]] * out[data.edge_index[1]]).sum(1)
+    pairs.backward(torch.ones_like(pairs))
+
+
+def penalty(out, x, data):
+    (g,) = torch.autograd.grad(
+        out.tanh(), x, grad_outputs=torch.ones_like(out), create_graph=True
+    )
+    gap = (g.norm(2, dim=1) - 1).square().mean()
+    (gap + out.mean()).backward()
+    return g, gap
+
+
+def watched(out, x, data):
+    seen = []
+    out.register_hook(lambda g: seen.append(g.clone()))
+    out.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    out.square().sum().backward()
+    return seen
+
+
+def attention(lib, data):
+    conv = layer(lib, "GATConv")
+    _, (edges, weight) = conv(data.x, data.edge_index, return_attention_weights=True)
+    loops = (edges[0] == edges[1]).sum()
+    sums = scatter(weight.squeeze(), edges[1], dim_size=data.num_nodes)
+    return torch.tensor(edges.shape), loops, degree(edges[1], data.num_nodes), sums
+
+
+def places(lib, data):
+    some, mine = data.x[data.train_mask], data.x[:, 0][data.train_mask]
+    return [*some.max(0), some.argmin(0), mine.argmax(), some.argmax(), mine.max(0)[1]]
+
+
+def not_numbers(lib, data):
+    x = data.x.clone()
+    x[3] = float("nan")
+    x[5, 1] = -float("inf")
+    return [*x.max(0), *x.min(0), x.argmax(0), x.amax(), x[:3].amin(), -x.abs().amin(0)]
+
+
+CASES = {
+    "message": another_message("GCNConv"),
+    "message of SAGE": another_message("SAGEConv"),
+    "update": another_update("GCNConv"),
+    "update of SAGE": another_update("SAGEConv"),
+    "hook of messages": hooked(
+        "GCNConv", "register_message_forward_hook", lambda m, i, o: o * 2
+    ),
+    "hook of propagate": hooked(
+        "SAGEConv", "register_propagate_forward_hook", lambda m, i, o: o * 2
+    ),
+    "hook of the weights": hooked(
+        "GCNConv", "register_forward_pre_hook", lambda m, i: (i[0] * 2,), "lin"
+    ),
+    "another aggregation": max_of_neighbours,
+    "GraphNorm in a layer": own_layer(lambda lib, conv, h: conv.norm(h)),
+    "GraphSizeNorm in a layer": own_layer(lambda lib, conv, h: lib.GraphSizeNorm()(h)),
+    "pool in a layer": own_layer(
+        lambda lib, conv, h: h + lib.global_mean_pool(h, zeros_of(h))
+    ),
+    "scatter in a layer": own_layer(
+        lambda lib, conv, h: h + scatter(h, zeros_of(h), 0, 1, "mean")
+    ),
+    "degree in a layer": own_layer(lambda lib, conv, h: h * degree(zeros_of(h), 1)),
+    "branch in a layer": own_layer(
+        lambda lib, conv, h: h * (2 if h.size(0) > 40 else 3)
+    ),
+    "GraphNorm in GIN": within(lambda lib: lib.GraphNorm(OUT)),
+    "ids compared": own_layer(message=lambda x_j, i, j: x_j * (i > j).view(-1, 1)),
+    "edges by ids": own_layer(edges=lambda e: e[:, e[0] < e[1]]),
+    "edges by an id": own_layer(edges=lambda e: e[:, e[1] != torch.tensor(7)]),
+    "attention": attention,
+    "places in a selection": places,
+    "NaN": not_numbers,
+    **{
+        use.__name__: gradients_of(use)
+        for use in (
+            from_a_vector,
+            from_a_whole_vector,
+            from_a_selection,
+            from_edges,
+            penalty,
+            watched,
+        )
+    },
+}
+
+
+def _compared(cutter):
+    data, share = share_of("directed", cutter)
+
+    def listed(found):
+        return (
+            [full(v) for v in found]
+            if isinstance(found, (list, tuple))
+            else [full(found)]
+        )
+
+    def check(case):
+        for a, b in zip(listed(case(pyg, data)), listed(case(nn, share)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-9, equal_nan=True)
+
+    return failures_of(CASES, check)
+
+
+@pytest.mark.parametrize(
+    ("size", "cutter"), [(1, "block"), (2, "random"), (3, "random")]
+)
+def test_they_compute_what_one_process_does(size, cutter):
+    assert_none(worlds.run(_compared, size, cutter))
+
+
+def _written():
+    _, share = share_of()
+    x = share.x.clone()
+    for write in (lambda: x[:10].zero_(), lambda: x[2:9].__setitem__((0, 1), 3.0)):
+        with pytest.raises(ValueError, match=r"write x\[a:b\] = value"):
+            write()
+    part = x[5:20]
+    with pytest.raises(ValueError, match=r"write x\[a:b\] = value"):
+        part += 1
+    own = x[5:20].clone()
+    own += 1
+    assert bool((own == x[5:20] + 1).all())
+    doubled = x[5:20] * 2
+    doubled += 1
+    assert not F.relu_(doubled).isnan().any()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_ranges_of_rows_are_copies_that_can_not_be_written_to(size):
+    worlds.run(_written, size)
