@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -143,8 +142,6 @@ def _group(
     if len(ranks) == 1 or mesh.world.group is None:
         return None
     watch = mesh.world.watch
-    patience = 360.0 if watch is None else watch.deadline + 60
+    span = None if watch is None else watch.span
     # ids and features lie in host memory: gloo moves them whatever training uses
-    return dist.new_group(
-        list(ranks), timeout=timedelta(seconds=patience), backend=backend
-    )
+    return dist.new_group(list(ranks), timeout=span, backend=backend)
