@@ -21,6 +21,7 @@ import builtins
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -350,3 +351,24 @@ def install_excepthook() -> None:
 
     hook.tells_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def exit_on_sigterm() -> None:
+    """Makes SIGTERM end this process as sys.exit does: a script's own cleanup runs.
+
+    Where a script has a handler of its own, or this is not the main thread, leaves it so.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a fork, which is not a rank
+            signal.raise_signal(number)
+        for watch in [watch for watch in _live if watch.size > 1]:
+            watch.report(RankError("it was ended by SIGTERM"))
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyg_distcomm import ending
 from pyg_distcomm.failure import RankError
 
 _GRACE = 5.0  # seconds the other ranks have to tell their own story
@@ -132,6 +133,7 @@ def _rank_main(
         _send(pipe, (False, (type(error).__name__, _portable(error), _story(error))))
     finally:
         pipe.close()
+        ending.come_to_rest()  # the process ends without atexit
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm import random, rendezvous, wire
 from pyg_distcomm.axis import let_go
-from pyg_distcomm.failure import TimedStore, Watch, install_excepthook
+from pyg_distcomm.failure import TimedStore, Watch, exit_on_sigterm, install_excepthook
 from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
 
@@ -427,6 +427,7 @@ def _joined(
     stages, *grid = sides
     watch = _make_watch(rank, size, timeout)
     install_excepthook()
+    exit_on_sigterm()
     with rendezvous.connected(rank, timeout):
         _close_collected()
         axes = _open_axes(stages, tuple(grid), watch)
