@@ -159,11 +159,6 @@ class Watch:
     def __post_init__(self) -> None:
         _live.add(self)
 
-    @property
-    def span(self) -> timedelta:
-        """The timeout of this mesh's process groups; see [Note: one deadline]."""
-        return timedelta(seconds=self.deadline + SPARE)
-
     def fail(self, error: BaseException) -> None:
         """Ends the mesh on this rank, whose wait ended with an error."""
         if not self.failed:

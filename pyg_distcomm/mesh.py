@@ -461,7 +461,7 @@ def _open_axes(stages: int, grid: tuple[int, ...], watch: Watch) -> dict[str, Ax
         for line in lines:
             group = None
             if len(line) > 1:
-                group = dist.new_group(line, timeout=watch.span, backend=backend)
+                group = rendezvous.open_group(line, backend, watch.deadline)
             if rank in line:
                 place, n = line.index(rank), len(line)
                 axes[name] = Axis(name, place, n, group, ledger, watch)

@@ -24,6 +24,8 @@ from pyg_distcomm.failure import SPARE, RankError, TimedStore
 
 _NAME = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
+_TRIES = 5  # of gloo's, to connect, each as long as the timeout
+_LEAST = 3.0  # seconds of a try
 
 
 def join(backend: str, timeout: float) -> None:
@@ -45,11 +47,32 @@ def join(backend: str, timeout: float) -> None:
     if "gloo" in backend:
         _choose_interface(TimedStore(store), rank, size, timeout)
     named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-    span = wait + timedelta(seconds=SPARE)
     with connected(rank, timeout):
-        dist.init_process_group(
-            backend, store=named, rank=rank, world_size=size, timeout=span
-        )
+        how: Any = {"store": named, "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=_patience(timeout), **how)
+        _set_timeout(dist.group.WORLD, timeout)
+
+
+def open_group(
+    ranks: list[int], backend: str | None, deadline: float
+) -> dist.ProcessGroup:
+    """Makes a process group; collective over all ranks of the run."""
+    span = _patience(deadline)
+    group = dist.new_group(ranks, timeout=span, backend=backend)
+    if dist.get_rank() in ranks:
+        _set_timeout(group, deadline)
+    return group
+
+
+def _patience(deadline: float) -> timedelta:
+    """Returns what to give gloo to connect, so that all its tries end at the deadline."""
+    return timedelta(seconds=max(_LEAST, deadline / _TRIES))
+
+
+def _set_timeout(group: Any, deadline: float) -> None:
+    # a wait of ours is over by then: see [Note: one deadline]
+    span = timedelta(seconds=deadline + SPARE)
+    dist.distributed_c10d._set_pg_timeout(span, group)
 
 
 @contextlib.contextmanager
