@@ -101,8 +101,8 @@ class TimedStore:
     def _call(self, verb: str, *args: Any) -> Any:
         if self._stuck is None or not self._stuck.is_alive():
             answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-            ask = getattr(self._store, verb), args, answer
-            thread = threading.Thread(target=_ask, args=ask, daemon=True)
+            asked = getattr(self._store, verb), args, answer
+            thread = threading.Thread(target=ask, args=asked, daemon=True)
             thread.start()
             try:
                 done, value = answer.get(timeout=self._patience)
@@ -118,7 +118,8 @@ class TimedStore:
         )
 
 
-def _ask(act: Any, args: Any, answer: SimpleQueue[tuple[bool, Any]]) -> None:
+def ask(act: Any, args: Any, answer: SimpleQueue[tuple[bool, Any]]) -> None:
+    """Does something in a thread, and answers with what came of it."""
     try:
         answer.put((True, act(*args)))
     except Exception as error:
@@ -148,6 +149,7 @@ class Watch:
     groups: Any = field(default_factory=weakref.WeakSet, init=False)
     closed: bool = field(default=False, init=False)
     failed: str = field(default="", init=False)
+    _met: int = field(default=0, init=False)  # places where ranks have met
     _gone: bool = field(default=False, init=False)
     # a failure that was this rank's as well
     _known: str = field(default="", init=False)
@@ -226,6 +228,18 @@ class Watch:
                 self._quietly("add", f"{name}/{place}", 0),
                 min(0.1, 2 * pause),
             )
+
+    def meet(self, doing: str, stage: int, ranks: int) -> None:
+        """Waits until all ranks of a stage are here, with no word on the wire."""
+        self._met += 1
+        name, begin, pause = f"met/{stage}/{self._met}", time.monotonic(), 0.0005
+        came = self.store.add(name, 1)
+        while came < ranks:
+            self.look()
+            if time.monotonic() - begin > self.deadline:
+                raise self.expired(doing)
+            time.sleep(pause)
+            came, pause = self.store.add(name, 0), min(0.1, 2 * pause)
 
     def _look_for_changes(self) -> None:
         name = f"changed/{self._stage}"

@@ -226,8 +226,9 @@ class Mesh:
             return
         try:
             if not watch.failed:
-                wire.barrier(replace(self.everyone, ledger=Ledger()))
+                watch.meet("mesh.close", 0, self.everyone.size)
         finally:
+            watch.break_off()  # what nobody waits for any more
             watch.closed = True
             made = self._device_mesh
             let_go(self._axes(), [] if made is None else made.get_all_groups())
@@ -428,9 +429,8 @@ def _joined(
     watch = _make_watch(rank, size, timeout)
     install_excepthook()
     exit_on_sigterm()
-    with rendezvous.connected(rank, timeout):
-        _close_collected()
-        axes = _open_axes(stages, tuple(grid), watch)
+    _close_collected()
+    axes = _open_axes(stages, tuple(grid), watch)
     meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}
     mesh = Mesh(tuple(grid), seed, device, **meshed)  # type: ignore[arg-type]
     # gloo's groups end on each rank by itself, NCCL's on all alike: those by `close` alone

@@ -14,18 +14,20 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
-from pyg_distcomm.failure import SPARE, RankError, TimedStore
+from pyg_distcomm.failure import SPARE, RankError, TimedStore, ask
 
 _NAME = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
-_TRIES = 5  # of gloo's, to connect, each as long as the timeout
-_LEAST = 3.0  # seconds of a try
 
 
 def join(backend: str, timeout: float) -> None:
@@ -47,46 +49,41 @@ def join(backend: str, timeout: float) -> None:
     if "gloo" in backend:
         _choose_interface(TimedStore(store), rank, size, timeout)
     named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-    with connected(rank, timeout):
-        how: Any = {"store": named, "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=_patience(timeout), **how)
-        _set_timeout(dist.group.WORLD, timeout)
+    span = wait + timedelta(seconds=SPARE)
+    how = {"store": named, "rank": rank, "world_size": size, "timeout": span}
+    _connect(partial(dist.init_process_group, backend, **how), rank, timeout)
 
 
 def open_group(
-    ranks: list[int], backend: str | None, deadline: float
+    ranks: Sequence[int], backend: str | None, deadline: float
 ) -> dist.ProcessGroup:
-    """Makes a process group; collective over all ranks of the run."""
-    span = _patience(deadline)
-    group = dist.new_group(ranks, timeout=span, backend=backend)
-    if dist.get_rank() in ranks:
-        _set_timeout(group, deadline)
-    return group
+    """Makes a process group; collective over all ranks of the run.
 
-
-def _patience(deadline: float) -> timedelta:
-    """Returns what to give gloo to connect, so that all its tries end at the deadline."""
-    return timedelta(seconds=max(_LEAST, deadline / _TRIES))
-
-
-def _set_timeout(group: Any, deadline: float) -> None:
-    # a wait of ours is over by then: see [Note: one deadline]
+    Raises:
+        RankError: if the ranks have not connected by the deadline.
+    """
     span = timedelta(seconds=deadline + SPARE)
-    dist.distributed_c10d._set_pg_timeout(span, group)
+    make = partial(dist.new_group, list(ranks), timeout=span, backend=backend)
+    return _connect(make, dist.get_rank(), deadline)
 
 
-@contextlib.contextmanager
-def connected(rank: int, timeout: float) -> Any:
-    """Says what to do where process groups cannot be made."""
+def _connect(act: Callable[[], Any], rank: int, timeout: float) -> Any:
+    """Connects ranks; says what to do if that fails, or is not done in time."""
+    # gloo tries five times, each as long as the timeout
+    answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+    threading.Thread(target=ask, args=(act, (), answer), daemon=True).start()
     try:
-        yield
-    except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, RankError):
-            raise
-        raise RankError(
-            f"rank {rank} could not connect to all others within {timeout:.0f} s: one has "
-            f"ended, or its address cannot be reached from here. {_advice()} {error}"
-        ) from None
+        done, value = answer.get(timeout=timeout)
+    except Empty:
+        done, value = False, "Gloo is still trying."
+    if done:
+        return value
+    if not isinstance(value, (str, dist.DistError, RuntimeError)):
+        raise value
+    raise RankError(
+        f"rank {rank} could not connect to all others within {timeout:.0f} s: one has "
+        f"ended, or its address cannot be reached from here. {_advice()} {value}"
+    )
 
 
 def arrive(

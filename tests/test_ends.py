@@ -539,7 +539,7 @@ begin = time.time()
 try:
     mesh = pdc.init(timeout=6)
 except pdc.RankError as error:
-    print("ERROR", time.time() - begin, error, flush=True)
+    print("TOLD", time.time() - begin, error, flush=True)
     raise
 print("SUM", wire.all_reduce(torch.ones(1), mesh.world).item(), flush=True)
 """
@@ -557,7 +557,7 @@ begin = time.time()
 try:
     wire.barrier(mesh.world)
 except pdc.RankError as error:
-    print("ERROR", time.time() - begin, error, flush=True)
+    print("TOLD", time.time() - begin, error, flush=True)
     raise
 """
 
@@ -614,7 +614,7 @@ def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
     for text in said:
         assert "debian resolves to 127.0.1.1" in text
         assert "GLOO_SOCKET_IFNAME=eth0" in text
-        assert float(text.split("ERROR ")[1].split()[0]) < 6 + 10
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
 
 
 @linked
@@ -622,5 +622,5 @@ def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
     said, codes = on_two_hosts(tmp_path, CUT)
     assert codes == [1, 1]
     for text in said:
-        assert float(text.split("ERROR ")[1].split()[0]) < 6 + SOON
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + SOON
     assert "store does not answer" in said[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyg_distcomm import wire
 from pyg_distcomm.averaging import averager_of
-from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.wire import Axis, Pending
@@ -89,7 +87,8 @@ class Replicated(_Transparent, DistributedDataParallel):
     def _meet(self) -> None:
         """Waits for all ranks where DDP would without our deadline, in steps of its own."""
         mesh, _ = self._made
-        wire.barrier(replace(mesh.data, ledger=Ledger()))
+        if mesh.data.watch is not None:
+            mesh.data.watch.meet("replicate", mesh.stage.rank, mesh.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         mesh, options = self._made
