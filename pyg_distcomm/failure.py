@@ -232,7 +232,14 @@ class Watch:
     def meet(self, doing: str, stage: int, ranks: int) -> None:
         """Waits until all ranks of a stage are here, with no word on the wire."""
         self._met += 1
-        name, begin, pause = f"met/{stage}/{self._met}", time.monotonic(), 0.0005
+        try:
+            self._gather(f"met/{stage}/{self._met}", doing, ranks)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _gather(self, name: str, doing: str, ranks: int) -> None:
+        begin, pause = time.monotonic(), 0.0005
         came = self.store.add(name, 1)
         while came < ranks:
             self.look()
@@ -240,6 +247,7 @@ class Watch:
                 raise self.expired(doing)
             time.sleep(pause)
             came, pause = self.store.add(name, 0), min(0.1, 2 * pause)
+        self.look()  # one that was here may have given up
 
     def _look_for_changes(self) -> None:
         name = f"changed/{self._stage}"

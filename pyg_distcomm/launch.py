@@ -47,7 +47,8 @@ def launch(
         fn: a function that can be imported by name (from a module or a script).
         nprocs: how many ranks.
         args: arguments, picklable.
-        timeout: seconds after which the run is stopped with a RankError.
+        timeout: seconds after which the run is stopped with a RankError. Ranks also end
+            with this process, whatever ends it.
         threads: torch threads per rank; the machine's cores are shared out if None.
 
     Raises:

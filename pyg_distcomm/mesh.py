@@ -332,7 +332,7 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises.
+        timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: into how many stages the ranks are shared out; see [Note: stages].
         check: which plain tensors are compared between ranks; see `pdc.init`.
 

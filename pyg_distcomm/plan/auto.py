@@ -82,7 +82,13 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises.
+        timeout: seconds a rank waits for the others before it raises a RankError, which
+            says what each was doing: the one deadline of all waits, from here on (ranks
+            that do not come, or cannot connect), in forward and backward passes, loaders,
+            `shared`, plans, traces and checkpoints. What torch itself waits for (NCCL,
+            files of checkpoints) ends 5 s later. A rank that loads a graph for others in
+            `shared` may take longer while it shows signs of life. After such an error the
+            mesh is over, and the process ends within 5 s of the script's own cleanup.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
         check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
             others once per operation and shape ("first"), all ("always"), or "never".
@@ -96,8 +102,14 @@ def init(
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is trained.
 
+    The mesh gives its connections and threads back by `mesh.close()`, at the end of
+    `with pdc.init() as mesh:`, or by the next `pdc.init` once nothing refers to it. SIGTERM
+    ends a process as `sys.exit(143)` does, unless the script has a handler of its own; see
+    `on_preempt` to save first.
+
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
+        RankError: if some rank has not come, or cannot be reached, by the deadline.
     """
     how: Any = {"backend": backend, "device": device, "seed": seed, "check": check}
     how["timeout"] = timeout
