@@ -82,13 +82,9 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises a RankError, which
-            says what each was doing: the one deadline of all waits, from here on (ranks
-            that do not come, or cannot connect), in forward and backward passes, loaders,
-            `shared`, plans, traces and checkpoints. What torch itself waits for (NCCL,
-            files of checkpoints) ends 5 s later. A rank that loads a graph for others in
-            `shared` may take longer while it shows signs of life. After such an error the
-            mesh is over, and the process ends within 5 s of the script's own cleanup.
+        timeout: seconds a rank waits for others before it raises a RankError: the deadline
+            of all waits (joining, passes, loaders, plans, traces, signs of life in `shared`);
+            torch's own (NCCL, files of checkpoints) end 5 s later. The mesh is over then.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
         check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
             others once per operation and shape ("first"), all ("always"), or "never".
@@ -102,14 +98,11 @@ def init(
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is trained.
 
-    The mesh gives its connections and threads back by `mesh.close()`, at the end of
-    `with pdc.init() as mesh:`, or by the next `pdc.init` once nothing refers to it. SIGTERM
-    ends a process as `sys.exit(143)` does, unless the script has a handler of its own; see
-    `on_preempt` to save first.
+    `mesh.close()` or `with pdc.init() as mesh:` gives connections back. SIGTERM ends a
+    process as `sys.exit(143)` does.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
-        RankError: if some rank has not come, or cannot be reached, by the deadline.
     """
     how: Any = {"backend": backend, "device": device, "seed": seed, "check": check}
     how["timeout"] = timeout
@@ -119,9 +112,9 @@ def init(
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
-    if algorithm != "auto" and problem is not None:
-        raise ValueError(problem)
     if algorithm != "auto":
+        if problem is not None:
+            raise ValueError(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
     mesh = grids.init("1d", **how)
