@@ -31,6 +31,7 @@ from pyg_distcomm.plan.machine import Machine as Machine
 from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.plan.plans import Plan as Plan
 from pyg_distcomm.plan.plans import Plans as Plans
+from pyg_distcomm.preempt import on_preempt as on_preempt
 from pyg_distcomm.rows import Rows as Rows
 from pyg_distcomm.share import load_partition as load_partition
 from pyg_distcomm.share import partition as partition

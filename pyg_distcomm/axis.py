@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm import ending
-from pyg_distcomm.failure import Watch
+from pyg_distcomm.failure import RankError, Watch
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.messages import Messages
 from pyg_distcomm.timeline import Exchange
@@ -44,6 +44,10 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     watch: Watch | None
+
+    def __post_init__(self) -> None:
+        if self.watch is not None and self.group not in (None, dist.group.WORLD):
+            self.watch.groups.add(self.group)
 
     def __repr__(self) -> str:
         return f"Axis({self.name} {self.rank}/{self.size})"
@@ -92,6 +96,14 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
         work.wait()
         return
     doing = f"{op} over axis {axis.name}"
+    try:
+        _wait_in_slices(work, doing, watch)
+    except BaseException as error:  # what is under way is lost: others must not wait
+        watch.fail(error)
+        raise
+
+
+def _wait_in_slices(work: dist.Work | Messages, doing: str, watch: Watch) -> None:
     start, said = time.monotonic(), False
     while not _arrived(work, doing, watch):
         if not said:
@@ -121,19 +133,27 @@ def _arrived(work: dist.Work | Messages, doing: str, watch: Watch) -> bool:
 
 def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
     """Does something with the transport; raises why, if it breaks."""
+    if axis.watch is not None and axis.watch.closed:
+        raise RankError(
+            f"{op} over a mesh that was closed; make a new one by pdc.init()"
+        )
     try:
         return act()
     except RuntimeError as error:
         if axis.watch is None:
             raise
-        raise axis.watch.broken(f"{op} over axis {axis.name}", error) from None
+        reason = axis.watch.broken(f"{op} over axis {axis.name}", error)
+        axis.watch.fail(reason)
+        raise reason from None
 
 
-def let_go(axes: Iterable[Axis]) -> None:
+def let_go(axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()) -> None:
     """Ends the process groups of axes, but the caller's; nothing may be under way.
 
     In the same order on all ranks, as NCCL needs it.
     """
-    for group in dict.fromkeys(axis.group for axis in axes):
-        if group not in (None, dist.group.WORLD):
+    groups = [*(axis.group for axis in axes), *more]
+    for group in dict.fromkeys(groups):
+        known = group in dist.distributed_c10d._world.pg_map
+        if known and group is not dist.group.WORLD:
             dist.destroy_process_group(group)

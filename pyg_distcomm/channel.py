@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.axis import let_go
 from pyg_distcomm.ledger import Ledger
 from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.rendezvous import open_group
 from pyg_distcomm.wire import Axis
 
 
@@ -143,8 +143,6 @@ def _group(
     if len(ranks) == 1 or mesh.world.group is None:
         return None
     watch = mesh.world.watch
-    patience = 360.0 if watch is None else watch.deadline + 60
+    assert watch is not None
     # ids and features lie in host memory: gloo moves them whatever training uses
-    return dist.new_group(
-        list(ranks), timeout=timedelta(seconds=patience), backend=backend
-    )
+    return open_group(list(ranks), backend, watch.deadline)

@@ -5,6 +5,9 @@ it goes on, and needs Python's lock to do so. A thread that asks for the lock wh
 ends takes the process down ("terminate called without an active exception", exit code -6;
 pytorch/pytorch#190489), and a script whose last line is a step of training is as quick as
 that. So when a process ends, the lock is left to gloo's threads until they sleep.
+
+What is under way by then has a moment to end; then all groups are broken off, since torch
+would wait for it until their timeouts: see [Note: one deadline].
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pyg_distcomm import messages
+from pyg_distcomm import failure, messages
 
 _PATIENCE = 2.0  # seconds for what nobody waited for, and for threads to sleep
 _PAUSE = 0.005  # seconds in which a thread that waits for Python's lock would get it
@@ -40,7 +43,8 @@ def forget(work: dist.Work) -> None:
 
 
 @atexit.register
-def _come_to_rest() -> None:
+def come_to_rest() -> None:
+    """Ends what is under way, and lets gloo's threads come to rest."""
     messages.let_go()
     stop = time.monotonic() + _PATIENCE
     for work in list(_begun):
@@ -48,6 +52,7 @@ def _come_to_rest() -> None:
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=left))
     _begun.clear()
+    failure.break_off_all()
     if dist.is_available() and dist.is_initialized() and not os.path.isdir(_TASKS):
         time.sleep(_UNSEEN)
     stop = time.monotonic() + _PATIENCE

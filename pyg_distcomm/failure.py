@@ -6,20 +6,34 @@ finds there: the same kind of exception, with the rank and the cause in its mess
 rank that waits past the deadline says what every rank was doing. Nothing is written
 while all is well, so the price of an uneventful run is zero. What all ranks failed with
 alike, and a script caught, is not raised again.
+
+[Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`. Torch
+has waits of its own (it makes groups, and DDP's first steps), and these end `SPARE` seconds
+later. Calls of the store have no end where the network to it is cut, so each is made in a
+thread, and waited for in vain once, for `_ANSWER` seconds. Gloo's collectives have no end
+before their group's timeout, and a process waits for them when it ends: so a wait that fails
+breaks off all groups of its mesh, and the mesh is over.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
 from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.distributed import DistNetworkError
 
 CHANGED = (
@@ -27,11 +41,89 @@ CHANGED = (
     "what is kept of it is out of date there alone; change it on all ranks or on none, as "
     "by an operation that every rank calls, if only with rows of its own or none"
 )
+SPARE = 5.0  # seconds after the deadline at which torch gives up what is left to it
 _GRACE = 2.0  # seconds that the reason of a rank's end has to reach the store
+_ANSWER = 3.0  # seconds that the store has to answer
+_HEARD = 0.6  # seconds in which ranks that wait look at the store twice
+_TAG = 0x9D0D  # of messages that nobody sends
+_live: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class RankError(RuntimeError):
     """Another rank failed, or did not answer before the deadline."""
+
+    late = (
+        False  # a wait past the deadline: rarely the cause, if another rank has failed
+    )
+
+
+class TimedStore:
+    """A rendezvous store whose calls end even if the network to it is cut.
+
+    Args:
+        store: torch's.
+        patience: seconds that a call may take.
+    """
+
+    def __init__(self, store: Any, patience: float = _ANSWER) -> None:
+        self._store, self._patience = store, patience
+        self._stuck: threading.Thread | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Stores a value."""
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value that is known to be there."""
+        return self._call("get", key)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, and returns what it says then."""
+        return self._call("add", key, amount)  # type: ignore[no-any-return]
+
+    def check(self, keys: list[str]) -> bool:
+        """Tells whether all keys are there."""
+        return self._call("check", keys)  # type: ignore[no-any-return]
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Stores a value if the one there is as expected; returns what is there then."""
+        return self._call("compare_set", key, expected, value)  # type: ignore[no-any-return]
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key."""
+        return self._call("delete_key", key)  # type: ignore[no-any-return]
+
+    def within(self, prefix: str) -> TimedStore:
+        """Returns the part of this store under a prefix."""
+        inner = torch.distributed.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
+        return TimedStore(inner, self._patience)
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        if self._stuck is None or not self._stuck.is_alive():
+            answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+            asked = getattr(self._store, verb), args, answer
+            thread = threading.Thread(target=ask, args=asked, daemon=True)
+            thread.start()
+            try:
+                done, value = answer.get(timeout=self._patience)
+            except Empty:
+                self._stuck = thread
+            else:
+                if done:
+                    return value
+                raise value
+        raise RankError(
+            f"the rendezvous store does not answer ({verb} took {self._patience:.0f} s): "
+            "the network to the host of rank 0 may be cut, or that host be stopped"
+        )
+
+
+def ask(act: Any, args: Any, answer: SimpleQueue[tuple[bool, Any]]) -> None:
+    """Does something in a thread, and answers with what came of it."""
+    try:
+        answer.put((True, act(*args)))
+    except Exception as error:
+        answer.put((False, error))
 
 
 @dataclass(eq=False)
@@ -44,6 +136,9 @@ class Watch:
         size: how many ranks there are.
         deadline: seconds a rank waits for the others before it gives up.
         ended: with what error messages were lost that others wait for; nothing if none.
+        groups: the process groups of the mesh.
+        closed: whether the groups have been let go.
+        failed: what a wait of this rank ended with, and with it the mesh; nothing if none.
     """
 
     store: Any
@@ -51,6 +146,10 @@ class Watch:
     size: int
     deadline: float
     ended: str = field(default="", init=False)
+    groups: Any = field(default_factory=weakref.WeakSet, init=False)
+    closed: bool = field(default=False, init=False)
+    failed: str = field(default="", init=False)
+    _met: int = field(default=0, init=False)  # places where ranks have met
     _gone: bool = field(default=False, init=False)
     # a failure that was this rank's as well
     _known: str = field(default="", init=False)
@@ -58,6 +157,25 @@ class Watch:
     _stage: int = field(default=0, init=False)
     _passed: int = field(default=0, init=False)
     _changed: int = field(default=0, init=False)  # the last of them where this rank had
+
+    def __post_init__(self) -> None:
+        _live.add(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the mesh on this rank, whose wait ended with an error."""
+        if not self.failed:
+            self.failed = f"{type(error).__name__}: {error}"
+            self.report(error)
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Ends what is under way in the groups; their connections end with it."""
+        for group in [] if self.closed else list(self.groups):
+            with contextlib.suppress(Exception):
+                peer = (group.rank() + 1) % group.size()
+                # gloo closes all connections of a group in which a wait ends early
+                none = group.recv([torch.empty(1)], peer, _TAG)
+                none.wait(timedelta(milliseconds=1))
 
     def report(self, error: BaseException) -> None:
         """Writes this rank's failure where the waiting ranks look."""
@@ -67,10 +185,13 @@ class Watch:
             "kind": type(error).__name__,
             "message": str(error),
             "traceback": text,
+            "late": isinstance(error, RankError) and error.late,
         }
-        # the first to write is the cause; the others have only heard of it
+        # the first to write is the cause; the others have only heard of it, or waited
         mine = json.dumps(note)
         told = self._quietly("compare_set", "error", self._known, mine)
+        if told and json.loads(told)["late"] and not note["late"]:
+            told = self._quietly("compare_set", "error", told.decode(), mine)
         if told is not None and _alike(json.loads(told), note):
             self._known = told.decode()
 
@@ -108,10 +229,30 @@ class Watch:
                 min(0.1, 2 * pause),
             )
 
+    def meet(self, doing: str, stage: int, ranks: int) -> None:
+        """Waits until all ranks of a stage are here, with no word on the wire."""
+        self._met += 1
+        try:
+            self._gather(f"met/{stage}/{self._met}", doing, ranks)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _gather(self, name: str, doing: str, ranks: int) -> None:
+        begin, pause = time.monotonic(), 0.0005
+        came = self.store.add(name, 1)
+        while came < ranks:
+            self.look()
+            if time.monotonic() - begin > self.deadline:
+                raise self.expired(doing)
+            time.sleep(pause)
+            came, pause = self.store.add(name, 0), min(0.1, 2 * pause)
+        self.look()  # one that was here may have given up
+
     def _look_for_changes(self) -> None:
         name = f"changed/{self._stage}"
         if self._passed and self._quietly("check", [name]):
-            place = int(self.store.get(name))
+            place = int(self._quietly("get", name) or 0)
             if self._changed < place <= self._passed:
                 error = ValueError(f"{CHANGED} (not on rank {self.rank})")
                 self.report(error)
@@ -128,8 +269,8 @@ class Watch:
         """Returns the failure that was reported last; nothing if none was."""
         if not self._quietly("check", ["error"]):
             return ""
-        told: bytes = self.store.get("error")
-        return told.decode()
+        told: bytes | None = self._quietly("get", "error")
+        return (told or b"").decode()
 
     def say(self, doing: str) -> None:
         """Leaves word of what this rank waits for (only once a wait is long)."""
@@ -138,14 +279,21 @@ class Watch:
     def expired(self, doing: str) -> RankError:
         """Returns the error of a wait past the deadline, with every rank's state."""
         states = [f"  rank {r}: {self._doing(r)}" for r in range(self.size)]
-        return RankError(
+        error = RankError(
             f"rank {self.rank} waited {self.deadline:.0f} s for {doing}, and not every "
             "rank came. Ranks must run the same calls in the same order; raise "
             "`timeout` in pdc.init if one is only slow.\n" + "\n".join(states)
         )
+        error.late = True
+        return error
 
     def broken(self, doing: str, error: BaseException) -> BaseException:
         """Returns why a connection broke, waiting briefly for the other to say."""
+        if self.failed:  # here, and the other ranks have heard of it
+            return RankError(
+                f"rank {self.rank} cannot go on with {doing}: this mesh is over since a "
+                f"wait failed; make a new one with pdc.init(). It was\n{self.failed}"
+            )
         try:
             self.listen()
         except Exception as reason:
@@ -156,8 +304,11 @@ class Watch:
         )
 
     def _doing(self, rank: int) -> str:
-        if self._quietly("check", [f"doing/{rank}"]):
-            return self.store.get(f"doing/{rank}").decode()
+        told = self._quietly("check", [f"doing/{rank}"])
+        if told is None:
+            return "not known (the rendezvous store does not answer)"
+        if told:
+            return (self._quietly("get", f"doing/{rank}") or b"").decode()
         return "not waiting (computing, or gone)"
 
     def _quietly(self, verb: str, *args: Any) -> Any:
@@ -189,16 +340,52 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
         return RankError(message)
 
 
-def install_excepthook(watch: Watch) -> None:
+def break_off_all() -> None:
+    """Ends what is under way in the groups of all meshes: this process ends."""
+    for watch in list(_live):
+        watch.break_off()
+
+
+def install_excepthook() -> None:
     """Makes an uncaught exception reach the other ranks before this process ends."""
-    before, ref = sys.excepthook, weakref.ref(watch)
+    before = sys.excepthook
+    if getattr(before, "tells_ranks", False):
+        return
 
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        live = ref()
-        if live is not None:
-            live.report(error.with_traceback(trace))
+        watches = [watch for watch in _live if watch.size > 1]
+        for watch in watches:
+            watch.fail(error.with_traceback(trace))
         before(kind, error, trace)
+        if (
+            watches
+            and watches[0].rank == 0
+            and "TORCHELASTIC_USE_AGENT_STORE" not in (os.environ)
+        ):
+            time.sleep(_HEARD)  # the store ends with this process
 
+    hook.tells_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def exit_on_sigterm() -> None:
+    """Makes SIGTERM end this process as sys.exit does: a script's own cleanup runs.
+
+    Where a script has a handler of its own, or this is not the main thread, leaves it so.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a fork, which is not a rank
+            signal.raise_signal(number)
+        for watch in [watch for watch in _live if watch.size > 1]:
+            watch.report(RankError("it was ended by SIGTERM"))
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)

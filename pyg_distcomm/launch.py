@@ -1,11 +1,19 @@
-"""Starts a function on several ranks of this machine, from a script or a notebook."""
+"""Starts a function on several ranks of this machine, from a script or a notebook.
+
+[Note: ranks end with their launcher] Whatever ends the launcher, its ranks must not go on.
+Each watches the launcher's process: a rank that has outlived it gets SIGTERM, as torchrun's
+would, and is killed if that does not end it. The fork server that starts ranks on Linux,
+which Python keeps for the next launch, ends with the launcher and the last rank.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,9 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyg_distcomm import ending
 from pyg_distcomm.failure import RankError
 
 _GRACE = 5.0  # seconds the other ranks have to tell their own story
+_SAVING = (
+    30.0  # seconds ranks have to save, and to end, after SIGTERM; as torchrun's have
+)
 
 
 def launch(
@@ -35,7 +47,8 @@ def launch(
         fn: a function that can be imported by name (from a module or a script).
         nprocs: how many ranks.
         args: arguments, picklable.
-        timeout: seconds after which the run is stopped with a RankError.
+        timeout: seconds after which the run is stopped with a RankError. Ranks also end
+            with this process, whatever ends it.
         threads: torch threads per rank; the machine's cores are shared out if None.
 
     Raises:
@@ -67,9 +80,13 @@ def launch(
             theirs.close()
             ranks.append(process)
             pipes.append(mine)
-        return _collected(pipes, timeout)
+        results = _collected(pipes, ranks, timeout)
+    except (KeyboardInterrupt, SystemExit):
+        _stop(ranks, _SAVING)
+        raise
     finally:
-        _stop(ranks)
+        _stop(ranks, _GRACE)
+    return results
 
 
 def _check_importable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -109,15 +126,36 @@ def _rank_main(
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
     )
     torch.set_num_threads(threads)
+    _end_with_launcher()
     try:
-        pipe.send((True, fn(*args)))
+        _send(pipe, (True, fn(*args)))
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        pipe.send((False, (type(error).__name__, _portable(error), _story(error))))
+        _send(pipe, (False, (type(error).__name__, _portable(error), _story(error))))
     finally:
         pipe.close()
+        ending.come_to_rest()  # the process ends without atexit
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    """Sends bytes: a tensor in shared memory would be lost if this rank ended first."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _end_with_launcher() -> None:
+    """Ends this rank when its launcher ends; see [Note: ranks end with their launcher]."""
+    threading.Thread(target=_outlive, daemon=True).start()
+
+
+def _outlive() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    wait([launcher.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVING)
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def _story(error: BaseException) -> str:
@@ -132,7 +170,9 @@ def _portable(error: BaseException) -> BaseException | None:
     return error
 
 
-def _collected(pipes: list[Connection], timeout: float | None) -> list[Any]:
+def _collected(
+    pipes: list[Connection], ranks: list[Any], timeout: float | None
+) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, Any] = {}
     stop = None if timeout is None else time.monotonic() + timeout
@@ -141,7 +181,7 @@ def _collected(pipes: list[Connection], timeout: float | None) -> list[Any]:
         left = None if stop is None else max(0.0, stop - time.monotonic())
         ready = wait(list(open_pipes.values()), left)
         for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
-            done, value = _received(open_pipes.pop(rank))
+            done, value = _received(open_pipes.pop(rank), ranks[rank])
             (results if done else failures)[rank] = value
         if failures and (stop is None or stop > time.monotonic() + _GRACE):
             stop = time.monotonic() + _GRACE
@@ -154,13 +194,22 @@ def _collected(pipes: list[Connection], timeout: float | None) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _received(pipe: Connection) -> tuple[bool, Any]:
+def _received(pipe: Connection, process: Any) -> tuple[bool, Any]:
     try:
-        done, value = pipe.recv()
-    except EOFError:
-        text = "the process ended without a word (killed, or out of memory)"
+        sent = pipe.recv_bytes()
+    except (EOFError, OSError):
+        process.join(_GRACE)
+        text = f"the process ended without a word ({_ending(process.exitcode)})"
         return False, ("RankError", RankError(text), text)
+    done, value = pickle.loads(sent)
     return done, value
+
+
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    killed = "; by hand, or for want of memory" if code == -9 else ""
+    return f"signal {-code}{killed}"
 
 
 def _first_cause(failures: dict[int, Any]) -> BaseException:
@@ -181,13 +230,20 @@ def _mentions(failure: Any, words: tuple[str, ...]) -> bool:
     return message.startswith("rank ") and any(word in message for word in words)
 
 
-def _stop(ranks: list[Any]) -> None:
-    for process in ranks:
-        process.join(0.5)
+def _stop(ranks: list[Any], patience: float) -> None:
+    """Ends ranks: those still at work after a moment by SIGTERM, then by force."""
+    _join(ranks, 0.5)
     for process in ranks:
         if process.is_alive():
             process.terminate()
+    _join(ranks, patience)
     for process in ranks:
-        process.join(5)
         if process.is_alive():
             process.kill()
+            process.join()
+
+
+def _join(ranks: list[Any], patience: float) -> None:
+    stop = time.monotonic() + patience
+    for process in ranks:
+        process.join(max(0.0, stop - time.monotonic()))

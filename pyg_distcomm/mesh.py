@@ -8,15 +8,15 @@ import os
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyg_distcomm import random, wire
-from pyg_distcomm.failure import Watch, install_excepthook
+from pyg_distcomm import random, rendezvous, wire
+from pyg_distcomm.axis import let_go
+from pyg_distcomm.failure import TimedStore, Watch, exit_on_sigterm, install_excepthook
 from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
 
@@ -24,6 +24,7 @@ Grid = tuple[int, int, int]
 Check = Literal["first", "always", "never"]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
 AXES = ("row", "col", "fiber")
+_AXES = ("stage", *AXES, "world", "data", "control", "everyone")
 _REMEMBERED = 4096  # dropout calls that a recomputation may look back on
 
 
@@ -145,7 +146,6 @@ class Mesh:
         grid: the sizes `(r, s, p)` of the three axes.
         seed: the seed of all keyed randomness.
         device: where this rank computes by default.
-        device_mesh: torch's own mesh of the same grid; None without a process group.
         world: all ranks; further axes are `row`, `col`, `fiber`, and on process groups of
             their own `data` (the gradients of parameters) and `control` (counts and
             checks, of a few words each).
@@ -166,7 +166,6 @@ class Mesh:
     grid: Grid
     seed: int
     device: torch.device
-    device_mesh: DeviceMesh | None
     world: Axis
     row: Axis
     col: Axis
@@ -185,6 +184,8 @@ class Mesh:
     compared: Any = field(default=None, repr=False)
     inputs: Any = field(default=None, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
+    _kept: Any = field(default=None, repr=False)
+    _device_mesh: DeviceMesh | None = field(default=None, repr=False)
     local_sizes: ClassVar[bool] = False  # of row-cut tensors: see `RowCut.reads_local`
 
     @property
@@ -201,6 +202,55 @@ class Mesh:
     def coordinate(self) -> Grid:
         """This rank's place `(i, j, k)` on the grid."""
         return self.row.rank, self.col.rank, self.fiber.rank
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Torch's own mesh of the same grid; None alone. Made on first use, collectively."""
+        if self._device_mesh is None and self.everyone.group is not None:
+            shape = {"stage": self.stage.size} if self.stage.size > 1 else {}
+            shape |= dict(zip(AXES, self.grid, strict=True))
+            self._device_mesh = init_device_mesh(
+                self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+            )
+        return self._device_mesh
+
+    def close(self) -> None:
+        """Ends the mesh's process groups, with their threads and connections; collective.
+
+        Waits until every rank is here, within the deadline; after a failure it waits for
+        nobody. What was made with the mesh (data, layers, loaders) can still be read on
+        this rank, but not communicate. Also done at the end of `with pdc.init() as mesh:`.
+        A mesh over gloo that is not closed is, by the next `pdc.init`, once nothing refers
+        to it any more.
+        """
+        watch = self.everyone.watch
+        if watch is None or watch.closed:
+            return
+        try:
+            if not watch.failed:
+                watch.meet("mesh.close", 0, self.everyone.size)
+        finally:
+            watch.break_off()  # what nobody waits for any more
+            watch.closed = True
+            made = self._device_mesh
+            let_go(self._axes(), [] if made is None else made.get_all_groups())
+            self.averager = self._device_mesh = None
+            if self._kept is not None:
+                self._kept.detach()
+            for name in _AXES:  # the groups end with the last that refers to them
+                setattr(self, name, replace(getattr(self, name), group=None))
+
+    def _axes(self) -> tuple[Axis, ...]:
+        return tuple(getattr(self, name) for name in _AXES)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        watch = self.everyone.watch
+        if error is not None and watch is not None:
+            watch.fail(error)  # the others learn of it before the groups end
+        self.close()
 
     def gather_ledger(self) -> Ledgers:
         """Returns what the ledgers of all ranks say; collective.
@@ -284,7 +334,7 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises.
+        timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: into how many stages the ranks are shared out; see [Note: stages].
         check: which plain tensors are compared between ranks; see `pdc.init`.
 
@@ -300,9 +350,7 @@ def init(
     ):
         ways = ways_of(int(os.environ["WORLD_SIZE"]), stages)
         resolve_grid(ways, algorithm, replication, grid)
-        dist.init_process_group(
-            backend or _default_backend(), timeout=timedelta(seconds=timeout + 60)
-        )
+        rendezvous.join(backend or _default_backend(), timeout)
     size = dist.get_world_size() if dist.is_initialized() else 1
     sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
     home = torch.device(device) if device is not None else _default_device()
@@ -339,7 +387,10 @@ def remember(mesh: Mesh) -> Mesh:
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
     found = _LATEST[0]() if _LATEST else None
-    return found if found is not None and found.everyone.size == world_size() else None
+    if found is None or found.everyone.size != world_size():
+        return None
+    watch = found.everyone.watch
+    return None if watch is not None and watch.closed else found
 
 
 def world_size() -> int:
@@ -364,9 +415,8 @@ def _default_device() -> torch.device:
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
     """Returns the mesh of one process, which talks to nobody."""
     ledger = Ledger()
-    names = ("world", *AXES, "data", "control", "stage", "everyone")
-    axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in names}
-    return Mesh(grid, seed, device, None, ledger=ledger, **axes)
+    axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in _AXES}
+    return Mesh(grid, seed, device, ledger=ledger, **axes)
 
 
 def _joined(
@@ -379,46 +429,62 @@ def _joined(
     rank, size = dist.get_rank(), dist.get_world_size()
     stages, *grid = sides
     watch = _make_watch(rank, size, timeout)
-    install_excepthook(watch)
-    ledger = Ledger()
-    names = AXES if stages == 1 else ("stage", *AXES)
-    shape = sides[-len(names) :]
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    axes: dict[str, Any] = {
-        name: Axis(
-            name,
-            device_mesh.get_local_rank(name),
-            n,
-            device_mesh.get_group(name),
-            ledger,
-            watch,
-        )
-        for name, n in zip(names, shape, strict=True)
-    }
-    ways, span = size // stages, timedelta(seconds=timeout + 60)
-    for name, axis in axes.items():
-        if axis.size == size > 1:  # torch gives the caller's, to all meshes the same
-            axes[name] = replace(axis, group=dist.new_group(timeout=span))
-    # groups of our own: the caller's keep their order
+    install_excepthook()
+    exit_on_sigterm()
+    _close_collected()
+    axes = _open_axes(stages, tuple(grid), watch)
+    meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}
+    mesh = Mesh(tuple(grid), seed, device, **meshed)  # type: ignore[arg-type]
+    # gloo's groups end on each rank by itself, NCCL's on all alike: those by `close` alone
+    if "nccl" not in str(dist.get_backend_config()):
+        mesh._kept = weakref.finalize(mesh, _collected.append, tuple(axes.values()))
+        mesh._kept.atexit = False
+    return mesh
+
+
+_collected: list[tuple[Axis, ...]] = []  # of meshes that nobody holds any more
+
+
+def _close_collected() -> None:
+    """Ends the groups of meshes that were collected, where no other thread makes any."""
+    while _collected:
+        axes = _collected.pop()
+        for watch in {axis.watch for axis in axes if axis.watch is not None}:
+            watch.break_off()
+        let_go(axes)
+
+
+def _open_axes(stages: int, grid: tuple[int, ...], watch: Watch) -> dict[str, Axis]:
+    """Makes the process groups of a mesh; every rank helps to make every group."""
+    rank, size, ledger = watch.rank, watch.size, Ledger()
+    axes: dict[str, Axis] = {}
+
+    def open_axis(name: str, lines: list[list[int]], backend: str | None) -> None:
+        for line in lines:
+            group = None
+            if len(line) > 1:
+                group = rendezvous.open_group(line, backend, watch.deadline)
+            if rank in line:
+                place, n = line.index(rank), len(line)
+                axes[name] = Axis(name, place, n, group, ledger, watch)
+
+    places = torch.arange(size).view(stages, *grid)
+    for at, name in enumerate(("stage", *AXES)):
+        lines = places.movedim(at, -1).reshape(-1, places.size(at))
+        open_axis(name, lines.tolist(), None)
+    whole = places.view(stages, -1).tolist()
     for name, backend in (("world", None), ("data", None), ("control", "gloo")):
-        for s in range(stages):  # every rank helps to make every group
-            ranks = range(s * ways, (s + 1) * ways)
-            group = dist.new_group(list(ranks), timeout=span, backend=backend)
-            if rank in ranks:
-                axes[name] = Axis(name, rank % ways, ways, group, ledger, watch)
+        open_axis(name, whole, backend)
     if stages == 1:
-        axes["stage"] = Axis("stage", 0, 1, None, ledger, watch)
         axes["everyone"] = axes["world"]
     else:
-        every = dist.new_group(timeout=span)
-        axes["everyone"] = Axis("everyone", rank, size, every, ledger, watch)
-    meshed: Any = {"ledger": ledger, "check": check, **axes}
-    return Mesh(tuple(grid), seed, device, device_mesh, **meshed)  # type: ignore[arg-type]
+        open_axis("everyone", [list(range(size))], None)
+    return axes
 
 
 def _make_watch(rank: int, size: int, timeout: float) -> Watch:
-    store = dist.distributed_c10d._get_default_store()
+    store = TimedStore(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
-    mine = dist.PrefixStore(f"pyg_distcomm/{number}", store)  # type: ignore[attr-defined]
-    return Watch(mine, rank, size, timeout)
+    rendezvous.arrive(store, f"mesh/{number}", rank, size, timeout)
+    return Watch(store.within(f"pyg_distcomm/{number}"), rank, size, timeout)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+_LONG = timedelta(days=30)  # who waits for messages has a deadline, and breaks them off
 _PATIENCE = 5.0  # seconds for threads to come back, where processors are busy
 _idle: list[SimpleQueue[Messages]] = []  # what threads without work listen to
 _under_way: set[Messages] = set()
@@ -95,7 +96,7 @@ class Messages:
 
     def _finish(self) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(_LONG)
 
     def give_up(self) -> None:
         """Ends the wait, and with it the connections of the group."""

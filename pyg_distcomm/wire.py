@@ -288,16 +288,20 @@ def ring_words(numel: int, size: int) -> int:
     return -(-2 * numel * (size - 1) // size)
 
 
-def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> Any:
-    """Starts an in-place sum and returns torch's own future of it (for DDP's hook).
+def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, Any]:
+    """Starts an in-place sum; returns it, and torch's own future of it (for DDP's hook).
 
-    It is a piece of a larger sum, of which `before` words have left.
+    DDP's wait for the future has no deadline: wait for the sum first. It is a piece of a
+    larger sum, of which `before` words have left.
     """
     traced = note_all_reduce(x, axis, before)
-    future = dist.all_reduce(x, group=axis.group, async_op=True).get_future()
-    if traced is not None:
-        traced.under_way(None if x.is_cuda else future)
-    return future
+    work = guarded(
+        axis,
+        "all_reduce",
+        lambda: dist.all_reduce(x, group=axis.group, async_op=True),
+    )
+    future = work.get_future()
+    return Pending(x, x.device, axis, "all_reduce", work, traced), future
 
 
 def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:

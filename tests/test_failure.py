@@ -244,7 +244,7 @@ def test_a_store_that_went_is_asked_once():
     told = watch.broken("halo over axis world", RuntimeError("closed by peer"))
     assert isinstance(told, RankError)
     assert "closed by peer" in str(told)
-    assert "not waiting" in str(watch.expired("halo"))
+    assert "store does not answer" in str(watch.expired("halo"))
     assert store.calls == 1
 
 

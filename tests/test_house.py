@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "kernels",
     "failure timeline trace_file clocks ledger price partition eager mirror encoding",
-    "messages ending axis wire random mesh launch channel trace",
+    "messages ending axis wire random rendezvous mesh preempt launch channel trace",
     "exchange adjoint agreement rows dropout atomic",
     "ops",
     "averaging rowwise shaping indexing losses reductions rowcut picking gradients recurrent "
@@ -37,7 +37,7 @@ FLOORS = (
     "cli __init__",
 )
 TALKS = {"wire", "mesh", "launch", "failure", "checkpoint", "nn.replicate", "doctor"}
-TALKS |= {"loader.world", "channel", "axis", "messages", "ending"}
+TALKS |= {"rendezvous", "loader.world", "channel", "axis", "messages", "ending"}
 KNOWS_PYG = {
     "topology",
     "edge_index",
@@ -68,6 +68,7 @@ TWICE = {
 # what a process changes and modules hold; no name comes here, and one that is gone goes
 STATE = {
     "ending._begun",
+    "failure._live",
     "kernels.compile._known",
     "kernels.memory._advise",
     "kernels.memory._heap_start",
@@ -78,6 +79,7 @@ STATE = {
     "loader.world._begun",
     "loader.world._built",
     "mesh._LATEST",
+    "mesh._collected",
     "messages._idle",
     "messages._under_way",
     "partition.cutters._pymetis",

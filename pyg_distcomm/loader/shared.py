@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import mmap
 import os
@@ -20,7 +21,6 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.loader.world import Notes, World, place
 from pyg_distcomm.sampling.topology import read_topology, remember
 
-SLOW = 24 * 3600.0  # seconds a rank has to load the graph
 LOADING = (
     "All ranks have to call shared(), and the one that loads the graph is not done"
 )
@@ -33,9 +33,10 @@ def shared(
     """Returns a graph that the ranks of one host hold in memory once.
 
     One rank of each host writes the graph to a file, its edges also in the form that
-    the loaders sample from; all map that file, and it is removed at once. The memory of
-    the host does not grow with its ranks if `source` is a function, since then only one
-    rank of a host ever loads the graph:
+    the loaders sample from, and all map that file. It has no name (on Linux), so that
+    nothing of it stays, however the ranks end. The memory of the host does not grow with
+    its ranks if `source` is a function, since then only one rank of a host ever loads the
+    graph:
 
         data = shared(lambda: Planetoid("data", "Cora")[0])
 
@@ -49,6 +50,8 @@ def shared(
 
     Raises:
         RuntimeError: if the rank that loads fails; on all ranks, with its message.
+        RankError: if it has shown no sign of life for the `timeout` of `pdc.init`. It may
+            take longer than that to load.
     """
     world = World.now()
     if world.size == 1:
@@ -59,20 +62,21 @@ def shared(
     names = [note["host"] for note in hosts.collect("find the ranks of its host")]
     leader = names.index(names[world.rank])
     written, mapped = Notes(world, f"{name} written"), Notes(world, f"{name} mapped")
-    home = None
+    file: Any = None
     try:
         if leader == world.rank:
-            home = _written(source, folder, written)
+            with written.alive():
+                file = _written(source, folder, written)
         else:
             written.leave({})
-        _raise_first(written.collect("get the graph of its host", SLOW, LOADING))
-        note = written.collect("get the graph of its host")[leader]
-        graph = _mapped(note["file"], mapped)
+        notes = written.collect("get the graph of its host", LOADING)
+        _raise_first(notes)
+        graph = _mapped(notes[leader]["file"], mapped)
         _raise_first(mapped.collect("see its host's graph mapped"))
         return graph
     finally:
-        if home is not None:
-            shutil.rmtree(home, ignore_errors=True)
+        if file is not None:
+            file.close()
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,9 @@ def _graph(source: Any) -> Any:
     return source if isinstance(source, (Data, HeteroData)) else source()
 
 
-def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
+def _written(source: Any, folder: str | None, notes: Notes) -> Any:
     """Writes the graph and its topology; says where, or what went wrong."""
-    home = None
+    file = None
     try:
         data = copy.copy(_graph(source))
         for store in data.stores:
@@ -115,13 +119,23 @@ def _written(source: Any, folder: str | None, notes: Notes) -> str | None:
         relations = list(
             zip(topology.edge_types, topology.graph.relations, strict=True)
         )
-        home = tempfile.mkdtemp(prefix="pyg_distcomm-", dir=folder or _roomy(data))
-        file = os.path.join(home, "graph.pt")
+        file, path = _nameless(folder or _roomy(data) or tempfile.gettempdir())
         torch.save((data, relations), file)
-        notes.leave({"file": file})
+        file.flush()
+        notes.leave({"file": path})
     except Exception as error:
         notes.leave({"error": f"{type(error).__name__}: {error}"})
-    return home
+    return file
+
+
+def _nameless(folder: str) -> tuple[Any, str]:
+    """Opens a file that ends with this process, and returns how others can open it."""
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # a file system that has no such files
+            number = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+            return os.fdopen(number, "w+b"), f"/proc/{os.getpid()}/fd/{number}"
+    file = tempfile.NamedTemporaryFile(prefix="pyg_distcomm-", dir=folder)  # noqa: SIM115
+    return file, file.name
 
 
 def _raise_first(notes: list[dict[str, Any]]) -> None:

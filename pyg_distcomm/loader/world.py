@@ -10,22 +10,26 @@ loader, has passed its place in the script, and does not share it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.failure import RankError, TimedStore
+from pyg_distcomm.mesh import Mesh, latest_mesh
 
-PATIENCE = 300.0  # seconds to wait for the notes of the other ranks
+PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
+_BEAT = 0.5  # seconds between the signs of life of a rank that others wait for
 OWN = (
     "A loader shares its batches out over the ranks, so all have to build it; for a loader "
     "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
@@ -85,15 +89,16 @@ class Notes:
     """
 
     def __init__(self, world: World, name: str, mesh: Mesh | None = None) -> None:
-        self._watch = None if mesh is None else mesh.world.watch
+        mesh = latest_mesh() if mesh is None else mesh
+        self._watch = None if mesh is None else mesh.everyone.watch
         self.world, self.name, self._born = world, name, len(_begun)
         self._store: Any = None
         self._common: Any = None
         if world.size > 1:
             c10d = dist.distributed_c10d
-            store = c10d._get_default_store()
-            self._common = c10d.PrefixStore("pyg_distcomm/loader", store)
-            self._store = c10d.PrefixStore(f"place/{name}", self._common)
+            store = TimedStore(c10d._get_default_store())
+            self._common = store.within("pyg_distcomm/loader")
+            self._store = self._common.within(f"place/{name}")
 
     def leave(self, note: dict[str, Any]) -> None:
         """Leaves this rank's note; does not wait."""
@@ -106,18 +111,40 @@ class Notes:
             _begun.append(f"begun/{self.name}/{epoch}")
             self._common.set(f"{_begun[-1]}/{self.world.rank}", "")
 
-    def collect(
-        self, doing: str, patience: float | None = None, advice: str = OWN
-    ) -> list[dict[str, Any]]:
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Gives signs of life in a block that leads to this rank's note, and may be slow."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):
+                while not stop.wait(_BEAT):
+                    count += 1
+                    self._store.set(f"alive/{self.world.rank}", str(count))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE if self._watch is None else self._watch.deadline
+
+    def collect(self, doing: str, advice: str = OWN) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks, and returns them in rank order.
 
         Raises:
-            RuntimeError: if some have not come in time; it names them and what to do.
+            RankError: if some have not come in time; it names them and what to do.
         """
-        patience = PATIENCE if patience is None else patience
+        patience = self._patience
         missing = self._wait(lambda late, waited: waited > patience)
         if missing:
-            raise RuntimeError(
+            raise RankError(
                 f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
                 f"{_listed(missing)} have not come to {self.name.split(' < ')[0]}. {advice}"
             )
@@ -129,7 +156,7 @@ class Notes:
         The ranks that have built it then agree that it is each one's own.
         """
         missing = self._wait(
-            lambda late, waited: any(map(self._passed, late)) or waited > PATIENCE
+            lambda late, waited: any(map(self._passed, late)) or waited > self._patience
         )
         if not missing or any(map(self._passed, missing)):
             found = "own" if missing else "shared"
@@ -150,10 +177,13 @@ class Notes:
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until there has been enough of it; returns who is missing."""
-        begin, pause = time.monotonic(), 1e-3
+        begin, pause, alive = time.monotonic(), 1e-3, ""
         while True:
             ranks = range(self.world.size)
             missing = [r for r in ranks if not self._store.check([str(r)])]
+            before, alive = alive, self._signs(missing)
+            if before != alive:
+                begin = time.monotonic()
             if not missing or enough(missing, time.monotonic() - begin):
                 # one that has passed may have left its note just before
                 return [r for r in missing if not self._store.check([str(r)])]
@@ -161,6 +191,12 @@ class Notes:
                 self._watch.look()  # a rank that failed will not come
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+
+    def _signs(self, ranks: list[int]) -> str:
+        """Returns the signs of life of ranks that have any."""
+        keys = [f"alive/{rank}" for rank in ranks]
+        there = [key for key in keys if self._store.check([key])]
+        return " ".join(key + self._store.get(key).decode() for key in there)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -15,7 +15,7 @@ from pyg_distcomm import wire
 from pyg_distcomm.averaging import averager_of
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.tensor import DistTensor
-from pyg_distcomm.wire import Axis
+from pyg_distcomm.wire import Axis, Pending
 
 BUCKETS = 4
 SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than its bytes
@@ -59,19 +59,36 @@ class Replicated(_Transparent, DistributedDataParallel):
     """
 
     armed = False  # whether DDP averages the gradients of the next backward pass
+    regroups: bool | None = None  # whether DDP does so in the next; None before any
 
     def __init__(
         self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
     ) -> None:
-        super().__init__(module, process_group=mesh.data.group, **options)
         self._made = mesh, options
+        self._meet()
+        super().__init__(module, process_group=mesh.data.group, **options)
         for p in module.parameters():
             averager_of(mesh).averaged_by(p, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
+        if self.regroups and torch.is_grad_enabled():
+            self.regroups = False
+            self._meet()
         self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
         return super().forward(*args, **kwargs)
+
+    def ran(self) -> None:
+        """Notes that all gradients of a backward pass have come."""
+        self.armed = False
+        if self.regroups is None:  # in the order of the first, unless it may change
+            self.regroups = self.static_graph or not self.find_unused_parameters
+
+    def _meet(self) -> None:
+        """Waits for all ranks where DDP would without our deadline, in steps of its own."""
+        mesh, _ = self._made
+        if mesh.data.watch is not None:
+            mesh.data.watch.meet("replicate", mesh.stage.rank, mesh.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         mesh, options = self._made
@@ -147,14 +164,24 @@ class _Averager:
     def __init__(self, axis: Axis, wrapper: Replicated) -> None:
         self.axis, self.wrapper = axis, weakref.proxy(wrapper)
         self.left = 0
+        self.under_way: list[Pending] = []
+
+    def finish(self) -> None:
+        """Waits for the sums, at the end of a backward pass, before DDP does."""
+        under_way, self.under_way = self.under_way, []
+        for pending in under_way:
+            pending.wait()
 
 
 def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
     """Averages one bucket of gradients over the ranks, and counts it."""
     state.axis.ledger.event("begin", "gradients")
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
-    future = wire.all_reduce_future(buffer, state.axis, state.left)
+    pending, future = wire.all_reduce_future(buffer, state.axis, state.left)
+    state.under_way.append(pending)
     state.left = 0 if bucket.is_last() else state.left + buffer.numel()
     if bucket.is_last():  # all gradients have come
-        state.wrapper.armed = False
+        state.wrapper.ran()
+        # DDP puts its own callback behind this one
+        torch.autograd.Variable._execution_engine.queue_callback(state.finish)
     return future.then(lambda f: f.value()[0])

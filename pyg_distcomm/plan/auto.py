@@ -82,7 +82,9 @@ def init(
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
         seed: the seed of dropout and of everything else that is keyed.
-        timeout: seconds a rank waits for the others before it raises.
+        timeout: seconds a rank waits for others before it raises a RankError: the deadline
+            of all waits (joining, passes, loaders, plans, traces, signs of life in `shared`);
+            torch's own (NCCL, files of checkpoints) end 5 s later. The mesh is over then.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
         check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
             others once per operation and shape ("first"), all ("always"), or "never".
@@ -96,6 +98,9 @@ def init(
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is trained.
 
+    `mesh.close()` or `with pdc.init() as mesh:` gives connections back. SIGTERM ends a
+    process as `sys.exit(143)` does.
+
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
@@ -107,9 +112,9 @@ def init(
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
-    if algorithm != "auto" and problem is not None:
-        raise ValueError(problem)
     if algorithm != "auto":
+        if problem is not None:
+            raise ValueError(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
     mesh = grids.init("1d", **how)

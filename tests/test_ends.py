@@ -1,0 +1,626 @@
+"""Every wait ends at the deadline, every process soon after, and nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import worlds
+from test_network import linked, network
+from torch_geometric.data import Data
+
+import pyg_distcomm as pdc
+from pyg_distcomm import wire
+from pyg_distcomm.failure import RankError, TimedStore
+
+ROOT = Path(__file__).parents[1]
+DEADLINE = 4.0
+SOON = 5.0  # seconds from an error to the end of the process, as promised
+
+
+def graph():
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(200, 8, generator=g)
+    edges = torch.randint(0, 200, (2, 1500), generator=g)
+    return Data(x=x, edge_index=edges, y=torch.arange(200) % 3)
+
+
+# Waits ------------------------------------------------------------------------------
+
+
+def _stops_in_backward(ddp):
+    """Rank 1 is stopped inside its second backward pass; returns what each waited."""
+    mesh = pdc.init(timeout=DEADLINE)
+    data, conv = pdc.partition(graph(), mesh, "random"), pdc.nn.DistGCNConv(8, 3)
+    conv = pdc.replicate(conv, mesh) if ddp else conv
+    for step in range(3):
+        loss = F.cross_entropy(conv(data.x, data.edge_index), data.y)
+        if mesh.rank == 1 and step == 1:
+            later = f"sleep {2.5 * DEADLINE}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", later])
+            loss.register_hook(lambda g: os.kill(os.getpid(), signal.SIGSTOP))
+        begin = time.monotonic()
+        try:
+            loss.backward()
+        except RankError as error:
+            return str(error), time.monotonic() - begin
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("ddp", [pytest.param(False, marks=tiers.rare), True])
+def test_a_backward_pass_stands_under_the_deadline(ddp):
+    (told, waited), (_, asleep) = pdc.launch(_stops_in_backward, 2, ddp, timeout=120)
+    assert f"waited {DEADLINE:.0f} s for all_reduce" in told
+    assert waited < DEADLINE + SOON < asleep
+
+
+def _replicates_late():
+    mesh = pdc.init(timeout=DEADLINE)
+    if mesh.rank:
+        time.sleep(2 * DEADLINE)
+    begin = time.monotonic()
+    with pytest.raises(RankError):
+        pdc.replicate(torch.nn.Linear(2, 2), mesh)
+    return time.monotonic() - begin
+
+
+@tiers.rare
+def test_replicate_stands_under_the_deadline():
+    assert pdc.launch(_replicates_late, 2, timeout=120)[0] < DEADLINE + SOON
+
+
+def _writer_is_killed(stopped):
+    """Rank 0 dies, or stops for good, while it loads the graph for both."""
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+
+    def load():
+        time.sleep(1.5 * DEADLINE)  # longer than the deadline, and alive
+        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank\(s\) 0 have not come"):
+        shared(load if mesh.rank == 0 else graph)
+    raise ValueError(f"waited {time.monotonic() - begin:.3f}")
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=tiers.rare)])
+def test_a_writer_that_is_killed_is_not_waited_for_for_ever(stopped):
+    with pytest.raises((RankError, ValueError)) as caught:
+        pdc.launch(_writer_is_killed, 2, stopped, timeout=120)
+    if stopped:
+        waited = float(str(caught.value).split()[-1])
+        assert 1.5 * DEADLINE < waited < 2.5 * DEADLINE + SOON
+    else:
+        assert "signal 9" in str(caught.value)
+
+
+def _large():
+    data = graph()
+    data.x = torch.rand(200, 100_000)
+    return data
+
+
+def _writer_is_killed_in_the_middle(mark):
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+    if mesh.rank == 0:
+        before = torch.save
+
+        def save(value, file):
+            before(value, file)
+            Path(mark).write_text("written")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = save
+    shared(_large)
+
+
+def test_a_shared_graph_leaves_nothing_in_memory(tmp_path):
+    folders = [Path("/dev/shm"), Path("/tmp")]
+    before = {f for folder in folders for f in folder.glob("pyg_distcomm-*")}
+    with pytest.raises(RankError):
+        pdc.launch(_writer_is_killed_in_the_middle, 2, str(tmp_path / "mark"))
+    assert (tmp_path / "mark").exists()
+    assert {f for folder in folders for f in folder.glob("pyg_distcomm-*")} <= before
+
+
+class _Cut:
+    """A store behind a network that was cut: no answer comes."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def get(self, key):
+        self.calls += 1
+        time.sleep(1.5)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_twice():
+    inner = _Cut()
+    store = TimedStore(inner, 0.2)
+    begin = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(RankError, match="store does not answer"):
+            store.get("key")
+    assert time.monotonic() - begin < 1.0
+    assert inner.calls == 1
+    time.sleep(1.6)
+    with pytest.raises(RankError, match="store does not answer"):
+        store.get("key")  # it may answer again
+    assert inner.calls == 2
+
+
+# Ends -------------------------------------------------------------------------------
+
+SCRIPT = """
+import atexit, os, sys, time
+import torch, torch.nn.functional as F
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+atexit.register(lambda: print("CLEANED", flush=True))
+if CASE == "before init" and rank == 1:
+    sys.exit(3)
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistNeighborLoader
+from test_ends import graph
+begin = time.time()
+try:
+    mesh = pdc.init(timeout=4)
+    begin = time.time()
+    data, conv = pdc.partition(graph(), mesh, "random"), pdc.nn.DistGCNConv(8, 3)
+
+    def step():
+        F.cross_entropy(conv(data.x, data.edge_index), data.y).backward()
+
+    def loader():
+        return DistNeighborLoader(data, [3, 3], batch_size=8)
+
+    if CASE == "break":
+        for i in range(10):
+            if i == 4 and rank == 1:
+                time.sleep(6)  # past the deadline
+                break
+            step()
+    if CASE == "one loader":
+        if rank == 0:
+            list(loader())
+        else:
+            step()
+    if CASE == "in a loader":
+        for i, batch in enumerate(loader()):
+            if i == 2 and rank == 1:
+                raise KeyError("of rank 1")
+    if CASE == "own code":
+        step()
+        sys.exit(7)
+except BaseException as error:
+    print("ERROR", time.time(), time.time() - begin, type(error).__name__, flush=True)
+    print(error, flush=True)
+    raise
+finally:
+    print("FINALLY", flush=True)
+    if DESTROY and dist.is_initialized():
+        dist.destroy_process_group()
+"""
+
+
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_two_ranks(tmp_path, text, seconds=120):
+    """Runs a script on two ranks, with no launcher that would end them.
+
+    Returns what each said, its exit code, and when it had ended.
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    said = [(tmp_path / f"said{rank}").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py")],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=said[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    ended = {}
+    stop = time.monotonic() + seconds
+    try:
+        while len(ended) < 2 and time.monotonic() < stop:
+            for rank, process in enumerate(ranks):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.time()
+            time.sleep(0.02)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    texts = []
+    for file in said:
+        file.seek(0)
+        texts.append(file.read())
+        file.close()
+    assert len(ended) == 2, texts
+    return [(texts[rank], ranks[rank].returncode, ended[rank]) for rank in range(2)]
+
+
+CASES = [
+    (case, destroy)
+    for case in ("one loader", "break", "in a loader", "before init", "own code")
+    for destroy in (False, True)
+]
+
+
+@pytest.mark.subprocess
+@tiers.parametrize(
+    ("case", "destroy"), CASES, [("one loader", True), ("before init", False)]
+)
+def test_a_process_ends_soon_after_its_error(tmp_path, case, destroy):
+    text = f"CASE, DESTROY = {case!r}, {destroy}\n{SCRIPT}"
+    for rank, (said, code, ended) in enumerate(on_two_ranks(tmp_path, text)):
+        assert "CLEANED" in said  # atexit
+        assert "terminate called" not in said
+        dead = case == "before init" and rank == 1
+        wanted = {"before init": 3 if dead else 1, "own code": 7}.get(case, 1)
+        if case == "break" and rank == 1:
+            wanted = 0
+        assert code == wanted, said
+        if dead:
+            continue
+        assert "FINALLY" in said
+        if "ERROR" in said:
+            at, waited, kind = said.split("ERROR ")[1].split()[:3]
+            assert ended - float(at) < SOON, said
+            if case == "before init":
+                assert "rank(s) 1 of 2 did not come" in said or "have not met" in said
+            if kind == "RankError":
+                assert float(waited) < 4 + SOON
+
+
+# Meshes -----------------------------------------------------------------------------
+
+
+def _resources():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _meshes(count, how):
+    """Makes meshes one after another; returns what the process held after some."""
+    held = []
+    for k in range(count):
+        with contextlib.ExitStack() as stack:
+            mesh = pdc.init(timeout=60)
+            if how == "with":
+                stack.enter_context(mesh)
+            assert wire.all_reduce(torch.ones(1), mesh.world).item() == mesh.size
+            share = pdc.partition(graph(), mesh, "random")
+            share.x.sum()
+        if how == "close":
+            mesh.close()
+            mesh.close()  # once more does nothing
+        if k >= 4:
+            held.append(_resources())
+    return held
+
+
+@pytest.mark.skipif(not worlds.LINUX, reason="counts threads by /proc")
+@pytest.mark.parametrize("how", ["close", "with", "collected"])
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=tiers.rare)])
+def test_meshes_give_back_their_threads_and_descriptors(count, how):
+    for held in pdc.launch(_meshes, 2, count, how, timeout=500):
+        first, last = held[0], held[-1]
+        assert last[0] <= first[0] + 4
+        assert last[1] <= first[1] + 8
+
+
+def _closed():
+    mesh = pdc.init(timeout=60)
+    share = pdc.partition(graph(), mesh, "random")
+    with mesh as same:
+        assert same is mesh
+    with pytest.raises(RankError, match=r"closed; make a new one"):
+        share.x.sum()
+    again = pdc.init(timeout=60)
+    assert wire.all_reduce(torch.ones(1), again.world).item() == 2
+    assert again.device_mesh.shape == (2, 1, 1)
+    assert again.device_mesh is again.device_mesh
+    again.close()
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def test_a_closed_mesh_says_so():
+    assert pdc.launch(_closed, 2, timeout=120) == [1, 1]
+
+
+def test_one_process_closes_nothing():
+    with pdc.init() as mesh:
+        assert mesh.device_mesh is None
+    assert mesh.size == 1
+
+
+def _fails_inside():
+    with pdc.init(timeout=60) as mesh:
+        if mesh.rank == 1:
+            raise ValueError("of rank 1")
+        wire.barrier(mesh.world)
+
+
+def test_the_others_learn_why_a_mesh_was_left():
+    with pytest.raises(ValueError, match="of rank 1"):
+        pdc.launch(_fails_inside, 3, timeout=60)
+
+
+# Launch -----------------------------------------------------------------------------
+
+
+def _tensors(rows):
+    return [torch.full((rows, 30), float(k)) for k in range(40)]
+
+
+def test_launch_returns_tensors():
+    for rows in (1, 3000):
+        for result in pdc.launch(_tensors, 2, rows, timeout=120):
+            assert [t[0, 0].item() for t in result] == list(range(40))
+
+
+def _killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_launch_names_the_signal():
+    with pytest.raises(RankError, match=r"without a word \(signal 9"):
+        pdc.launch(_killed, 1, timeout=60)
+
+
+LAUNCHES = """
+import os, sys, time
+import pyg_distcomm as pdc
+
+def compute(folder):
+    open(f"{folder}/rank{os.getpid()}", "w").close()
+    while True:
+        time.sleep(0.05)
+
+if __name__ == "__main__":
+    pdc.launch(compute, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.subprocess
+@tiers.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [signal.SIGKILL]
+)
+def test_ranks_end_with_their_launcher(tmp_path, number):
+    mark = f"PDC_ENDS_{os.getpid()}_{int(number)}"
+    (tmp_path / "launches.py").write_text(LAUNCHES)
+    (tmp_path / "out").mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, tmp_path / "launches.py", tmp_path / "out"],
+        env={**os.environ, mark: "1", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    stop = time.monotonic() + 120
+    while len(list((tmp_path / "out").iterdir())) < 2 and time.monotonic() < stop:
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    launcher.wait(60)
+    stop = time.monotonic() + 15
+    while marked(mark) and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert not marked(mark)  # neither ranks nor helpers
+
+
+def marked(mark):
+    """Ids of the processes that have this in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+# Signals ----------------------------------------------------------------------------
+
+
+def _preempted(number, who, stages):
+    mesh = pdc.init(timeout=60, stages=stages)
+    before = signal.getsignal(number)
+    saved, step = [], 0
+    preempted = pdc.on_preempt(lambda: saved.append(step))
+    try:
+        for step in range(9):
+            if step == 3 and mesh.everyone.rank in who:
+                os.kill(os.getpid(), number)
+            preempted()
+    except SystemExit as end:
+        code = end.code
+    assert signal.getsignal(number) == before
+    return saved, code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("who", "stages"), [([1], 1), ([0, 1], 1), ([0], 2)], ids=["one", "all", "stages"]
+)
+def test_all_ranks_save_at_the_same_step(number, who, stages):
+    found = pdc.launch(_preempted, 2, number, who, stages, timeout=120)
+    assert found == [([3], 128 + number)] * 2
+
+
+def test_one_process_saves_too():
+    saved = []
+    preempted = pdc.on_preempt(lambda: saved.append(1))
+    preempted()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        preempted()
+    assert saved == [1]
+
+
+def test_the_same_signal_again_ends_at_once(capsys):
+    preempted = pdc.on_preempt(lambda: None)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert "SIGINT again ends at once" in capsys.readouterr().err
+    os.kill(os.getpid(), signal.SIGINT)  # an echo: a terminal and a launcher both send
+    preempted._at -= 2.0
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_belong_to_the_main_thread():
+    told = []
+
+    def ask():
+        try:
+            pdc.on_preempt(print)
+        except ValueError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert "main thread" in told[0]
+
+
+def _terminated(folder):
+    mesh = pdc.init(timeout=60)
+    try:
+        with pdc.trace(f"{folder}/trace.json"):
+            for step in range(200):
+                wire.barrier(mesh.world)
+                if step == 5 and mesh.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        Path(folder, f"cleaned{mesh.rank}").touch()
+
+
+def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
+    with pytest.raises(SystemExit, match="143"):
+        pdc.launch(_terminated, 2, str(tmp_path), timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("cleaned0", "cleaned1", "trace.json")
+    }
+
+
+# Hosts ------------------------------------------------------------------------------
+
+MEETS = """
+import torch, pyg_distcomm as pdc
+from pyg_distcomm import rendezvous, wire
+if BLIND:
+    rendezvous._choose_interface = lambda *args: None
+import time
+begin = time.time()
+try:
+    mesh = pdc.init(timeout=6)
+except pdc.RankError as error:
+    print("TOLD", time.time() - begin, error, flush=True)
+    raise
+print("SUM", wire.all_reduce(torch.ones(1), mesh.world).item(), flush=True)
+"""
+
+CUT = """
+import subprocess, time
+import torch, pyg_distcomm as pdc
+from pyg_distcomm import wire
+mesh = pdc.init(timeout=6)
+for step in range(6):
+    wire.barrier(mesh.world)
+if mesh.rank == 1:
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+begin = time.time()
+try:
+    wire.barrier(mesh.world)
+except pdc.RankError as error:
+    print("TOLD", time.time() - begin, error, flush=True)
+    raise
+"""
+
+
+def on_two_hosts(tmp_path, text, master="10.77.0.1"):
+    """Runs a script on a rank of each of two hosts, whose own name is that of loopback."""
+    script, hosts = tmp_path / "script.py", tmp_path / "hosts"
+    script.write_text(text)
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
+    bind = f"mount --bind {hosts} /etc/hosts; hostname debian; exec {sys.executable}"
+    said, ranks = [], []
+    with network.links(2, network.BARE) as net:
+        for rank, space in enumerate(net.ranks):
+            where = "nsenter", f"--net=/proc/{space}/ns/net", "--"
+            where += "unshare", "--mount", "--uts", "sh", "-c"
+            own = {
+                "RANK": rank,
+                "WORLD_SIZE": 2,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": 1,
+            }
+            own |= {"MASTER_ADDR": master, "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
+            own |= {"PYTHONPATH": ROOT}
+            env = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            env.pop("GLOO_SOCKET_IFNAME", None)
+            rank = subprocess.Popen(
+                [*where, f"{bind} {script}"],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            ranks.append(rank)
+        try:
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return said, [rank.returncode for rank in ranks]
+
+
+@linked
+def test_hosts_meet_whose_name_is_that_of_loopback(tmp_path):
+    said, codes = on_two_hosts(tmp_path, "BLIND = False" + MEETS)
+    assert codes == [0, 0], said
+    assert all("SUM 2.0" in text for text in said)
+
+
+@pytest.mark.exhaustive
+@linked
+def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
+    said, codes = on_two_hosts(tmp_path, "BLIND = True" + MEETS)
+    assert codes == [1, 1]
+    for text in said:
+        assert "debian resolves to 127.0.1.1" in text
+        assert "GLOO_SOCKET_IFNAME=eth0" in text
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
+
+
+@linked
+def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
+    said, codes = on_two_hosts(tmp_path, CUT)
+    assert codes == [1, 1]
+    for text in said:
+        assert float(text.split("TOLD ")[1].split()[0]) < 6 + SOON
+    assert "store does not answer" in said[1]
