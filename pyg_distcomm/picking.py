@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,24 @@ def get(x: RowCut, key: Any) -> Any:
             first != slice(None) or hasattr(x, "_is_copy")
         )
     return out
+
+
+def check_writes(func: Callable, args: Any) -> None:
+    """Refuses a torch function that writes to a copy of some rows."""
+    if args and isinstance(args[0], RowCut) and _writes(func):
+        check_writable(args[0])
+
+
+def _writes(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in _READ
+    if name in ("requires_grad_", "detach_"):
+        return False
+    return bool(name.endswith("_")) and not name.startswith("_")
+
+
+_READ = ("__invert__", "__index__", "__int__")
 
 
 def check_writable(x: RowCut) -> None:

@@ -21,7 +21,7 @@ from pyg_distcomm import (
 )
 from pyg_distcomm.dropout import keyed_dropout
 from pyg_distcomm.gradients import meet_all, plainly
-from pyg_distcomm.picking import check_writable
+from pyg_distcomm.picking import check_writes
 from pyg_distcomm.recurrent import RECURRENT, recurrent
 from pyg_distcomm.rowcut import WAYS_OUT, RowCut, fit_plain, tree_map, undecided
 from pyg_distcomm.rows import Rows
@@ -56,8 +56,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         return plainly(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return foreach.apply(func, args, kwargs)
-    if args and isinstance(args[0], RowCut) and writes(func):
-        check_writable(args[0])
+    check_writes(func, args)
     args, kwargs = _met(name, args, kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](func, args, kwargs)
@@ -70,20 +69,6 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in WHOLE:
         return gathered(func, args, kwargs)
     raise undecided(f"{name}()")
-
-
-def writes(func: Callable) -> bool:
-    """Says whether a torch function writes to its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in (
-            "__invert__",
-            "__index__",
-            "__int__",
-        )
-    if name in ("requires_grad_", "detach_"):
-        return False
-    return bool(name.endswith("_")) and not name.startswith("_")
 
 
 def _met(name: str, args: Any, kwargs: Any) -> Any:

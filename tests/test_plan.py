@@ -543,7 +543,7 @@ def measured_for():
             (
                 {"codecs": ["bf16"][: torch.distributed.get_rank()]},
                 ValueError,
-                "codecs has 1 that change numbers, and on rank 0 0",
+                r"codecs are \['bf16'\], and on rank 0 \[\]",
             ),
         ):
             with pytest.raises(kind, match=message):

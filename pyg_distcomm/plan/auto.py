@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,9 +72,8 @@ def init(
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
     "auto" measures the links, and the processors at the model's widths (see `calibrate`),
-    plans on rank 0, and takes the best plan that fits (see `plan`). Exact plans that come
-    near it, of plain GCN and SAGE layers, first train some epochs each, and the fastest is
-    taken (see `race.py`). It is kept as `mesh.plan`; `partition` follows it.
+    plans on rank 0, and takes the best plan that fits (see `plan`). Exact plans near it, of
+    plain GCN and SAGE layers, first train some epochs each. `partition` follows `mesh.plan`.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
@@ -81,16 +81,14 @@ def init(
         grid: an explicit grid `(row, col, fiber)`, instead of a name.
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
         device: where this rank computes; its CUDA device with NCCL, else the CPU.
-        seed: the seed of dropout and of everything else that is keyed.
+        seed: of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for others before it raises a RankError: the deadline
-            of all waits (joining, passes, loaders, plans, traces, signs of life in `shared`);
-            torch's own (NCCL, files of checkpoints) end 5 s later. The mesh is over then.
+            of all waits; torch's own (NCCL, files of checkpoints) end 5 s later.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
         check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
             others once per operation and shape ("first"), all ("always"), or "never".
-        data: for "auto", the whole graph, the same on every rank.
-        widths, model: for "auto", the widths of the features, hidden layers and output,
-            or the model, from which they are read.
+        data, widths, model: for "auto", the whole graph, the same on every rank, and the
+            widths of features, hidden layers and output, or the model, which has them.
         layers, inputs, memory, dtype: for "auto", see `plan`.
         codecs, pipeline: for "auto", what else it may take, though it is not exact: links,
             to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
@@ -98,8 +96,7 @@ def init(
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
         machine: for "auto", the figures, instead of measuring them; nothing is trained.
 
-    `mesh.close()` or `with pdc.init() as mesh:` gives connections back. SIGTERM ends a
-    process as `sys.exit(143)` does.
+    `mesh.close()` or `with pdc.init() as mesh:` gives connections back.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
@@ -112,11 +109,11 @@ def init(
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
-    if algorithm != "auto":
-        if problem is not None:
-            raise ValueError(problem)
+    if algorithm != "auto" and problem is None:
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
+    if algorithm != "auto":
+        raise ValueError(problem)
     mesh = grids.init("1d", **how)
     wire.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -180,24 +177,37 @@ def _planned(
     check = partial(_checked, data, mesh.size, read, asked)
     given, codecs, shape = _from_first(mesh, check)
     wire.agree(_differing(asked["codecs"], codecs), mesh.world)
+    every = codings(asked["codecs"])
     machine = asked["machine"]
     if not given:
         machine = Machine()
         if mesh.size > 1:
             machine = calibrate(mesh, codecs=asked["codecs"], **shape)
 
-    def choose() -> tuple[list[Plan], np.ndarray | None, Training | None]:
+    def place(one: Plan) -> int:
+        """Returns which of the codings a plan takes; links stay where they are."""
+        links = [coding and coding.link for coding in every]
+        return links.index(one.link) if one.link in links else codecs.index(one.codec)
+
+    def choose() -> tuple[list[tuple[Plan, int]], np.ndarray | None, Training | None]:
         plans = plan(data, ranks=mesh.size, **asked | {"machine": machine})
         wider = bool(asked["codecs"]) or asked["pipeline"]
         best = plans[0] if wider and len(plans) else plans.best
         owners = _owners(plans, best, data, asked["partition"])
         owner = None if owners is None else owners.owner.numpy()
         if given or wider or owner is None or takes_grid(asked["partition"]):
-            return [best], owner, None
-        training = _training(data, read, asked)
-        return rivals(plans, training, asked["memory"]), owner, training
+            near, training = [best], None
+        else:
+            training = _training(data, read, asked)
+            near = rivals(plans, training, asked["memory"])
+        placed = [(replace(one, link=None), place(one)) for one in near]
+        return placed, owner, training
 
-    near, owner, training = _from_first(mesh, choose)
+    placed, owner, training = _from_first(mesh, choose)
+    near = [
+        replace(one, link=coding and coding.link)
+        for one, coding in ((one, every[at]) for one, at in placed)
+    ]
     if owner is None:
         return near[0], None
     owners = Partition.from_owner(owner, mesh.size // near[0].stages)
@@ -222,27 +232,31 @@ def _training(data: Any, read: dict[str, Any], asked: dict[str, Any]) -> Trainin
     return training_asked(data, dtype=dtype, **read)
 
 
-def _differing(codecs: Sequence[Asked], there: int) -> str | None:
-    """Says how codecs differ from as many as rank 0 times, if they do."""
+def _differing(codecs: Sequence[Asked], there: list[str]) -> str | None:
+    """Says how codecs differ from those that rank 0 times, if they do."""
     try:
-        mine = len(codings(codecs))
+        mine = _names(codecs)
     except (TypeError, ValueError) as error:
         return str(error)
     if mine == there:
         return None
-    return f"codecs has {mine - 1} that change numbers, and on rank 0 {there - 1}"
+    return f"codecs are {mine[1:]}, and on rank 0 {there[1:]}; give all ranks the same"
+
+
+def _names(codecs: Sequence[Asked]) -> list[str]:
+    return ["plain" if one is None else one.name for one in codings(codecs)]
 
 
 def _checked(
     data: Any, size: int, read: dict[str, Any], asked: dict[str, Any]
-) -> tuple[bool, int, dict[str, Any]]:
-    """Returns whether a machine is given, how many codings are, and what to calibrate for.
+) -> tuple[bool, list[str], dict[str, Any]]:
+    """Returns whether a machine is given, the codings' names, and what to calibrate for.
 
     What can be refused before anything is timed, is.
     """
     machine, method = asked["machine"], asked["partition"]
     check_options(machine, asked["memory"], (asked["pipeline"], None, 0), (None, None))
-    codecs = len(codings(asked["codecs"]))
+    codecs = _names(asked["codecs"])
     if isinstance(method, str):
         check_method(method)
     if isinstance(data, RandomGraph):
