@@ -101,19 +101,18 @@ def init(
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do.
     """
-    how: Any = {"backend": backend, "device": device, "seed": seed, "check": check}
-    how["timeout"] = timeout
+    how: Any = {"backend": backend, "device": device, "seed": seed}
+    how |= {"check": check, "timeout": timeout}
     given = {"data": data, "widths": widths, "model": model, "machine": machine}
     given |= {"memory": memory, "dtype": dtype, "pipeline": pipeline or None}
     given |= {"codecs": codecs or None, "layers": None if layers == "gcn" else layers}
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
-    if algorithm != "auto" and problem is None:
+    if algorithm != "auto":
+        _refuse(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
-    if algorithm != "auto":
-        raise ValueError(problem)
     mesh = grids.init("1d", **how)
     wire.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -124,6 +123,11 @@ def init(
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
     return grids.remember(mesh)
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _misuse(
