@@ -17,6 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_distcomm import wire
 from pyg_distcomm.mesh import Mesh
 
+_LONG = 1 << 26  # bytes up to which all of a tensor is hashed
+_ROUNDING = 1.0  # of the root of the dtype's rounding: how far processors part copies
+_PIECES = 64  # of a longer one
+
 
 def count_rows(here: int, mesh: Mesh) -> int:
     """Returns the sum of a number of rows over the ranks; collective.
@@ -54,6 +58,25 @@ def digest(x: Tensor) -> int:
         raw = x.cpu().contiguous().flatten().view(torch.uint8)
         known.update(raw.numpy().data)
     return int.from_bytes(known.digest(), "little") >> 2
+
+
+def sampled_digest(x: Tensor) -> int:
+    """Returns `digest` of a tensor, or of pieces all over it where it is long.
+
+    Price: a second per GB, of at most 64 MiB.
+    """
+    if (
+        x.layout != torch.strided
+        or x.numel() * x.element_size() <= _LONG
+        or x.dim() == 0
+    ):
+        return digest(x)
+    rows = x.size(0)
+    piece = max(1, rows * _LONG // (x.numel() * x.element_size()) // _PIECES)
+    begins = torch.linspace(0, max(0, rows - piece), _PIECES).long().tolist()
+    marks = [digest(x[at : at + piece]) for at in begins]
+    told = torch.tensor([*marks, *x.shape])
+    return digest(told)
 
 
 class Comparer:
@@ -100,6 +123,57 @@ class Comparer:
                 "pdc.from_local(t, like=x)"
             )
 
+    def realign(self, leaves: dict[int, Tensor]) -> None:
+        """Gives parameters rank 0's values where rounding has parted them; collective.
+
+        Args:
+            leaves: parameters, by their number in the order of first use.
+
+        Raises:
+            ValueError: where more than rounding has; on all ranks.
+        """
+        mesh = self._mesh
+        told = [
+            len(leaves),
+            *(part for k, x in leaves.items() for part in (k, digest(x))),
+        ]
+        sizes = wire.all_gather_counts([len(told)], mesh.control)
+        if any(size != sizes[0] for size in sizes):
+            return  # passes reach unlike leaves, which is told elsewhere
+        marks = wire.all_gather_counts(told, mesh.control)
+        numbers = list(leaves)
+        if any(mark[1::2] != numbers for mark in marks):
+            return
+        for place, (number, x) in enumerate(leaves.items()):
+            if all(mark[2 + 2 * place] == marks[0][2 + 2 * place] for mark in marks):
+                continue
+            mine = x.detach()
+            first = wire.all_reduce(
+                mine if mesh.rank == 0 else torch.zeros_like(mine), mesh.data
+            )
+            gap, size = (first - mine).abs().max(), first.abs().max()
+            far = bool(gap > _ROUNDING * torch.finfo(x.dtype).eps ** 0.5 * size)
+            if any(row[0] for row in wire.all_gather_counts([int(far)], mesh.control)):
+                ranks = [r for r, m in enumerate(marks) if m != marks[0]]
+                raise ValueError(
+                    "train all ranks alike: a parameter that they hold copies of (number "
+                    f"{number} in order of first use, shape {list(x.shape)}) has other "
+                    f"values on ranks {ranks} than on rank 0. Give optimizers the same lr "
+                    "and options on all ranks, step on all or on none, and change "
+                    "parameters on all alike"
+                )
+            with torch.no_grad():
+                x.data.copy_(first)
+            self._say_once(
+                f"parameters parted between ranks by rounding (number {number} in order "
+                f"of first use, by {float(gap):.1e}); rank 0's are taken everywhere"
+            )
+
+    def _say_once(self, text: str) -> None:
+        if not self._told and self._mesh.rank == 0:
+            warnings.warn(text, stacklevel=3)
+        self._told = True
+
     def equalise(self, x: Tensor) -> None:
         """Gives a parameter rank 0's values where ranks differ, and says so; collective.
 
@@ -126,14 +200,11 @@ class Comparer:
         )
         with torch.no_grad():
             x.data.copy_(first)
-        if not self._told and mesh.rank == 0:
-            warnings.warn(
-                f"parameters differed between ranks (first one of shape {list(x.shape)}); "
-                "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
-                "made, so that all ranks draw the same",
-                stacklevel=2,
-            )
-        self._told = True
+        self._say_once(
+            f"parameters differed between ranks (first one of shape {list(x.shape)}); "
+            "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
+            "made, so that all ranks draw the same"
+        )
 
     _told = False
 

@@ -6,6 +6,7 @@ A rank waits in slices, and looks between them whether another has failed: see
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> N
         return
     doing = f"{op} over axis {axis.name}"
     try:
-        _wait_in_slices(work, doing, watch)
+        with watch.threads.waiting() if _is_owned(axis) else contextlib.nullcontext():
+            _wait_in_slices(work, doing, watch)
     except BaseException as error:  # what is under way is lost: others must not wait
         watch.fail(error)
         raise
@@ -137,6 +139,8 @@ def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
         raise RankError(
             f"{op} over a mesh that was closed; make a new one by pdc.init()"
         )
+    if axis.watch is not None and _is_owned(axis):
+        axis.watch.threads.enter(axis.watch)
     try:
         return act()
     except RuntimeError as error:
@@ -145,6 +149,11 @@ def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
         reason = axis.watch.broken(f"{op} over axis {axis.name}", error)
         axis.watch.fail(reason)
         raise reason from None
+
+
+def _is_owned(axis: Axis) -> bool:
+    """Says whether an axis is the mesh's own; loaders have others for their threads."""
+    return axis.watch is not None and axis.group in axis.watch.threads.of
 
 
 def let_go(axes: Iterable[Axis], more: Iterable[dist.ProcessGroup] = ()) -> None:

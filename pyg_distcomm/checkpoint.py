@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pyg_distcomm import wire
-from pyg_distcomm.atomic import find, told, whole_folder, write_whole
+from pyg_distcomm.atomic import damage, find, whole_folder, write_whole
 from pyg_distcomm.constants import inputs_of
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.nn.replicate import bare
+from pyg_distcomm.partition.arrays import told
 from pyg_distcomm.tensor import DistTensor
 
 
@@ -139,7 +140,8 @@ def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
     here = (path / _link_file(mesh)).exists()
     whole = all(row[0] for row in wire.all_gather_counts([int(here)], mesh.world))
     file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
-    problem, state = None, {}
+    problem, state = damage(file, path), {}
+    wire.agree(problem, mesh.world)
     try:
         state = torch.load(file, weights_only=True)
         state = state if whole else {**state, "mark": None}
@@ -190,6 +192,9 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
+    for part in (folder / ".metadata", *sorted(folder.glob("*.distcp"))):
+        if (problem := damage(part, folder)) is not None:
+            return f"cannot load checkpoint {folder}: {problem}"
     try:
         with open(folder / ".metadata", "rb") as file:
             _Described(file).load()

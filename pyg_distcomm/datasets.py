@@ -18,6 +18,8 @@ from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
+from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
+
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
 KNOWN: dict[str, tuple[str, str, str | None]] = {
     "Cora": ("planetoid", "Planetoid", "Cora"),
@@ -208,10 +210,11 @@ def _from_pt(path: Path) -> Data:
 
 
 def _from_npz(path: Path) -> Data:
+    check_archive(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (*BAD_FILE, MemoryError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     values = {
         name: torch.from_numpy(array) if array.ndim else array.item()

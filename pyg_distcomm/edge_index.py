@@ -238,6 +238,11 @@ class DistEdgeIndex(torch.Tensor):
                 f"ranks, with {self.nodes.total} nodes"
             )
         if not x.rows.same_as(self.nodes):
+            if x.rows.whole and x.rows.total == self.nodes.total:
+                raise ValueError(
+                    f"take {name} and the edge_index from one pdc.partition: they are "
+                    "spread over the ranks in two ways, by two partitions or meshes"
+                )
             raise ValueError(
                 f"give the layer one row for each node: {name} has {x.rows}, but the "
                 f"edge_index has nodes {self.nodes}"

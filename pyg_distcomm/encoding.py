@@ -12,6 +12,7 @@ import dataclasses
 import json
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,31 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise ValueError(
             f"a rank sent what this package does not write: {error!r}"
         ) from error
+
+
+def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says in what ranks differ that must be alike, if in anything.
+
+    Args:
+        told: of each rank, values by the name that a user knows them by.
+    """
+    for name in dict.fromkeys(name for of_rank in told for name in of_rank):
+        values = [of_rank.get(name) for of_rank in told]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                return (
+                    f"give all ranks the same {name}: it is {_short(values[0])} on rank 0, "
+                    f"and {_short(value)} on rank {rank}"
+                )
+    return None
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST = 200  # characters of a value in a message
 
 
 def _told(value: Any, arrays: list[np.ndarray]) -> Any:

@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -126,6 +127,63 @@ def ask(act: Any, args: Any, answer: SimpleQueue[tuple[bool, Any]]) -> None:
         answer.put((False, error))
 
 
+class Threads:
+    """Has one thread of a rank at a time use the groups of a mesh, the same on all ranks.
+
+    Two threads that train at once would meet the messages of one another's. A thread that
+    takes over from another waits for all ranks to do so, once.
+    """
+
+    def __init__(self) -> None:
+        self.of: Any = weakref.WeakSet()  # groups
+        self._owner = threading.get_ident()
+        self._busy = self._turns = 0
+        self._lock = threading.Lock()
+
+    def enter(self, watch: Watch) -> None:
+        """Begins to use a group.
+
+        Raises:
+            ValueError: where another thread uses one, or other ranks use another thread.
+        """
+        mine = threading.get_ident()
+        if mine == self._owner:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # autograd has threads of its own for devices
+        if not self._lock.acquire(blocking=False):
+            raise ValueError(_THREADS)  # another is just taking over
+        try:
+            if self._busy:
+                raise ValueError(_THREADS)
+            self._owner, self._turns = mine, self._turns + 1
+            name = threading.current_thread().name
+            key = f"thread/{self._turns}"
+            first = watch.store.compare_set(key, "", name).decode()
+            if first != name:
+                raise ValueError(
+                    f"{_THREADS}: {name} does so on rank {watch.rank}, and {first} elsewhere"
+                )
+            watch.meet("another thread", -1, watch.size)
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keeps other threads out while this one waits."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+
+_THREADS = (
+    "use a mesh from one thread at a time: two threads of a rank train, or exchange rows, "
+    "at once; make a mesh for each by pdc.init(), or have the second wait for the first"
+)
+
+
 @dataclass(eq=False)
 class Watch:
     """What the ranks of one mesh tell each other when something goes wrong.
@@ -137,6 +195,7 @@ class Watch:
         deadline: seconds a rank waits for the others before it gives up.
         ended: with what error messages were lost that others wait for; nothing if none.
         groups: the process groups of the mesh.
+        threads: which thread uses them.
         closed: whether the groups have been let go.
         failed: what a wait of this rank ended with, and with it the mesh; nothing if none.
     """
@@ -147,6 +206,7 @@ class Watch:
     deadline: float
     ended: str = field(default="", init=False)
     groups: Any = field(default_factory=weakref.WeakSet, init=False)
+    threads: Threads = field(default_factory=Threads, init=False)
     closed: bool = field(default=False, init=False)
     failed: str = field(default="", init=False)
     _met: int = field(default=0, init=False)  # places where ranks have met

@@ -10,12 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyg_distcomm import random, rendezvous, wire
 from pyg_distcomm.axis import let_go
+from pyg_distcomm.encoding import differing
 from pyg_distcomm.failure import TimedStore, Watch, exit_on_sigterm, install_excepthook
 from pyg_distcomm.ledger import Ledger, Ledgers
 from pyg_distcomm.wire import Axis
@@ -25,6 +27,8 @@ Check = Literal["first", "always", "never"]
 ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
 AXES = ("row", "col", "fiber")
 _AXES = ("stage", *AXES, "world", "data", "control", "everyone")
+_PATIENCE = 60.0  # seconds for other ranks, where this one was given no such number
+_LONGEST = 1e7  # seconds that torch still understands
 _REMEMBERED = 4096  # dropout calls that a recomputation may look back on
 
 
@@ -321,6 +325,7 @@ def init(
     timeout: float = 300.0,
     stages: int = 1,
     check: Check = "first",
+    also: dict[str, Any] | None = None,
 ) -> Mesh:
     """Joins the run and returns its mesh.
 
@@ -337,28 +342,54 @@ def init(
         timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: into how many stages the ranks are shared out; see [Note: stages].
         check: which plain tensors are compared between ranks; see `pdc.init`.
+        also: what else ranks must give alike, by name.
 
     Raises:
-        ValueError: if the grid does not fit; the message lists the sizes that do.
+        ValueError: if the grid does not fit; the message lists the sizes that do. On all
+            ranks, if arguments differ between them; it names the first that does.
     """
-    if check not in get_args(Check):
-        raise ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
-    if (
-        not dist.is_initialized()
-        and "RANK" in os.environ
-        and "WORLD_SIZE" in os.environ
-    ):
-        ways = ways_of(int(os.environ["WORLD_SIZE"]), stages)
-        resolve_grid(ways, algorithm, replication, grid)
-        rendezvous.join(backend or _default_backend(), timeout)
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
+    asked: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
+    asked |= {"replication": replication}
+    asked |= {"stages": stages, "seed": seed, "check": check, "timeout": timeout}
+    asked |= {"backend": backend, **(also or {})}
+    problem = _problem_of(asked)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    patience = _PATIENCE if problem else timeout
+    if not dist.is_initialized() and launched:
+        rendezvous.join(backend or _default_backend(), patience)
+    size = world_size()
+    sides = (1, 1, 1)
+    if problem is None:
+        try:
+            sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
+        except (TypeError, ValueError) as error:
+            problem = error
+    watch = _make_watch(patience, asked, problem) if dist.is_initialized() else None
+    if problem is not None:
+        raise problem
     home = torch.device(device) if device is not None else _default_device()
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
-    if not dist.is_initialized():
+    if watch is None:
         return remember(alone(sides, seed, home))
-    return remember(_joined((stages, *sides), seed, home, timeout, check))
+    return remember(_joined((stages, *sides), seed, home, watch, check))
+
+
+def _problem_of(asked: dict[str, Any]) -> Exception | None:
+    """Says what is wrong with the arguments of init, whatever the ranks are."""
+    check, seed, timeout = asked["check"], asked["seed"], asked["timeout"]
+    if check not in get_args(Check):
+        return ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        return TypeError(f"seed must be a whole number, got {seed!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        return TypeError(f"timeout must be a number of seconds, got {timeout!r}")
+    if not 0 < timeout < _LONGEST:
+        return ValueError(
+            f"timeout must be above 0 and below {_LONGEST:.0f} seconds, got {timeout!r}: "
+            "it is how long a rank waits for the others before it raises"
+        )
+    return None
 
 
 def ways_of(size: int, stages: int) -> int:
@@ -423,12 +454,10 @@ def _joined(
     sides: tuple[int, int, int, int],
     seed: int,
     device: torch.device,
-    timeout: float,
+    watch: Watch,
     check: Check,
 ) -> Mesh:
-    rank, size = dist.get_rank(), dist.get_world_size()
     stages, *grid = sides
-    watch = _make_watch(rank, size, timeout)
     install_excepthook()
     exit_on_sigterm()
     _close_collected()
@@ -479,12 +508,31 @@ def _open_axes(stages: int, grid: tuple[int, ...], watch: Watch) -> dict[str, Ax
         axes["everyone"] = axes["world"]
     else:
         open_axis("everyone", [list(range(size))], None)
+    watch.threads.of.update(axis.group for axis in axes.values() if axis.group)
     return axes
 
 
-def _make_watch(rank: int, size: int, timeout: float) -> Watch:
+def _make_watch(
+    timeout: float, asked: dict[str, Any], problem: Exception | None
+) -> Watch:
+    """Meets the other ranks, and compares with them what each was asked for.
+
+    Raises:
+        ValueError, TypeError: on all ranks, for a problem of one, or what differs.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
     store = TimedStore(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
-    rendezvous.arrive(store, f"mesh/{number}", rank, size, timeout)
+    said = {name: repr(value) for name, value in asked.items()}
+    said["grid"] = repr(asked["grid"] and tuple(asked["grid"]))
+    wrong = None if problem is None else [type(problem).__name__, str(problem)]
+    name = f"mesh/{number}"
+    notes = rendezvous.arrive(store, name, rank, size, timeout, [said, wrong])
+    found = differing([note[0] for note in notes])
+    first = next((note[1] for note in notes if note[1]), None)
+    if first and found is None:  # the same on all
+        raise {"TypeError": TypeError}.get(first[0], ValueError)(first[1])
+    if found is not None:
+        raise ValueError(found)
     return Watch(store.within(f"pyg_distcomm/{number}"), rank, size, timeout)

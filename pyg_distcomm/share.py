@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce
 
 from pyg_distcomm import share_hetero, wire
+from pyg_distcomm.agreement import sampled_digest
 from pyg_distcomm.edge_index import DistEdgeIndex, coo_of, rows_of_edges
+from pyg_distcomm.encoding import differing
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -83,7 +85,8 @@ def partition(
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
     _agree(problem, mesh)
-    _agree_same(_mark(data), mesh)
+    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
+    _agree_same(_asked(method, link, **flags) | _marks(data, kinds), mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
@@ -186,7 +189,8 @@ def _partition_hetero(
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    _agree_same(share_hetero.hetero_mark(data), mesh)
+    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
+    _agree_same(flags | share_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
             owners = share_hetero.cut_hetero(data, mesh.size, method, seed, refine)
@@ -235,29 +239,49 @@ def _check(
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 
-def _mark(data: Data) -> list[int]:
+def _marks(data: Data, kinds: Iterable[str]) -> dict[str, Any]:
+    """Returns what all ranks must have alike of a graph, as a hash of each attribute."""
     edges = data.edge_index
     assert edges is not None
-    weight = torch.arange(1, edges.size(1) + 1)
-    return [
-        int(data.num_nodes or 0),
-        edges.size(1),
-        int((edges[0].cpu().long() * weight).sum() % (1 << 61)),
-        int((edges[1].cpu().long() * weight).sum() % (1 << 61)),
-    ]
+    names = [name for name in kinds if _is_array(data[name])]
+    marks = {f"data.{name}": _mark(data[name]) for name in names}
+    return {"data.num_nodes": data.num_nodes, "data.edge_index": _mark(edges), **marks}
 
 
-def _agree_same(mark: list[int], mesh: Mesh) -> None:
-    sizes = wire.all_gather_counts([len(mark)], mesh.world)
-    most = max(row[0] for row in sizes)
-    marks = wire.all_gather_counts(mark + [-1] * (most - len(mark)), mesh.world)
-    differ = [rank for rank, other in enumerate(marks) if other != marks[0]]
-    if differ:
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, DistTensor)
+
+
+def _mark(value: Any) -> str:
+    """Tells dtype, shape and hash of an array; of a long one, of parts all over it."""
+    x = torch.as_tensor(value).detach()
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, hash {sampled_digest(x):x}"
+
+
+def _agree_same(told: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raises on all ranks if they were not given the same.
+
+    Raises:
+        ValueError: naming what differs, and both values.
+    """
+    found = differing(wire.all_gather_object(told, mesh.world))
+    if found is not None:
         raise ValueError(
-            f"partition needs the same graph on all ranks, but ranks {differ} hold "
-            "another one than rank 0 (nodes, edges or their order differ); seed what "
-            "generates it, or load it from one file"
+            f"partition needs the same graph and arguments on all ranks: {found}; seed "
+            "what generates the graph, or load it from one file"
         )
+
+
+def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
+    """Tells the arguments of partition, where they can be compared."""
+    if isinstance(method, Partition):
+        method = method.owner
+    if isinstance(method, (Tensor, np.ndarray, list)):
+        method = _mark(torch.as_tensor(method))
+    told = (
+        method if isinstance(method, str) or method is None else type(method).__name__
+    )
+    return {"method": told, "link": "none" if link is None else link.settings, **more}
 
 
 def _cut_once(
@@ -444,7 +468,7 @@ def load_partition(
     folder: str | Path,
     mesh: Mesh,
     *,
-    verify: Verify = "sizes",
+    verify: Verify = "checksums",
     oblivious: bool = False,
     link: LinkPolicy | None = None,
 ) -> Data:
@@ -454,7 +478,9 @@ def load_partition(
         folder: written by `pyg-distcomm partition` or `write_folder`, or by PyG's own
             Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
         mesh: the ranks; as many as the folder has parts.
-        verify: "sizes", or "checksums" to read every byte of the share first.
+        verify: "checksums" reads every byte of the share first and compares it with what
+            was written, at a second or less for each GB; "sizes" compares lengths, dtypes
+            and shapes, and reads rows when they are used.
         oblivious, link: see `partition`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,15 +47,16 @@ def check_hetero(data: HeteroData) -> None:
             raise type(error)(f"edge type {store._key}: {error}") from None
 
 
-def hetero_mark(data: HeteroData) -> list[int]:
-    """Returns integers that differ if two ranks hold different graphs."""
-    mark = [int(store.num_nodes) for store in data.node_stores]
-    for store in data.edge_stores:
-        edges = store.edge_index.cpu().long()
-        weight = torch.arange(1, edges.size(1) + 1)
-        sums = [int((end * weight).sum() % (1 << 61)) for end in edges]
-        mark += [edges.size(1), *sums]
-    return mark
+def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
+    """Returns what all ranks must have alike of a graph: a mark of each of its arrays."""
+    told: dict[str, Any] = {}
+    for store in data.stores:
+        for name, value in store.items():
+            if isinstance(value, (Tensor, np.ndarray)):
+                told[f"data[{store._key!r}].{name}"] = mark(value)
+    for store in data.node_stores:
+        told[f"data[{store._key!r}].num_nodes"] = int(store.num_nodes)
+    return told
 
 
 def cut_hetero(

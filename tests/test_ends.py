@@ -481,6 +481,15 @@ def test_one_process_saves_too():
     assert saved == [1]
 
 
+@pytest.fixture
+def heard():
+    """Has SIGINT do what it does to a script: a shell's "&" lets it be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_the_same_signal_again_ends_at_once(capsys):
     preempted = pdc.on_preempt(lambda: None)
     os.kill(os.getpid(), signal.SIGINT)

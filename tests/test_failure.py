@@ -175,7 +175,7 @@ def _bad_inputs():
         data = good.clone()
         if mesh.rank == 1:
             data.edge_index = edges.flip(1)
-        with pytest.raises(ValueError, match="same graph on all ranks"):
+        with pytest.raises(ValueError, match="same graph and arguments on all ranks"):
             pdc.partition(data, mesh, "random")
         data = good.clone()
         if mesh.rank == 1:

@@ -155,7 +155,8 @@ def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
 def _refined_hetero():
     data = HeteroData()
     g = torch.Generator().manual_seed(0)
-    data["a"].x, data["b"].x = torch.randn(40, 3), torch.randn(60, 2)
+    data["a"].x = torch.randn(40, 3, generator=g)
+    data["b"].x = torch.randn(60, 2, generator=g)
     data["a", "to", "b"].edge_index = torch.stack(
         [
             torch.randint(0, 40, (200,), generator=g),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -229,6 +230,24 @@ class LinkPolicy:
         return place in self.run.constant
 
     # what users ask
+
+    @property
+    def settings(self) -> str:
+        """How it was made, and its epoch: what has to be the same on all ranks."""
+        rule = None if self.trend is None else self.trend.rule
+        made = {
+            "codec": self.codec,
+            "schedule": self._asked,
+            "timing": self.timing,
+            "gradient_codec": self.gradient_codec,
+            "exact_last": self.exact_last,
+            "exact_eval": self.exact_eval,
+            "adaptive": rule,
+            "seed": self.seed,
+            "epoch": self.epoch,
+        }
+        told = ", ".join(f"{name}={value!r}" for name, value in made.items())
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{type(self).__name__}({told})")
 
     def step(self, metric: float | Tensor | None = None) -> None:
         """Ends an epoch; on all ranks, after the optimizer's step.

@@ -75,7 +75,7 @@ def read_array(
     """
     try:
         array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
+    except Exception as error:  # NumPy evaluates the head, and maps what it says
         raise ValueError(f"{path}: cannot be read: {error}") from None
     want = torch_dtype(dtype, path)
     if list(array.shape) != list(shape) or array.dtype != _stored(want):
@@ -106,6 +106,13 @@ def sha256(path: Path) -> str:
         while chunk := file.read(CHUNK):
             state.update(chunk)
     return state.hexdigest()
+
+
+def told(error: BaseException, path: Path) -> str:
+    """Says why a file could not be written, and what to do."""
+    where = getattr(error, "filename", None) or path
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"save elsewhere, or make room and allow writing: {where}: {reason}"
 
 
 def fsync_folder(path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from pyg_distcomm.partition.arrays import dtype_name
 from pyg_distcomm.partition.edge_files import (
+    BYTE_ORDER_MARK,
     NpyHead,
     Opener,
     opened,
@@ -108,7 +109,11 @@ class TextColumn:
 
     @staticmethod
     def _lines(file: IO[bytes], most: int | None) -> Iterator[tuple[int, bytes]]:
-        numbered = ((at, line) for at, line in enumerate(file, 1) if line.strip())
+        marked = (
+            line.removeprefix(BYTE_ORDER_MARK) if at == 1 else line
+            for at, line in enumerate(file, 1)
+        )
+        numbered = ((at, line) for at, line in enumerate(marked, 1) if line.strip())
         return islice(numbered, most)
 
     def _parse(self, first: int, lines: list[bytes]) -> np.ndarray:

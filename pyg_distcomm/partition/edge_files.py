@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import math
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -20,6 +22,7 @@ from pyg_distcomm.partition.stream import CHUNK
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
 BLOCK = 1 << 23  # bytes of text in memory at once
 MOST_NODES = 2**31 - 1
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
 BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
 
 Opener = Callable[[], IO[bytes]]
@@ -59,7 +62,9 @@ def member_opener(path: Path, member: str) -> Opener:
 
     def opener() -> IO[bytes]:
         with zipfile.ZipFile(path) as archive:
-            return archive.open(member)
+            file: Any = archive.open(member)
+            file.unpacked = archive.getinfo(member).file_size
+            return cast(IO[bytes], file)
 
     return opener
 
@@ -84,10 +89,48 @@ class NpyHead:
             }.get(version)
             if read is None:
                 raise ValueError(f"{name}: .npy version {version} is not known")
-            shape, fortran, dtype = read(file)
-            if dtype.hasobject:
-                raise ValueError(f"{name}: holds Python objects; save plain numbers")
-            return NpyHead(dtype, shape, fortran, file.tell())
+            try:
+                shape, fortran, dtype = read(file)
+            except BAD_FILE:
+                raise
+            except Exception as error:  # NumPy evaluates what the head says
+                raise ValueError(f"{name}: cannot be read: {error}") from None
+            head = NpyHead(dtype, shape, fortran, file.tell())
+            head.check(name, _length(file))
+            return head
+
+    def check(self, name: str, length: int | None) -> None:
+        """Raises ValueError unless a file so long can hold what its head says."""
+        if self.dtype.hasobject:
+            raise ValueError(f"{name}: holds Python objects; save plain numbers")
+        if any(isinstance(size, bool) or size < 0 for size in self.shape):
+            raise ValueError(
+                f"{name}: its head says the shape {self.shape}; sizes are numbers of at "
+                "least 0: save the array again by np.save"
+            )
+        want = self.size + math.prod(self.shape) * self.dtype.itemsize
+        if length is not None and length != want:
+            raise ValueError(
+                f"{name}: has {length} bytes, but its head says {self.dtype} "
+                f"{list(self.shape)}, which are {want}; save the array again by np.save"
+            )
+
+
+def _length(file: IO[bytes]) -> int | None:
+    """Returns how long a file is, unpacked, where it says so."""
+    if isinstance(file, gzip.GzipFile):
+        return None
+    unpacked: int | None = getattr(file, "unpacked", None)
+    return os.fstat(file.fileno()).st_size if unpacked is None else unpacked
+
+
+def check_archive(path: Path) -> None:
+    """Raises ValueError unless the arrays of an .npz file are as large as they say."""
+    with opened(str(path), lambda: open(path, "rb")) as file:
+        names = zipfile.ZipFile(file).namelist()
+    for name in names:
+        if name.endswith(".npy"):
+            NpyHead.read(f"{path}:{name}", member_opener(path, name))
 
 
 class EdgeFile:
@@ -211,6 +254,8 @@ def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]
     line, rest, first = 0, b"", path.name.lower().removesuffix(".gz")
     head = first.endswith((".csv", ".tsv"))
     while block := file.read(BLOCK):
+        if line == 0 and not rest:
+            block = block.removeprefix(BYTE_ORDER_MARK)
         text = rest + block
         cut = text.rfind(b"\n") + 1
         text, rest = text[:cut], text[cut:]

@@ -26,15 +26,16 @@ from pyg_distcomm.partition.figures import PartitionReport
 from pyg_distcomm.partition.kinds import Kind, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
-    Meta,
     check_target,
     file_name,
     part_name,
     put_in_place,
     write_meta,
+    written,
 )
 from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
 from pyg_distcomm.partition.report import RowCount
+from pyg_distcomm.partition.schema import Meta
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 from pyg_distcomm.partition.stream import stream
 
@@ -80,11 +81,10 @@ def partition_files(
             f"unknown partition method {method!r}; give one of {', '.join(METHODS)}"
         )
     check_target(out, force)
-    out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
     spool = aside / "spool"
-    spool.mkdir(parents=True)
-    try:
+    with written(aside, out):
+        spool.mkdir(parents=True)
         graph = open_source(
             source,
             spool,
@@ -98,9 +98,6 @@ def partition_files(
         partition = _cut(graph, num_parts, method, seed, refine, grid)
         figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
         put_in_place(aside, out, force)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return figures
 
 

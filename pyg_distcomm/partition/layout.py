@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
-from pyg_distcomm.partition.arrays import fsync_folder, sha256
+from pyg_distcomm.partition.arrays import fsync_folder, sha256, told
+from pyg_distcomm.partition.schema import Meta, problem_of
 
 FORMAT = "pyg-distcomm partition"
 VERSION = 1
 META = "META.json"
 OWNER = "owner.npy"
 
-Meta = dict[str, Any]
 Verify = Literal["sizes", "checksums"]
 
 
@@ -42,8 +44,8 @@ def is_folder(folder: str | Path) -> bool:
 def folder_meta(folder: str | Path) -> Meta:
     """Reads META.json: num_nodes, num_edges, num_parts, attributes, report, files.
 
-    Raises ValueError, naming the file, when it is missing, damaged, altered, or of
-    another format or version.
+    Raises ValueError, naming the file, when it is missing, damaged, altered, of another
+    format or version, or holds what no partition has.
     """
     path = Path(folder) / META
     meta = load_json(path)
@@ -56,12 +58,19 @@ def folder_meta(folder: str | Path) -> Meta:
         )
     if meta.get("digest") != _digest(meta):
         raise ValueError(f"{path}: altered since it was written (its digest differs)")
+    problem = problem_of(meta)
+    if problem is not None:
+        raise ValueError(
+            f"{path}: {problem}; write the folder again with `pyg-distcomm partition`"
+        )
     return meta
 
 
 def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
     """Raises ValueError unless a file is as long, and holds, what META.json says."""
-    path, want = folder / name, meta["files"][name]
+    path, want = folder / name, meta["files"].get(name)
+    if want is None:
+        raise ValueError(f"{folder / META}: files does not name {name!r}")
     if not path.is_file():
         raise ValueError(f"{path}: missing")
     size = path.stat().st_size
@@ -114,6 +123,22 @@ def check_target(out: Path, force: bool) -> None:
         raise ValueError(
             f"{out}: is not a partition folder, so it is not replaced; remove it first"
         )
+
+
+@contextlib.contextmanager
+def written(aside: Path, out: Path) -> Iterator[None]:
+    """Removes what was written aside if not all of it could be.
+
+    Raises:
+        ValueError: naming the file and the cause, for a disk that is full or read-only.
+    """
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ValueError(told(error, out)) from error
+        raise
 
 
 def put_in_place(aside: Path, out: Path, force: bool) -> None:

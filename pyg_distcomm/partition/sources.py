@@ -101,6 +101,11 @@ def open_source(
         found.columns[name] = NpyColumn(str(file), plain_opener(Path(file)))
     for name in node_files or {}:
         _check_rows(found.columns[name], found.num_nodes, "nodes")
+    if not found.num_nodes and num_nodes is None:
+        raise ValueError(
+            f"{path}: holds no edges, so it does not tell how many nodes there are; say "
+            "it (--num-nodes), or give another file"
+        )
     return found
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyg_distcomm.partition.folder import PartShare, read_part, read_partition
-from pyg_distcomm.partition.layout import Meta, check_file, folder_meta, part_name
+from pyg_distcomm.partition.layout import check_file, folder_meta, part_name
+from pyg_distcomm.partition.schema import Meta
 
 
 def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
@@ -46,7 +47,7 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
         if read_partition(folder, meta).digest() != meta["partition"]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
         for part in range(meta["num_parts"]):
-            share = read_part(folder, part)
+            share = read_part(folder, part, verify="sizes")
             problems += _wrong_part(share, folder / part_name(part), seen)
     except ValueError as error:
         return [*problems, str(error)]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from pyg_distcomm import wire
-from pyg_distcomm.atomic import find, told, whole_folder, write_whole
+from pyg_distcomm.atomic import damage, find, whole_folder, write_whole
 from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.partition.arrays import told
 from pyg_distcomm.pipeline.checks import on_all_ranks
 from pyg_distcomm.pipeline.view import Run
 
@@ -83,10 +84,14 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     whole: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     path = find(path)
+    rows = sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt"))
     with on_all_ranks(pipe.mesh):
+        for file in (path / _MODEL, *rows):
+            if (problem := damage(file, path)) is not None:
+                raise ValueError(f"cannot load the pipeline at {path}: {problem}")
         try:
             whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
-            for name in sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt")):
+            for name in rows:
                 parts[name.name] = torch.load(
                     name, map_location="cpu", weights_only=True, mmap=True
                 )  # read where it is of use

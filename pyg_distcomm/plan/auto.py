@@ -113,7 +113,7 @@ def init(
         _refuse(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
-    mesh = grids.init("1d", **how)
+    mesh = grids.init("1d", **how, also={"algorithm": algorithm})
     wire.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
     asked = {"memory": memory, "partition": method, "dtype": dtype}

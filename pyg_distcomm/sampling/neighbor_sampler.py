@@ -246,7 +246,8 @@ class KeyedNeighborSampler(NeighborSampler):
             )
         lists = [found] if names is None else [found[name] for name in names]
         for fan_out in itertools.chain.from_iterable(lists):
-            if int(fan_out) != fan_out or not -1 <= fan_out < 2**31:
+            whole = not isinstance(fan_out, bool) and int(fan_out) == fan_out
+            if not whole or not -1 <= fan_out < 2**31:
                 raise ValueError(
                     f"num_neighbors holds {fan_out}; give the number of neighbors to "
                     "draw at each hop, 0 for none, or -1 for all"

@@ -1,0 +1,411 @@
+"""The campaign of faults: cases in processes of their own, under hard deadlines, in a table.
+
+    python tests/faults.py --report benchmarks/reports/faults.md [-k WORDS] [--jobs 2]
+
+A case passes if all its ranks end in time, none by a signal that is not the fault's own, each
+with the right result or an error that says what happened, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import misused
+from faulty import INJECTED, TIMEOUT, WORKLOADS
+
+HERE = Path(__file__).parent
+LATE = 10.0  # seconds past its timeout at which nothing may be there any more
+HARD = 60.0  # seconds after which a case is ended
+HOWS = ("kill", "raise", "stop", "term", "leave", "slow")
+PLACES = (0.1, 0.5, 0.95)  # of a workload's exchanges
+# an early fault, and a late one, of what a fault's place matters little to
+FEW = {"slow": (0.5,), "term": (0.1, 0.95), "leave": (0.5, 0.95)}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a case: of each rank its exit code, words and end; what is wrong."""
+
+    name: str
+    codes: list
+    said: list
+    seconds: float
+    left: list
+    wrong: list
+
+
+class Nursery:
+    """The server that ranks are forked from, and the store that they meet at."""
+
+    def __init__(self):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HERE.parent),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, "-u", str(HERE / "faulty.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        assert json.loads(self.server.stdout.readline()) == {"ready": True}
+        self.numbers = itertools.count()
+        self.events, self.lock = {}, threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        for line in self.server.stdout:
+            event = json.loads(line)
+            self.events[event["id"]].put(event)
+
+    def start(self, case, env, folder, out):
+        """Forks a rank; returns its pid and where its end will be told."""
+        with self.lock:
+            number = next(self.numbers)
+            told = self.events[number] = queue.SimpleQueue()
+            rank = {"id": number, "case": case, "env": env}
+            rank |= {"folder": str(folder), "out": str(out)}
+            self.server.stdin.write(json.dumps(rank) + "\n")
+            self.server.stdin.flush()
+        return told.get(timeout=HARD)["pid"], told
+
+    def close(self):
+        self.server.stdin.close()
+        self.server.wait(10)
+
+
+def run_ranks(nursery, case, ranks, resume=(), hard=HARD):
+    """Runs the ranks of a case; ranks in `resume` go on once all others have ended.
+
+    Returns codes, texts, when each ended, and what is left behind.
+    """
+    import torch.distributed as dist
+
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    outs = Path(tempfile.mkdtemp(prefix="faults-out-"))
+    memory = set(os.listdir("/dev/shm"))
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    running = []
+    for rank in range(ranks):
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        running.append(nursery.start(case, env, folder, outs / str(rank)))
+    codes, ends = [None] * ranks, [None] * ranks
+    stop = time.time() + hard
+    try:
+        while None in codes and time.time() < stop:
+            for rank, (_, told) in enumerate(running):
+                if codes[rank] is None and not told.empty():
+                    event = told.get()
+                    codes[rank], ends[rank] = event["code"], event["time"]
+            if resume and all(
+                codes[r] is not None for r in range(ranks) if r not in resume
+            ):
+                for rank in resume:
+                    os.kill(running[rank][0], signal.SIGCONT)
+                resume = ()
+            time.sleep(0.01)
+    finally:
+        for (pid, told), code in zip(running, codes, strict=True):
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+                told.get(timeout=10)
+    texts = [(outs / str(rank)).read_text() for rank in range(ranks)]
+    left = [
+        f"process in the group of rank {r}"
+        for r, (pid, _) in enumerate(running)
+        if _alive(pid)
+    ]
+    left += [
+        f"/dev/shm/{name}"
+        for name in set(os.listdir("/dev/shm")) - memory
+        if "torch" in name or "pyg" in name
+    ]
+    left += sorted(str(path.relative_to(folder)) for path in folder.iterdir())
+    shutil.rmtree(folder)
+    shutil.rmtree(outs)
+    return codes, texts, ends, left
+
+
+def _alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Faults of workloads ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault that strikes a rank of a workload, at a share of its exchanges."""
+
+    workload: str
+    how: str
+    place: float
+    rank: int = 1
+
+    @property
+    def name(self):
+        return f"{self.workload}, rank {self.rank}: {self.how} at {self.place:.0%}"
+
+
+def faults():
+    """Returns all faults, in the order of the table."""
+    found = []
+    for number, workload in enumerate(WORKLOADS):
+        for how in HOWS:
+            for place in FEW.get(how, PLACES):
+                found.append(Fault(workload, how, place, WORKLOADS[workload].rank))
+        if WORKLOADS[workload].rank:  # rank 0 is no exception
+            found.append(Fault(workload, HOWS[number % 3], 0.5, 0))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Misuse:
+    """What ranks do that they must not; see `misused.py`."""
+
+    case: str
+
+    @property
+    def name(self):
+        return self.case.replace("_", " ")
+
+
+def cases():
+    """Returns all cases, in the order of the table."""
+    return [*faults(), *map(Misuse, misused.CASES)]
+
+
+class Campaign:
+    """Runs cases beside what each workload does undisturbed."""
+
+    def __init__(self):
+        self.nursery, self.undisturbed = Nursery(), {}
+        self.lock = threading.Lock()
+
+    def plain(self, workload):
+        """Returns the results of a workload's ranks, and how many exchanges each begins."""
+        with self.lock:
+            if workload not in self.undisturbed:
+                ranks = WORKLOADS[workload].ranks
+                case = {"workload": workload, "how": "none", "rank": -1, "at": 0}
+                codes, texts, _, _ = run_ranks(self.nursery, case, ranks, hard=2 * HARD)
+                assert codes == [0] * ranks, "\n".join(texts)
+                results = [re.search(r"^RESULT (.*)$", t, re.M)[1] for t in texts]
+                counts = [int(re.search(r"^COUNT (\d+)$", t, re.M)[1]) for t in texts]
+                self.undisturbed[workload] = results, counts
+            return self.undisturbed[workload]
+
+    def run(self, case):
+        """Runs a case, and says what came of it."""
+        return self._misuse(case) if isinstance(case, Misuse) else self._fault(case)
+
+    def _misuse(self, misuse):
+        case = misused.CASES[misuse.case]
+        begin = time.time()
+        codes, texts, ends, left = run_ranks(
+            self.nursery, {"misuse": misuse.case}, case.ranks
+        )
+        seconds = max([e for e in ends if e] or [begin + HARD]) - begin
+        wrong = [f"left behind: {name}" for name in left if name not in case.files]
+        wanted = list(case.codes or [int(case.says is not None)] * case.ranks)
+        if None in codes or seconds > 3.5 * TIMEOUT + LATE:
+            wrong.append("hangs" if None in codes else f"ends after {seconds:.0f} s")
+        if codes != wanted:
+            wrong.append(f"exit codes {codes}, not {wanted}")
+        for rank, text in enumerate(texts):
+            said = last_line(text)
+            if case.says and not re.search(case.says, said) and codes[rank] in (0, 1):
+                wrong.append(f"rank {rank} says something else: {said}")
+            if "terminate called" in text:
+                wrong.append(f"rank {rank} reached terminate")
+        told = [re.search(r"^RESULT (.*)$", t, re.M) for t in texts]
+        if case.says is None and len({t and t[1] for t in told}) > 1:
+            wrong.append(f"results differ: {[t and t[1] for t in told]}")
+        return Outcome(misuse.name, codes, texts, seconds, left, wrong)
+
+    def _fault(self, fault):
+        results, counts = self.plain(fault.workload)
+        at = max(1, round(fault.place * counts[fault.rank]))
+        case = {
+            "workload": fault.workload,
+            "how": fault.how,
+            "rank": fault.rank,
+            "at": at,
+        }
+        ranks = WORKLOADS[fault.workload].ranks
+        resume = (fault.rank,) if fault.how == "stop" else ()
+        codes, texts, ends, left = run_ranks(self.nursery, case, ranks, resume)
+        left = [name for name in left if name not in WORKLOADS[fault.workload].files]
+        struck = re.search(r"^STRUCK (.*)$", texts[fault.rank], re.M)
+        if struck is None:
+            return Outcome(
+                fault.name, codes, texts, 0.0, left, ["the fault did not strike"]
+            )
+        begin = float(struck[1])
+        others = [r for r in range(ranks) if r != fault.rank]
+        last = [
+            e for r, e in enumerate(ends) if e and (r in others or fault.how != "stop")
+        ]
+        seconds = max(last) - begin if last else HARD
+        wrong = [f"left behind: {name}" for name in left]
+        limit = TIMEOUT + LATE if fault.how != "slow" else HARD
+        if None in codes or seconds > limit:
+            wrong.append(
+                f"ends after {seconds:.0f} s" if None not in codes else "hangs"
+            )
+        for rank in range(ranks):
+            wrong += [
+                f"rank {rank}: {w}"
+                for w in _wrong(fault, rank, codes[rank], texts[rank], results[rank])
+            ]
+        return Outcome(fault.name, codes, texts, seconds, left, wrong)
+
+
+def _wrong(fault, rank, code, text, result):
+    """Says what is wrong with how a rank ended."""
+    mine = rank == fault.rank
+    if code is None:
+        return ["was still there"]
+    if code < 0 and not (mine and fault.how == "kill"):
+        return [f"ended by signal {-code}"]
+    if "terminate called" in text:
+        return ["reached terminate"]
+    if code == 0:
+        if mine and fault.how == "leave":
+            return []
+        told = re.search(r"^RESULT (.*)$", text, re.M)
+        if told is None:
+            return ["ended well, with no result"]
+        return [] if told[1] == result else ["another result"]
+    if fault.how == "slow":
+        return ["failed, though rank 1 was only slow"]
+    if mine:
+        own = {"raise": 1, "term": 143}.get(fault.how)
+        told = INJECTED not in text if fault.how == "raise" else False
+        return [f"exit code {code}"] * (own not in (None, code)) + [
+            "no traceback"
+        ] * told
+    return [] if _says(fault, text) else [f"says something else: {last_line(text)}"]
+
+
+def _says(fault, text):
+    """Says whether a survivor tells the truth about a fault."""
+    lost = (
+        f"lost another rank|waited {TIMEOUT:.0f} s|rank {fault.rank} |did not come"
+        "|could not connect"
+    )
+    words = {
+        "raise": rf"rank {fault.rank} failed with ValueError: {INJECTED}|{INJECTED}",
+        "stop": f"waited {TIMEOUT:.0f} s|waited|did not come|could not connect",
+        "term": f"SIGTERM|{lost}",
+    }
+    return re.search(words.get(fault.how, lost), text) is not None
+
+
+def last_line(text):
+    """Returns the line in which a rank says what it ends with."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines()]
+    ends = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception)\b", line)]
+    return (ends or lines or [""])[-1][:300]
+
+
+def table(outcomes):
+    """Returns the report: a row for each case."""
+    rows = [
+        "| case | exit codes | seconds | what the others said | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        said = "; ".join(
+            dict.fromkeys(
+                last_line(t) for t, c in zip(one.said, one.codes, strict=True) if c
+            )
+        )
+        said = said.replace("|", "\\|")[:160]
+        verdict = "well" if not one.wrong else "; ".join(one.wrong)
+        codes = " ".join("-" if c is None else str(c) for c in one.codes)
+        rows.append(
+            f"| {one.name} | {codes} | {one.seconds:.1f} | {said} | {verdict} |"
+        )
+    return "\n".join(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", help="a file for the table")
+    parser.add_argument("-k", default="", help="cases whose names hold this")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--verbose", action="store_true", help="print what ranks said")
+    asked = parser.parse_args()
+    campaign = Campaign()
+    chosen = [case for case in cases() if re.search(asked.k, case.name)]
+    outcomes, left = {}, queue.SimpleQueue()
+    for number, case in enumerate(chosen):
+        left.put((number, case))
+
+    def work():
+        while True:
+            try:
+                number, case = left.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                one = outcomes[number] = campaign.run(case)
+            except AssertionError as error:
+                one = outcomes[number] = Outcome(
+                    case.name, [], [], 0.0, [], [str(error)[-2000:]]
+                )
+            print(
+                f"{one.seconds:5.1f} s  {one.name}: {'; '.join(one.wrong) or 'well'}",
+                flush=True,
+            )
+            if asked.verbose and one.wrong:
+                print(
+                    "\n".join(f"--- rank {r}\n{t}" for r, t in enumerate(one.said)),
+                    flush=True,
+                )
+
+    threads = [threading.Thread(target=work) for _ in range(asked.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    campaign.nursery.close()
+    ordered = [outcomes[number] for number in sorted(outcomes)]
+    bad = [one for one in ordered if one.wrong]
+    if asked.report:
+        Path(asked.report).write_text(table(ordered) + "\n")
+    print(f"{len(ordered)} cases, {len(bad)} end badly")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

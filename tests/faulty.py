@@ -1,0 +1,497 @@
+"""Ranks that fail on purpose: what they do, where a fault strikes, and who forks them.
+
+A rank runs a workload: a short script that prints `RESULT` and a hash of what it computed.
+A fault strikes one rank at the n-th exchange that it begins, in whatever thread that is:
+`kill` (SIGKILL), `exit` (the process ends without a word), `stop` (SIGSTOP), `term` (SIGTERM),
+`raise` (an exception), `leave` (the script ends early), `slow` (a pause, which is no fault).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+WORKLOADS = {}
+TIMEOUT = 4.0  # seconds, of every mesh
+INJECTED = "injected on purpose"
+
+
+def workload(ranks=2, files=(), rank=1):
+    """Registers a workload, its ranks, what may stay in its folder, and whom faults strike."""
+
+    def register(fn):
+        WORKLOADS[fn.__name__] = fn
+        fn.ranks, fn.files, fn.rank = ranks, tuple(files), rank
+        return fn
+
+    return register
+
+
+# What scripts do ---------------------------------------------------------------------
+
+
+def graph(n=240, f=8, classes=3):
+    import torch
+    from torch_geometric.data import Data
+
+    g = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, n, (2, 6 * n), generator=g)
+    x = torch.rand(n, f, generator=g, dtype=torch.float64)
+    data = Data(x=x, edge_index=edges, y=torch.arange(n) % classes)
+    data.train_mask = torch.arange(n) % 2 == 0
+    return data
+
+
+def train(mesh, model, data, epochs=4, step=None, each=None):
+    import torch
+    import torch.nn.functional as F
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        if step is not None:
+            step()
+        if each is not None:
+            each(epoch, optimizer)
+    return [*model.parameters(), loss]
+
+
+def net(layers, width=16):
+    import torch
+    import torch.nn.functional as F
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.one, self.two = layers(8, width), layers(width, 3)
+
+        def forward(self, x, edge_index):
+            x = F.dropout(self.one(x, edge_index).relu(), 0.3, self.training)
+            return self.two(x, edge_index)
+
+    return Net().double()
+
+
+def full_graph(algorithm="1d", layer="GCNConv", link=None, **shape):
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh = pdc.init(algorithm, timeout=TIMEOUT, **shape)
+    link = None if link is None else getattr(pdc, link[0])(*link[1:])
+    data = pdc.partition(graph(), mesh, "random", link=link)
+    step = None if link is None else link.step
+    return train(mesh, net(getattr(nn, layer)), data, step=step)
+
+
+@workload()
+def gcn():
+    return full_graph()
+
+
+@workload(ranks=4)
+def gcn_copied():
+    return full_graph("1.5d", replication=2)
+
+
+@workload(ranks=4)
+def gcn_on_a_grid():
+    return full_graph("2d")
+
+
+@workload()
+def gcn_by_features():
+    return full_graph("feature")
+
+
+@workload(ranks=3)
+def gat():
+    return full_graph(layer="GATConv")
+
+
+@workload()
+def largest_neighbour():
+    import functools
+
+    from pyg_distcomm import nn
+
+    nn.Largest = functools.partial(nn.SAGEConv, aggr="max")
+    return full_graph(layer="Largest")
+
+
+@workload()
+def varco():
+    return full_graph(link=("VARCO", 4))
+
+
+@workload()
+def one_bit_late():
+    return full_graph(link=("Sylvie", 1))
+
+
+@workload()
+def some_rows():
+    return full_graph(link=("BNS", 0.5))
+
+
+@workload()
+def batch_norm_and_metrics():
+    import torch
+
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.one, self.two = nn.SAGEConv(8, 16), nn.SAGEConv(16, 3)
+            self.norm = torch.nn.BatchNorm1d(16)
+
+        def forward(self, x, edge_index):
+            return self.two(self.norm(self.one(x, edge_index)).relu(), edge_index)
+
+    model, found = Net().double(), []
+
+    def each(epoch, optimizer):
+        model.eval()
+        with torch.no_grad():
+            out = model(data.x, data.edge_index)
+            sure = out[out.amax(-1) > 0.4]
+            found.append(sure.size(0))
+            found.append(float((out.argmax(-1) == data.y).sum() / data.num_nodes))
+            found.append(float(out[torch.arange(0, 240, 7)].sum()))
+        model.train()
+
+    return [*train(mesh, model, data, each=each), *found]
+
+
+@workload()
+def wrapped_by_ddp():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    return train(mesh, pdc.replicate(net(nn.GCNConv), mesh), data)
+
+
+def staged(chunks, **how):
+    import torch
+    import torch.nn.functional as F
+    from torch_geometric.nn import GCNConv
+
+    import pyg_distcomm as pdc
+
+    mesh = pdc.init(timeout=TIMEOUT, **how)
+    data = pdc.partition(graph(), mesh, "random")
+    torch.manual_seed(1)
+    stack = [GCNConv(8, 8), torch.nn.ReLU(), GCNConv(8, 8), torch.nn.ReLU()]
+    stack = [layer.double() for layer in (*stack, GCNConv(8, 3))]
+    pipe = pdc.Pipeline(stack, mesh, chunks=chunks)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+
+    def cost(out, data):
+        return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = pipe.train_step(data, cost)
+        optimizer.step()
+    return [*pipe.parameters(), loss]
+
+
+@workload()
+def pipeline():
+    return staged(4, stages=2)
+
+
+@workload(ranks=4)
+def hybrid():
+    return staged(4, stages=2)
+
+
+def minibatches(mesh, loader, model):
+    import torch
+    import torch.nn.functional as F
+
+    model = model.float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
+            (F.cross_entropy(out, batch.y[: batch.batch_size])).backward()
+            optimizer.step()
+    return list(model.parameters())
+
+
+@workload()
+def partitioned_loader():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    loader = DistNeighborLoader(
+        data, [4, 4], batch_size=16, shuffle=True, seed=0, bulk_size=2
+    )
+    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
+
+
+def plain_net():
+    from torch_geometric.nn import SAGEConv
+
+    return net(SAGEConv).float()
+
+
+@workload()
+def replicated_loader():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = graph()
+    loader = DistNeighborLoader(data, [4, 4], batch_size=16, shuffle=True, seed=0)
+    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
+
+
+@workload()
+def layerwise_loader():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import DistLayerLoader
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    loader = DistLayerLoader(data, [24, 24], rule="ladies", batch_size=16, seed=0)
+    return minibatches(mesh, loader, pdc.replicate(plain_net(), mesh))
+
+
+@workload()
+def feature_store():
+    import torch
+
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import DistFeatureStore
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    store = DistFeatureStore.from_data(data, mesh, cache=0.1)
+    found = []
+    for step in range(6):
+        ids = torch.arange(step + mesh.rank, 240, 5)
+        found.append(store.fetch({None: ids})[None]["x"])
+    return found
+
+
+@workload(files=("run",))
+def checkpoints():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data, model = pdc.partition(graph(), mesh, "random"), net(nn.GCNConv)
+
+    def each(epoch, optimizer):
+        pdc.save_checkpoint("run", mesh, model, optimizer, epoch=epoch)
+        pdc.load_checkpoint("run", mesh, model, optimizer)
+
+    return train(mesh, model, data, each=each, epochs=3)
+
+
+@workload(files=("run.json",))
+def traced():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    with pdc.trace("run.json", mesh):
+        return train(mesh, net(nn.GCNConv), data)
+
+
+@workload()
+def planned():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    data = graph()
+    mesh = pdc.init("auto", data=data, widths=[8, 16, 3], timeout=TIMEOUT)
+    train(mesh, net(nn.GCNConv), pdc.partition(data, mesh))
+    return []  # the plan depends on what was measured
+
+
+def graph_in_steps():
+    """Makes a graph; a fault may strike between its steps."""
+    from pyg_distcomm.ledger import Ledger
+
+    nothing = dict.fromkeys(("words", "bytes", "sent_bytes", "messages"), 0)
+    for _ in range(4):
+        Ledger().note("load", "none", **nothing)
+    return graph()
+
+
+@workload(rank=0)
+def one_copy_a_host():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = shared(graph_in_steps)
+    mesh.everyone.watch.meet("the end", 0, mesh.size)
+    return [data.x.sum()]
+
+
+@workload()
+def gathered():
+    import torch
+
+    import pyg_distcomm as pdc
+
+    mesh = pdc.init(timeout=TIMEOUT)
+    data = pdc.partition(graph(), mesh, "random")
+    found = []
+    for _ in range(3):
+        found += [data.x.sort(0).values.full_tensor(), data.x.mean(0), data.x.std()]
+        found += [data.x[torch.randperm(240)].full_tensor().sum(), data.y.bincount()]
+        found += [torch.tensor(data.x[data.x.sum(1) > 4].shape)]
+    return found
+
+
+# Where a fault strikes --------------------------------------------------------------
+
+
+def arm(how, rank, at):
+    """Makes a fault strike this process at its n-th exchange; counts exchanges."""
+    import threading
+
+    from pyg_distcomm.ledger import Ledger
+
+    note, state = Ledger.note, {"count": 0}
+
+    def counted(self, *args, **kwargs):
+        if self.parent is None:
+            state["count"] += 1
+            if state["count"] == at and rank == int(os.environ["RANK"]):
+                print(f"STRUCK {time.time()}", file=sys.stderr, flush=True)
+                strike(how, threading.current_thread() is threading.main_thread())
+        return note(self, *args, **kwargs)
+
+    Ledger.note = counted
+    return state
+
+
+def strike(how, main):
+    numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+    if how in numbers:
+        os.kill(os.getpid(), numbers[how])
+    elif how == "raise":
+        raise ValueError(INJECTED)
+    elif how == "exit" or (how == "leave" and not main):
+        os._exit(7)
+    elif how == "leave":
+        raise SystemExit(0)
+    elif how == "slow":
+        time.sleep(1.0)
+
+
+def hashed(found):
+    import torch
+
+    total = hashlib.sha256()
+    for value in found:
+        value = value.to_local() if hasattr(value, "to_local") else value
+        value = torch.as_tensor(value).detach().double().contiguous()
+        total.update(value.numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def run_case(case):
+    """Runs one rank of a case: a workload with a fault, or a function of `misused`."""
+    if "workload" in case:
+        state = arm(case["how"], case["rank"], case["at"])
+        print("RESULT", hashed(WORKLOADS[case["workload"]]()), flush=True)
+        print("COUNT", state["count"], flush=True)
+        return
+    import misused
+
+    print("RESULT", misused.CASES[case["misuse"]]() or "", flush=True)
+
+
+# The server -------------------------------------------------------------------------
+
+
+def serve():
+    """Forks a rank for each line of standard input; says how and when ranks end.
+
+    A rank leaves through here, so that it ends as any script does: with its own exit code,
+    the package's hook for exceptions, and `atexit`.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    import warm
+
+    import pyg_distcomm
+
+    assert warm
+    assert pyg_distcomm
+    gc.freeze()
+    print(json.dumps({"ready": True}), flush=True)
+    text, children = b"", {}
+    while True:
+        if select.select([0], [], [], 0.01)[0]:
+            got = os.read(0, 1 << 16)
+            if not got:
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            *lines, text = (text + got).split(b"\n")
+            for line in lines:
+                rank = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    return become(rank)
+                children[pid] = rank["id"]
+                print(json.dumps({"id": rank["id"], "pid": pid}), flush=True)
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            code = os.waitstatus_to_exitcode(status)
+            end = {"id": children.pop(pid), "code": code, "time": time.time()}
+            print(json.dumps(end), flush=True)
+
+
+def become(rank):
+    """Makes this process the rank that was asked for."""
+    os.setpgid(0, 0)
+    out = os.open(rank["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for place, to in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(place, to)
+    os.environ.update(rank["env"])
+    os.chdir(rank["folder"])
+    return rank["case"]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    asked = serve()
+    if asked is not None:
+        sys.modules.setdefault("faulty", sys.modules["__main__"])
+        run_case(asked)

@@ -1,0 +1,623 @@
+"""Misuses: what ranks do that they must not, and what all of them must say.
+
+A case is a function that every rank runs. `says` is a pattern in the words of all ranks, which
+all end with an error; without it, all ranks end well, with the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+from faulty import TIMEOUT, graph, net, plain_net, train
+
+CASES = {}
+LATE = rf"waited {TIMEOUT:.0f} s"
+
+
+def case(says=None, ranks=2, files=(), codes=None):
+    """Registers a misuse.
+
+    Args:
+        says: what all ranks that fail say.
+        ranks: how many there are.
+        files: what may stay in their folder.
+        codes: their exit codes; by default 1 if they say something, else 0.
+    """
+
+    def register(fn):
+        fn.says, fn.ranks, fn.files, fn.codes = says, ranks, tuple(files), codes
+        CASES[fn.__name__] = fn
+        return fn
+
+    return register
+
+
+def me():
+    return int(os.environ["RANK"])
+
+
+def started(*args, **how):
+    import pyg_distcomm as pdc
+
+    return pdc.init(*args, **{"timeout": TIMEOUT, **how})
+
+
+def shared_out(data=None, mesh=None, **how):
+    import pyg_distcomm as pdc
+
+    mesh = started() if mesh is None else mesh
+    data = graph() if data is None else data
+    return mesh, pdc.partition(data, mesh, how.pop("method", "random"), **how)
+
+
+def trained(layer="GCNConv", **how):
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out(**how)
+    return train(mesh, net(getattr(nn, layer)), data)
+
+
+def differs(name, first, second, where="init"):
+    """Makes a case of an argument that differs between ranks."""
+
+    def run():
+        value = first() if me() == 0 else second()
+        if where == "init":
+            started(**{name: value})
+        elif where == "partition":
+            trained(**{name: value})
+        else:
+            loaded(**{name: value})
+
+    run.__name__ = f"{name} differs in {where}"
+    case(says=rf"same {name}: " if where != "loader" else f"rank 1 has {name}=")(run)
+
+
+# What must agree ---------------------------------------------------------------------
+
+differs("seed", lambda: 0, lambda: 1)
+differs("timeout", lambda: 4.0, lambda: 5.0)
+differs("check", lambda: "first", lambda: "always")
+differs("grid", lambda: (2, 1, 1), lambda: (1, 1, 2))
+differs("stages", lambda: 1, lambda: 2)
+differs("algorithm", lambda: "1d", lambda: "feature")
+
+
+def changed(name, place=(1, 3)):
+    def run():
+        data = graph()
+        if me() == 1:
+            data[name][place if data[name].dim() > 1 else 3] = 1
+            data[name] = data[name].clone()
+        trained(data=data)
+
+    run.__name__ = f"{name} of the data differs"
+    case(says=rf"same data.{name}: ")(run)
+
+
+for attribute in ("x", "y", "train_mask", "edge_index"):
+    changed(attribute)
+
+
+def link(name, *args, **how):
+    def make():
+        import pyg_distcomm as pdc
+
+        return getattr(pdc, name)(*args, **how)
+
+    return make
+
+
+def no_link():
+    return None
+
+
+for k, pair in enumerate(
+    (
+        (link("Sylvie", 2), link("Sylvie", 1)),
+        (link("Sylvie"), no_link),
+        (link("VARCO", 10), link("VARCO", 20)),
+        (link("VARCO", 10), link("BNS", 0.5)),
+        (link("BNS", 0.5), link("BNS", 0.25)),
+        (link("PipeGCN"), link("PipeGCN", smooth=0.9)),
+        (link("Sylvie", late=1), link("Sylvie", late=0)),
+    )
+):
+    differs("link", *pair, "partition")
+    CASES[f"link {k} differs"] = CASES.pop("link differs in partition")
+differs("method", lambda: "random", lambda: "block", "partition")
+differs("method", lambda: "random", lambda: "metiss", "partition")
+CASES["a method is not known on one rank"] = CASES.pop("method differs in partition")
+differs("method", lambda: "random", lambda: "block", "partition")
+
+
+@case(says="num_nodes|nodes")
+def one_rank_has_a_node_more():
+    trained(data=graph(240 + me()))
+
+
+@case(says="float|dtype")
+def one_rank_has_float32():
+    data = graph()
+    data.x = data.x.float() if me() else data.x
+    trained(data=data)
+
+
+@case(says="parameter|shape|differ")
+def one_model_is_wider():
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    train(mesh, net(nn.GCNConv, 16 + 8 * me()), data)
+
+
+@case(says=rf"{LATE}|differ|order|other")
+def one_model_has_another_layer():
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    train(mesh, net(nn.SAGEConv if me() else nn.GCNConv), data)
+
+
+@case(says="lr|differ|drift|parameter")
+def learning_rates_differ():
+    import torch
+    import torch.nn.functional as F
+
+    from pyg_distcomm import nn
+
+    _mesh, data = shared_out(mesh=started(check="always"))
+    model = net(nn.GCNConv)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * me())
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
+        optimizer.step()
+
+
+@case(says=LATE)
+def one_rank_skips_a_pass():
+    _mesh, data = shared_out()
+    for _ in range(3 - me()):
+        data.x.sum()
+    time.sleep(2 * TIMEOUT)
+
+
+@case(says=rf"{LATE}|lost another rank|left")
+def one_rank_skips_backward():
+    from pyg_distcomm import nn
+
+    _mesh, data = shared_out()
+    model = net(nn.GCNConv)
+    loss = model(data.x, data.edge_index).sum()
+    if me() == 0:
+        loss.backward()
+        return
+    time.sleep(2 * TIMEOUT)
+    raise SystemExit(1)
+
+
+@case(says=rf"{LATE}|lost another rank")
+def one_rank_asks_for_all_rows():
+    _mesh, data = shared_out()
+    if me() == 0:
+        data.x.full_tensor()
+    time.sleep(2 * TIMEOUT)
+    data.x.sum()
+
+
+@case(says=rf"mask|rows|{LATE}")
+def one_rank_asks_for_the_length_of_a_selection():
+    _mesh, data = shared_out()
+    some = data.x[data.x[:, 0] > 0.5]
+    if me() == 0:
+        some.size(0)
+    time.sleep(2 * TIMEOUT)
+    data.x.sum()
+
+
+@case()
+def one_rank_prints():
+    _mesh, data = shared_out()
+    if me() == 0:
+        print(data, data.x, data.edge_index, data.x[data.x[:, 0] > 0.5])
+    return float(data.x.sum())
+
+
+@case(says="seed what draws this tensor")
+def plain_tensors_differ():
+    import torch
+
+    _mesh, data = shared_out()
+    torch.manual_seed(me())
+    (data.x[:, 0] + torch.rand(240)).sum()
+
+
+@case(says="from_local|rows")
+def a_tensor_of_local_rows():
+    import torch
+
+    _mesh, data = shared_out()
+    (data.x[:, 0] + torch.ones(len(data.x.to_local()))).sum()
+
+
+# Values that are no values ------------------------------------------------------------
+
+
+def refused(where, says, **how):
+    def run():
+        if where == "init":
+            started(**how)
+        elif where == "partition":
+            shared_out(**how)
+        else:
+            loaded(**how)
+
+    run.__name__ = f"{where}: " + ", ".join(f"{k}={v!r}" for k, v in how.items())
+    case(says=says)(run)
+
+
+for wrong in (0, -1, 0.0, float("nan"), True, "5"):
+    refused("init", "timeout", timeout=wrong)
+for wrong in ((3, 1, 1), (-2, -1, 1), (2, 1), "2d"):
+    refused("init", "grid|ranks", grid=wrong)
+for wrong in (0, 3, -2):
+    refused("init", "stages", stages=wrong)
+refused("init", "replication", algorithm="1.5d", replication=3)
+refused("init", "algorithm|4d", algorithm="4d")
+refused("init", "check", check="sometimes")
+refused("init", "seed", seed="zero")
+refused("partition", "metiss", method="metiss")
+refused("partition", "link", link="sylvie")
+
+
+def loaded(**how):
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    _mesh, data = shared_out()
+    how = {"num_neighbors": [4, 4], "batch_size": 16, "seed": 0, **how}
+    return sum(batch.num_nodes for batch in DistNeighborLoader(data, **how))
+
+
+for wrong in ([4, -2], [4, 1.5], [True, 4], "44", [-7]):
+    refused("loader", "num_neighbors|fan-out", num_neighbors=wrong)
+for wrong in (0, -1, 1.5):
+    refused("loader", "batch_size", batch_size=wrong)
+refused("loader", "input_nodes|240", input_nodes=[0, 240])
+differs("num_neighbors", lambda: [4, 4], lambda: [4, 3], "loader")
+differs("batch_size", lambda: 16, lambda: 8, "loader")
+differs("seed", lambda: 0, lambda: 1, "loader")
+differs("replace", lambda: False, lambda: True, "loader")
+
+
+@case(says="two partitions or meshes")
+def two_meshes_in_a_layer():
+    from pyg_distcomm import nn
+
+    _, one = shared_out()
+    _, two = shared_out(method="block")
+    net(nn.GCNConv)(one.x, two.edge_index)
+
+
+@case(says="closed")
+def a_mesh_that_was_closed():
+    mesh, data = shared_out()
+    mesh.close()
+    data.x.sum()
+
+
+@case()
+def a_second_mesh():
+    _mesh, data = shared_out()
+    first = float(data.x.sum())
+    _, again = shared_out()
+    assert float(again.x.sum()) == first == float(data.x.sum())
+    return first
+
+
+@case(says="thread")
+def training_from_two_threads():
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    errors = []
+
+    def work():
+        try:
+            train(mesh, net(nn.GCNConv), data)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# Loaders ------------------------------------------------------------------------------
+
+
+@case(says=rf"{LATE}|stop|lost another rank|left")
+def one_rank_breaks_off_its_loader():
+    import torch
+
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    _mesh, data = shared_out()
+    loader = DistNeighborLoader(data, [4, 4], batch_size=8, seed=0, bulk_size=1)
+    for number, batch in enumerate(loader):
+        if me() == 1 and number == 1:
+            break
+        assert torch.isfinite(batch.x).all()
+    data.x.sum()
+    time.sleep(2 * TIMEOUT)
+    data.x.sum()
+
+
+@case(says=rf"{LATE}|lost another rank|left")
+def one_rank_builds_a_loader():
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    _mesh, data = shared_out()
+    if me() == 0:
+        next(iter(DistNeighborLoader(data, [4, 4], batch_size=8, seed=0)))
+    else:
+        time.sleep(2 * TIMEOUT)
+        data.x.sum()
+
+
+@case()
+def ranks_have_unlike_many_seeds():
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    _mesh, data = shared_out()
+    seeds = list(range(40 if me() else 3))
+    loader = DistNeighborLoader(data, [4, 4], input_nodes=seeds, batch_size=4, seed=0)
+    return len(list(loader)) > 0
+
+
+@case()
+def everybody_breaks():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    mesh, data = shared_out()
+    model = pdc.replicate(plain_net(), mesh)
+    for batch in DistNeighborLoader(data, [4, 4], batch_size=8, seed=0):
+        model(batch.x.float(), batch.edge_index).sum().backward()
+        break
+    return float(data.x.sum())
+
+
+# Files --------------------------------------------------------------------------------
+
+
+def saved(path, **how):
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    model = net(nn.GCNConv)
+    train(mesh, model, data, 1)
+    pdc.save_checkpoint(path, mesh, model, **how)
+    return mesh, model
+
+
+@case(says="path|run0", files=())
+def paths_differ():
+    saved(f"run{me()}")
+
+
+@case(says="keep", files=())
+def keep_differs():
+    saved("run", keep=1 + me())
+
+
+@case(says="not written|not of|own", files=("run",))
+def a_folder_of_someone_else():
+    os.makedirs("run", exist_ok=True)
+    with open("run/thesis.txt", "w") as file:
+        file.write("years of work")
+    with contextlib.suppress(Exception):
+        saved("run")
+        os._exit(9)
+    assert os.path.exists("run/thesis.txt")
+    saved("run")
+
+
+@case(says="run", files=("run",))
+def a_file_in_the_way():
+    with open("run", "w") as file:
+        file.write("notes")
+    saved("run")
+
+
+@case(says="nowhere", files=())
+def a_checkpoint_that_is_not_there():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    pdc.load_checkpoint("nowhere", started(), net(nn.GCNConv))
+
+
+@case(says="shape|size|match", files=("run",))
+def a_checkpoint_of_another_model():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh, _ = saved("run")
+    pdc.load_checkpoint("run", mesh, net(nn.GCNConv, 32))
+
+
+@case(says=rf"{LATE}|lost another rank", files=())
+def one_rank_saves():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    model = net(nn.GCNConv)
+    train(mesh, model, data, 1)
+    if me() == 0:
+        pdc.save_checkpoint("run", mesh, model)
+    time.sleep(2 * TIMEOUT)
+    data.x.sum()
+
+
+@case(says=rf"{LATE}|lost another rank", files=("run.json",))
+def one_rank_traces():
+    import pyg_distcomm as pdc
+
+    mesh, data = shared_out()
+    if me() == 0:
+        with pdc.trace("run.json", mesh):
+            data.x.sum()
+    else:
+        data.x.sum()
+        time.sleep(2 * TIMEOUT)
+        data.x.sum()
+
+
+@case(says="in the block", files=("run.json",))
+def an_error_in_a_trace_on_all_ranks():
+    import pyg_distcomm as pdc
+
+    mesh, data = shared_out()
+    with pdc.trace("run.json", mesh):
+        data.x.sum()
+        raise KeyError("in the block")
+
+
+@case(says="in the block", files=("run.json",), ranks=4)
+def an_error_in_a_trace_on_one_rank():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    model = net(nn.GATConv)
+    with pdc.trace("run.json", mesh):
+        model(data.x, data.edge_index).sum()
+        if me() == 1:
+            raise KeyError("in the block")
+        train(mesh, model, data)
+
+
+# Ranks that do not come, and signals ------------------------------------------------
+
+
+@case(says="did not come|have not met|lost another", codes=(1, 3))
+def one_rank_ends_before_init():
+    if me() == 1:
+        raise SystemExit(3)
+    started()
+
+
+@case(says=rf"did not come|{LATE}|could not connect")
+def one_rank_comes_late():
+    time.sleep(2.5 * TIMEOUT if me() else 0)
+    started()
+
+
+@case(codes=(143, 143), files=("last",))
+def one_rank_is_told_to_end():
+    preempted_by(signal.SIGTERM, 1)
+
+
+@case(codes=(130, 130), files=("last",))
+def all_ranks_are_interrupted():
+    preempted_by(signal.SIGINT, 0, 1)
+
+
+def preempted_by(number, *ranks):
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    mesh, data = shared_out()
+    model = net(nn.GCNConv)
+    check = pdc.on_preempt(lambda: pdc.save_checkpoint("last", mesh, model))
+
+    def each(epoch, optimizer):
+        if epoch == 2 and me() in ranks:
+            os.kill(os.getpid(), number)
+        check()
+
+    train(mesh, model, data, epochs=20, each=each)
+
+
+@case(says="main thread", codes=(1, 1))
+def on_preempt_in_a_thread():
+    import pyg_distcomm as pdc
+
+    mesh, errors = started(), []
+
+    def work():
+        try:
+            pdc.on_preempt(print, mesh)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+@case()
+def a_script_ends_the_process_group_itself():
+    import torch.distributed as dist
+
+    mesh, data = shared_out()
+    found = float(data.x.sum())
+    del data
+    mesh.close()
+    dist.destroy_process_group()
+    return found
+
+
+@case(says="NaN|finite")
+def features_are_not_numbers():
+    import pyg_distcomm as pdc
+
+    data = graph()
+    data.x[3, 2] = float("nan")
+    trained(data=data, link=pdc.Sylvie())
+
+
+@case(says="BatchNorm|batch norm")
+def batch_norm_in_a_pipeline():
+    staged(stack=lambda layers, torch: [layers[0], torch.nn.BatchNorm1d(8), layers[1]])
+
+
+@case(says="layers|stages")
+def more_stages_than_layers():
+    staged(stack=lambda layers, torch: layers[:1])
+
+
+@case(says="chunks")
+def chunks_differ():
+    staged(chunks=2 + me())
+
+
+@case(says="chunks")
+def no_chunks():
+    staged(chunks=0)
+
+
+def staged(stack=None, chunks=4):
+    import torch
+    import torch.nn.functional as F
+    from torch_geometric.nn import GCNConv
+
+    import pyg_distcomm as pdc
+
+    mesh, data = shared_out(mesh=started(stages=2))
+    layers = [GCNConv(8, 8).double(), GCNConv(8, 3).double()]
+    layers = layers if stack is None else stack(layers, torch)
+    pipe = pdc.Pipeline(layers, mesh, chunks=chunks)
+    pipe.train_step(data, lambda out, data: F.cross_entropy(out, data.y))

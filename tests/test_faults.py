@@ -1,0 +1,54 @@
+"""The campaign of faults, as tests: `pytest -m faults` runs all of it, the default tier a few."""
+
+from __future__ import annotations
+
+import sys
+
+import faults
+import pytest
+
+BY_DEFAULT = {  # one of each kind of ending
+    "gat, rank 1: kill at 50%",
+    "gcn, rank 1: raise at 50%",
+    "one_bit_late, rank 1: stop at 50%",
+    "seed differs in init",
+    "x of the data differs",
+    "link 0 differs",
+    "learning rates differ",
+    "training from two threads",
+    "two meshes in a layer",
+}
+
+
+def chosen():
+    """Returns all cases, those that do not run by default with a mark."""
+    return [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=() if case.name in BY_DEFAULT else pytest.mark.faults,
+        )
+        for case in faults.cases()
+    ]
+
+
+@pytest.fixture(scope="module")
+def campaign():
+    if not sys.platform.startswith("linux"):
+        pytest.skip("faults are tried by fork and signals, on Linux")
+    found = faults.Campaign()
+    yield found
+    found.nursery.close()
+
+
+@pytest.mark.parametrize("case", chosen())
+def test_ranks_end_well(campaign, case):
+    outcome = campaign.run(case)
+    said = "\n".join(f"--- rank {r} ---\n{text}" for r, text in enumerate(outcome.said))
+    assert not outcome.wrong, f"{outcome.wrong}\n{said}"
+
+
+def test_there_are_as_many_cases_as_promised():
+    names = [case.name for case in faults.cases()]
+    assert len(names) == len(set(names)) >= 250
+    assert set(names) >= BY_DEFAULT
