@@ -11,7 +11,6 @@ that is ready, and the next save keeps it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fnmatch
 import glob
 import json
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pyg_distcomm import wire
-from pyg_distcomm.partition.arrays import sha256, told
+from pyg_distcomm.partition.arrays import exchange, sha256, told
 from pyg_distcomm.wire import Axis
 
 MARK = ".pyg_distcomm.json"
@@ -38,7 +37,6 @@ _CONTENTS = {
 _PATIENCE = 5.0  # seconds in which another host's folder shows on a shared disk
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished save is removed
 _OWNER = re.compile(r"\.(?:writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}$")
-_AT_CWD, _EXCHANGE = -100, 2  # of renameat2
 
 
 @contextlib.contextmanager
@@ -249,7 +247,7 @@ def _finish(place: Path, aside: Path, keep: int) -> None:
     else:
         for number in range(keep - 1, 1, -1):
             _move(_kept(place, number - 1), _kept(place, number))
-        _exchange(ready, place)
+        exchange(ready, place)
         if keep > 1:
             _move(ready, _kept(place, 1))
         else:
@@ -262,21 +260,6 @@ def _move(source: Path, target: Path) -> None:
         if target.exists():
             shutil.rmtree(target)
         os.rename(source, target)
-
-
-def _exchange(ready: Path, place: Path) -> None:
-    """Lets two folders change places, in one step where the system can."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        names = os.fsencode(ready), os.fsencode(place)
-        if libc.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0:
-            return
-    except (OSError, AttributeError):
-        pass
-    old = ready.with_name(ready.name.replace(".ready-", ".old-"))
-    os.rename(place, old)
-    os.rename(ready, place)
-    os.rename(old, ready)
 
 
 def _sync(path: Path) -> None:

@@ -20,7 +20,7 @@ from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.rowcut import tree_map
+from pyg_distcomm.rowcut import check_saved, tree_map
 from pyg_distcomm.rows import Rows
 from pyg_distcomm.rowwise import FACTS, NEW, SIZES, WHOLE, base_name
 from pyg_distcomm.tensor import DistTensor
@@ -404,6 +404,7 @@ class DistEdgeIndex(torch.Tensor):
         return _wrap(self.to_local().clone(), self.topology, self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        check_saved(self.nodes.mesh.size, "this rank's edges")
         return self.to_local().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

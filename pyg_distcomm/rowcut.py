@@ -85,6 +85,20 @@ def undecided(what: str) -> TypeError:
     )
 
 
+def check_saved(ranks: int, what: str) -> None:
+    """Refuses to save a part of a tensor as if it were the whole.
+
+    Raises:
+        TypeError: if there are several ranks.
+    """
+    if ranks > 1:
+        raise TypeError(
+            "save t.full_tensor(), which all ranks have to call, or t.to_local() for "
+            f"{what}: torch.save and pickle would keep a part of a row-cut tensor alone. "
+            "pdc.save_checkpoint saves models and optimizers"
+        )
+
+
 def fit_plain(value: Tensor, like: RowCut | Rows, width: int, name: str) -> Tensor:
     """Returns the rows here of a plain operand that meets row-cut ones.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm import indexing, picking, rule
 from pyg_distcomm.eager import eager
-from pyg_distcomm.rowcut import RowCut, undecided
+from pyg_distcomm.rowcut import RowCut, check_saved, undecided
 
 
 @eager
@@ -38,7 +38,7 @@ class DistTensor(RowCut):
     draws; dropout is keyed by row id.
 
     Gradients: see [Note: gradients] in `adjoint.py`; `x.grad` of a leaf is exact.
-    Pickling keeps this rank's rows as an ordinary tensor.
+    `torch.save` and pickling are refused on several ranks: save `x.full_tensor()`.
 
     Shapes: `[n, ...]`, of which `to_local()` `[n_i, ...]` is on rank i.
     """
@@ -83,6 +83,7 @@ class DistTensor(RowCut):
         return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        check_saved(self.rows.mesh.size, "this rank's rows")
         return self.to_local().detach().__reduce_ex__(protocol)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:

@@ -1,9 +1,11 @@
 """Graphs in files: every format, a chunk at a time, and what is refused."""
 
 import gzip
+import re
 import subprocess
 import sys
 import textwrap
+import zipfile
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
+from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition import columns, edge_files, external, stream, stream_loops
 from pyg_distcomm.partition.cutters import METHODS, cut
@@ -73,6 +76,8 @@ FORMATS = {
     "e.txt": lambda p, e: write_text(p, "# a comment\n\n% two\n" + as_text(e)),
     "e.el": lambda p, e: write_text(p, as_text(e, "\t")[:-1]),  # no last newline
     "e.csv": lambda p, e: write_text(p, "source,target\n" + as_text(e, ",")),
+    "excel.csv": lambda p, e: write_text(p, "\ufeffsource,target\n" + as_text(e, ",")),
+    "marked.txt": lambda p, e: write_text(p, "\ufeff" + as_text(e)),
     "e.tsv": lambda p, e: write_text(
         p, "# x\n" + as_text(e, "\t").replace("\n", "\r\n")
     ),
@@ -315,7 +320,10 @@ def test_wrong_files_are_named_and_leave_nothing(tmp_path):
     refused(r"edge 2 has the node 7, but ids are 0 .. 4", source / "e.npy", num_nodes=5)
     np.save(source / "big.npy", edges.numpy())
     damage(source / "big.npy")
-    refused("big.npy: ends early: .* bytes are missing", source / "big.npy")
+    refused(
+        r"big.npy: has 2464 bytes, but its head says int64 \[2, 300\]",
+        source / "big.npy",
+    )
     np.savez_compressed(source / "z.npz", edge_index=edges.numpy())
     damage(source / "z.npz")
     refused("z.npz: cannot be read", source / "z.npz")
@@ -341,6 +349,133 @@ def test_wrong_files_are_named_and_leave_nothing(tmp_path):
     refused("lies column by column", text, node_files={"x": source / "feat.npy"})
     with pytest.raises(ValueError, match="unknown partition method 'best'"):
         partition_files(text, out, 2, "best")
+
+
+def with_head(path, head, rows=b""):
+    """A .npy file whose head says what it should not."""
+    line = repr({"descr": "<i8", "fortran_order": False, **head}).encode().ljust(117)
+    size = (len(line) + 1).to_bytes(2, "little")
+    path.write_bytes(b"\x93NUMPY\x01\x00" + size + line + b"\n" + rows)
+    return path
+
+
+HEADS = [
+    ({"shape": (2, -3)}, "sizes are numbers of at least 0"),
+    ({"shape": (True, 2)}, "sizes are numbers of at least 0"),
+    ({"shape": (2, 10**15)}, "but its head says int64 [2, 1000000000000000]"),
+    ({"shape": (3, 2)}, "but its head says int64 [3, 2]"),
+    ({"shape": (2, 1)}, "but its head says int64 [2, 1]"),
+    ({"shape": (2, "1")}, "cannot be read"),
+    ({"shape": (2, 2), "descr": "<i9"}, "cannot be read"),
+    ({"shape": (2, 2), "descr": "O"}, "holds Python objects"),
+    (
+        {"shape": (2, 2), "descr": [("a", "<i4"), ("b", "<i4")]},
+        "but edges are integers",
+    ),
+    ({"shape": (2, 2), "more": 1}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("asked", ["edges", "x"])
+@pytest.mark.parametrize(("head", "words"), HEADS)
+def test_arrays_that_are_not_what_they_say_are_refused(
+    tmp_path, head, words, asked, packed
+):
+    rows, good = bytes(32), np.array([[0, 1], [1, 0]])
+    bad = with_head(tmp_path / "bad.npy", head, rows)
+    out, options = tmp_path / "out", {}
+    if packed:
+        path = tmp_path / "bad.npz"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            np.save(tmp_path / "good.npy", good)
+            ends = bad if asked == "edges" else tmp_path / "good.npy"
+            archive.write(ends, "edge_index.npy")
+            archive.write(bad, "x.npy")
+    else:
+        path = bad if asked == "edges" else tmp_path / "good.npy"
+        np.save(tmp_path / "good.npy", good)
+        options = {} if asked == "edges" else {"node_files": {"x": bad}}
+    if asked == "x" and "edges are" in words:
+        words = "a partition folder keeps numbers"
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        partition_files(path, out, 2, **options)
+    assert str(path if packed else bad) in str(caught.value)
+    assert not out.exists()
+    if packed and "Python" not in words and asked == "edges" and "edges" not in words:
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            load_dataset(str(path))
+
+
+def test_an_archive_that_unpacks_past_its_size_is_refused(tmp_path):
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(
+        path, edge_index=np.array([[0, 1], [1, 0]]), x=np.zeros(1 << 20)
+    )
+    content = path.read_bytes()
+    size = ((1 << 23) + 128).to_bytes(4, "little")  # of x.npy, as the archive tells it
+    assert content.count(size) == 2
+    path.write_bytes(content.replace(size, (130).to_bytes(4, "little")))
+    for read in (
+        lambda: partition_files(path, tmp_path / "out", 2),
+        lambda: load_dataset(str(path)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"bomb\.npz.*(CRC|130 bytes, but its head)"
+        ):
+            read()
+
+
+@pytest.mark.parametrize("name", ["e.txt", "e.csv", "e.npy", "e.npz"])
+def test_no_edges_tell_no_number_of_nodes(tmp_path, name):
+    path = tmp_path / name
+    nothing = np.zeros((2, 0), np.int64)
+    if name.endswith("npz"):
+        np.savez(path, edge_index=nothing)
+    elif name.endswith("npy"):
+        np.save(path, nothing)
+    else:
+        path.write_text("source,target\n" if name == "e.csv" else "# nothing\n")
+    with pytest.raises(ValueError, match=rf"{name}: holds no edges.*--num-nodes"):
+        partition_files(path, tmp_path / "out", 2)
+    assert sum(partition_files(path, tmp_path / "out", 2, num_nodes=4).nodes) == 4
+
+
+def test_the_first_column_of_a_spreadsheet_may_have_a_mark(tmp_path):
+    data = graph()
+    ogb(tmp_path / "g", data)
+    text = "\ufeff" + "1,2\n" * N
+    write_text(tmp_path / "g" / "raw" / "node-feat.csv.gz", text)
+    partition_files(tmp_path / "g", tmp_path / "out", 2)
+    x = read_part(tmp_path / "out", 0).node["x"]
+    assert x[0].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("where", ["in", "beside", "below"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, where, request):
+    path = write_text(tmp_path / "e.txt", as_text(graph().edge_index))
+    home = tmp_path / "disk"
+    home.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", home],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a disk takes root")
+    request.addfinalizer(lambda: subprocess.run(["umount", home], check=True))
+    out = {"in": home / "out", "beside": home / "a" / "out", "below": home}[where]
+    if where == "below":
+        out = path / "out"
+    words = "Not a directory" if where == "below" else "Read-only file system"
+    with pytest.raises(ValueError, match=f"allow writing.*{words}"):
+        partition_files(path, out, 2)
+    subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+    if where == "in":  # there is room for a part of it
+        for method in ("stream", "block"):
+            with pytest.raises(ValueError, match=r"make room.*No space left"):
+                partition_files(path, out, 30, method)
+            assert list(home.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -393,7 +528,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(external.ArrayFile, "write", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ValueError, match=r"make room and allow writing.*no space"):
         partition_files(path, tmp_path / "out", 3, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["e.txt", "out"]
     assert read_part(tmp_path / "out", 0).partition.digest() == before

@@ -1,4 +1,4 @@
-"""The campaign of faults, as tests: `pytest -m faults` runs all of it, the default tier a few."""
+"""The campaign of faults as tests: all of it by `pytest -m faults`, a few by default."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import warnings
 
@@ -11,6 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.distributed import Partitioner
 from torch_geometric.loader.cluster import ClusterData
 
+from pyg_distcomm.partition import arrays
 from pyg_distcomm.partition import folder as folder_module
 from pyg_distcomm.partition.arrays import sha256
 from pyg_distcomm.partition.cutters import cut
@@ -310,10 +312,86 @@ def test_an_edge_held_twice_is_found(written):
     ]
 
 
-def test_an_edge_that_no_part_holds_is_found(written):
+def fields(meta):
+    """Wrong METAs, each with the words that name what is wrong."""
+    yield "num_nodes", meta | {"num_nodes": 1.0}
+    yield "num_nodes", meta | {"num_nodes": True}
+    yield "num_nodes", meta | {"num_nodes": -1}
+    yield "num_edges", meta | {"num_edges": 10**15}
+    yield "num_edges", meta | {"num_edges": 10**40}
+    yield "num_parts", meta | {"num_parts": "4"}
+    yield "num_parts", meta | {"num_parts": 0}
+    yield "report.nodes", meta | {"num_parts": 5}
+    yield "partition", meta | {"partition": None}
+    yield "values", meta | {"values": []}
+    yield "attributes", meta | {"attributes": ["x"]}
+    yield "report", meta | {"report": 1}
+    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
+        yield f"report.{name}", meta | {"report": meta["report"] | {name: [-1] * P}}
+        yield f"report.{name}", meta | {"report": meta["report"] | {name: 7}}
+        left = {k: v for k, v in meta["report"].items() if k != name}
+        yield f"has no '{name}'", meta | {"report": left}
+    yield "unknown field 'more'", meta | {"report": meta["report"] | {"more": 1}}
+    x = meta["attributes"]["x"]
+    for key, value in {
+        "kind": ["edges", 3, None],
+        "dtype": ["float12", "nn", 8, None],
+        "shape": [[-1, 5], [True, 5], [N + 1, 5], "41", [N, 10**30], []],
+    }.items():
+        for one in value:
+            attributes = meta["attributes"] | {"x": x | {key: one}}
+            yield f"attributes.x.{key}", meta | {"attributes": attributes}
+    yield "attributes.x is 3", meta | {"attributes": {"x": 3}}
+    file = meta["files"]["owner.npy"]
+    for name in ("../owner.npy", "/etc/passwd", "a/../../b", "C:\\x", "a//b", ""):
+        yield "not inside the folder", meta | {"files": meta["files"] | {name: file}}
+    for wrong in ({"bytes": -1, "sha256": "0" * 64}, {"bytes": 1, "sha256": "x"}, 3):
+        yield "files.owner.npy", meta | {"files": meta["files"] | {"owner.npy": wrong}}
+    for name in meta:
+        if name not in ("format", "version", "digest"):
+            left = {k: v for k, v in meta.items() if k != name}
+            yield f"has no '{name}'", left
+
+
+def test_a_meta_with_wrong_fields_is_refused_by_name(written):
     out = written[0]
-    reseal(out, num_edges=E + 1)
-    assert verify_folder(out) == [f"{out}: no part holds edge {E}"]
+    cases = list(fields(folder_meta(out)))
+    assert len(cases) > 50
+    for words, meta in cases:
+        write_meta(out, {k: v for k, v in meta.items() if k != "digest"})
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            read_part(out, 0)
+        assert str(out / META) in str(caught.value)
+        assert "write the folder again" in str(caught.value)
+        assert verify_folder(out) == [str(caught.value)]
+
+
+def test_a_file_that_meta_does_not_name_is_not_read(written):
+    out = written[0]
+    meta = folder_meta(out)
+    del meta["files"]["part_00001/node__x.npy"]
+    write_meta(out, meta)
+    with pytest.raises(ValueError, match=r"files does not name 'part_00001/node__x"):
+        read_part(out, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_flipped_bit_is_found_by_default(written, seed):
+    out = written[0]
+    draw = np.random.default_rng(seed)
+    share = [META, "owner.npy"] + [
+        str(p.relative_to(out)) for p in (out / "part_00001").iterdir()
+    ]
+    for name in share:
+        good = (out / name).read_bytes()
+        for place in draw.integers(0, len(good), 8):
+            bad = bytearray(good)
+            bad[place] ^= 1 << int(draw.integers(8))
+            (out / name).write_bytes(bad)
+            with pytest.raises(ValueError, match=re.escape(str(out / name))):
+                read_part(out, 1)
+        (out / name).write_bytes(good)
+    read_part(out, 1)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +480,7 @@ def test_a_failure_leaves_nothing_and_keeps_what_was(tmp_path, monkeypatch, forc
         return real(path, tensor)
 
     monkeypatch.setattr(folder_module, "write_array", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match=r"make room and allow.*No space left"):
         write_folder(out, data, cut(data.edge_index, N, P, "block"), force=force)
     assert os.listdir(tmp_path) == (["out"] if force else [])
     if force:
@@ -414,15 +492,16 @@ def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
     data = graph()
     out = tmp_path / "out"
     write_folder(out, data, cut(data.edge_index, N, 2, "block"))
-    real = folder_module.Path.rename
+    real = os.rename
 
-    def refuses(self, target):
-        if str(self).endswith(".tmp"):
+    def refuses(source, target):
+        if str(source).endswith(".tmp"):
             raise OSError("refused")
-        return real(self, target)
+        return real(source, target)
 
-    monkeypatch.setattr(folder_module.Path, "rename", refuses)
-    with pytest.raises(OSError, match="refused"):
+    monkeypatch.setattr(arrays.ctypes, "CDLL", lambda *_, **__: None)
+    monkeypatch.setattr(arrays.os, "rename", refuses)
+    with pytest.raises(ValueError, match="refused"):
         write_folder(out, data, cut(data.edge_index, N, 3, "block"), force=True)
     assert os.listdir(tmp_path) == ["out"]
     assert folder_meta(out)["num_parts"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import resource
 import signal
 import subprocess
@@ -140,6 +141,7 @@ def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     path, place = tmp_path / "ckpt", tmp_path / "ran"
     monkeypatch.setenv("EVIL_PLACE", str(place))
     save(path, 1)
+    (path / atomic.MARK).unlink()  # who writes another file can write its sum, too
     good = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match="describes no tensor"):
@@ -157,6 +159,52 @@ def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot load checkpoint"):
         load(path)
     assert not place.exists()
+
+
+def flips(path, files):
+    """Flips a bit in each of some files of a folder, at many places; yields its name."""
+    draw = random.Random(0)
+    for name in files:
+        good = (path / name).read_bytes()
+        for place in draw.sample(range(len(good)), 12):
+            bad = bytearray(good)
+            bad[place] ^= 1 << draw.randrange(8)
+            (path / name).write_bytes(bad)
+            yield name
+        (path / name).write_bytes(good)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path):
+    path = tmp_path / "ckpt"
+    save(path, 1, link=pdc.Sylvie(1))
+    names = sorted(file.name for file in path.iterdir())
+    assert names == sorted([".metadata", "__0_0.distcp", "link.0.pt", atomic.MARK])
+    for name in flips(path, [n for n in names if n != atomic.MARK]):
+        with pytest.raises(ValueError, match=f"{name}: altered since it was saved"):
+            pdc.load_checkpoint(
+                path, pdc.init(), model_of(0), link=pdc.Sylvie(1), epoch=0
+            )
+    for _ in flips(path, [atomic.MARK]):
+        try:
+            assert load(path) == 1
+        except ValueError as error:
+            assert str(path) in str(error)
+    assert load(path) == 1
+
+
+def test_a_flipped_bit_of_a_saved_pipeline_is_found(tmp_path):
+    mesh, net = pdc.init(), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    g = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(0, 20, (2, 60), generator=g)
+    data = Data(x=torch.randn(20, 2, generator=g), edge_index=edge_index)
+    data.train_mask, data.y = torch.ones(20, dtype=torch.bool), torch.zeros(20).long()
+    pipe = pdc.Pipeline(net, mesh, chunks=2)
+    pipe.train_step(data, torch.nn.functional.cross_entropy)
+    pipe.save(tmp_path / "pipe")
+    for name in flips(tmp_path / "pipe", ["model.pt", "rows0-stage0.pt"]):
+        with pytest.raises(ValueError, match=f"{name}: altered since it was saved"):
+            pipe.load(tmp_path / "pipe")
+    pipe.load(tmp_path / "pipe")
 
 
 def _differing(folder):

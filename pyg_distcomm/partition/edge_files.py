@@ -130,7 +130,7 @@ def check_archive(path: Path) -> None:
         names = zipfile.ZipFile(file).namelist()
     for name in names:
         if name.endswith(".npy"):
-            NpyHead.read(f"{path}:{name}", member_opener(path, name))
+            NpyHead.read(f"{path}: {name}", member_opener(path, name))
 
 
 class EdgeFile:

@@ -273,16 +273,21 @@ class _Writer:
 
     def _meta(self, figures: PartitionReport) -> Meta:
         columns = {name: self.graph.columns[name] for name in self.kinds}
+        shapes = {name: [*column.shape] for name, column in columns.items()}
+        num_edges = self.graph.edges.num_edges
+        for name, shape in shapes.items():
+            if self.kinds[name] == "edge":  # a row is that of an edge and its reverse
+                shape[0] = num_edges
         return {
             "num_nodes": self.partition.num_nodes,
-            "num_edges": self.graph.edges.num_edges,
+            "num_edges": num_edges,
             "num_parts": self.partition.num_parts,
             "partition": self.partition.digest(),
             "attributes": {
                 name: {
                     "kind": self.kinds[name],
                     "dtype": torch_name(column.name, column.dtype),
-                    "shape": [*column.shape],
+                    "shape": shapes[name],
                 }
                 for name, column in columns.items()
             },

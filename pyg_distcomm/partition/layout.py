@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from pyg_distcomm.partition.arrays import fsync_folder, sha256, told
+from pyg_distcomm.partition.arrays import exchange, fsync_folder, sha256, told
 from pyg_distcomm.partition.schema import Meta, problem_of
 
 FORMAT = "pyg-distcomm partition"
@@ -144,14 +144,9 @@ def written(aside: Path, out: Path) -> Iterator[None]:
 def put_in_place(aside: Path, out: Path, force: bool) -> None:
     """Renames a finished folder to `out`; what was there before stays until then."""
     check_target(out, force)  # again: someone else may have written it meanwhile
-    old = aside.with_suffix(".old")
     if out.exists():
-        out.rename(old)
-    try:
+        exchange(aside, out)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
         aside.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
     fsync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
