@@ -18,6 +18,7 @@ from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
+from pyg_distcomm.encoding import allowing
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
@@ -186,10 +187,8 @@ def _from_file(path: Path) -> Data:
 
 
 def _from_pt(path: Path) -> Data:
-    allowed = torch.serialization.get_safe_globals()
     try:
-        # leaving the context forgets its classes, so it must not name those of others
-        with torch.serialization.safe_globals([c for c in DATA if c not in allowed]):
+        with allowing(DATA):
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as err:
         lines = [line.strip() for line in str(err).splitlines() or ["empty"]]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pyg_distcomm import kernels, wire
 from pyg_distcomm.kernels import reference
+from pyg_distcomm.kernels.trusted import trespasser
 from pyg_distcomm.launch import launch
 from pyg_distcomm.mesh import init
 
@@ -160,15 +161,21 @@ def compiled() -> Finding:
 def cache(folder: object) -> Finding:
     """Looks whether compiled kernels can be kept on disk."""
     if not isinstance(folder, str):
-        advice = "kernels compile at every start; set NUMBA_CACHE_DIR to a folder"
+        advice = f"kernels compile at every start; {_OWN}"
         return Finding("kernel cache", "nowhere", advice)
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
+    other = trespasser(folder)
+    if other is not None:
+        return Finding("kernel cache", f"not used: {other}", _OWN)
     if os.access(place, os.W_OK):
-        return Finding("kernel cache", "writable")
-    advice = "kernels compile at every start; set NUMBA_CACHE_DIR to a writable folder"
+        return Finding("kernel cache", "writable, by you alone")
+    advice = f"kernels compile at every start; {_OWN}"
     return Finding("kernel cache", f"{folder} cannot be written", advice)
+
+
+_OWN = "set NUMBA_CACHE_DIR to a folder of your own, which you can write to and nobody else"
 
 
 def host_name(name: str) -> Finding:

@@ -8,11 +8,12 @@ an object is made of its fields alone.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import json
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,15 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise ValueError(
             f"a rank sent what this package does not write: {error!r}"
         ) from error
+
+
+@contextlib.contextmanager
+def allowing(classes: Iterable[Any]) -> Iterator[None]:
+    """Lets `torch.load(..., weights_only=True)` read these classes too, for a while."""
+    before = torch.serialization.get_safe_globals()
+    # leaving the context forgets its classes, so it must not name those of others
+    with torch.serialization.safe_globals([c for c in classes if c not in before]):
+        yield
 
 
 def differing(told: Sequence[Mapping[str, Any]]) -> str | None:

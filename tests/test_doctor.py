@@ -74,7 +74,12 @@ def test_back_ends(monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    assert doctor.cache(str(tmp_path / "new" / "deep")).found == "writable"
+    assert doctor.cache(str(tmp_path / "new" / "deep")).found.startswith("writable, by")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    found = doctor.cache(str(tmp_path / "open" / "deep"))
+    assert "not used: all users can write" in found.found
+    assert "a folder of your own" in found.advice
     assert "NUMBA_CACHE_DIR" in doctor.cache(None).advice
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     assert "NUMBA_CACHE_DIR" in doctor.cache(str(tmp_path)).advice

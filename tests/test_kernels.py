@@ -545,10 +545,52 @@ def test_loops_compile_without_a_cache_folder(monkeypatch):
     def no_folder(**options):
         if options.get("cache"):
             raise RuntimeError("no locator available")
+        assert options["nogil"]
         return lambda loop: ("kept in memory", loop)
 
     monkeypatch.setattr(loops, "njit", no_folder)
     assert loops.jit(len) == ("kept in memory", len)
+
+
+def test_a_cache_that_others_can_write_is_not_read(tmp_path):
+    """Numba's cache is made of pickles: whoever writes there would run code here."""
+    cache = tmp_path / "cache"
+    program = (
+        "from pyg_distcomm.kernels import loops; print(loops.spmm.stats.cache_path)"
+    )
+
+    def run(mode):
+        cache.mkdir(exist_ok=True)
+        cache.chmod(mode)
+        env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        )
+
+    assert str(cache) in run(0o755).stdout
+    told = run(0o777)
+    assert f"because all users can write to {cache}" in told.stderr
+    assert "a folder of your own" in told.stderr
+
+
+def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
+    from pyg_distcomm.kernels import trusted
+
+    deep = tmp_path / "a" / "b" / "not yet"
+    deep.parent.mkdir(parents=True)
+    assert trusted.trespasser(deep) is None
+    (tmp_path / "a").chmod(0o777)
+    assert trusted.trespasser(deep) == f"all users can write to {tmp_path / 'a'}"
+    (tmp_path / "a").chmod(0o1777)  # as /tmp: others add names, and replace none
+    assert trusted.trespasser(deep) is None
+    assert "all users" in trusted.trespasser(tmp_path / "a")
+    (tmp_path / "a").chmod(0o775)
+    monkeypatch.setattr(trusted, "_is_own", lambda _: False)
+    assert "group" in trusted.trespasser(deep)
+    (tmp_path / "a").chmod(0o755)
+    if os.getuid() == 0:
+        os.chown(tmp_path / "a", 12345, 0)
+        assert "another user (uid 12345)" in trusted.trespasser(deep)
 
 
 def test_large_matrices_ask_for_huge_pages():

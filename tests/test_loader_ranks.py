@@ -14,6 +14,7 @@ import torch.distributed as dist
 import worlds
 from batches import all_same, graph, hetero, same
 from torch.utils.data import DistributedSampler
+from torch_geometric.data import Data
 
 from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader, shared
 
@@ -384,3 +385,33 @@ def _failing():
 
 def test_a_source_that_fails_fails_on_all_ranks():
     worlds.run(_failing, 3)
+
+
+class Roads(Data):
+    """A graph of a script's own."""
+
+
+class Strange:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["STRANGE_PLACE"],)
+
+
+def _shared_as_data(place):
+    worlds.mesh()
+    os.environ["STRANGE_PLACE"] = place
+    data = graph()
+    roads = Roads(**data.to_dict(), told={"a": [1, 2.5, None, True, "b"]})
+    got = shared(roads)
+    assert type(got) is Roads
+    assert got.told == roads.told
+    same(got, roads)
+    data.more = Strange()
+    with pytest.raises(
+        RuntimeError, match=r"the graph holds .*mkdir; shared\(\) hands"
+    ):
+        shared(data)
+    return os.path.exists(place)
+
+
+def test_a_shared_graph_is_read_as_data(tmp_path):
+    assert worlds.run(_shared_as_data, 2, str(tmp_path / "ran")) == [False, False]

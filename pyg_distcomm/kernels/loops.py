@@ -7,6 +7,7 @@ loop serves contiguous and strided matrices.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 from numba import njit
 
 from .lanes import LINE, prefetch, sum_block
+from .trusted import trespasser
 
 Array: TypeAlias = Any  # of one dimension, contiguous
 Loop = TypeVar("Loop", bound=Callable[..., Any])
@@ -24,13 +26,23 @@ SOON = 16  # rows asked for before they are needed
 def jit(loop: Loop) -> Loop:
     """Declares a loop that is compiled at its first call, and kept on disk.
 
-    Where Numba finds no folder it may write to, the loop is kept in memory only.
+    Where Numba finds no folder it may write to, or others can write to that folder, the
+    loop is kept in memory only.
     """
+    plain: Any = njit(nogil=True, error_model="numpy")(loop)
     try:
-        compiled: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
+        kept: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
+        other = trespasser(kept.stats.cache_path)
     except RuntimeError:
-        compiled = njit(nogil=True, error_model="numpy")(loop)
-    return cast(Loop, compiled)
+        return cast(Loop, plain)
+    if other is not None:
+        warnings.warn(
+            f"compiled loops are not kept, because {other}; set NUMBA_CACHE_DIR to a folder "
+            "of your own, which nobody else can write to",
+            stacklevel=2,
+        )
+        return cast(Loop, plain)
+    return cast(Loop, kept)
 
 
 def reordering(loop: Loop) -> Loop:

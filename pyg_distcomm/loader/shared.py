@@ -6,6 +6,8 @@ import contextlib
 import copy
 import mmap
 import os
+import pickle
+import re
 import shutil
 import socket
 import tempfile
@@ -17,12 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 
+from pyg_distcomm.encoding import allowing
+from pyg_distcomm.kernels.minibatch import Relation
 from pyg_distcomm.loader.world import Notes, World, place
 from pyg_distcomm.sampling.topology import read_topology, remember
 
 LOADING = (
     "All ranks have to call shared(), and the one that loads the graph is not done"
+)
+_KEPT = (
+    "shared() hands tensors, numbers, strings, lists and dicts to other ranks: delete other "
+    "attributes first, or set them on each rank"
 )
 _MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
 
@@ -84,7 +94,7 @@ class _OnDisk:
     """A memory-mapped array of the graph: its file is mapped again by each rank."""
 
     file: str
-    dtype: np.dtype
+    dtype: str
     shape: tuple[int, ...]
     offset: int
 
@@ -93,7 +103,9 @@ class _OnDisk:
         """Returns how to find an array, or the array as a tensor if it is in memory."""
         whole = isinstance(array.base, mmap.mmap)  # and not a slice of a mapped array
         if isinstance(array, np.memmap) and whole and array.flags.c_contiguous:
-            return _OnDisk(str(array.filename), array.dtype, array.shape, array.offset)
+            return _OnDisk(
+                str(array.filename), array.dtype.str, array.shape, array.offset
+            )
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def open(self) -> np.ndarray:
@@ -149,6 +161,11 @@ def _mapped(file: str, notes: Notes) -> Any:
     """Maps the graph, and says so, or what went wrong."""
     try:
         graph = _read(file)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = found[1] if found else str(error).splitlines()[0]
+        notes.leave({"error": f"the graph holds {what}; {_KEPT}"})
+        return None
     except Exception as error:
         notes.leave({"error": f"{type(error).__name__}: {error}"})
         return None
@@ -157,7 +174,10 @@ def _mapped(file: str, notes: Notes) -> Any:
 
 
 def _read(file: str) -> Any:
-    data, relations = torch.load(file, mmap=True, weights_only=False)
+    known = [*_classes(Data), *_classes(HeteroData), GlobalStorage, NodeStorage]
+    known += [EdgeStorage, DataTensorAttr, DataEdgeAttr, Relation, _OnDisk]
+    with allowing(known):
+        data, relations = torch.load(file, mmap=True, weights_only=True)
     for store in data.stores:
         for name, value in list(store.items()):
             if isinstance(value, _OnDisk):
@@ -167,6 +187,11 @@ def _read(file: str) -> Any:
         if "edge_index" in store:
             remember(store.edge_index, data, edge_type, relation)
     return data
+
+
+def _classes(base: Any) -> list[Any]:
+    """Returns a class, and those that this process has made of it."""
+    return [base, *(c for below in base.__subclasses__() for c in _classes(below))]
 
 
 def _roomy(data: Data | HeteroData) -> str | None:
