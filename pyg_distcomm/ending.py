@@ -51,8 +51,11 @@ def come_to_rest() -> None:
         left = max(stop - time.monotonic(), 0.001)
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=left))
-    _begun.clear()
     failure.break_off_all()
+    stop = time.monotonic() + _PATIENCE
+    while any(not work.is_completed() for work in _begun) and time.monotonic() < stop:
+        time.sleep(_PAUSE)
+    _begun.clear()
     if dist.is_available() and dist.is_initialized() and not os.path.isdir(_TASKS):
         time.sleep(_UNSEEN)
     stop = time.monotonic() + _PATIENCE

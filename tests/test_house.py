@@ -53,7 +53,7 @@ KNOWS_PYG = {
 }
 PYG_ROOMS = ("nn.", "sampling.", "loader.", "pipeline.", "plan.")
 LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
-LATE |= {"torch_sparse", "pyg_lib", "fcntl"}
+LATE |= {"torch_sparse", "pyg_lib", "fcntl", "grp", "pwd"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"
     r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
+from torch_geometric.data.storage import BaseStorage
 
 from pyg_distcomm.encoding import allowing
 from pyg_distcomm.kernels.minibatch import Relation
@@ -174,8 +174,8 @@ def _mapped(file: str, notes: Notes) -> Any:
 
 
 def _read(file: str) -> Any:
-    known = [*_classes(Data), *_classes(HeteroData), GlobalStorage, NodeStorage]
-    known += [EdgeStorage, DataTensorAttr, DataEdgeAttr, Relation, _OnDisk]
+    known = [*_classes(Data), *_classes(HeteroData), *_classes(BaseStorage)]
+    known += [DataTensorAttr, DataEdgeAttr, Relation, _OnDisk]
     with allowing(known):
         data, relations = torch.load(file, mmap=True, weights_only=True)
     for store in data.stores:

@@ -164,13 +164,15 @@ class _Averager:
     def __init__(self, axis: Axis, wrapper: Replicated) -> None:
         self.axis, self.wrapper = axis, weakref.proxy(wrapper)
         self.left = 0
-        self.under_way: list[Pending] = []
+        self.under_way: list[tuple[Pending, Tensor, Any]] = []
 
     def finish(self) -> None:
         """Waits for the sums, at the end of a backward pass, before DDP does."""
         under_way, self.under_way = self.under_way, []
-        for pending in under_way:
+        for pending, buffer, future in under_way:
             pending.wait()
+            if future is not None:
+                future.set_result(buffer)
 
 
 def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
@@ -178,10 +180,12 @@ def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotat
     state.axis.ledger.event("begin", "gradients")
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
     pending, future = wire.all_reduce_future(buffer, state.axis, state.left)
-    state.under_way.append(pending)
+    # a thread of gloo must keep nothing of Python's, which may end first: [Note: at rest]
+    own = None if buffer.is_cuda else torch.futures.Future()
+    state.under_way.append((pending, buffer, own))
     state.left = 0 if bucket.is_last() else state.left + buffer.numel()
     if bucket.is_last():  # all gradients have come
         state.wrapper.ran()
         # DDP puts its own callback behind this one
         torch.autograd.Variable._execution_engine.queue_callback(state.finish)
-    return future.then(lambda f: f.value()[0])
+    return own or future.then(lambda f: f.value()[0])
