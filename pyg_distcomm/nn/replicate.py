@@ -181,7 +181,7 @@ def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotat
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
     pending, future = wire.all_reduce_future(buffer, state.axis, state.left)
     # a thread of gloo must keep nothing of Python's, which may end first: [Note: at rest]
-    own = None if buffer.is_cuda else torch.futures.Future()
+    own: Any = None if buffer.is_cuda else torch.futures.Future()
     state.under_way.append((pending, buffer, own))
     state.left = 0 if bucket.is_last() else state.left + buffer.numel()
     if bucket.is_last():  # all gradients have come
