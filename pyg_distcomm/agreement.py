@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm import wire
+from pyg_distcomm.encoding import differing
 from pyg_distcomm.mesh import Mesh
 
 _LONG = 1 << 26  # bytes up to which all of a tensor is hashed
@@ -90,6 +93,39 @@ class Comparer:
         self._mesh = mesh
         self._kinds: set[Any] = set()
         self._seen: Any = WeakTensorKeyDictionary()
+        self._given: Any = weakref.WeakKeyDictionary()
+
+    def check_given(
+        self, owner: Any, value: Any, told: Callable[[], dict[str, str]]
+    ) -> None:
+        """Raises on all ranks if they gave an object, when first used, other settings.
+
+        Price: one all-gather of a word a rank, once for each owner and value.
+
+        Args:
+            owner: what was given the value, such as a layer.
+            value: what it was given.
+            told: returns the settings of that, by name.
+
+        Raises:
+            ValueError: naming what differs, and both values.
+        """
+        mesh = self._mesh
+        if mesh.size == 1 or mesh.check == "never":
+            return
+        if owner in self._given and self._given[owner] is value:
+            return
+        self._given[owner] = value
+        mine = {"type of layer": type(owner).__name__, **told()}
+        mark = hashlib.blake2b(repr(mine).encode(), digest_size=8).digest()
+        marks = wire.all_gather_counts(
+            [int.from_bytes(mark, "little") >> 2], mesh.control
+        )
+        if any(mark != marks[0] for mark in marks):
+            found = differing(wire.all_gather_object(mine, mesh.control))
+            raise ValueError(
+                f"run the same layers on all ranks in the same order: {found}"
+            )
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.

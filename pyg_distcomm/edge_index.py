@@ -27,6 +27,21 @@ from pyg_distcomm.tensor import DistTensor
 from pyg_distcomm.topology import Topology
 
 
+def link_problem(link: Any) -> TypeError | None:
+    """Returns the error for what edges cannot be given as their link."""
+    if link is None or isinstance(link, LinkPolicy):
+        return None
+    return TypeError(
+        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or None for the "
+        f"exact one, got {link!r}"
+    )
+
+
+def settings_of(link: LinkPolicy | None) -> dict[str, str]:
+    """Returns what has to be the same of a link on all ranks, by name."""
+    return {"link": "exact"} if link is None else link.settings
+
+
 @eager
 class DistEdgeIndex(torch.Tensor):
     """The edges this rank owns, `[2, e_i]`, as node ids of the original graph.
@@ -333,11 +348,9 @@ class DistEdgeIndex(torch.Tensor):
         Args:
             link: a `LinkPolicy`, as of `pdc.VARCO(...)`; None is exact.
         """
-        if link is not None and not isinstance(link, LinkPolicy):
-            raise TypeError(
-                "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or "
-                f"None for the exact one, got {link!r}"
-            )
+        problem = link_problem(link)
+        if problem is not None:
+            raise problem
         twin = copy.copy(self.topology)
         twin.link = link
         return _wrap(self.to_local(), twin, self.weight)

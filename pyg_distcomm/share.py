@@ -18,7 +18,13 @@ from torch_geometric.utils import coalesce
 
 from pyg_distcomm import share_hetero, wire
 from pyg_distcomm.agreement import sampled_digest
-from pyg_distcomm.edge_index import DistEdgeIndex, coo_of, rows_of_edges
+from pyg_distcomm.edge_index import (
+    DistEdgeIndex,
+    coo_of,
+    link_problem,
+    rows_of_edges,
+    settings_of,
+)
 from pyg_distcomm.encoding import differing
 from pyg_distcomm.exchange.policy import LinkPolicy
 from pyg_distcomm.mesh import Mesh
@@ -81,6 +87,7 @@ def partition(
         return _partition_hetero(data, mesh, method, seed, refine, oblivious)
     data, weight = _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
+    problem = link_problem(link) or problem
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
@@ -258,7 +265,7 @@ def _mark(value: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, hash {sampled_digest(x):x}"
 
 
-def _agree_same(told: Mapping[str, Any], mesh: Mesh) -> None:
+def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
     """Raises on all ranks if they were not given the same.
 
     Raises:
@@ -267,8 +274,8 @@ def _agree_same(told: Mapping[str, Any], mesh: Mesh) -> None:
     found = differing(wire.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(
-            f"partition needs the same graph and arguments on all ranks: {found}; seed "
-            "what generates the graph, or load it from one file"
+            f"{name} needs the same graph and arguments on all ranks: {found}; seed what "
+            "generates the graph, or load it from one file"
         )
 
 
@@ -281,7 +288,7 @@ def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
     told = (
         method if isinstance(method, str) or method is None else type(method).__name__
     )
-    return {"method": told, "link": "none" if link is None else link.settings, **more}
+    return {"method": told, **settings_of(link), **more}
 
 
 def _cut_once(
@@ -493,8 +500,9 @@ def load_partition(
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(problem, mesh)
+    _agree(link_problem(link) or problem, mesh)
     assert share is not None
+    _agree_same(_asked(None, link, oblivious=bool(oblivious)), mesh, "load_partition")
     return _linked(_assemble(share, mesh, oblivious), link)
 
 

@@ -58,7 +58,9 @@ def trained(layer="GCNConv", **how):
     from pyg_distcomm import nn
 
     mesh, data = shared_out(**how)
-    return train(mesh, net(getattr(nn, layer)), data)
+    link = how.get("link")
+    step = None if link is None else link.step
+    return train(mesh, net(getattr(nn, layer)), data, step=step)
 
 
 def differs(name, first, second, where="init"):
@@ -74,7 +76,7 @@ def differs(name, first, second, where="init"):
             loaded(**{name: value})
 
     run.__name__ = f"{name} differs in {where}"
-    case(says=rf"same {name}: " if where != "loader" else f"rank 1 has {name}=")(run)
+    case(says=rf"same {name}(\.\w+)?: " if where != "loader" else f"rank 1 has {name}=")(run)
 
 
 # What must agree ---------------------------------------------------------------------
@@ -179,7 +181,7 @@ def learning_rates_differ():
         optimizer.step()
 
 
-@case(says=LATE)
+@case(says=LATE, codes=(1, 0))
 def one_rank_skips_a_pass():
     _mesh, data = shared_out()
     for _ in range(3 - me()):
@@ -187,7 +189,7 @@ def one_rank_skips_a_pass():
     time.sleep(2 * TIMEOUT)
 
 
-@case(says=rf"{LATE}|lost another rank|left")
+@case(says=rf"{LATE}|lost another rank|left", codes=(1, 0))
 def one_rank_skips_backward():
     from pyg_distcomm import nn
 
@@ -198,7 +200,6 @@ def one_rank_skips_backward():
         loss.backward()
         return
     time.sleep(2 * TIMEOUT)
-    raise SystemExit(1)
 
 
 @case(says=rf"{LATE}|lost another rank")
@@ -420,7 +421,7 @@ def keep_differs():
     saved("run", keep=1 + me())
 
 
-@case(says="not written|not of|own", files=("run",))
+@case(says="holds what is not a checkpoint", files=("run",))
 def a_folder_of_someone_else():
     os.makedirs("run", exist_ok=True)
     with open("run/thesis.txt", "w") as file:
@@ -580,13 +581,46 @@ def a_script_ends_the_process_group_itself():
     return found
 
 
-@case(says="NaN|finite")
+for number, (first, second) in enumerate(
+    [
+        (lambda pdc: pdc.Sylvie(bits=1), lambda pdc: pdc.Sylvie(bits=2)),
+        (lambda pdc: None, lambda pdc: pdc.Sylvie()),
+        (lambda pdc: pdc.VARCO(4), lambda pdc: pdc.VARCO(5)),
+    ]
+):
+
+    def differing_links(first=first, second=second, own=False):
+        import pyg_distcomm as pdc
+        from pyg_distcomm import nn
+
+        mesh, data = shared_out()
+        link = (second if me() else first)(pdc)
+        if own:
+            nn.DistSAGEConv(8, 3, link=link)(data.x.float(), data.edge_index)
+        data.edge_index = data.edge_index.with_link(link)
+        train(mesh, net(nn.GCNConv), data)
+
+    differing_links.__name__ = f"links of edges differ: {number}"
+    case(says="same link.*on rank 0, and.*on rank 1")(differing_links)
+
+    def differing_own(run=differing_links):
+        run(own=True)
+
+    differing_own.__name__ = f"links of layers differ: {number}"
+    case(says="same link.*on rank 0, and.*on rank 1")(differing_own)
+
+
+@case(says="holds nan")
 def features_are_not_numbers():
     import pyg_distcomm as pdc
+    from pyg_distcomm import nn
 
     data = graph()
     data.x[3, 2] = float("nan")
-    trained(data=data, link=pdc.Sylvie())
+    mesh, data = shared_out(data=data)
+    link = pdc.Sylvie(exact_last=False)
+    data.edge_index = data.edge_index.with_link(link)
+    train(mesh, net(nn.GCNConv), data, step=link.step)
 
 
 @case(says="BatchNorm|batch norm")

@@ -232,7 +232,7 @@ class LinkPolicy:
     # what users ask
 
     @property
-    def settings(self) -> str:
+    def settings(self) -> dict[str, str]:
         """How it was made, and its epoch: what has to be the same on all ranks."""
         rule = None if self.trend is None else self.trend.rule
         made = {
@@ -246,8 +246,9 @@ class LinkPolicy:
             "seed": self.seed,
             "epoch": self.epoch,
         }
-        told = ", ".join(f"{name}={value!r}" for name, value in made.items())
-        return re.sub(r" at 0x[0-9a-f]+", "", f"{type(self).__name__}({told})")
+        told = {f"link.{name}": repr(value) for name, value in made.items()}
+        told = {"link": type(self).__name__, **told}
+        return {k: re.sub(r" at 0x[0-9a-f]+", "", v) for k, v in told.items()}
 
     def step(self, metric: float | Tensor | None = None) -> None:
         """Ends an epoch; on all ranks, after the optimizer's step.

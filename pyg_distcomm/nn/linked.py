@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.agreement import comparer_of
+from pyg_distcomm.edge_index import DistEdgeIndex, settings_of
 from pyg_distcomm.exchange.call import Call
 from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.ops.tile import Wrap
 from pyg_distcomm.rows import Rows
 
@@ -43,11 +45,18 @@ class Linked:
 
     @staticmethod
     def of(layer: torch.nn.Module, link: OwnLink, edges: DistEdgeIndex) -> Linked:
-        """Returns a layer with its own link, or that of the edges."""
+        """Returns a layer with its own link, or that of the edges; collective at first.
+
+        Raises:
+            ValueError: on all ranks, if their links differ.
+        """
         if link is None:
             link = edges.topology.link
         edges.topology.read_by(layer, link)
         policy = link if isinstance(link, LinkPolicy) else None
+        mesh: Any = edges.nodes.mesh
+        if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
+            comparer_of(mesh).check_given(layer, policy, lambda: settings_of(policy))
         return Linked(layer, policy, edges.nodes)
 
     @property
