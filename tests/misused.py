@@ -76,7 +76,9 @@ def differs(name, first, second, where="init"):
             loaded(**{name: value})
 
     run.__name__ = f"{name} differs in {where}"
-    case(says=rf"same {name}(\.\w+)?: " if where != "loader" else f"rank 1 has {name}=")(run)
+    case(
+        says=rf"same {name}(\.\w+)?: " if where != "loader" else f"rank 1 has {name}="
+    )(run)
 
 
 # What must agree ---------------------------------------------------------------------
