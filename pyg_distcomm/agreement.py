@@ -6,6 +6,7 @@ that asks alone can not be answered by another exchange.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import warnings
 import weakref
@@ -55,12 +56,26 @@ def count_rows(here: int, mesh: Mesh) -> int:
 def digest(x: Tensor) -> int:
     """Returns a hash of dtype, shape and values of a tensor, in [0, 2^62)."""
     x = x.detach()
-    x = x.to_dense() if x.layout != torch.strided else x
+    if x.layout != torch.strided:
+        parts = [digest(part) for part in _parts(x)]
+        return digest(torch.tensor([*parts, *x.shape]))
     known = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     if x.numel():
         raw = x.cpu().contiguous().flatten().view(torch.uint8)
         known.update(raw.numpy().data)
     return int.from_bytes(known.digest(), "little") >> 2
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """Returns the indices and values that a sparse tensor is made of."""
+    if x.layout == torch.sparse_coo:
+        x = x.coalesce()
+        return [x.indices(), x.values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x.to_dense()]
 
 
 def sampled_digest(x: Tensor) -> int:
@@ -191,6 +206,10 @@ class Comparer:
             far = bool(gap > _ROUNDING * torch.finfo(x.dtype).eps ** 0.5 * size)
             if any(row[0] for row in wire.all_gather_counts([int(far)], mesh.control)):
                 ranks = [r for r, m in enumerate(marks) if m != marks[0]]
+                options = _options_of(list(leaves.values()))
+                found = differing(wire.all_gather_object(options, mesh.control))
+                if found is not None:
+                    raise ValueError(found)
                 raise ValueError(
                     "train all ranks alike: a parameter that they hold copies of (number "
                     f"{number} in order of first use, shape {list(x.shape)}) has other "
@@ -243,6 +262,27 @@ class Comparer:
         )
 
     _told = False
+
+
+def _options_of(leaves: list[Tensor]) -> dict[str, str]:
+    """Returns the options of the optimizers that train some leaves, by name."""
+    known = {id(leaf) for leaf in leaves}
+    made = [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]
+    groups = [
+        (f"{type(optimizer).__name__}'s", group)
+        for optimizer in made
+        for group in optimizer.param_groups
+        if known & {id(p) for p in group["params"]}
+    ]
+    counts: dict[str, int] = {}
+    options = {}
+    for name, group in groups:
+        number = counts[name] = counts.get(name, -1) + 1
+        of = f" of group {number}" if number else ""
+        for key, value in group.items():
+            if key != "params":
+                options[f"{name} {key}{of}"] = repr(value)
+    return options
 
 
 def comparer_of(mesh: Mesh) -> Comparer:

@@ -36,7 +36,7 @@ _CONTENTS = {
 }
 _PATIENCE = 5.0  # seconds in which another host's folder shows on a shared disk
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished save is removed
-_OWNER = re.compile(r"\.(?:writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}$")
+_OWNER = re.compile(r"\.(?:writing|ready|old|removing)-(.+)-(\d+)-[0-9a-f]{8}$")
 
 
 @contextlib.contextmanager
@@ -93,23 +93,38 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     _sync(path)
 
 
-def damage(path: Path, folder: Path) -> str | None:
-    """Says how a file differs from what was saved, if it does.
+def damage(folder: Path, *patterns: str) -> str | None:
+    """Says how files of a folder differ from what was saved, if they do.
 
-    Price: a second or less for each GB. Folders of version 0.1 do not tell.
+    Args:
+        folder: written by `whole_folder`.
+        patterns: which files: those that were saved, and those that are there now.
+
+    Price: a second or less for each GB.
     """
+    mark = folder / MARK
+    if not mark.is_file():
+        return _no_file(mark)
     try:
-        sums = json.loads((folder / MARK).read_text()).get("files", {})
-        want = sums.get(path.name)
-        if want is not None and sha256(path) != want:
+        sums = dict(json.loads(mark.read_text())["files"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = type(error).__name__
+        return f"{mark}: damaged, or not written to its end ({why})"
+    names = {*sums, *os.listdir(folder)}
+    asked = {n for n in names if any(fnmatch.fnmatch(n, one) for one in patterns)}
+    for path in [folder / name for name in sorted(asked)]:
+        if not path.is_file():
+            return _no_file(path)
+        if path.name not in sums:
+            return f"{path}: {mark} lists what was saved, and does not name it"
+        if sha256(path) != sums[path.name]:
             return f"{path}: altered since it was saved (its sha256 differs)"
-        return None if path.exists() else f"{path}: missing"
-    except FileNotFoundError as error:
-        if Path(error.filename).name == MARK:
-            return None
-        return f"{path}: missing"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{path}: cannot be read: {error}"
+    return None
+
+
+def _no_file(path: Path) -> str:
+    """Says what is in the place of a file: nothing, or, say, a pipe, which has no end."""
+    return f"{path}: {'not a file' if os.path.lexists(path) else 'missing'}"
 
 
 def _agree_on(path: str, keep: int, axis: Axis) -> None:
@@ -167,7 +182,8 @@ def _unseen(aside: Path) -> str | None:
     return None
 
 
-def _is_ours(path: Path, kind: str) -> bool:
+def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
+    """Says whether a folder is of a kind, or half of one that was being removed."""
     if not os.path.lexists(path):
         return True
     if not path.is_dir():
@@ -175,7 +191,7 @@ def _is_ours(path: Path, kind: str) -> bool:
     needed, allowed = _CONTENTS[kind]
     names = os.listdir(path)
     known = all(any(fnmatch.fnmatch(n, one) for one in allowed) for n in names)
-    return not names or (known and (needed in names or MARK in names))
+    return not names or (known and (half or needed in names or MARK in names))
 
 
 def _beside(place: Path, state: str, token: str) -> Path:
@@ -197,9 +213,9 @@ def _clear(place: Path, kind: str) -> None:
     if last != place:
         os.rename(last, place)
         os.rename(place, _free(place))
-    for state in ("writing", "ready", "old"):
+    for state in ("writing", "ready", "old", "removing"):
         for left in _leftovers(place, state):
-            if _is_over(left) and _is_ours(left, kind):
+            if _is_over(left) and _is_ours(left, kind, half=True):
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -246,20 +262,25 @@ def _finish(place: Path, aside: Path, keep: int) -> None:
         os.rename(ready, place)
     else:
         for number in range(keep - 1, 1, -1):
-            _move(_kept(place, number - 1), _kept(place, number))
+            _move(_kept(place, number - 1), _kept(place, number), ready)
         exchange(ready, place)
         if keep > 1:
-            _move(ready, _kept(place, 1))
+            _move(ready, _kept(place, 1), ready)
         else:
             shutil.rmtree(ready)
     _sync(place.parent)
 
 
-def _move(source: Path, target: Path) -> None:
+def _move(source: Path, target: Path, ready: Path) -> None:
+    """Renames a folder; one in its way is removed under a name of its own."""
     if source.exists():
         if target.exists():
-            shutil.rmtree(target)
-        os.rename(source, target)
+            removed = ready.with_name(ready.name.replace(".ready-", ".removing-"))
+            os.rename(target, removed)
+            os.rename(source, target)
+            shutil.rmtree(removed)
+        else:
+            os.rename(source, target)
 
 
 def _sync(path: Path) -> None:

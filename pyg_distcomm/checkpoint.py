@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -140,7 +142,7 @@ def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
     here = (path / _link_file(mesh)).exists()
     whole = all(row[0] for row in wire.all_gather_counts([int(here)], mesh.world))
     file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
-    problem, state = damage(file, path), {}
+    problem, state = damage(path, file.name), {}
     wire.agree(problem, mesh.world)
     try:
         state = torch.load(file, weights_only=True)
@@ -192,17 +194,15 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
-    for part in (folder / ".metadata", *sorted(folder.glob("*.distcp"))):
-        if (problem := damage(part, folder)) is not None:
-            return f"cannot load checkpoint {folder}: {problem}"
     try:
-        with open(folder / ".metadata", "rb") as file:
-            _Described(file).load()
+        problem = damage(folder, ".metadata", "*.distcp")
+        if problem is not None:
+            return f"cannot load checkpoint {folder}: {problem}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(  # type: ignore[attr-defined]
                 state,
-                storage_reader=FileSystemReader(str(folder)),
+                storage_reader=_Reader(str(folder)),
                 planner=_Planner(),
                 no_dist=True,
             )
@@ -210,6 +210,23 @@ def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
         said = [line for line in str(error).splitlines() if line.strip()]
         return f"cannot load checkpoint {folder}: {said[-1] if said else error!r}"
     return None
+
+
+class _Reader(FileSystemReader):
+    """Reads .metadata as data; torch's own reader unpickles it, and falls back on others."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Described(file).load()
+        if not isinstance(metadata, Metadata) or not metadata.storage_data:
+            raise ValueError("its .metadata is not that of a checkpoint")
+        for stored in metadata.storage_data.values():
+            name = getattr(stored, "relative_path", None)
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.]+\.distcp", name):
+                raise ValueError(
+                    f"its .metadata names {name!r}, which is no file of it"
+                )
+        return metadata
 
 
 class _Planner(DefaultLoadPlanner):

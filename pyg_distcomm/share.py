@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,8 @@ def _partition_hetero(
         problem = error
     _agree(problem, mesh)
     flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
-    _agree_same(flags | share_hetero.hetero_marks(data, _mark), mesh)
+    asked = _asked(method, None, **flags)
+    _agree_same(asked | share_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
             owners = share_hetero.cut_hetero(data, mesh.size, method, seed, refine)
@@ -246,21 +248,26 @@ def _check(
     return dict(attribute_kinds(data, node_attrs, edge_attrs))
 
 
-def _marks(data: Data, kinds: Iterable[str]) -> dict[str, Any]:
+def _marks(data: Data, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what all ranks must have alike of a graph, as a hash of each attribute."""
     edges = data.edge_index
     assert edges is not None
-    names = [name for name in kinds if _is_array(data[name])]
-    marks = {f"data.{name}": _mark(data[name]) for name in names}
-    return {"data.num_nodes": data.num_nodes, "data.edge_index": _mark(edges), **marks}
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, DistTensor)
+    marks = {f"data.{name}": _mark(data[name]) for name in kinds}
+    levels = {f"level of data.{name}": kind for name, kind in kinds.items()}
+    own = {"data.num_nodes": data.num_nodes, "data.edge_index": _mark(edges)}
+    return own | levels | marks
 
 
 def _mark(value: Any) -> str:
-    """Tells dtype, shape and hash of an array; of a long one, of parts all over it."""
+    """Tells dtype, shape and hash of an array, of a long one of parts all over it.
+
+    Numbers, strings and lists of them stand for themselves, other objects for their type.
+    """
+    if isinstance(value, DistTensor) or not isinstance(value, (Tensor, np.ndarray)):
+        plain = isinstance(
+            value, (bool, int, float, complex, str, list, tuple, type(None))
+        )
+        return repr(value) if plain else type(value).__name__
     x = torch.as_tensor(value).detach()
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, hash {sampled_digest(x):x}"
 
@@ -281,14 +288,26 @@ def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") ->
 
 def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
     """Tells the arguments of partition, where they can be compared."""
+    if isinstance(method, Mapping):
+        told = {
+            f"method[{name!r}]": _owners_mark(each) for name, each in method.items()
+        }
+    else:
+        told = {"method": _owners_mark(method)}
+    return {**told, **settings_of(link), **more}
+
+
+def _owners_mark(method: Any) -> str:
+    """Tells a cutter, or a hash of the owners that are given in its place."""
     if isinstance(method, Partition):
         method = method.owner
     if isinstance(method, (Tensor, np.ndarray, list)):
-        method = _mark(torch.as_tensor(method))
-    told = (
-        method if isinstance(method, str) or method is None else type(method).__name__
+        return _mark(torch.as_tensor(method))
+    return (
+        str(method)
+        if method is None or isinstance(method, str)
+        else type(method).__name__
     )
-    return {"method": told, **settings_of(link), **more}
 
 
 def _cut_once(
@@ -494,15 +513,23 @@ def load_partition(
         ValueError: on all ranks, naming the file that is missing, altered or truncated,
             or both numbers if the folder is for another number of ranks.
     """
-    share, problem = None, None
+    share, problem, place = None, None, Path(folder)
     try:
-        share = _read_share(Path(folder), mesh, verify)
+        share = _read_share(place, mesh, verify)
+        meta = (place / "META.json").read_bytes()
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
     _agree(link_problem(link) or problem, mesh)
     assert share is not None
-    _agree_same(_asked(None, link, oblivious=bool(oblivious)), mesh, "load_partition")
+    owners = {"META.json": hashlib.sha256(meta).hexdigest()}
+    owners["owners of nodes"] = _mark(share.partition.owner)
+    counts = {"number of edges": share.num_edges_global, **owners}
+    levels = {"node": share.node, "edge": share.edge}
+    names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
+    plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
+    asked = _asked(None, link, oblivious=bool(oblivious))
+    _agree_same(asked | counts | names | plain, mesh, "load_partition")
     return _linked(_assemble(share, mesh, oblivious), link)
 
 

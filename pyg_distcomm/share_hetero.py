@@ -52,7 +52,7 @@ def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]
     told: dict[str, Any] = {}
     for store in data.stores:
         for name, value in store.items():
-            if isinstance(value, (Tensor, np.ndarray)):
+            if not isinstance(value, DistTensor):
                 told[f"data[{store._key!r}].{name}"] = mark(value)
     for store in data.node_stores:
         told[f"data[{store._key!r}].num_nodes"] = int(store.num_nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm import atomic
+from pyg_distcomm.partition.arrays import sha256
 
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
 
@@ -139,16 +141,39 @@ class Evil:
         return os.mkdir, (os.environ["EVIL_PLACE"],)
 
 
+def write_sums(path):
+    """Lists the files of a checkpoint as they are now, as anybody who alters them can."""
+    mark = json.loads((path / atomic.MARK).read_text())
+    names = [file.name for file in path.iterdir() if file.name != atomic.MARK]
+    mark["files"] = {name: sha256(path / name) for name in names}
+    (path / atomic.MARK).write_text(json.dumps(mark))
+
+
 def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     path, place = tmp_path / "ckpt", tmp_path / "ran"
     monkeypatch.setenv("EVIL_PLACE", str(place))
     save(path, 1)
-    (path / atomic.MARK).unlink()  # who writes another file can write its sum, too
     good = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    write_sums(path)
     with pytest.raises(ValueError, match="describes no tensor"):
         load(path)
+    # torch's own reader looks for another rank's metadata where the first has none
+    (path / "__0.metadata").write_bytes(pickle.dumps(Evil()))
+    for other in ({}, [], 5):
+        (path / ".metadata").write_bytes(pickle.dumps(other))
+        write_sums(path)
+        with pytest.raises(ValueError, match="not that of a checkpoint"):
+            load(path)
+    (path / "__0.metadata").unlink()
+    outside = good.replace(b"__0_0.distcp", b"../../distcp")
+    assert outside != good
+    (path / ".metadata").write_bytes(outside)
+    write_sums(path)
+    with pytest.raises(ValueError, match="no file of it"):
+        load(path)
     (path / ".metadata").write_bytes(good)
+    write_sums(path)
     assert load(path) == 1
     stored = FileSystemReader(str(path)).read_metadata().storage_data
     where = next(v for k, v in stored.items() if k.fqn == "extra.epoch")
@@ -158,9 +183,33 @@ def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     whole[where.offset : where.offset + where.length] = file.read_bytes()
     assert len(file.read_bytes()) <= where.length + 200
     (path / where.relative_path).write_bytes(whole)
+    write_sums(path)
     with pytest.raises(ValueError, match="cannot load checkpoint"):
         load(path)
     assert not place.exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", atomic.MARK])
+def test_a_checkpoint_holds_files_only(tmp_path, name):
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    (path / name).unlink()
+    for make in (os.mkfifo, lambda at: os.symlink("/dev/zero", at)):
+        make(path / name)
+        with pytest.raises(ValueError, match=f"{name}: not a file"):
+            load(path)
+        (path / name).unlink()
+    with pytest.raises(ValueError, match=f"{name}: missing"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", "[" * 100_000, '{"files": 5}'])
+def test_a_checkpoint_lists_its_files(tmp_path, text):
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    (path / atomic.MARK).write_text(text)
+    with pytest.raises(ValueError, match=r"\.pyg_distcomm\.json"):
+        load(path)
 
 
 def flips(path, files):

@@ -160,7 +160,7 @@ def csr_transpose(
     _check_index(part, num_cols)
     rowptr_t = torch.zeros(num_cols + 1, dtype=offset_dtype(len(part)))
     ready(loops.count, (part, rowptr_t.numpy()))()
-    row_t = torch.empty(len(part), dtype=torch.int32)
+    row_t = torch.empty(len(part), dtype=offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=torch.int64)
     cursor = rowptr_t.clone().numpy()
     args = (pointers, _vector(col), cursor, row_t.numpy(), perm.numpy())

@@ -108,7 +108,7 @@ def csr_transpose(
     _check_index(part, num_cols)
     perm = torch.argsort(part, stable=True)
     rowptr_t = _offsets(part.long(), num_cols, offset_dtype(hi - lo))
-    return rowptr_t, row[perm].to(torch.int32), perm + lo
+    return rowptr_t, row[perm].to(offset_dtype(rowptr.numel() - 1)), perm + lo
 
 
 def place_pairs(

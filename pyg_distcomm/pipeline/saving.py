@@ -86,9 +86,9 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     path = find(path)
     rows = sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt"))
     with on_all_ranks(pipe.mesh):
-        for file in (path / _MODEL, *rows):
-            if (problem := damage(file, path)) is not None:
-                raise ValueError(f"cannot load the pipeline at {path}: {problem}")
+        problem = damage(path, _MODEL, f"rows{pipe.mesh.rank}-stage*.pt")
+        if problem is not None:
+            raise ValueError(f"cannot load the pipeline at {path}: {problem}")
         try:
             whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
             for name in rows:
@@ -97,6 +97,11 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
                 )  # read where it is of use
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
+        missing = {"model", "optimizer", "epoch", "seed", "link"} - set(whole)
+        if missing:
+            raise ValueError(
+                f"cannot load the pipeline at {path}: {_MODEL} holds no {sorted(missing)[0]}"
+            )
     pipe.load_state_dict(whole["model"])
     with on_all_ranks(pipe.mesh):
         if optimizer is not None:
