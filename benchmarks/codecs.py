@@ -15,16 +15,16 @@ import time
 
 import torch
 
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
     Chain,
     Codec,
     ColumnMask,
-    Draw,
     Plain,
     Quantise,
     Residual,
+    RngKey,
     TopK,
     fresh_state,
 )
@@ -63,7 +63,7 @@ def seconds(work, repeats: int) -> float:
 def measure(codec: Codec, x: torch.Tensor, repeats: int) -> tuple[float, ...]:
     """Returns seconds of a copy, of encoding and of decoding, and the bytes sent."""
     rows, width = x.shape
-    y, draw = torch.empty_like(x), Draw(12345, torch.arange(rows))
+    y, draw = torch.empty_like(x), RngKey(12345, torch.arange(rows))
     here, there = (fresh_state(rows, width) for _ in range(2))
     room = torch.empty(codec.wire_bytes(rows, width), dtype=torch.uint8)
     out = room if codec.sized else None

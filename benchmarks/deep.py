@@ -17,7 +17,7 @@ from torch_geometric.nn import DeepGCNLayer, GCN2Conv, GCNConv, Sequential, SGCo
 from torch_geometric.transforms import RandomNodeSplit
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench
+from pyg_distcomm.cli import bench
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.pipeline.price import hybrid_words
 
@@ -26,7 +26,7 @@ BASES = "1D, random", "1D, METIS"
 
 
 @dataclass(frozen=True)
-class Way:
+class Direction:
     """One way to train.
 
     Args:
@@ -57,19 +57,19 @@ class Case:
         return f"{self.graph}, {self.model}, {self.depth} layers, {self.ranks} ranks"
 
 
-def ways(size: int) -> list[Way]:
+def ways(size: int) -> list[Direction]:
     """Lists the ways that so many ranks can train."""
-    found = [Way(BASES[0], cutter="random"), Way(BASES[1])]
-    found.append(Way("best grid", planned=True))
-    found.append(Way("pipeline", size))
+    found = [Direction(BASES[0], cutter="random"), Direction(BASES[1])]
+    found.append(Direction("best grid", planned=True))
+    found.append(Direction("pipeline", size))
     if size % 2 == 0 and size > 2:
-        found.append(Way("hybrid, random", size // 2, "random"))
-        found.append(Way("hybrid, METIS", size // 2))
-    found.append(Way("1D, METIS, one bit", one_bit=True))
+        found.append(Direction("hybrid, random", size // 2, "random"))
+        found.append(Direction("hybrid, METIS", size // 2))
+    found.append(Direction("1D, METIS, one bit", one_bit=True))
     if size % 2 == 0 and size > 2:
         half = size // 2
-        found.append(Way("hybrid, random, one bit", half, "random", one_bit=True))
-        found.append(Way("hybrid, METIS, one bit", half, one_bit=True))
+        found.append(Direction("hybrid, random, one bit", half, "random", one_bit=True))
+        found.append(Direction("hybrid, METIS, one bit", half, one_bit=True))
     return found
 
 
@@ -171,7 +171,7 @@ class Trainer:
 
 
 def built(
-    way: Way, case: Case, data: Data, args: argparse.Namespace, seed: int = 0
+    way: Direction, case: Case, data: Data, args: argparse.Namespace, seed: int = 0
 ) -> Trainer:
     """Builds one way to train; collective."""
     d, link = args.width, pdc.Sylvie() if way.one_bit else None

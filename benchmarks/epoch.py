@@ -24,8 +24,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (128, 128, 128, 32)

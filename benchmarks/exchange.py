@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.ledger import format_table
-from pyg_distcomm.wire import Axis
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.ledger import format_table
 
 SIZES = (1, 64, 1024, 8192)  # KiB
 
@@ -39,11 +39,11 @@ SIZES = (1, 64, 1024, 8192)  # KiB
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
     """Exchanges by one collective inside the block, as gloo's all_to_all does."""
-    much, wire._MUCH = wire._MUCH, 1 << 60  # nothing is much
+    much, collectives._MUCH = collectives._MUCH, 1 << 60  # nothing is much
     try:
         yield
     finally:
-        wire._MUCH = much
+        collectives._MUCH = much
 
 
 def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], float]]:
@@ -59,7 +59,7 @@ def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], flo
     group, received = axis.group, 4 * each * (ranks - 1)
 
     def ours() -> object:
-        return wire.all_to_all(x, counts, counts, axis, most=each).wait()
+        return collectives.all_to_all(x, counts, counts, axis, most=each).wait()
 
     def before() -> object:
         with as_before():
@@ -84,7 +84,10 @@ def ways(size: int, mesh: pdc.Mesh) -> dict[str, tuple[Callable[[], object], flo
         "all_to_all": (collective, received),
         "isend, irecv": (lambda: messages(False), received),
         "irecv, isend": (lambda: messages(True), received),
-        "our gather": (lambda: wire.all_gather_rows(x[:each], counts, axis), received),
+        "our gather": (
+            lambda: collectives.all_gather_rows(x[:each], counts, axis),
+            received,
+        ),
         "all_gather": (gather, received),
         "reduce_scatter": (scatter, received),
         "all_reduce": (lambda: dist.all_reduce(x.clone(), group=group), 2 * received),
@@ -121,16 +124,16 @@ def epochs(rates: list[str], rounds: int, scale: int, out: str) -> None:
     train()
     found: dict[tuple[str, str], list[float]] = {}
     for rate in rates:
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         network.shape(rate)
         for turn in range(rounds):
             turns = [("ours", contextlib.nullcontext), ("before", as_before)]
             for name, context in turns[:: -1 if turn % 2 else 1]:
-                wire.barrier(mesh.world)
+                collectives.barrier(mesh.world)
                 mesh.ledger.reset()
                 with context():
                     found.setdefault((rate, name), []).append(train())
-    every = wire.all_gather_object((found, mesh.ledger.bytes()), mesh.world)
+    every = collectives.all_gather_object((found, mesh.ledger.bytes()), mesh.world)
     if mesh.rank == 0:
         slow = {key: slowest([one[key] for one, _ in every]) for key in found}
         most = max(sent for _, sent in every) / 2**20
@@ -150,21 +153,21 @@ def rank_main(rates: list[str], kibs: list[int], rounds: int, out: str) -> None:
     found: dict[tuple[str, int, str], list[float]] = {}
     moved: dict[tuple[str, int], float] = {}
     for rate in rates:
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         network.shape(rate)
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         for size in (kib << 10 for kib in kibs):
             runs = list(ways(size, mesh).items())
             moved |= {(name, size): received for name, (_, received) in runs}
             for turn in range(rounds + 1):
                 for name, (way, _) in runs[:: -1 if turn % 2 else 1]:
-                    wire.barrier(mesh.world)
+                    collectives.barrier(mesh.world)
                     start = time.perf_counter()
                     way()
                     spent = time.perf_counter() - start
                     if turn:
                         found.setdefault((rate, size, name), []).append(spent)
-    every = wire.all_gather_object(found, mesh.world)
+    every = collectives.all_gather_object(found, mesh.world)
     if mesh.rank == 0:
         rows = [(*key, slowest([one[key] for one in every])) for key in found]
         sizes = {f"{name} {size}": bytes for (name, size), bytes in moved.items()}

@@ -32,8 +32,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench, wire
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 SHAPES = {
@@ -199,9 +200,9 @@ def rank_main(args: argparse.Namespace) -> None:
     losses = {name: [epoch() for _ in range(3)] for name, (_, epoch) in fixed.items()}
     table = {}
     for rate in args.rates:
-        wire.barrier(world)
+        collectives.barrier(world)
         network.shape(rate)
-        wire.barrier(world)
+        collectives.barrier(world)
         for case in [c for c in every if c.auto]:
             fixed[case.name] = way_of(case, data, widths)
             losses[case.name] = [fixed[case.name][1]() for _ in range(3)]
@@ -211,13 +212,13 @@ def rank_main(args: argparse.Namespace) -> None:
         found = [Found([]) for _ in ways]
         for _ in range(args.rounds):
             for (mesh, epoch), one in zip(ways, found, strict=True):
-                wire.barrier(world)
+                collectives.barrier(world)
                 mesh.ledger.reset()
                 start = time.perf_counter()
                 epoch()
-                wire.barrier(world)
+                collectives.barrier(world)
                 one.seconds.append(time.perf_counter() - start)
-                rows = wire.all_gather_counts([mesh.ledger.bytes()], world)
+                rows = collectives.all_gather_counts([mesh.ledger.bytes()], world)
                 one.bytes = max(row[0] for row in rows)
         table[rate] = [asdict(one) for one in found]
     network.shape(network.BARE)

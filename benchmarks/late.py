@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 PAPER = {"exact_last": False}
@@ -56,7 +56,7 @@ def way_of(
     optimizer = torch.optim.Adam(model.parameters())
 
     def epochs(count: int) -> float:
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         start = time.perf_counter()
         for _ in range(count):
             mesh.ledger.reset()
@@ -67,7 +67,7 @@ def way_of(
                 link.step()
         if link is not None:
             link.drain()  # what is late still has to travel
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         return (time.perf_counter() - start) / count
 
     return epochs, mesh
@@ -102,7 +102,7 @@ def main() -> None:
     for name, found in times.items():
         mesh = ways[name][1]
         halo = sum(mesh.ledger.bytes(op) for op in HALO)
-        most = max(row[0] for row in wire.all_gather_counts([halo], mesh.world))
+        most = max(row[0] for row in collectives.all_gather_counts([halo], mesh.world))
         middle = slowest(statistics.median(found), mesh)
         spread = f"{100 * (max(found) - min(found)) / middle:.0f} %"
         rows.append([name, middle, spread, most])
@@ -132,7 +132,7 @@ def main() -> None:
 
 def slowest(seconds: float, mesh: pdc.Mesh) -> float:
     """Returns the seconds of the slowest rank."""
-    return max(wire.all_gather_object(seconds, mesh.world))
+    return max(collectives.all_gather_object(seconds, mesh.world))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from torch_geometric.nn import GATConv
 from tqdm import tqdm
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.exchange import schedule as schedules
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.halo import schedule as schedules
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
     Chain,
@@ -42,7 +43,6 @@ from pyg_distcomm.exchange.codecs import (
     Residual,
     TopK,
 )
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
@@ -173,7 +173,7 @@ def train(
         moved += halo_bytes(mesh) - before
         if epoch % args.every == args.every - 1:
             best = max(best, evaluate(model, exact))
-    every = wire.all_gather_object(moved, mesh.world)
+    every = collectives.all_gather_object(moved, mesh.world)
     return 100 * best[1], sum(every), loss.item()
 
 

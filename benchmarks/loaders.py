@@ -23,12 +23,13 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.sampler import NodeSamplerInput
 
-from pyg_distcomm import bench, kernels
+from pyg_distcomm import kernels
+from pyg_distcomm.cli import bench
 from pyg_distcomm.kernels import threads as pool
 from pyg_distcomm.kernels.minibatch import Request
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.loader.assembly import Assembly
-from pyg_distcomm.sampling.topology import read_topology
+from pyg_distcomm.loader.collate import Collator
+from pyg_distcomm.sampling.graph_source import read_topology
 
 OURS, PYG_LIB, TORCH_SPARSE = "pyg_distcomm", "PyG, pyg-lib", "PyG, torch-sparse"
 GRAPHBOLT = "GraphBolt"
@@ -196,7 +197,7 @@ def phases(
     is used again.
     """
     made = loader(OURS, data, fan_out, nodes, bulk_size=1, prefetch=0, seed=0)
-    assembly, draw = Assembly(made), kernels.neighbor_sampler(read_topology(data).graph)
+    assembly, draw = Collator(made), kernels.neighbor_sampler(read_topology(data).graph)
     sampler, outs = made.node_sampler, []
     x = data.x.view(torch.float64)  # rows are copied as whole words
     seeds = nodes.split(BATCH)[:MOST]

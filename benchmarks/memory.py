@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench, kernels
+from pyg_distcomm import kernels
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.axis import Pending
-from pyg_distcomm.exchange import pieces
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import Pending
+from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.halo import chunked
 from pyg_distcomm.nn import DistGCNConv
 
 WAYS = {  # parts of sums at most, MB of a bucket, whether exchanges overlap
@@ -38,7 +38,7 @@ WAYS = {  # parts of sums at most, MB of a bucket, whether exchanges overlap
 @contextmanager
 def in_line(wanted: bool):
     """Makes every exchange wait for itself, inside the block."""
-    begin = wire.all_to_all
+    begin = collectives.all_to_all
 
     def waited(*args, **kwargs) -> Pending:
         pending = begin(*args, **kwargs)
@@ -46,16 +46,16 @@ def in_line(wanted: bool):
         return pending
 
     try:
-        wire.all_to_all = waited if wanted else begin
+        collectives.all_to_all = waited if wanted else begin
         yield
     finally:
-        wire.all_to_all = begin
+        collectives.all_to_all = begin
 
 
 def way_of(name: str, data, widths) -> Callable[[], float]:
     """Builds one way to train; returns what trains an epoch and says how long it took."""
     most, bucket, overlapping = WAYS[name]
-    pieces.MOST, before = most, pieces.MOST
+    chunked.MOST, before = most, chunked.MOST
     mesh = pdc.init()
     share = pdc.partition(data, mesh, "random")
     x = share.x.detach().requires_grad_()
@@ -65,16 +65,16 @@ def way_of(name: str, data, widths) -> Callable[[], float]:
     model = pdc.replicate(net, mesh, **options)
 
     def epoch() -> float:
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         start = time.perf_counter()
         with in_line(not overlapping):
             F.cross_entropy(model(x, share.edge_index), share.y).backward()
         model.zero_grad()
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         return time.perf_counter() - start
 
     epoch()  # plans with as many parts as asked for
-    pieces.MOST = before
+    chunked.MOST = before
     return epoch
 
 

@@ -30,8 +30,8 @@ from ranks import PEER, Case, Found, Task
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyg_distcomm import bench
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.refine import refine

@@ -30,11 +30,11 @@ from typing import Any
 
 import network
 import torch
-from deep import BASES, Case, Way, built, graph, ways
+from deep import BASES, Case, Direction, built, graph, ways
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 
 MIB = 2**20
 
@@ -51,25 +51,25 @@ def timed(args: argparse.Namespace) -> None:
     world, found = next(iter(made.values())).mesh.everyone, []
     losses = {way: [one.epoch() for _ in range(2)] for way, one in made.items()}
     for rate in args.rates:
-        wire.barrier(world)
+        collectives.barrier(world)
         network.shape(rate)
-        wire.barrier(world)
+        collectives.barrier(world)
         for way in every:
             if way.planned:  # for the link that there is now
                 made[way] = built(way, case, data, args)
                 losses[way] = [made[way].epoch() for _ in range(2)]
-        seconds: dict[Way, list[float]] = {way: [] for way in every}
+        seconds: dict[Direction, list[float]] = {way: [] for way in every}
         for way in every * args.rounds:
             made[way].mesh.ledger.reset()
-            wire.barrier(world)
+            collectives.barrier(world)
             start = time.perf_counter()
             made[way].epoch()
-            wire.barrier(world)
+            collectives.barrier(world)
             seconds[way].append(time.perf_counter() - start)
         for way in every:
             one = made[way]
             # barriers of another mesh are not in it
-            rows = wire.all_gather_counts([one.mesh.ledger.bytes()], world)
+            rows = collectives.all_gather_counts([one.mesh.ledger.bytes()], world)
             received = [int(row[0]) for row in rows]
             about = {"way": way.name, "note": one.note, "rate": rate}
             took = {"seconds": seconds[way], "loss": losses[way][-1]}

@@ -28,11 +28,12 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench, wire
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.plan.race import race, rivals
+from pyg_distcomm.plan.autotune import race, rivals
 from pyg_distcomm.plan.training import training_of
 
 HEAD = (
@@ -41,7 +42,7 @@ HEAD = (
 )
 EPOCHS = 3  # of a round, one after the other
 Grid = tuple[int, int, int]
-Way = tuple[Grid, str]  # a grid, and what travels
+Direction = tuple[Grid, str]  # a grid, and what travels
 
 
 class GCN(torch.nn.Module):
@@ -74,7 +75,7 @@ def graph(name: str, root: str, widths: list[int]) -> Data:
 
 
 def trainer(
-    data: Data, way: Way, args: argparse.Namespace
+    data: Data, way: Direction, args: argparse.Namespace
 ) -> tuple[pdc.Mesh, Callable[[], None]]:
     """Returns a mesh and a function that trains an epoch on it; collective."""
     mesh = pdc.init(grid=way[0])
@@ -94,25 +95,27 @@ def trainer(
 
 
 def measure(
-    jobs: dict[Way, tuple[pdc.Mesh, Callable[[], None]]], rounds: int, world: wire.Axis
-) -> dict[Way, list[float]]:
+    jobs: dict[Direction, tuple[pdc.Mesh, Callable[[], None]]],
+    rounds: int,
+    world: collectives.Axis,
+) -> dict[Direction, list[float]]:
     """Returns the seconds an epoch of each round on its slowest rank, ways in turn."""
-    took: dict[Way, list[float]] = {way: [] for way in jobs}
+    took: dict[Direction, list[float]] = {way: [] for way in jobs}
     for _ in range(rounds):
         for way, (_, epoch) in jobs.items():
-            wire.barrier(world)
+            collectives.barrier(world)
             start = time.perf_counter()
             for _ in range(EPOCHS):
                 epoch()
             took[way].append((time.perf_counter() - start) / EPOCHS)
     mine = torch.tensor([took[way] for way in jobs], dtype=torch.float64)
-    every = wire.all_reduce(mine, world, "max").tolist()
+    every = collectives.all_reduce(mine, world, "max").tolist()
     return dict(zip(jobs, every, strict=True))
 
 
 def planned(
     data: Data, mesh: pdc.Mesh, partition: Any, args: argparse.Namespace
-) -> tuple[pdc.Plans, Way]:
+) -> tuple[pdc.Plans, Direction]:
     """Returns the plans by what a new calibration finds, and what is taken; collective."""
     degree = max(1, data.num_edges // data.num_nodes)
     rows = data.num_nodes // mesh.size
@@ -129,8 +132,8 @@ def planned(
 
 def rows_of(
     rate: str,
-    every: list[tuple[pdc.Plans, Way]],
-    took: dict[Way, list[float]],
+    every: list[tuple[pdc.Plans, Direction]],
+    took: dict[Direction, list[float]],
     counted: dict,
 ) -> list[tuple]:
     """Returns one row a way: predicted, measured, their ratio, spreads, bytes."""
@@ -187,13 +190,13 @@ def main() -> None:
     world, size = mesh.world, mesh.size
     bare = pdc.plan(data, args.widths, size, partition=args.method)
     grids = sorted({plan.grid for plan in bare}, reverse=True)
-    always: list[Way] = [(grid, "auto") for grid in grids]
+    always: list[Direction] = [(grid, "auto") for grid in grids]
     made = {way: trainer(data, way, args) for way in always}
     rows = []
     for rate in args.rates:
-        wire.barrier(world)
+        collectives.barrier(world)
         network.shape(rate)
-        wire.barrier(world)
+        collectives.barrier(world)
         measure(made, 3, world)  # plans, and products that are kept
         every, took = [], {}
         for _ in range(args.times):

@@ -22,7 +22,7 @@ import torch
 from loaders import BATCH, OURS, resident
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
 
@@ -50,7 +50,7 @@ class Case:
     bulk: int | str = "auto"
     rows: bool = True
     cache: float = 0
-    wire: str | None = None
+    collectives: str | None = None
     home: bool = False
     who: str = OURS
     options: tuple[tuple[str, Any], ...] = ()
@@ -135,7 +135,7 @@ def store_of(share: Any, mesh: pdc.Mesh, case: Case) -> DistFeatureStore | None:
     """Returns a store with a cache or a codec, if the case wants one."""
     if not (case.cache or case.wire):
         return None
-    channel = pdc.channel.open_channel(mesh, case.copies, "fetch")
+    channel = pdc.comm.process_grid.new_process_grid(mesh, case.copies, "fetch")
     return DistFeatureStore.from_data(
         share, channel, wire=case.wire, cache=case.cache, ranking="degree"
     )
@@ -206,11 +206,11 @@ def take_turns(
     times: list[list[Found]] = [[] for _ in cases]
     for turn in range(rounds + 1):
         for way, found in zip(ways, times, strict=True):
-            wire.barrier(mesh.world)
+            collectives.barrier(mesh.world)
             one = way()
             if turn:
                 found.append(one)
-    wire.barrier(mesh.world)  # a peer's rank is asked until the last one is done
+    collectives.barrier(mesh.world)  # a peer's rank is asked until the last one is done
     return [(c, typical(found)) for c, found in zip(cases, times, strict=True)]
 
 

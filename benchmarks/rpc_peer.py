@@ -21,7 +21,7 @@ from torch_geometric.distributed import dist_neighbor_loader, dist_neighbor_samp
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.partition.folder import PartShare, read_part
 
 
@@ -48,7 +48,7 @@ class Peer:
             self.stores,
             self.fan_out,
             master_addr="127.0.0.1",
-            master_port=wire.broadcast_object(port, self._world),
+            master_port=collectives.broadcast_object(port, self._world),
             current_ctx=rpc.DistContext(
                 rank=self.rank,
                 global_rank=self.rank,

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_distcomm
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.comm.ledger import format_table
 
 HERE = Path(__file__).parent
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.plans import show_bytes
 

@@ -28,8 +28,8 @@ from loaders import BATCH, MIB, WIDTH
 from ranks import Case, Found, Task
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 
 CASES = {
     "owner": Case(),
@@ -53,13 +53,13 @@ def rank_main(task: Task, rates: list[str], rounds: int, mesh: pdc.Mesh) -> list
         for rate in rates:
             network.shape(rate)
             for name, way in zip(CASES, ways, strict=True):
-                wire.barrier(mesh.world)
+                collectives.barrier(mesh.world)
                 before = network.carried()
                 one = way()
                 one.bytes["link"] = network.carried() - before
                 if turn:
                     found.setdefault((name, rate), []).append(one)
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
     return [
         {"name": name, "rate": rate, **asdict(ranks.typical(every))}
         for (name, rate), every in found.items()
@@ -88,7 +88,7 @@ def as_rank(job: str) -> None:
     asked["fan_out"] = tuple(asked["fan_out"])
     mesh = pdc.init()
     found = rank_main(Task(**asked), rates, rounds, mesh)
-    every = wire.all_gather_object(found, mesh.world)
+    every = collectives.all_gather_object(found, mesh.world)
     if mesh.rank == 0:
         Path(out).write_text(json.dumps(every))
 

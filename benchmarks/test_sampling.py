@@ -16,7 +16,7 @@ import pytest
 import sampling
 from loaders import BULKS, FAN_OUTS, GRAPHBOLT, OURS, PYG_LIB, TORCH_SPARSE
 
-from pyg_distcomm import bench
+from pyg_distcomm.cli import bench
 
 LARGE = pytest.mark.skipif(
     not os.environ.get("SAMPLING_LARGE"), reason="slow: set SAMPLING_LARGE"

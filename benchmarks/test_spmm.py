@@ -11,7 +11,8 @@ from functools import cache
 import pytest
 import torch
 
-from pyg_distcomm import bench, kernels
+from pyg_distcomm import kernels
+from pyg_distcomm.cli import bench
 
 WIDTHS = (16, 32, 64, 128, 256, 512)
 NAMES = [

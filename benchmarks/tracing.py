@@ -23,8 +23,9 @@ from epoch import GCN, WIDTHS
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench, wire
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.cli import bench
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 EPOCHS = 5
@@ -48,7 +49,7 @@ def measured(folder: Path, scale: int, rounds: int) -> dict[str, list[float]]:
 
     def epochs(name: str) -> None:
         for _ in range(EPOCHS):
-            wire.barrier(mesh.world)
+            collectives.barrier(mesh.world)
             start = time.perf_counter()
             opt.zero_grad()
             F.cross_entropy(model(share.x, share.edge_index), share.y).backward()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch_geometric.nn import GAT, GIN, TransformerConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import digits
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import HaloConv
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch_geometric.nn import GCN2Conv, Sequential
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.pipeline.price import hybrid_words
 
 

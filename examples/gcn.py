@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import torch_geometric.nn
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.comm.price import dense_words
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
-from pyg_distcomm.price import dense_words
 
 HIDDEN = 16
 

@@ -16,8 +16,8 @@ from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, degree
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.channel import open_channel
+from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
 from pyg_distcomm.loader.phases import plot_phases
 
@@ -65,7 +65,7 @@ def main():
     sampling = {"num_neighbors": [10, 5], "batch_size": args.batch_size}
     features = DistFeatureStore.from_data(
         share,
-        open_channel(mesh, args.replication),
+        new_process_grid(mesh, args.replication),
         cache=args.cache,
         ranking="vip",  # hot are the nodes that these minibatches hold most often
         seeds=share.train_mask,

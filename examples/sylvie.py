@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.ledger import format_table
 
 SETTINGS = {
     "exact": lambda: None,

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.exchange.schedule import Budget, Exponential, Fixed
-from pyg_distcomm.ledger import format_table
+from pyg_distcomm.halo.schedule import Budget, Exponential, Fixed
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed
 ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"

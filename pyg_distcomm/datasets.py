@@ -18,7 +18,7 @@ from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
-from pyg_distcomm.encoding import allowing
+from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)

@@ -337,7 +337,7 @@ def planned():
 
 def graph_in_steps():
     """Makes a graph; a fault may strike between its steps."""
-    from pyg_distcomm.ledger import Ledger
+    from pyg_distcomm.comm.ledger import Ledger
 
     nothing = dict.fromkeys(("words", "bytes", "sent_bytes", "messages"), 0)
     for _ in range(4):
@@ -379,7 +379,7 @@ def arm(how, rank, at):
     """Makes a fault strike this process at its n-th exchange; counts exchanges."""
     import threading
 
-    from pyg_distcomm.ledger import Ledger
+    from pyg_distcomm.comm.ledger import Ledger
 
     note, state = Ledger.note, {"count": 0}
 

@@ -9,9 +9,9 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.averaging import averager_of
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.gradient_averaging import averager_of
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
     Chain,
@@ -22,8 +22,8 @@ from pyg_distcomm.exchange.codecs import (
     RowSample,
     TopK,
 )
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.schedule import Exponential, Fixed, Linear, Plateau
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Exponential, Fixed, Linear, Plateau
 from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (7, 6, 5, 4)
@@ -68,7 +68,7 @@ def epoch(net, share, *args):
     out = net(x, share.edge_index, *args)
     out.square().sum().backward()
     mesh = share.edge_index.nodes.mesh
-    gradients = [wire.all_reduce(p.grad, mesh.world) for p in net.parameters()]
+    gradients = [collectives.all_reduce(p.grad, mesh.world) for p in net.parameters()]
     return [out.to_local().detach(), x.grad.to_local(), *gradients]
 
 

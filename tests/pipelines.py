@@ -19,7 +19,7 @@ from torch_geometric.nn import (
     Sequential,
 )
 
-from pyg_distcomm.pipeline.stack import read_stack
+from pyg_distcomm.pipeline.layer_stack import read_stack
 
 
 def _mlp(f, h):

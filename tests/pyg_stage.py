@@ -608,7 +608,7 @@ def furnish(home):
 # ----- what is kept -------------------------------------------------------------------
 
 
-class Watch:
+class FailureMonitor:
     """Keeps the gradients of each optimizer's first steps, and its parameters."""
 
     def __init__(self):
@@ -683,7 +683,7 @@ def main(job):
     os.chdir(job["folder"])
     adjust(job["seed"] + (1000 * rank if job["apart"] else 0), job["columns"])
     furnish(job["home"])
-    watch, result = Watch(), {"error": None, "line": "", "place": ""}
+    watch, result = FailureMonitor(), {"error": None, "line": "", "place": ""}
     code = compiled(Path(source).read_text(), source, job["epochs"])
     sys.modules["runner"] = sys.modules["__main__"]
     script = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -10,10 +10,10 @@ import tiers
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels import matrix, matrix_reference
 from pyg_distcomm.ops import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
-from pyg_distcomm.random import fold
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
 from pyg_distcomm.sampling.algebra import (
     SharedRow,
@@ -137,9 +137,14 @@ def test_draws_equal_reference(s, most, replace):
     same(matrix.draw(*args), matrix_reference.draw(*args))
     if not replace:
         clocks = (rowptr, value, keys(30), ptr)
-        same(matrix.draw_by_clocks(*clocks), matrix_reference.draw_by_clocks(*clocks))
+        same(
+            matrix.exponential_race(*clocks), matrix_reference.exponential_race(*clocks)
+        )
     ptr = torch.arange(31) * (s if replace else min(s, int((value > 0).sum())))
-    ours, theirs = matrix.urn(value), matrix_reference.urn(value)
+    ours, theirs = (
+        matrix.weighted_sampler(value),
+        matrix_reference.weighted_sampler(value),
+    )
     for seed in (0, 1):  # the second finds the tree as it was
         args = (keys(30, seed), ptr, replace)
         same(ours(*args), theirs(*args))

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(tmp_path):
     worlds.run(_damaged, 2, path)
 
 
-class Deep(torch.nn.Module):
+class LayerProfile(torch.nn.Module):
     def __init__(self, kind):
         super().__init__()
         layer, widths = getattr(pdc.nn, kind), (64, 8, 8, 4)
@@ -111,7 +111,7 @@ def _begun(grid, kind, make_link):
     data.x = torch.randn(data.num_nodes, 64)
     share = pdc.partition(data, mesh, "random", link=link)
     torch.manual_seed(1)
-    net = Deep(kind)
+    net = LayerProfile(kind)
     return mesh, share, net, torch.optim.Adam(net.parameters(), lr=0.01), link
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyg_distcomm.kernels import code_cpu, code_reference, codes
+from pyg_distcomm.kernels import codec_cpu, codec_ops, codec_reference
 
 SHAPES = [(1, 1), (9, 1), (3, 7), (8, 8), (19, 33), (64, 100), (41, 256)]
 KEY = 2**62 + 12345
@@ -54,8 +54,8 @@ def test_quantise(bits, dtype, random):
             count = m if index is None else len(index)
             noise = (KEY, gids(count)) if random else None
             messages, bad = [], []
-            for op in (code_reference.quantise, code_cpu.quantise):
-                size = codes.message_bytes(count, f, bits, dtype.itemsize)
+            for op in (codec_reference.quantise, codec_cpu.quantise):
+                size = codec_ops.message_bytes(count, f, bits, dtype.itemsize)
                 out = torch.full((size,), 9, dtype=torch.uint8)
                 bad.append(op(x, index, bits, noise, out))
                 messages.append(out)
@@ -63,7 +63,7 @@ def test_quantise(bits, dtype, random):
             assert bad[0] == bad[1]
             rows = [
                 op(messages[0], bits, torch.full((count, f), 7.0, dtype=dtype))
-                for op in (code_reference.dequantise, code_cpu.dequantise)
+                for op in (codec_reference.dequantise, codec_cpu.dequantise)
             ]
             assert same_bits(*rows), (m, f)
 
@@ -72,38 +72,38 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
     m, f = 4001, 51
     x, gid = odd_rows(m, 2 * f, torch.float32)[:, 1 : f + 1], gids(m)
     for bits in (1, 2, 4, 8):
-        size = codes.message_bytes(m, f, bits, 4)
+        size = codec_ops.message_bytes(m, f, bits, 4)
         big = torch.zeros(size + 16, dtype=torch.uint8)
         part = big[3 : 3 + size]
         wanted = torch.empty(size, dtype=torch.uint8)
-        code_reference.quantise(x, None, bits, (KEY, gid), wanted)
-        codes.quantise(x, None, bits, (KEY, gid), part)
+        codec_reference.quantise(x, None, bits, (KEY, gid), wanted)
+        codec_ops.quantise(x, None, bits, (KEY, gid), part)
         assert torch.equal(part, wanted)
         assert not big[:3].any()
         assert not big[3 + size :].any()
         wide = torch.full((m, f + 5), 7.0)
-        codes.dequantise(part, bits, wide[:, 2 : 2 + f])  # rows that are apart
-        rows = code_reference.dequantise(wanted, bits, torch.empty(m, f))
+        codec_ops.dequantise(part, bits, wide[:, 2 : 2 + f])  # rows that are apart
+        rows = codec_reference.dequantise(wanted, bits, torch.empty(m, f))
         assert same_bits(wide[:, 2 : 2 + f], rows)
         assert bool((wide[:, :2] == 7).all())
         assert bool((wide[:, 2 + f :] == 7).all())
         turned = torch.empty(f, m).t()
-        assert same_bits(codes.dequantise(part, bits, turned), rows)
+        assert same_bits(codec_ops.dequantise(part, bits, turned), rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_rows_are_written_as_float32_some_at_a_time(dtype, monkeypatch):
-    monkeypatch.setattr(codes, "BLOCK", 8 * 33)
+    monkeypatch.setattr(codec_ops, "BLOCK", 8 * 33)
     x, index = odd_rows(41, 33, dtype), torch.randperm(41)[:27]
     for bits in (1, 2, 4, 8):
-        size, noise = codes.message_bytes(27, 33, bits, 4), (KEY, gids(27))
+        size, noise = codec_ops.message_bytes(27, 33, bits, 4), (KEY, gids(27))
         wanted, got = torch.empty(2, size, dtype=torch.uint8)
-        first = code_reference.quantise(x[index].float(), None, bits, noise, wanted)
-        assert codes.quantise(x, index, bits, noise, got) == first
+        first = codec_reference.quantise(x[index].float(), None, bits, noise, wanted)
+        assert codec_ops.quantise(x, index, bits, noise, got) == first
         assert torch.equal(got, wanted)
         most = torch.finfo(dtype).max
-        rows = code_reference.dequantise(wanted, bits, torch.empty(27, 33))
-        read = codes.dequantise(got, bits, torch.empty(27, 33, dtype=dtype))
+        rows = codec_reference.dequantise(wanted, bits, torch.empty(27, 33))
+        read = codec_ops.dequantise(got, bits, torch.empty(27, 33, dtype=dtype))
         assert same_bits(read, rows.clamp(-most, most).to(dtype))
 
 
@@ -116,10 +116,12 @@ def test_columns_beside_each_other_are_not_copied_for_a_few_rows(monkeypatch):
         return gather(t, **options)
 
     monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
-    out, wanted = torch.empty(2, codes.message_bytes(5, 33, 4, 4), dtype=torch.uint8)
-    codes.quantise(x, index, 4, None, out)
+    out, wanted = torch.empty(
+        2, codec_ops.message_bytes(5, 33, 4, 4), dtype=torch.uint8
+    )
+    codec_ops.quantise(x, index, 4, None, out)
     assert max(copied) < x.numel()
-    code_reference.quantise(x, index, 4, None, wanted)
+    codec_reference.quantise(x, index, 4, None, wanted)
     assert torch.equal(out, wanted)
 
 
@@ -128,11 +130,13 @@ def test_numbers_near_the_greatest_stay_numbers():
     low = torch.linspace(-3.2, 3.2, 200) * 1e38
     x, cut = torch.stack([low, torch.full((200,), 3.401e38)], 1), []
     for bits in (2, 4, 8):
-        message = torch.empty(codes.message_bytes(200, 2, bits, 4), dtype=torch.uint8)
-        assert codes.quantise(x, None, bits, None, message) == -1
+        message = torch.empty(
+            codec_ops.message_bytes(200, 2, bits, 4), dtype=torch.uint8
+        )
+        assert codec_ops.quantise(x, None, bits, None, message) == -1
         rows = [
             op(message, bits, torch.empty(200, 2))
-            for op in (code_reference.dequantise, code_cpu.dequantise)
+            for op in (codec_reference.dequantise, codec_cpu.dequantise)
         ]
         assert torch.equal(*rows)
         assert bool(rows[0].isfinite().all())
@@ -144,16 +148,16 @@ def test_numbers_near_the_greatest_stay_numbers():
 def test_pack_bits(bits):
     for n in (0, 1, 7, 8, 9, 1000, 1003):
         x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
-        packed = code_reference.pack_bits(x, bits)
+        packed = codec_reference.pack_bits(x, bits)
         assert len(packed) == -(-n * bits // 8)
-        assert torch.equal(packed, codes.pack_bits(x, bits))
-        for op in (code_reference.unpack_bits, codes.unpack_bits):
+        assert torch.equal(packed, codec_ops.pack_bits(x, bits))
+        for op in (codec_reference.unpack_bits, codec_ops.unpack_bits):
             assert torch.equal(op(packed, bits, n), x)
     with pytest.raises(ValueError, match="says itself"):
-        codes.unpack_bits(packed, bits, 5)
+        codec_ops.unpack_bits(packed, bits, 5)
 
 
-@pytest.mark.parametrize("dtype", codes.HALVES, ids=str)
+@pytest.mark.parametrize("dtype", codec_ops.HALVES, ids=str)
 def test_compact_and_expand(dtype, two_threads):
     for m, f in (*SHAPES, (4001, 37)):
         x = odd_rows(m, f, torch.float64)
@@ -162,11 +166,11 @@ def test_compact_and_expand(dtype, two_threads):
         x = x.to(dtype)
         for index in (None, torch.randperm(m)[: m // 2 + 1]):
             rows = x if index is None else x[index]
-            message = code_reference.compact(x, index)
-            assert torch.equal(message, code_cpu.compact(x, index))
+            message = codec_reference.compact(x, index)
+            assert torch.equal(message, codec_cpu.compact(x, index))
             nonzero = int((rows != 0).sum())
             assert len(message) == -(-rows.numel() // 8) + nonzero * dtype.itemsize
-            for op in (code_reference.expand, code_cpu.expand):
+            for op in (codec_reference.expand, codec_cpu.expand):
                 out = op(message, torch.full_like(rows, 7.0))
                 assert same_bits(out, rows)
                 with pytest.raises(ValueError, match="both ends must cut"):
@@ -176,15 +180,15 @@ def test_compact_and_expand(dtype, two_threads):
 def test_keyed_columns(two_threads):
     ids = gids(300)
     for width, count in ((1, 1), (7, 3), (100, 100), (256, 10), (33, 1)):
-        wanted = code_reference.keyed_columns(KEY, ids, width, count)
-        assert torch.equal(codes.keyed_columns(KEY, ids, width, count), wanted)
+        wanted = codec_reference.keyed_columns(KEY, ids, width, count)
+        assert torch.equal(codec_ops.keyed_columns(KEY, ids, width, count), wanted)
         assert bool((wanted.diff(dim=1) > 0).all())
         assert int(wanted.min()) >= 0
         assert int(wanted.max()) < width
-        other = codes.keyed_columns(KEY + 1, ids, width, count)
+        other = codec_ops.keyed_columns(KEY + 1, ids, width, count)
         assert count == width or not torch.equal(other, wanted)
     with pytest.raises(ValueError, match="0 < count"):
-        codes.keyed_columns(KEY, ids, 5, 0)
+        codec_ops.keyed_columns(KEY, ids, 5, 0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -194,15 +198,15 @@ def test_columns_taken_and_put(dtype, two_threads):
         x = (x * 4).round() / 4 if m < 20 else x  # ties among the largest
         for index in (None, torch.randperm(m)[: m // 2 + 1]):
             for k in {1, (f + 1) // 2, f}:
-                top = code_reference.top_columns(x, index, k)
-                assert torch.equal(top, codes.top_columns(x, index, k))
+                top = codec_reference.top_columns(x, index, k)
+                assert torch.equal(top, codec_ops.top_columns(x, index, k))
                 which = torch.randint(0, len(top), (len(top),))
                 for lists in ((top, which), (top[:1], None)):
-                    y = code_reference.take_columns(x, index, *lists)
-                    assert torch.equal(y, codes.take_columns(x, index, *lists))
+                    y = codec_reference.take_columns(x, index, *lists)
+                    assert torch.equal(y, codec_ops.take_columns(x, index, *lists))
                     out = [
                         op(y, *lists, 1.7, torch.full((len(y), f), 7.0, dtype=dtype))
-                        for op in (code_reference.put_columns, codes.put_columns)
+                        for op in (codec_reference.put_columns, codec_ops.put_columns)
                     ]
                     assert torch.equal(*out)
 
@@ -210,21 +214,21 @@ def test_columns_taken_and_put(dtype, two_threads):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_first_nonfinite(dtype, two_threads):
     x = torch.randn(5000, 20, dtype=dtype) * 1e30
-    assert codes.first_nonfinite(x) == -1
+    assert codec_ops.first_nonfinite(x) == -1
     for value in (nan, -nan, inf, -inf):
         for row in (0, 7, 4999):
             y = x.clone()
             y[row, 13] = value
             y[4999, 0] = value
-            assert codes.first_nonfinite(y) == row
-            assert code_reference.first_nonfinite(y, None) == row
+            assert codec_ops.first_nonfinite(y) == row
+            assert codec_reference.first_nonfinite(y, None) == row
             index = torch.arange(4999, -1, -1)
-            assert codes.first_nonfinite(y, index) == 0
-    assert codes.first_nonfinite(x[:0]) == -1
+            assert codec_ops.first_nonfinite(y, index) == 0
+    assert codec_ops.first_nonfinite(x[:0]) == -1
 
 
 def test_noise_is_uniform_and_its_columns_are_independent():
-    bits = code_reference.noise_bits(KEY, torch.arange(20_000), 5).double() / 2.0**16
+    bits = codec_reference.noise_bits(KEY, torch.arange(20_000), 5).double() / 2.0**16
     assert bits.mean(0) == pytest.approx([0.5] * 5, abs=4 * (1 / 12 / 20_000) ** 0.5)
     together = torch.corrcoef(bits.t()) - torch.eye(5)
     assert float(together.abs().max()) < 4 / 20_000**0.5
@@ -233,11 +237,11 @@ def test_noise_is_uniform_and_its_columns_are_independent():
 def test_bad_arguments():
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match="out must be 20 contiguous bytes"):
-        codes.quantise(x, None, 1, None, torch.empty(21, dtype=torch.uint8))
+        codec_ops.quantise(x, None, 1, None, torch.empty(21, dtype=torch.uint8))
     out = torch.empty(20, dtype=torch.uint8)
     with pytest.raises(ValueError, match="each of the 4 rows, got 3"):
-        codes.quantise(x, None, 1, (0, torch.arange(3)), out)
+        codec_ops.quantise(x, None, 1, (0, torch.arange(3)), out)
     with pytest.raises(IndexError, match="there are 4 rows"):
-        codes.compact(x, torch.tensor([4]))
+        codec_ops.compact(x, torch.tensor([4]))
     with pytest.raises(ValueError, match="21 bytes says itself that it has 20"):
-        codes.dequantise(torch.empty(21, dtype=torch.uint8), 1, x)
+        codec_ops.dequantise(torch.empty(21, dtype=torch.uint8), 1, x)

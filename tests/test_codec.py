@@ -8,23 +8,23 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.halo.codecs import (
     CODECS,
     Bitmap,
     Cast,
     Chain,
     ColumnMask,
-    Draw,
     Plain,
     Quantise,
     Residual,
+    RngKey,
     RowSample,
     TopK,
     codec_of,
     fresh_state,
 )
-from pyg_distcomm.exchange.parcel import header_bytes, pack, parcel_bytes, unpack
-from pyg_distcomm.kernels import codes
+from pyg_distcomm.halo.packing import header_bytes, pack, parcel_bytes, unpack
+from pyg_distcomm.kernels import codec_ops
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 BITS = (1, 2, 4, 8)
@@ -69,7 +69,7 @@ def rows(dtype=torch.float32, scale=1.0, m=60, f=33, seed=0):
 
 
 def draw_of(m, key=77, first=0):
-    return Draw(key, torch.arange(first, first + m) * 3)
+    return RngKey(key, torch.arange(first, first + m) * 3)
 
 
 def there_and_back(codec, x, out=None, draw=None, index=None):
@@ -122,17 +122,17 @@ def test_torchs_generator_is_left_alone(codec):
 def test_a_row_is_written_alike_wherever_it_lies(codec):
     x, at = rows(m=60, f=32), torch.tensor([7, 3, 59, 20])
     gid = torch.arange(60) + 1000
-    whole = there_and_back(codec, x, draw=Draw(5, gid))
-    part = there_and_back(codec, x[at], draw=Draw(5, gid[at]))
+    whole = there_and_back(codec, x, draw=RngKey(5, gid))
+    part = there_and_back(codec, x[at], draw=RngKey(5, gid[at]))
     assert torch.equal(part, whole[at])
-    other = there_and_back(codec, x, draw=Draw(6, gid))
+    other = there_and_back(codec, x, draw=RngKey(6, gid))
     k = ColumnMask(10**6).kept(32)
     assert k == 1
     assert not torch.equal(other, whole)
     with pytest.raises(ValueError, match="give draw=Draw"):
         codec.encode(x, state=fresh_state(60, 32))
     with pytest.raises(ValueError, match="got 4 ids for 60 rows"):
-        codec.encode(x, Draw(5, gid[at]), state=fresh_state(60, 32))
+        codec.encode(x, RngKey(5, gid[at]), state=fresh_state(60, 32))
 
 
 DRAWN = [Quantise(1, "stochastic"), ColumnMask(2.5, "epoch", scaled=True)]
@@ -149,7 +149,7 @@ def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
     for shift, y in ((0, x), (10**6, x.flip(0))):
         errors = torch.stack(
             [
-                there_and_back(codec, y, draw=Draw(key, gid, noise=key + shift)) - y
+                there_and_back(codec, y, draw=RngKey(key, gid, noise=key + shift)) - y
                 for key in range(draws)
             ]
         )
@@ -222,7 +222,7 @@ def test_a_chain_passes_gradients_through_its_mask_alone():
     draw = draw_of(len(g), 5)
     assert torch.equal(chain.adjoint(g, draw), mask.adjoint(g, draw))
     assert torch.equal(Quantise(1).adjoint(g), g)
-    sent = there_and_back(chain, g, draw=Draw(5, draw.gid, noise=8))
+    sent = there_and_back(chain, g, draw=RngKey(5, draw.gid, noise=8))
     assert torch.equal(sent != 0, (mask.adjoint(g, draw) != 0))
 
 
@@ -384,12 +384,12 @@ def test_a_prefix_keeps_the_first_columns_and_at_least_one():
 def test_rows_of_a_block_share_their_columns():
     x = torch.ones(40, 50)
     gid = torch.arange(40)
-    y = there_and_back(ColumnMask(5, "block", block=8), x, draw=Draw(3, gid))
+    y = there_and_back(ColumnMask(5, "block", block=8), x, draw=RngKey(3, gid))
     masks = (y != 0).view(5, 8, 50)
     assert bool((masks == masks[:, :1]).all())
     assert len(masks[:, 0].unique(dim=0)) == 5
     assert bool((masks.sum(2) == 10).all())
-    y = there_and_back(ColumnMask(5, "epoch"), x, draw=Draw(3, gid))
+    y = there_and_back(ColumnMask(5, "epoch"), x, draw=RngKey(3, gid))
     assert len((y != 0).unique(dim=0)) == 1
 
 
@@ -529,7 +529,7 @@ def test_parcels_are_cut_where_both_ends_think(codec):
     n, f, counts = 50, 19, [7, 0, 13, 1]
     x = rows(m=n, f=f).relu()
     index = torch.randint(0, n, (sum(counts),))
-    draw = Draw(4, torch.arange(sum(counts)) + 5)
+    draw = RngKey(4, torch.arange(sum(counts)) + 5)
     ends = [fresh_state(sum(counts), f) for _ in range(2)]
     message, sizes = pack(codec, x, counts, draw, index=index, state=ends[0])
     assert message.dtype == torch.uint8
@@ -604,6 +604,6 @@ def test_other_devices_would_write_the_same_bytes(codec, monkeypatch):
         return message, codec.decode(message, out, draw, state=state)
 
     compiled = both()
-    monkeypatch.setattr(codes, "_pick", lambda op, *_: op)  # the definitions alone
+    monkeypatch.setattr(codec_ops, "_pick", lambda op, *_: op)  # the definitions alone
     for a, b in zip(compiled, both(), strict=True):
         assert torch.equal(a, b)

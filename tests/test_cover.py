@@ -12,8 +12,9 @@ from problems import GRAPHS, owners, some_grids
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import kernels, wire
-from pyg_distcomm.exchange import pieces
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo import chunked
 from pyg_distcomm.kernels import reference
 from pyg_distcomm.ops.cover import HALOS, PACKING
 
@@ -78,13 +79,13 @@ def _contract(*args):
     In pieces of few rows, each in messages, or as they are.
     """
     *args, few = args
-    before = pieces.ROWS, wire._MUCH
+    before = chunked.ROWS, collectives._MUCH
     if few:
-        pieces.ROWS, wire._MUCH = few, 1
+        chunked.ROWS, collectives._MUCH = few, 1
     try:
         return _checked(*args)
     finally:
-        pieces.ROWS, wire._MUCH = before
+        chunked.ROWS, collectives._MUCH = before
 
 
 def _checked(graph, cutter, grid, halo):
@@ -109,7 +110,7 @@ def _checked(graph, cutter, grid, halo):
         torch.testing.assert_close(z, (truth @ at)[gid], rtol=1e-12, atol=1e-12)
     assert torch.equal(matrix.transposed.matmul(x[1][gid]), z)
     received = matrix.price(1).words, matrix.transposed.price(1).words
-    return [row[0] for row in wire.all_gather_counts(received[:1], mesh.world)]
+    return [row[0] for row in collectives.all_gather_counts(received[:1], mesh.world)]
 
 
 @tiers.parametrize("size", [2, 3, 4, 8], [2, 3, 4])
@@ -144,7 +145,8 @@ def _hub_words(halo):
     edges = share.edge_index.with_halo(halo)
     matrix = edges.topology.sum_plan().matrix
     return sum(
-        row[0] for row in wire.all_gather_counts([matrix.price(1).words], mesh.world)
+        row[0]
+        for row in collectives.all_gather_counts([matrix.price(1).words], mesh.world)
     )
 
 
@@ -211,7 +213,7 @@ def test_an_unknown_halo_says_which_there_are():
 
 def _parts():
     """The backward pass of a 1D grid sends a part of its sums before the next is made."""
-    whole, pieces.ROWS = pieces.ROWS, 4
+    whole, chunked.ROWS = chunked.ROWS, 4
     try:
         mesh = worlds.mesh(grid=(3, 1, 1))
         share = pdc.partition(GRAPHS["directed"](), mesh, "random")
@@ -219,13 +221,13 @@ def _parts():
         x = share.x.detach().requires_grad_()
         out = edges.matmul(x)
     finally:
-        pieces.ROWS = whole
+        chunked.ROWS = whole
     with mesh.ledger.record() as events:
         out.sum().backward()
     part = [("multiply", "out"), ("begin", "out")]
     assert events == [
         ("begin", "in"),
-        *(pieces.MOST * part),
+        *(chunked.MOST * part),
         ("multiply", "own"),
         ("arrive", "in"),
         ("multiply", "ghost"),

@@ -8,9 +8,8 @@ import socket
 import pytest
 import torch
 
-from pyg_distcomm import doctor
-from pyg_distcomm.cli import main
-from pyg_distcomm.doctor import Finding
+from pyg_distcomm.cli import doctor, main
+from pyg_distcomm.cli.doctor import Finding
 
 
 def test_this_machine_can_run(capsys):

@@ -16,8 +16,9 @@ from test_layers import _in_doubles, _parameter_grads, shared, step
 from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
-from pyg_distcomm import kernels, random
-from pyg_distcomm.rows import Rows
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.rows import Rows
 
 X = ("x", "edge_index")
 W = ("x", "edge_index", "edge_weight")

@@ -13,10 +13,10 @@ import pytest
 import torch
 import worlds
 
-from pyg_distcomm import wire
-from pyg_distcomm.encoding import decode, encode
-from pyg_distcomm.exchange.schedule import Linear
-from pyg_distcomm.ledger import Entry
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Entry
+from pyg_distcomm.comm.serialization import decode, encode
+from pyg_distcomm.halo.schedule import Linear
 
 VALUES = [
     None,
@@ -74,9 +74,9 @@ def crafted(tree, rest=b""):
         b"",
         pickle.dumps(os.system),
         crafted({"data": ["os", "system", []]}),
-        crafted({"data": ["pyg_distcomm.doctor", "os", []]}),
-        crafted({"data": ["pyg_distcomm.ledger", "Entry", [["__class__", 1]]]}),
-        crafted({"record": ["pyg_distcomm.ledger", "Entry", [1]]}),
+        crafted({"data": ["pyg_distcomm.cli.doctor", "os", []]}),
+        crafted({"data": ["pyg_distcomm.comm.ledger", "Entry", [["__class__", 1]]]}),
+        crafted({"record": ["pyg_distcomm.comm.ledger", "Entry", [1]]}),
         crafted({"error": ["builtins", "exec"]}),
         crafted({"error": ["os", "error"]}),
         crafted({"dtype": "load"}),
@@ -108,14 +108,14 @@ def test_random_bytes_never_run():
 def _told():
     axis = worlds.mesh().world
     value = {"rank": axis.rank, "x": torch.arange(axis.rank)}
-    every = wire.all_gather_object(value, axis)
+    every = collectives.all_gather_object(value, axis)
     assert [one["rank"] for one in every] == list(range(axis.size))
     assert [len(one["x"]) for one in every] == list(range(axis.size))
-    assert wire.broadcast_object(value, axis)["rank"] == 0
+    assert collectives.broadcast_object(value, axis)["rank"] == 0
     with pytest.raises(TypeError, match=r"got builtins\.object"):
-        wire.all_gather_object(object() if axis.rank else 1, axis)
+        collectives.all_gather_object(object() if axis.rank else 1, axis)
     with pytest.raises(TypeError, match=r"got builtins\.object"):
-        wire.broadcast_object(object() if axis.rank == 0 else None, axis)
+        collectives.broadcast_object(object() if axis.rank == 0 else None, axis)
 
 
 def test_ranks_tell_each_other_values_or_all_refuse():

@@ -22,8 +22,8 @@ from test_network import linked, network
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.failure import RankError, TimedStore
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import DeadlineStore, RankError
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 4.0
@@ -152,7 +152,7 @@ class _Cut:
 
 def test_a_store_that_does_not_answer_is_not_waited_for_twice():
     inner = _Cut()
-    store = TimedStore(inner, 0.2)
+    store = DeadlineStore(inner, 0.2)
     begin = time.monotonic()
     for _ in range(5):
         with pytest.raises(RankError, match="store does not answer"):
@@ -314,7 +314,7 @@ def _meshes(count, how):
             mesh = pdc.init(timeout=60)
             if how == "with":
                 stack.enter_context(mesh)
-            assert wire.all_reduce(torch.ones(1), mesh.world).item() == mesh.size
+            assert collectives.all_reduce(torch.ones(1), mesh.world).item() == mesh.size
             share = pdc.partition(graph(), mesh, "random")
             share.x.sum()
         if how == "close":
@@ -343,7 +343,7 @@ def _closed():
     with pytest.raises(RankError, match=r"closed; make a new one"):
         share.x.sum()
     again = pdc.init(timeout=60)
-    assert wire.all_reduce(torch.ones(1), again.world).item() == 2
+    assert collectives.all_reduce(torch.ones(1), again.world).item() == 2
     assert again.device_mesh.shape == (2, 1, 1)
     assert again.device_mesh is again.device_mesh
     again.close()
@@ -364,7 +364,7 @@ def _fails_inside():
     with pdc.init(timeout=60) as mesh:
         if mesh.rank == 1:
             raise ValueError("of rank 1")
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
 
 
 def test_the_others_learn_why_a_mesh_was_left():
@@ -521,7 +521,7 @@ def _terminated(folder):
     try:
         with pdc.trace(f"{folder}/trace.json"):
             for step in range(200):
-                wire.barrier(mesh.world)
+                collectives.barrier(mesh.world)
                 if step == 5 and mesh.rank == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
     finally:

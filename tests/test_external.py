@@ -17,7 +17,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.partition import columns, edge_files, external, stream, stream_loops
+from pyg_distcomm.partition import columns, edge_files, external, stream, stream_jit
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part, write_folder
@@ -686,7 +686,7 @@ def test_votes_are_never_too_high(parts):
     own = np.zeros(30, np.int32)
     seats = min(parts, stream.SEATS)
     seat, count = np.zeros((2, 30, seats), np.int32)
-    found = stream_loops.vote(*edges, owner, own, seat, count)
+    found = stream_jit.vote(*edges, owner, own, seat, count)
     votes = np.zeros((30, parts), int)
     for u, v in edges.T:
         if u != v:

@@ -17,10 +17,10 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import Quantise
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.failure import RankError, Watch
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import FailureMonitor, RankError
+from pyg_distcomm.halo.codecs import Quantise
+from pyg_distcomm.halo.policy import LinkPolicy
 
 ROOT = Path(__file__).parents[1]
 
@@ -240,7 +240,7 @@ class _Lost:
 
 def test_a_store_that_went_is_asked_once():
     store = _Lost()
-    watch = Watch(store, 1, 2, 60.0)
+    watch = FailureMonitor(store, 1, 2, 60.0)
     told = watch.broken("halo over axis world", RuntimeError("closed by peer"))
     assert isinstance(told, RankError)
     assert "closed by peer" in str(told)
@@ -261,15 +261,15 @@ def fails_alike():
         link.step()
     with pytest.raises(ValueError, match="gradients twice"):
         out.backward()
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
     for slow in range(mesh.size):  # longer than a slice of waiting
         time.sleep(0.6 * (mesh.rank == slow))
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
     if mesh.rank == 1:
         mesh.world.watch.report(KeyError("of one rank"))
         return
     with pytest.raises(RuntimeError, match="of one rank"):
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
 
 
 def test_what_all_ranks_failed_with_alike_is_over():
@@ -282,10 +282,12 @@ def goes_on():
     if first.rank:
         first.world.watch.report(OSError("no such file"))
     else:
-        wire.all_to_all(torch.ones(6), [3, 3], [3, 3], first.row, "halo")
+        collectives.all_to_all(torch.ones(6), [3, 3], [3, 3], first.row, "halo")
     again = pdc.init(timeout=120)
     sent = torch.full((4,), 5.0)
-    return wire.all_to_all(sent, [2, 2], [2, 2], again.row, "halo").wait().tolist()
+    return (
+        collectives.all_to_all(sent, [2, 2], [2, 2], again.row, "halo").wait().tolist()
+    )
 
 
 def test_what_a_failed_step_sent_stays_with_its_mesh():

@@ -16,15 +16,15 @@ from torch_geometric.data import TensorAttr
 from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import Cast, Chain, Plain, Quantise, RowSample
-from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RowSample
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
+from pyg_distcomm.loader.block_index import Index
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
 from pyg_distcomm.loader.quiver import QuiverFeature
-from pyg_distcomm.loader.shards import Index
-from pyg_distcomm.loader.shelf import Shelf
+from pyg_distcomm.loader.row_group import RowGroup
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
@@ -66,7 +66,7 @@ def edge_owner(data, share):
 
 def everywhere(rows, road):
     """What each rank asks of this one, from what each asks of whom."""
-    every = wire.all_gather_object(rows, road.row)
+    every = collectives.all_gather_object(rows, road.row)
     return {g: [one[g][road.row.rank] for one in every] for g in rows}
 
 
@@ -671,7 +671,7 @@ def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
 def test_ids_travel_in_as_few_bytes_as_they_need():
     none = torch.empty(0, dtype=torch.int64)
     for total, kind in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
-        shelf = Shelf("g", Index(none, total), none, None)
+        shelf = RowGroup("g", Index(none, total), none, None)
         assert Fetch(channel(1), [shelf], []).id_type == kind
 
 

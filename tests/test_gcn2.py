@@ -44,7 +44,8 @@ def _compare(kind, graph, grid, weighted):
         size = 1 if layer is plain else share.edge_index.nodes.mesh.size
         if size > 1:
             grads = [
-                pdc.wire.all_reduce(g, share.edge_index.nodes.mesh.world) / size
+                pdc.comm.collectives.all_reduce(g, share.edge_index.nodes.mesh.world)
+                / size
                 for g in grads
             ]
         found[-1] += grads

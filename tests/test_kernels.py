@@ -540,7 +540,7 @@ def test_tensors_that_require_gradients_are_read():
 
 
 def test_loops_compile_without_a_cache_folder(monkeypatch):
-    from pyg_distcomm.kernels import loops
+    from pyg_distcomm.kernels import core_jit
 
     def no_folder(**options):
         if options.get("cache"):
@@ -548,8 +548,8 @@ def test_loops_compile_without_a_cache_folder(monkeypatch):
         assert options["nogil"]
         return lambda loop: ("kept in memory", loop)
 
-    monkeypatch.setattr(loops, "njit", no_folder)
-    assert loops.jit(len) == ("kept in memory", len)
+    monkeypatch.setattr(core_jit, "njit", no_folder)
+    assert core_jit.jit(len) == ("kept in memory", len)
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
@@ -574,23 +574,25 @@ def test_a_cache_that_others_can_write_is_not_read(tmp_path):
 
 
 def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
-    from pyg_distcomm.kernels import trusted
+    from pyg_distcomm.kernels import cache_trust
 
     deep = tmp_path / "a" / "b" / "not yet"
     deep.parent.mkdir(parents=True)
-    assert trusted.trespasser(deep) is None
+    assert cache_trust.untrusted_writer(deep) is None
     (tmp_path / "a").chmod(0o777)
-    assert trusted.trespasser(deep) == f"all users can write to {tmp_path / 'a'}"
+    assert (
+        cache_trust.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
+    )
     (tmp_path / "a").chmod(0o1777)  # as /tmp: others add names, and replace none
-    assert trusted.trespasser(deep) is None
-    assert "all users" in trusted.trespasser(tmp_path / "a")
+    assert cache_trust.untrusted_writer(deep) is None
+    assert "all users" in cache_trust.untrusted_writer(tmp_path / "a")
     (tmp_path / "a").chmod(0o775)
-    monkeypatch.setattr(trusted, "_is_own", lambda _: False)
-    assert "group" in trusted.trespasser(deep)
+    monkeypatch.setattr(cache_trust, "_is_own", lambda _: False)
+    assert "group" in cache_trust.untrusted_writer(deep)
     (tmp_path / "a").chmod(0o755)
     if os.getuid() == 0:
         os.chown(tmp_path / "a", 12345, 0)
-        assert "another user (uid 12345)" in trusted.trespasser(deep)
+        assert "another user (uid 12345)" in cache_trust.untrusted_writer(deep)
 
 
 def test_large_matrices_ask_for_huge_pages():
@@ -638,7 +640,9 @@ def test_places_of_ids(total, share):
     g = torch.Generator().manual_seed(total)
     gid = (torch.rand(total, generator=g) < share).nonzero().view(-1)
     ids = torch.randint(total, (40_000,), generator=g)
-    found = kernels.place_index(gid, total)(ids)
+    found = kernels.rank_select_index(gid, total)(ids)
     assert torch.equal(found, reference.places(gid, ids))
-    assert torch.equal(kernels.place_index(gid, total)(gid), torch.arange(len(gid)))
-    assert kernels.place_index(gid, total)(ids[:0]).shape == (0,)
+    assert torch.equal(
+        kernels.rank_select_index(gid, total)(gid), torch.arange(len(gid))
+    )
+    assert kernels.rank_select_index(gid, total)(ids[:0]).shape == (0,)

@@ -10,12 +10,12 @@ import tiers
 import torch
 import worlds
 
-from pyg_distcomm import wire
-from pyg_distcomm.axis import let_go
-from pyg_distcomm.channel import open_line
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.plan.machine import lines_of
 
-laps = importlib.import_module("pyg_distcomm.plan.laps")
+laps = importlib.import_module("pyg_distcomm.plan.timing")
 # seconds of each, and of its processor; of a long one on each rank
 TOOK = {"spmm": (1.0, 2.0), "epoch": (9.0, 3.0)}
 LONG = {0: (4.0, 2.0), 1: (6.0, 2.0)}
@@ -33,7 +33,7 @@ def timed(threads):
     torch.set_num_threads(threads[mesh.rank])
     try:
         with mock.patch.object(laps, "_both", both):
-            found = laps.Laps(works, lambda: "long", mesh)
+            found = laps.LapTimer(works, lambda: "long", mesh)
             found.run(2)
             found.run(1, 5.0)
             medians = found.medians()
@@ -69,9 +69,9 @@ def in_line(stages):
     everyone = mesh.stage.rank * mesh.size + mesh.rank
     found = {}
     for size, stride in lines_of(mesh.size):
-        line = open_line(mesh, size, stride)
+        line = new_axis_group(mesh, size, stride)
         found[size, stride] = [
-            row[0] for row in wire.all_gather_counts([everyone], line)
+            row[0] for row in collectives.all_gather_counts([everyone], line)
         ]
         assert found[size, stride][line.rank] == everyone
         if line is not mesh.world:

@@ -14,8 +14,8 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import trim_to_layer
 
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.loader import DistLayerLoader
-from pyg_distcomm.random import fold
 from pyg_distcomm.sampling import (
     BulkMatrix,
     BulkNodes,
@@ -615,7 +615,7 @@ def blocks(data, rule, weight, parts=3, seed=1):
         yield block
 
 
-class Spread:
+class PartitionedSource:
     """A `LayerGraph` of blocks: what a graph over ranks does, without ranks."""
 
     def __init__(self, data, rule, weight):
@@ -640,7 +640,7 @@ class Spread:
 def test_blocks_of_rows_add_up_bit_for_bit(rule, graph, weight):
     data = GRAPHS[graph]()
     whole = LocalLayerGraph.from_data(data, RULES[rule], weight)
-    spread = Spread(data, RULES[rule], weight)
+    spread = PartitionedSource(data, RULES[rule], weight)
     g = torch.Generator().manual_seed(3)
     rows = BulkNodes.of(
         [torch.randint(data.num_nodes, (size,), generator=g) for size in (9, 0, 20)]

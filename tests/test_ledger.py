@@ -9,8 +9,8 @@ import pytest
 import torch
 import worlds
 
-from pyg_distcomm import wire
-from pyg_distcomm.ledger import Entry, Ledger, Ledgers
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Entry, Ledger, Ledgers
 
 
 def ledger(times=1):
@@ -61,7 +61,7 @@ def gathered():
     mesh = worlds.mesh()
     x = torch.ones(mesh.rank + 1, 3)
     counts = [rank + 1 for rank in range(mesh.size)]
-    wire.all_gather_rows(x, counts, mesh.world)
+    collectives.all_gather_rows(x, counts, mesh.world)
     mine = mesh.ledger.snapshot()
     found = mesh.gather_ledger()
     assert found.ranks[mesh.rank].entries == mine

@@ -14,10 +14,10 @@ from links import LINKS, ONE, UNSIZED, Net, build, epoch, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import Bitmap, Chain, ColumnMask, Plain, RowSample
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.run import Run
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codecs import Bitmap, Chain, ColumnMask, Plain, RowSample
+from pyg_distcomm.halo.link_state import LinkState
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # exact where nothing is left out
@@ -129,7 +129,7 @@ def modes():
             net.train(not one)
             got = net(share.x, edges).to_local()
             close = float(torch.allclose(got, want, rtol=1e-12))
-            everywhere = wire.all_reduce(torch.tensor(close), mesh.world) == 3
+            everywhere = collectives.all_reduce(torch.tensor(close), mesh.world) == 3
             assert bool(everywhere) is exact_eval
         net.train()
         with torch.no_grad():
@@ -294,7 +294,7 @@ def test_training_goes_down(layer, grid, names):
 
 
 def test_places_of_layers_are_not_used_twice():
-    run = Run()
+    run = LinkState()
     layers = [torch.nn.Linear(1, 1) for _ in range(3)]
     assert [run.place(layer) for layer in layers] == [0, 1, 2]
     del layers[0]  # when it is collected differs from rank to rank

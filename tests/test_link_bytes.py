@@ -10,9 +10,9 @@ from links import LINKS, ONE, UNSIZED, Net, alone, build, moved
 from problems import GRAPHS, grids
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import ColumnMask, Plain
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.halo.codecs import ColumnMask, Plain
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.nn import DistSAGEConv
 
 

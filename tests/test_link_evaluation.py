@@ -13,9 +13,9 @@ from links import LINKS, OPS, Net, alone, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import ColumnMask, Plain
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.halo.codecs import ColumnMask, Plain
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Budget, Exponential
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 

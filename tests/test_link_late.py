@@ -9,8 +9,8 @@ from links import WIDTHS, build, epoch, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import Plain
-from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.halo.codecs import Plain
+from pyg_distcomm.halo.policy import LinkPolicy
 
 # late links
 
@@ -20,12 +20,12 @@ def first_right(right, which):
 
 
 @tiers.cover(
-    ("grid", "lateness"),
+    ("grid", "staleness"),
     [(3, 1, 1), (2, 2, 1), (1, 2, 2)],
     [(1, None), (2, 1), (1, 0), (3, 0)],
 )
-def test_late_links_become_exact(grid, lateness):
-    late, late_gradients = lateness
+def test_late_links_become_exact(grid, staleness):
+    late, late_gradients = staleness
     size = grid[0] * grid[1] * grid[2]
     layers, steps = len(WIDTHS) - 1, 2 if grid[1] > 1 else 1
     for right in worlds.run(changed, size, grid, late, late_gradients):

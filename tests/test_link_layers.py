@@ -11,8 +11,8 @@ from links import LINKS, ONE, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codecs import (
     Chain,
     ColumnMask,
     Plain,
@@ -20,8 +20,8 @@ from pyg_distcomm.exchange.codecs import (
     RowSample,
     TopK,
 )
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.nn.coding import is_coded
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.compressibility import is_coded
 
 LAYERS = {
     "GCN": lambda a, b: pyg.GCNConv(a, b),
@@ -63,7 +63,7 @@ def same(layer):
         out = net(x, share.edge_index)
         out.square().sum().backward()
         every = [p.grad for p in net.parameters() if p.grad is not None]
-        grads = [wire.all_reduce(grad, mesh.world) for grad in every]
+        grads = [collectives.all_reduce(grad, mesh.world) for grad in every]
         found.append([out.to_local(), x.grad.to_local(), *grads])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)

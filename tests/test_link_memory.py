@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Chain,
     ColumnMask,
@@ -19,7 +19,7 @@ from pyg_distcomm.exchange.codecs import (
     Residual,
     TopK,
 )
-from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistGCNConv
 
 ONE, QUARTER = Quantise(1, "stochastic"), ColumnMask(4)

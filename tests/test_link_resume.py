@@ -14,10 +14,10 @@ from problems import GRAPHS
 from torch_geometric.nn import APPNP
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import ColumnMask, Quantise
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codecs import ColumnMask, Quantise
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Budget, Exponential
 
 NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", "budget")
 
@@ -196,7 +196,7 @@ def swapped():
     """Rank 0's state on all ranks: it fits rank 0, but not what the others have."""
     _, restored, state, share, net, optimizer = unused()
     mesh = share.edge_index.nodes.mesh
-    link = restored(wire.broadcast_object(state, mesh.world))
+    link = restored(collectives.broadcast_object(state, mesh.world))
     with pytest.warns(UserWarning, match="saved by another rank"):
         train(share, net, optimizer, link, 1)
     train(share, net, optimizer, link, 2)

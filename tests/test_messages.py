@@ -17,12 +17,12 @@ import torch.distributed as dist
 import worlds
 
 import pyg_distcomm as pdc
-from pyg_distcomm import messages, wire
-from pyg_distcomm.failure import RankError
-from pyg_distcomm.price import exchange_price
+from pyg_distcomm.comm import collectives, p2p
+from pyg_distcomm.comm.failure import RankError
+from pyg_distcomm.comm.price import exchange_price
 
 SIZES = (2, 3, 4, 8)
-BIG = wire._MUCH // 8  # rows of eight bytes that make much
+BIG = collectives._MUCH // 8  # rows of eight bytes that make much
 
 
 def _counts(kind, size):
@@ -53,7 +53,7 @@ def _exchange(kind, dtype, width, most):
     x = torch.cat(parts).unsqueeze(1).expand(-1, width)
     bound = int(counts.max()) if most else None
     mesh.ledger.reset()
-    got = wire.all_to_all(x, send, recv, mesh.world, "halo", bound).wait()
+    got = collectives.all_to_all(x, send, recv, mesh.world, "halo", bound).wait()
     parts = [_row_values(i, me, n, dtype) for i, n in enumerate(recv)]
     assert torch.equal(got, torch.cat(parts).unsqueeze(1).expand(-1, width))
     price = exchange_price(send, recv, me, width)
@@ -81,18 +81,18 @@ def _several_under_way():
         x = torch.full((rows * size,), 100.0 * k + me, dtype=torch.float64)
         counts = [rows] * size
         time.sleep(0.002 * ((me + k) % size))  # now one is late, now the other
-        pending.append(wire.all_to_all(x, counts, counts, mesh.world))
+        pending.append(collectives.all_to_all(x, counts, counts, mesh.world))
     abandoned = pending.pop(1)
     del abandoned  # as an exception between would do
     for k in (4, 0, 5, 2, 3):
         got = pending[k - (k > 1)].wait().view(size, -1)
         want = 100.0 * k + torch.arange(size, dtype=torch.float64)
         assert torch.equal(got, want.unsqueeze(1).expand_as(got))
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
     deadline = time.monotonic() + 60
-    while messages._under_way and time.monotonic() < deadline:
+    while p2p._under_way and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not messages._under_way  # the abandoned one has ended too
+    assert not p2p._under_way  # the abandoned one has ended too
     alive = [t for t in threading.enumerate() if t.daemon]
     assert len(alive) <= 16  # threads are used again
 
@@ -120,13 +120,13 @@ def _order():
         for name in real:
             setattr(dist, name, spy(name))
         x = torch.zeros(sum(send), dtype=torch.float64)
-        wire.all_to_all(x, send, recv, mesh.world).wait()
-        wire.barrier(mesh.world)
+        collectives.all_to_all(x, send, recv, mesh.world).wait()
+        collectives.barrier(mesh.world)
         first_send = [name for name, _ in said].index("isend")
         much_later = [s for s in said[first_send:] if s == ("irecv", True)]
         calls = len(said)
         x = torch.zeros(size * 4, dtype=torch.float64)
-        wire.all_to_all(x, [4] * size, [4] * size, mesh.world, most=4).wait()
+        collectives.all_to_all(x, [4] * size, [4] * size, mesh.world, most=4).wait()
     finally:
         for name, begin in real.items():
             setattr(dist, name, begin)
@@ -147,7 +147,7 @@ def _waits_in_slices():
     counts = [BIG] * mesh.size
     if mesh.rank == 1:
         time.sleep(0.4)
-    pending = wire.all_to_all(x, counts, counts, mesh.world)
+    pending = collectives.all_to_all(x, counts, counts, mesh.world)
     too_short = 0
     while mesh.rank == 0 and not pending.work.is_completed():
         with contextlib.suppress(RuntimeError):
@@ -166,7 +166,7 @@ def test_a_wait_that_ends_early_breaks_nothing():
 def _much(mesh):
     x = torch.zeros(BIG * mesh.size, dtype=torch.float64)
     counts = [BIG] * mesh.size
-    return wire.all_to_all(x, counts, counts, mesh.world, "halo")
+    return collectives.all_to_all(x, counts, counts, mesh.world, "halo")
 
 
 def _dies():
@@ -214,14 +214,14 @@ def _leaves(absent):
     pending = None
     if mesh.rank != absent:
         pending = _much(mesh)
-    wire.barrier(mesh.data)
+    collectives.barrier(mesh.data)
     if mesh.rank == 0:
-        assert isinstance(pending.work, messages.Messages)
+        assert isinstance(pending.work, p2p.Messages)
         time.sleep(1.0)
         pending.work.give_up()
         assert pending.work.is_completed()
-        assert not messages._under_way
-    wire.barrier(mesh.data)
+        assert not p2p._under_way
+    collectives.barrier(mesh.data)
 
 
 @pytest.mark.parametrize("absent", [1, 2])
@@ -236,7 +236,7 @@ def _let_go():
     x = torch.ones(sum(counts), dtype=torch.float64)
     gone = weakref.ref(x)
     parts = list(x.split(counts))
-    pending = wire.all_to_all_parts(parts, counts, mesh.world, "halo")
+    pending = collectives.all_to_all_parts(parts, counts, mesh.world, "halo")
     alive = [weakref.ref(part) for part in parts]
     del x, parts
     stop = time.monotonic() + 60

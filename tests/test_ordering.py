@@ -12,7 +12,8 @@ from problems import GRAPHS
 from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
-from pyg_distcomm import topology, wire
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.graph import topology
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # Widths, and how many times fewer words a late epoch sends than the order of [Tripathy20]:
@@ -55,7 +56,7 @@ def step(net, share, edges):
     out = net(share.x, edges)
     F.cross_entropy(out, share.y % out.size(1)).backward()
     world = edges.nodes.mesh.world  # a rank's own part depends on the order
-    gradients = [wire.all_reduce(p.grad, world) for p in net.parameters()]
+    gradients = [collectives.all_reduce(p.grad, world) for p in net.parameters()]
     return gradients, out.to_local().detach()
 
 

@@ -6,20 +6,20 @@ import tiers
 import torch
 import worlds
 
-from pyg_distcomm import wire
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
     Chain,
     ColumnMask,
-    Draw,
     Plain,
     Quantise,
     Residual,
+    RngKey,
     TopK,
     fresh_state,
 )
-from pyg_distcomm.exchange.parcel import header_bytes, pack, parcel_bytes, unpack
+from pyg_distcomm.halo.packing import header_bytes, pack, parcel_bytes, unpack
 
 F = 21
 ONE = Quantise(1, "stochastic")
@@ -64,27 +64,27 @@ def _exchange(size):
         here, there = fresh_state(sum(send), F), fresh_state(sum(recv), F)
         for key in range(3):
             x = rows(rank) * (1 + key)
-            draw = Draw(key, 30 * rank + index)
+            draw = RngKey(key, 30 * rank + index)
             message, sizes = pack(codec, x, send, draw, index=index, state=here)
             axis.ledger.reset()
             told = parcel_bytes(codec, recv, F, x.dtype)
-            cuts = told if codec.sized else wire.exchange_counts(sizes, axis)
-            got = wire.all_to_all(message, sizes, cuts, axis, "halo").wait()
+            cuts = told if codec.sized else collectives.exchange_counts(sizes, axis)
+            got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()
             assert all(a <= b for a, b in zip(cuts, told, strict=True))
             assert axis.ledger.bytes("halo") == sum(cuts)
             assert axis.ledger.bytes("plan") == header_bytes(codec, size - 1)
             ghost = torch.empty(sum(recv), F)
-            unpack(codec, got, cuts, recv, ghost, Draw(key, ghosts), state=there)
+            unpack(codec, got, cuts, recv, ghost, RngKey(key, ghosts), state=there)
             wanted = [rows(q) * (1 + key) for q in range(size)]
             wanted = torch.cat([w[i] for w, i in zip(wanted, in_ids, strict=True)])
             if codec.linear:
-                mine = codec.adjoint(wanted, Draw(key, ghosts))
+                mine = codec.adjoint(wanted, RngKey(key, ghosts))
                 assert torch.equal(ghost, mine)
             elif isinstance(codec, Residual):
                 assert torch.equal(ghost, there.last)
             else:
-                alone = codec.encode(wanted, Draw(key, ghosts))
-                one = codec.decode(alone, torch.empty_like(wanted), Draw(key, ghosts))
+                alone = codec.encode(wanted, RngKey(key, ghosts))
+                one = codec.decode(alone, torch.empty_like(wanted), RngKey(key, ghosts))
                 assert torch.equal(ghost, one)  # whoever sends, whatever beside
 
 

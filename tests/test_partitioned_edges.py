@@ -15,7 +15,7 @@ from test_partitioned_sampling import timed
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.channel import open_channel
+from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import DistFeatureStore, DistLayerLoader, DistNeighborLoader
 
 
@@ -122,7 +122,7 @@ def refused(size):
     share = pdc.partition(plain, mesh, cut(plain, size))
     with pytest.raises(ValueError, match="has no length"):
         DistNeighborLoader(share, [2], batch_sampler=Endless())
-    short = DistFeatureStore.from_replicated(torch.zeros(50, 3), open_channel(mesh))
+    short = DistFeatureStore.from_replicated(torch.zeros(50, 3), new_process_grid(mesh))
     with pytest.raises(ValueError, match="50 rows of 'x', and the graph 60"):
         DistNeighborLoader(share, [2], features=short)
 
@@ -135,7 +135,7 @@ def part_of_the_rows(size):
     mesh = worlds.mesh()
     data = masked()
     share = pdc.partition(data, mesh, cut(data, size))
-    store = DistFeatureStore.from_replicated(data.x + 1, open_channel(mesh))
+    store = DistFeatureStore.from_replicated(data.x + 1, new_process_grid(mesh))
     for batch in DistNeighborLoader(share, [2], batch_size=9, features=store):
         assert torch.equal(batch.x, data.x[batch.n_id] + 1)
         assert torch.equal(batch.y, data.y[batch.n_id])

@@ -13,8 +13,9 @@ from test_partitioned_sampling import owners, timed
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm import Partition, wire
-from pyg_distcomm.channel import open_channel
+from pyg_distcomm import Partition
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,
@@ -342,7 +343,7 @@ def stored(size, c):
     plain = list(DistNeighborLoader(share, replication=c, **options))
     store = DistFeatureStore.from_data(
         share,
-        open_channel(mesh, c),
+        new_process_grid(mesh, c),
         cache=0.3,
         ranking="vip",
         num_neighbors=[3, 2],
@@ -358,7 +359,7 @@ def stored(size, c):
         batches.same(one.x, two.x)
         batches.same(one.edge_attr, two.edge_attr)
         batches.same(two.more, more[two.n_id])
-    lossy = DistFeatureStore.from_data(share, open_channel(mesh, c), wire="int8")
+    lossy = DistFeatureStore.from_data(share, new_process_grid(mesh, c), wire="int8")
     for one, two in zip(
         plain, DistNeighborLoader(share, features=lossy, **options), strict=True
     ):
@@ -437,7 +438,7 @@ def overlapped(size):
     assert travelled("frontier", "sample:row") <= 5 * 2
     for k, _ in enumerate(steps):  # training talks at its own pace, in its own groups
         time.sleep(0.002 * ((k + mesh.rank) % 3))
-        total = wire.all_reduce(torch.ones(3), mesh.world)
+        total = collectives.all_reduce(torch.ones(3), mesh.world)
         assert total.tolist() == [size] * 3
     assert {"sample", "fetch", "assemble", "wait", "train"} == set(
         loader.phases.by_name

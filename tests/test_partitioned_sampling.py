@@ -10,7 +10,7 @@ import worlds
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm.random import fold
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 

@@ -19,9 +19,9 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.exchange.codecs import ColumnMask, Plain, Quantise
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.exchange.schedule import Budget, Exponential
+from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Budget, Exponential
 
 BUDGET = 1.2e5
 LINKS = {

@@ -19,12 +19,12 @@ from torch_geometric.nn import (
     SGConv,
 )
 
-from pyg_distcomm.mesh import ways_of
+from pyg_distcomm.comm.mesh import ways_of
 from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
 from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.layer_stack import crossing, from_data, read_stack
 from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import Action, Schedule, fill_drain, verify
-from pyg_distcomm.pipeline.stack import crossing, from_data, read_stack
+from pyg_distcomm.pipeline.schedule import Action, StageSchedule, fill_drain, verify
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -49,7 +49,7 @@ def _broken(change, stage=1):
     change(actions)
     stages = [*good.stages]
     stages[stage] = tuple(actions)
-    return Schedule(tuple(stages), good.chunks)
+    return StageSchedule(tuple(stages), good.chunks)
 
 
 def _swap(first, second):
@@ -88,10 +88,10 @@ def test_a_circle_of_waits_is_refused():
     first = (Action("post_grad"), Action("receive_grad"), Action("send"))
     second = (Action("post"), Action("receive"), Action("send_grad"))
     with pytest.raises(ValueError, match="while stage 0 would post_grad 0"):
-        Schedule((first, second), 1).spans()
+        StageSchedule((first, second), 1).spans()
     alone = (Action("post"), Action("receive"))
     with pytest.raises(ValueError, match="for ever: stage 1 at receive 0"):
-        Schedule(((Action("forward"),), alone), 1).spans()
+        StageSchedule(((Action("forward"),), alone), 1).spans()
 
 
 def test_layers_are_cut_as_well_as_can_be():

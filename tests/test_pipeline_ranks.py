@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.pipeline.layer_stack import read_stack
 from pyg_distcomm.pipeline.price import hybrid_words, stage_words
-from pyg_distcomm.pipeline.stack import read_stack
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]
@@ -597,17 +597,17 @@ def _sent(stages, recompute):
     share = pdc.partition(GRAPHS["directed"](), mesh)
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4, recompute=recompute)
     pipe(share)
-    send, places = pdc.wire.send, set()
+    send, places = pdc.comm.collectives.send, set()
 
     def noted(x, *rest):
         places.add(x.untyped_storage().data_ptr())
         return send(x, *rest)
 
-    pdc.wire.send = noted
+    pdc.comm.collectives.send = noted
     try:
         pipe.train_step(share, loss_of)
     finally:
-        pdc.wire.send = send
+        pdc.comm.collectives.send = send
     boxes = pipe._boundary.inbox, pipe._boundary.outbox
     return places <= {b.untyped_storage().data_ptr() for b in boxes if b is not None}
 

@@ -33,19 +33,18 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm import bench
-from pyg_distcomm.cli import main
-from pyg_distcomm.constants import ORDERS, Ordering
-from pyg_distcomm.exchange.codecs import Quantise, Residual
-from pyg_distcomm.mesh import latest_mesh
+from pyg_distcomm.cli import bench, main
+from pyg_distcomm.comm.mesh import latest_mesh
+from pyg_distcomm.comm.price import dense_words
+from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
+from pyg_distcomm.halo.codecs import Quantise, Residual
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.plan.law import Degrees, PowerLaw
+from pyg_distcomm.plan.degree_distribution import Degrees, PowerLaw
 from pyg_distcomm.plan.machine import Rate, Wire, lines_of
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.training import training_of, training_of_model
-from pyg_distcomm.price import dense_words
 
 WIDTHS = (7, 5, 9, 4)
 LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -115,7 +114,7 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
     training = training_of(WIDTHS, layer, itemsize=8)
     counted = worlds.run(trained, size, grid, graph, owner, layer, switches)
     for k, (order, keep, halo) in enumerate(switches):
-        orders = training.orders(Ordering(order, keep))
+        orders = training.orders(MultiplyOrder(order, keep))
         halo = halo if grid[:2] != (1, 1) else "auto"  # else there is none
         one = plans.of(grid, orders=orders, halo=halo)
         rest = one.sum_bytes["loss"] + one.sum_bytes["norms"]
@@ -314,7 +313,7 @@ def test_a_model_is_read_as_it_runs():
         model, state = make(), torch.get_rng_state()
         with torch.inference_mode(make is used_twice):  # it makes no difference
             plans = pdc.plan(data, ranks=2, model=pdc.convert(model), partition=owner)
-        best = plans.of((2, 1, 1), halo="auto", ordering=Ordering())
+        best = plans.of((2, 1, 1), halo="auto", ordering=MultiplyOrder())
         assert best.bytes_by_rank == tuple(each[k] for each in counted), make
         assert not best.missing
         assert torch.equal(torch.get_rng_state(), state)
@@ -395,9 +394,9 @@ def test_numbers_are_as_long_as_the_features():
 
 @pytest.mark.parametrize("inputs", ["changing", "trained"])
 def test_inputs_that_change_are_not_kept(inputs):
-    orders = training_of([602, 16, 41], inputs=inputs).orders(Ordering())
+    orders = training_of([602, 16, 41], inputs=inputs).orders(MultiplyOrder())
     assert orders == ("last", "first")
-    products = training_of([16, 602], inputs=inputs).products(Ordering())
+    products = training_of([16, 602], inputs=inputs).products(MultiplyOrder())
     assert [p.transposed for p in products] == [False] + [True] * (inputs == "trained")
 
 
@@ -405,8 +404,8 @@ def test_refusals_have_reasons():
     data = GRAPHS["undirected"]()
     data.x = torch.ones(data.num_nodes, 50)
     plans = pdc.plan(data, [50, 16, 4], 6, partition="random")
-    assert [m.algorithm for m in plans.misfits] == ["3d"]
-    assert "q * t * p" in plans.misfits[0].reason
+    assert [m.algorithm for m in plans.rejections] == ["3d"]
+    assert "q * t * p" in plans.rejections[0].reason
     assert "3d" in str(plans)
     small = plans.best.memory - 1
     tight = pdc.plan(data, [50, 16, 4], 6, partition="random", memory=small)
@@ -570,7 +569,7 @@ SECONDS = {(2, 1, 1): 3.0, (1, 2, 1): 2.0, (1, 1, 2): 1.0}
 
 def raced(inputs):
     data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.race")
+    module = importlib.import_module("pyg_distcomm.plan.autotune")
     mesh, counted, turns = worlds.mesh(), {}, []
 
     def once(work, there):
@@ -619,7 +618,7 @@ class Behind(torch.nn.Module):
 
 def test_only_what_is_near_races():
     data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.race")
+    module = importlib.import_module("pyg_distcomm.plan.autotune")
 
     def near(widths, **how):
         plans = pdc.plan(data, widths, 4, partition="block", **how)
@@ -998,9 +997,10 @@ def test_words_stay_below_the_bound_for_dense_halos():
 
 def test_many_ranks_of_no_grid_are_planned_too():
     plans = pdc.plan(pdc.RandomGraph(10**6, 10**7), [7, 4], 65537)
-    assert [m.algorithm for m in plans.misfits] == ["1.5d", "2d", "3d"]
+    assert [m.algorithm for m in plans.rejections] == ["1.5d", "2d", "3d"]
     assert (
-        "sizes that work: 65533, 65534, 65535, 65536, 65538" in plans.misfits[1].reason
+        "sizes that work: 65533, 65534, 65535, 65536, 65538"
+        in plans.rejections[1].reason
     )
 
 

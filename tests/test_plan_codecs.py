@@ -12,8 +12,8 @@ from test_plan import LAYERS, stack
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
-from pyg_distcomm.constants import Ordering
-from pyg_distcomm.exchange.codecs import (
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
     Chain,
@@ -22,7 +22,7 @@ from pyg_distcomm.exchange.codecs import (
     Residual,
     RowSample,
 )
-from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.training import training_of
 
 WIDTHS = (7, 6, 5, 4)
@@ -82,7 +82,7 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
     counted = worlds.run(trained, size, grid, graph, owner, layer, switches)
     for k, (name, order, keep, halo) in enumerate(switches):
         halo = halo if grid[:2] != (1, 1) else "auto"
-        orders = training_of(WIDTHS, layer).orders(Ordering(order, keep))
+        orders = training_of(WIDTHS, layer).orders(MultiplyOrder(order, keep))
         asked = {"halo": halo, "orders": orders}
         one = plans.of(grid, link=links[name], **asked)
         bytes_, messages, held = zip(*(each[k] for each in counted), strict=True)

@@ -11,9 +11,9 @@ import worlds
 from problems import GRAPHS, owners, some_grids
 
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
-from pyg_distcomm.dropout import keyed_dropout
-from pyg_distcomm.price import dense_words
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.price import dense_words
+from pyg_distcomm.tensor.dropout import keyed_dropout
 
 SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -56,7 +56,7 @@ def _contract(graph, cutter, grid, width, oblivious):
     torch.testing.assert_close(zt, (dense.t() @ y)[rows.gid], rtol=1e-12, atol=1e-12)
 
     pair = torch.stack([(z * y[rows.gid]).sum(), (mine * zt).sum()])
-    pair = wire.all_reduce(pair, mesh.world)
+    pair = collectives.all_reduce(pair, mesh.world)
     torch.testing.assert_close(pair[0], pair[1])
     assert torch.equal(matrix.matmul(mine), z)  # the same bits twice
     return matrix.price(width).words
@@ -226,7 +226,7 @@ def test_relabelling_permutes_the_answer():
 
 
 def test_three_names_of_grids():
-    from pyg_distcomm.mesh import resolve_grid
+    from pyg_distcomm.comm.mesh import resolve_grid
 
     assert resolve_grid(6, "2d") == (3, 2, 1)
     assert resolve_grid(64, "3d") == (4, 4, 4)
@@ -250,7 +250,7 @@ def test_three_names_of_grids():
     ],
 )
 def test_impossible_grids_say_what_fits(args, text):
-    from pyg_distcomm.mesh import resolve_grid
+    from pyg_distcomm.comm.mesh import resolve_grid
 
     with pytest.raises(ValueError, match=text):
         resolve_grid(*args)
@@ -259,7 +259,7 @@ def test_impossible_grids_say_what_fits(args, text):
 def _ledger():
     mesh = worlds.mesh()
     mesh.ledger.reset()
-    wire.all_reduce(torch.ones(3), mesh.world)
+    collectives.all_reduce(torch.ones(3), mesh.world)
     return mesh.ledger
 
 

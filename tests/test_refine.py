@@ -8,7 +8,7 @@ import tiers
 import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
-from pyg_distcomm.partition import refine_loops, refine_reference
+from pyg_distcomm.partition import refine_jit, refine_reference
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.edges import capacities, node_weights, part_loads
 from pyg_distcomm.partition.partition import Partition
@@ -57,17 +57,19 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
     capacity = np.maximum(capacities(weight, num_parts, 1.1), carried.max(0))
     order = torch.randperm(n, generator=rng(5)).numpy()
     pairs = {(u, v) for u, v in edge_index.t().tolist() if u != v}
-    state = refine_reference.State(owner.tolist(), pairs, weight, capacity, num_parts)
-    rows = refine_loops.distinct_sources(*edge_index.numpy(), n)
-    held = refine_loops.hold(*rows, owner, num_parts)
-    load = refine_loops.rows(owner, num_parts, held)
+    state = refine_reference.RefineState(
+        owner.tolist(), pairs, weight, capacity, num_parts
+    )
+    rows = refine_jit.distinct_sources(*edge_index.numpy(), n)
+    held = refine_jit.hold(*rows, owner, num_parts)
+    load = refine_jit.rows(owner, num_parts, held)
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
     for _ in range(3):
         want = refine_reference.sweep(
             state, order.tolist(), first.tolist(), most, doublings
         )
-        got = refine_loops.sweep(
+        got = refine_jit.sweep(
             order,
             *rows,
             owner,

@@ -11,8 +11,7 @@ from test_partitioned_sampling import GRIDS, inputs, owners
 
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
-from pyg_distcomm.sampling.blocks import read_block
-from pyg_distcomm.sampling.errand import counts_price, errand_price
+from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 from pyg_distcomm.sampling.partitioned_layers import (
     PartitionedLayerGraph,
@@ -20,6 +19,7 @@ from pyg_distcomm.sampling.partitioned_layers import (
     layer_counts_price,
     sums_price,
 )
+from pyg_distcomm.sampling.row_request import counts_price, errand_price
 
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]

@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 from torch_geometric.data import Data
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 
+from pyg_distcomm.comm.random import keyed_permutation
 from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
-from pyg_distcomm.random import keyed_permutation
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DRAWS = 20_000

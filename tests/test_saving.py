@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm import atomic
+from pyg_distcomm.checkpoint import atomic
 from pyg_distcomm.partition.arrays import sha256
 
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()

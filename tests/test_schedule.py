@@ -7,15 +7,15 @@ import math
 
 import pytest
 
-from pyg_distcomm.exchange.schedule import (
+from pyg_distcomm.halo.schedule import (
     Budget,
     Cosine,
     Exponential,
     Fixed,
     Linear,
     LinearInRate,
-    Pace,
     Plateau,
+    RateScheduler,
     Step,
     total_bytes,
 )
@@ -83,7 +83,9 @@ def test_fixed_and_step():
 
 
 def test_plateau_falls_when_the_metric_does_not():
-    pace = Pace(Plateau(patience=2, factor=2.0, threshold=0.01, c_max=8.0, c_min=1.0))
+    pace = RateScheduler(
+        Plateau(patience=2, factor=2.0, threshold=0.01, c_max=8.0, c_min=1.0)
+    )
     for metric in (5.0, 4.0, 3.0, 2.99, 2.985):  # the last two are no progress
         pace.step(metric)
     assert pace.rate == 8.0
@@ -133,10 +135,10 @@ def test_budget_bytes_may_depend_on_the_epoch():
 
 
 def test_pace_steps_saves_and_prints():
-    pace = Pace(Linear(10, 16.0, 1.0, 2.0))
+    pace = RateScheduler(Linear(10, 16.0, 1.0, 2.0))
     rates = [pace.rate] + [pace.step() for _ in range(9)]
     assert rates == [Linear(10, 16.0, 1.0, 2.0).rate(t) for t in range(10)]
-    again = Pace(Linear(10, 16.0, 1.0, 2.0))
+    again = RateScheduler(Linear(10, 16.0, 1.0, 2.0))
     again.load_state_dict(pace.state_dict())
     assert again.rate == pace.rate
     assert again.epoch == 9
@@ -149,24 +151,24 @@ def test_pace_steps_saves_and_prints():
 
 def test_a_plateau_resumes_where_it_stood():
     spec = Plateau(patience=1, c_max=8.0)
-    one, metrics = Pace(spec), [3.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]
+    one, metrics = RateScheduler(spec), [3.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]
     for metric in metrics[:4]:
         one.step(metric)
-    two = Pace(spec)
+    two = RateScheduler(spec)
     two.load_state_dict(one.state_dict())
     for metric in metrics[4:]:
         assert one.step(metric) == two.step(metric)
 
 
 def test_a_budget_has_no_rate_before_it_is_solved():
-    pace = Pace(Budget(4e6, LinearInRate(50, 32.0)))
+    pace = RateScheduler(Budget(4e6, LinearInRate(50, 32.0)))
     with pytest.raises(ValueError, match="solve"):
         _ = pace.rate
     assert "not solved yet" in str(pace)
     pace.solve(bytes_of((64,), rows=1000))
     assert pace.rate == 32.0
     assert pace.schedule.slope > 0
-    plain = Pace(Fixed(3.0))
+    plain = RateScheduler(Fixed(3.0))
     plain.solve(bytes_of((64,)))
     assert plain.schedule == Fixed(3.0)
 

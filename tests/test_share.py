@@ -138,7 +138,7 @@ def _refined(method, grid, folder):
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     if mesh.rank == 0:
         write_folder(folder, data, owners, grid=grid)
-    pdc.wire.barrier(mesh.world)
+    pdc.comm.collectives.barrier(mesh.world)
     assert pdc.partition_report(pdc.load_partition(folder, mesh)) == found
     return owners.digest()
 

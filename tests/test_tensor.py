@@ -12,7 +12,7 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm import random
+from pyg_distcomm.comm import random
 
 SIZES = (1, 2, 3, 4)
 CUTS = ("random", "empty_rank", "no_train")

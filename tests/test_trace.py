@@ -20,8 +20,8 @@ from pipelines import loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm import clocks, timeline, wire
-from pyg_distcomm.clocks import Reading, to_first
+from pyg_distcomm.comm import collectives, store, timeline
+from pyg_distcomm.comm.store import Reading, to_first
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 
@@ -245,7 +245,7 @@ def odd_spans(path):
         pass
     with run.span("odd", begin=1, kind=2):
         pass  # nobody records
-    module = importlib.import_module("pyg_distcomm.trace")
+    module = importlib.import_module("pyg_distcomm.comm.trace")
     with pytest.MonkeyPatch.context() as patch:  # rank 0 alone writes
         patch.setattr(module, "write_trace", lambda *_: 1 / 0)
         failed = pytest.raises(OSError, match=r"cannot be written \(division by zero")
@@ -338,7 +338,7 @@ def stuck(folder):
     mesh = pdc.init(timeout=120)
     with pdc.trace(folder / "run.json", mesh) as run:
         with run.span("the last thing"):
-            wire.barrier(mesh.world)
+            collectives.barrier(mesh.world)
         if mesh.rank == 0:
             signal.signal(
                 signal.SIGTERM, signal.SIG_DFL
@@ -358,7 +358,7 @@ def test_a_rank_that_fails_leaves_its_part_though_rank_0_never_writes(tmp_path):
 
 def divided(path, mesh):
     with pdc.trace(path, mesh):
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         return 1 // 0
 
 
@@ -368,7 +368,7 @@ def failing_alike(path):
         divided(path, mesh)
     assert timeline.recorder is None
     with pdc.trace(path, mesh):  # the mesh is as good as before
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
     return True
 
 
@@ -389,7 +389,7 @@ def misused(folder):
     with pdc.trace(folder / "run.json", mesh):
         with pytest.raises(ValueError, match="under way"):
             pdc.trace(folder / "other.json", mesh).__enter__()
-        wire.barrier(mesh.world)
+        collectives.barrier(mesh.world)
     return timeline.recorder is None
 
 
@@ -462,7 +462,7 @@ def test_spans_that_overlap_get_lanes_of_their_own(tmp_path):
 def elsewhere(path):
     """As if the last rank were on another host, its clock ahead, and faster by 1e-4."""
     mesh = pdc.init(timeout=120)
-    module = importlib.import_module("pyg_distcomm.trace")
+    module = importlib.import_module("pyg_distcomm.comm.trace")
     true, start = time.perf_counter_ns, time.perf_counter_ns()
     if mesh.rank == mesh.size - 1:
 
@@ -470,10 +470,10 @@ def elsewhere(path):
             return true() + (true() - start) // 10_000 + 10**12
 
         module.host = lambda: "elsewhere"
-        clocks.clock = timeline.clock = time.perf_counter_ns = other
+        store.clock = timeline.clock = time.perf_counter_ns = other
     with pdc.trace(path, mesh):
         for _ in range(40):
-            wire.barrier(mesh.world)
+            collectives.barrier(mesh.world)
             with timeline.span("script", "after a barrier"):
                 time.sleep(5e-3)
     return True

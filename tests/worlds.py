@@ -179,7 +179,7 @@ def _groups():
 def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **kwargs):
     """A mesh of this world, kept between tests, with a clean ledger."""
     import pyg_distcomm as pdc
-    from pyg_distcomm import mesh as grids
+    from pyg_distcomm.comm import mesh as grids
 
     key = (algorithm, grid, replication, stages)
     watch = _MESHES[key].world.watch if key in _MESHES else None
@@ -200,10 +200,10 @@ def mesh(algorithm="1d", grid=None, replication=None, stages=1, fresh=False, **k
 
 def channel(mesh, c):
     """A channel of a kept mesh, kept as long as it is."""
-    from pyg_distcomm.channel import open_channel
+    from pyg_distcomm.comm.process_grid import new_process_grid
 
     if (mesh, c) not in _CHANNELS:
-        _CHANNELS[mesh, c] = open_channel(mesh, c)
+        _CHANNELS[mesh, c] = new_process_grid(mesh, c)
     return _CHANNELS[mesh, c]
 
 

@@ -15,9 +15,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import matrix_reference, reference
-from .matrix_reference import Csr, Urn
-from .minibatch import Minibatch, Request, SampleGraph
+from pyg_distcomm.kernels import matrix_reference, reference
+from pyg_distcomm.kernels.matrix_reference import Csr, WeightedSampler
+from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
 
 __all__ = [
     "coo_to_csr",
@@ -25,7 +25,7 @@ __all__ = [
     "csr_transpose",
     "describe",
     "draw",
-    "draw_by_clocks",
+    "exponential_race",
     "extract",
     "gather_rows",
     "keyed_bits",
@@ -35,14 +35,14 @@ __all__ = [
     "minimum_cover",
     "neighbor_sampler",
     "normalize_rows",
-    "place_index",
     "place_pairs",
+    "rank_select_index",
     "scatter_add_rows",
     "sddmm",
     "spgemm",
     "spmm",
-    "urn",
     "warm_up",
+    "weighted_sampler",
 ]
 
 FLOATS = (torch.float32, torch.float64)
@@ -154,13 +154,13 @@ def place_pairs(
     return op(target, source, order, colptr, pair)
 
 
-def place_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
+def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
     """Returns what looks up ids among ascending `gid`; see `reference.places`.
 
     For ids in [0, total), on the CPU; it holds 12 bytes for each 64 of them.
     """
-    module = importlib.import_module(".place", __name__)
-    index: Callable[[Tensor], Tensor] = module.PlaceIndex(gid, total)
+    module = importlib.import_module(".rank_select", __name__)
+    index: Callable[[Tensor], Tensor] = module.RankSelect(gid, total)
     return index
 
 
@@ -209,16 +209,16 @@ def draw(
     return op(rowptr, value, count, keys, ptr, replace)
 
 
-def draw_by_clocks(
+def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws entries another way; see `matrix_reference.draw_by_clocks`."""
-    return _matrix(matrix_reference.draw_by_clocks, value)(rowptr, value, keys, ptr)
+    """Draws entries another way; see `matrix_reference.exponential_race`."""
+    return _matrix(matrix_reference.exponential_race, value)(rowptr, value, keys, ptr)
 
 
-def urn(value: Tensor) -> Urn:
+def weighted_sampler(value: Tensor) -> WeightedSampler:
     """Returns what draws from one row for many keys; see `matrix_reference.urn`."""
-    return _matrix(matrix_reference.urn, value)(value)
+    return _matrix(matrix_reference.weighted_sampler, value)(value)
 
 
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from .loops import jit
+from pyg_distcomm.kernels.core_jit import jit
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 PATIENCE = 120.0  # seconds to wait for another process before compiling as well

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cover_loops
-from .compile import ready
+from pyg_distcomm.kernels import cover_jit
+from pyg_distcomm.kernels.compile import ready
 
 
 def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
@@ -15,7 +15,7 @@ def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tens
     graph = ptr.to(torch.int64).numpy(), to.to(torch.int64).numpy()
     lefts = ptr.numel() - 1
     mates = np.full(lefts, -1, np.int64), np.full(num_right, -1, np.int64)
-    ready(cover_loops.match, (*graph, *mates))()
+    ready(cover_jit.match, (*graph, *mates))()
     left, right = np.zeros(lefts, np.bool_), np.zeros(num_right, np.bool_)
-    ready(cover_loops.reach, (*graph, *mates, left, right))()
+    ready(cover_jit.reach, (*graph, *mates, left, right))()
     return torch.from_numpy(~left), torch.from_numpy(right)

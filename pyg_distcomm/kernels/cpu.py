@@ -14,9 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import loops, memory, sample_loops, threads
-from .compile import cache_folder, ready
-from .reference import column_dtype, drop_scale, drop_threshold, offset_dtype
+from pyg_distcomm.kernels import core_jit, memory, sample_jit, threads
+from pyg_distcomm.kernels.compile import cache_folder, ready
+from pyg_distcomm.kernels.reference import (
+    column_dtype,
+    drop_scale,
+    drop_threshold,
+    offset_dtype,
+)
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
 PANEL = 128  # bytes of a row copied together; see _panels_pay
@@ -66,7 +71,7 @@ def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -
     x_flat, x_ld = _flat(x)
     for at in range(0, f - f % wide, wide):
         args = (x_flat, x_ld, at, wide, panel.view(-1).numpy())
-        threads.run_split(ready(loops.pack, args, 2), n, GRAIN // wide)
+        threads.run_split(ready(core_jit.pack, args, 2), n, GRAIN // wide)
         _multiply(matrix, panel, out[:, at : at + wide], accumulate)
     if f % wide:
         _multiply(matrix, x[:, -(f % wide) :], out[:, -(f % wide) :], accumulate)
@@ -79,7 +84,7 @@ def _multiply(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
     for at, lanes, keep in _blocks(x.size(1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
         args = (width[1:], *arrays, at, at, lanes, keep)
-        threads.run(ready(loops.spmm, args, 2), pieces)
+        threads.run(ready(core_jit.spmm, args, 2), pieces)
 
 
 def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
@@ -104,7 +109,7 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     out = x.new_empty(int(pointers[-1]) - int(pointers[0]))
     if f and out.numel():
         args = (pointers, _vector(col), *_flat(g), *_flat(x), out.numpy(), f)
-        threads.run(ready(loops.sddmm, args, 2), _pieces(pointers, f))
+        threads.run(ready(core_jit.sddmm, args, 2), _pieces(pointers, f))
         return out
     return out.zero_()
 
@@ -117,7 +122,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     _check_index(positions, x.size(0))
     if k and f:
         args = (*_flat(x), positions, *_flat(target), f)
-        threads.run_split(ready(loops.gather, args, 2), k, GRAIN // f)
+        threads.run_split(ready(core_jit.gather, args, 2), k, GRAIN // f)
     return _delivered(target, out)
 
 
@@ -130,7 +135,7 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     if k and f:
         parts = threads.width() if k * f >= GRAIN else 1
         args = (*_flat(target), positions, *_flat(src), f)
-        work = ready(loops.scatter_add, args, 2)
+        work = ready(core_jit.scatter_add, args, 2)
         threads.run(work, [(part, parts) for part in range(parts)])
     return _delivered(target, out)
 
@@ -142,12 +147,12 @@ def coo_to_csr(
     rows = _vector(row)
     _check_index(rows, num_rows)
     rowptr = torch.zeros(num_rows + 1, dtype=offset_dtype(len(rows)))
-    ready(loops.count, (rows, rowptr.numpy()))()
+    ready(core_jit.count, (rows, rowptr.numpy()))()
     col_sorted = torch.empty(len(rows), dtype=column_dtype(col))
     perm = torch.empty(len(rows), dtype=torch.int64)
     cursor = rowptr.clone().numpy()
     args = (rows, _vector(col), cursor, col_sorted.numpy(), perm.numpy())
-    ready(loops.place, args)()
+    ready(core_jit.place, args)()
     return rowptr, col_sorted, perm
 
 
@@ -159,12 +164,12 @@ def csr_transpose(
     part = _vector(col)[int(pointers[0]) : int(pointers[-1])]
     _check_index(part, num_cols)
     rowptr_t = torch.zeros(num_cols + 1, dtype=offset_dtype(len(part)))
-    ready(loops.count, (part, rowptr_t.numpy()))()
+    ready(core_jit.count, (part, rowptr_t.numpy()))()
     row_t = torch.empty(len(part), dtype=offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=torch.int64)
     cursor = rowptr_t.clone().numpy()
     args = (pointers, _vector(col), cursor, row_t.numpy(), perm.numpy())
-    ready(loops.place_transposed, args)()
+    ready(core_jit.place_transposed, args)()
     return rowptr_t, row_t, perm
 
 
@@ -176,7 +181,7 @@ def place_pairs(
     sorted_by = None if order is None else _vector(order)
     cursor = colptr[:-1].numpy().copy()
     args = (_vector(target), _vector(source), sorted_by, cursor, pair.numpy())
-    ready(sample_loops.place_pairs, args)()
+    ready(sample_jit.place_pairs, args)()
     return pair
 
 
@@ -184,7 +189,7 @@ def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     """Runs `reference.keyed_bits`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.int32)
     args = (key, _vector(gid), out.view(-1).numpy(), cols)
-    _over_rows(ready(loops.bits, args, 2), gid.numel(), cols)
+    _over_rows(ready(core_jit.bits, args, 2), gid.numel(), cols)
     return out
 
 
@@ -192,7 +197,7 @@ def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:
     """Runs `reference.keyed_mask`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.bool)
     args = (key, _vector(gid), out.view(-1).numpy(), cols, drop_threshold(p))
-    _over_rows(ready(loops.mask, args, 2), gid.numel(), cols)
+    _over_rows(ready(core_jit.mask, args, 2), gid.numel(), cols)
     return out
 
 
@@ -204,7 +209,7 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     arrays = source.view(-1).numpy(), key, _vector(gid), out.view(-1).numpy()
     scale = arrays[0].dtype.type(drop_scale(p))
     args = (*arrays, cols, drop_threshold(p), scale)
-    _over_rows(ready(loops.dropout, args, 2), rows, cols)
+    _over_rows(ready(core_jit.dropout, args, 2), rows, cols)
     return out
 
 
@@ -234,7 +239,7 @@ def describe() -> dict[str, object]:
     return {
         "numba": numba.__version__,
         "threads": threads.width(),
-        "cache": cache_folder(loops.spmm),
+        "cache": cache_folder(core_jit.spmm),
         "cpu": llvm.get_host_cpu_name(),
         "simd": simd[0] if simd else "baseline",
     }
@@ -252,7 +257,7 @@ def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
     count = min(work // GRAIN, 16 * threads.width())
     if threads.width() == 1 or count < 2:
         return [(0, m)]
-    bounds = ready(loops.balance, (rowptr, count))().tolist()
+    bounds = ready(core_jit.balance, (rowptr, count))().tolist()
     pieces = [(a, b) for a, b in pairwise(bounds) if a < b]
     return sorted(pieces, key=lambda piece: int(rowptr[piece[0]] - rowptr[piece[1]]))
 
@@ -288,7 +293,7 @@ def _vector(t: Tensor) -> Array:
 
 
 def _check_index(index: Array, size: int) -> None:
-    if not ready(loops.in_range, (index, size))():
+    if not ready(core_jit.in_range, (index, size))():
         raise IndexError(
             f"index spans {index.min()} .. {index.max()}, but there are {size} rows"
         )

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import draw_loops, threads
-from . import matrix_loops as loops
-from .compile import ready
-from .matrix_reference import Csr, value_type
+from pyg_distcomm.kernels import draw_jit, threads
+from pyg_distcomm.kernels import spgemm_jit as loops
+from pyg_distcomm.kernels.compile import ready
+from pyg_distcomm.kernels.matrix_reference import Csr, value_type
 
 Array = NDArray[Any]
 NONE = np.empty(0, np.int64)
@@ -63,7 +63,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(draw_loops.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(draw_jit.count_positive, args, 2), len(count), 1 << 12)
     return count
 
 
@@ -79,11 +79,11 @@ def draw(
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
-    threads.run_split(ready(draw_loops.draw, args, 2), len(keys), 1)
+    threads.run_split(ready(draw_jit.draw, args, 2), len(keys), 1)
     return entry, left
 
 
-class Urn:
+class WeightedSampler:
     """Draws from one row for many keys; any number of threads may call it at once."""
 
     def __init__(self, value: Tensor) -> None:
@@ -104,27 +104,27 @@ class Urn:
         entry, left = _drawn(ptr)
         row = (tree, self._value, self._count, self._total)
         args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
-        ready(draw_loops.draw_shared, args)()
+        ready(draw_jit.draw_shared, args)()
         self._trees.append(tree)
         return entry, left
 
     def _tree(self) -> Array:
         tree = np.zeros(len(self._value) + 1, np.int64)
-        ready(draw_loops.grow, (self._value, 0, len(self._value), tree))()
+        ready(draw_jit.grow, (self._value, 0, len(self._value), tree))()
         return tree
 
 
-urn = Urn
+weighted_sampler = WeightedSampler
 
 
-def draw_by_clocks(
+def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Runs `matrix_reference.draw_by_clocks`, rows in parallel."""
+    """Runs `matrix_reference.exponential_race`, rows in parallel."""
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
     args = (*row, entry.numpy(), left.numpy())
-    threads.run_split(ready(draw_loops.draw_by_clocks, args, 2), len(keys), 1)
+    threads.run_split(ready(draw_jit.exponential_race, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -132,9 +132,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(
-        ready(draw_loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12
-    )
+    threads.run_split(ready(draw_jit.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
     return out
 
 

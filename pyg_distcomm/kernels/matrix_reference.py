@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 MOST = 1 << 62  # sums of integer weights stay below it
 
 Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
-Urn = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def spgemm(
@@ -131,8 +131,8 @@ def draw(
     return _ids(entries), _ids(sums)
 
 
-def urn(value: Tensor) -> Urn:
-    """Returns what draws from one row for many keys: `urn(keys, ptr, replace)`.
+def weighted_sampler(value: Tensor) -> WeightedSampler:
+    """Returns what draws from one row for many keys: `weighted_sampler(keys, ptr, replace)`.
 
     As `draw` where all rows are equal; `value` [n].
     """
@@ -176,7 +176,7 @@ def _first(weight: list[int], goal: int) -> int:
     raise AssertionError("the goal must be below the sum")
 
 
-def draw_by_clocks(
+def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draws without replacement as `draw` does, the same distribution from other numbers.

@@ -86,7 +86,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class HopDraw:
     """Nodes of one or more minibatches that draw from one relation, at one hop.
 
     Args:
@@ -112,9 +112,9 @@ class Ask:
     limit: Tensor | None = None
 
 
-def everything(node: Tensor, place: Tensor) -> Ask:
+def everything(node: Tensor, place: Tensor) -> HopDraw:
     """Returns an ask for all in-edges of nodes."""
-    return Ask(node, place, (0,), (node.numel(),), -1)
+    return HopDraw(node, place, (0,), (node.numel(),), -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import sample_loops as loops
-from . import threads
-from .compile import ready
-from .minibatch import (
-    Ask,
+from pyg_distcomm.kernels import sample_jit as loops
+from pyg_distcomm.kernels import threads
+from pyg_distcomm.kernels.compile import ready
+from pyg_distcomm.kernels.minibatch import (
     Draws,
+    HopDraw,
     Minibatch,
     Relation,
     Request,
@@ -28,7 +28,7 @@ from .minibatch import (
     UnweightedNode,
     relation_key,
 )
-from .seen import Seen, Table, grown
+from pyg_distcomm.kernels.node_relabeler import NodeRelabeler, Table, grown
 
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
@@ -115,7 +115,7 @@ class Drawing:
     ) -> None:
         self.graph, self.request = graph, request
         self.seen = [
-            Seen(size, tables[t] if tables else None, request.disjoint)
+            NodeRelabeler(size, tables[t] if tables else None, request.disjoint)
             for t, size in enumerate(graph.sizes)
         ]
         self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
@@ -145,7 +145,7 @@ class Drawing:
         for seen in self.seen:
             seen.ends.append(seen.known)
 
-    def ask(self, number: int, hop: int) -> Ask | None:
+    def ask(self, number: int, hop: int) -> HopDraw | None:
         """Returns who draws from a relation at a hop; None if nobody does."""
         relation = self.graph.relations[number]
         fan_out = self.request.fan_outs[number][hop]
@@ -159,21 +159,21 @@ class Drawing:
             number, begin, end, fan_out, None if names is None else names[begin:end]
         )
 
-    def ask_all(self, number: int) -> Ask:
+    def ask_all(self, number: int) -> HopDraw:
         """Returns an ask for all in-edges of all nodes found, to induce a subgraph."""
         target = self.seen[self.graph.relations[number].target]
         return self._asked(number, 0, target.known, -1, None)
 
     def _asked(
         self, number: int, begin: int, end: int, fan_out: int, names: Array | None
-    ) -> Ask:
+    ) -> HopDraw:
         request = self.request
         target = self.seen[self.graph.relations[number].target]
         node = torch.from_numpy(target.node[begin:end])
         limit = None
         if request.tree_time is not None and target.tree is not None:
             limit = request.tree_time[torch.from_numpy(target.tree[begin:end])]
-        return Ask(
+        return HopDraw(
             node=node,
             place=node,
             keys=(relation_key(request.key, number),),
@@ -185,7 +185,7 @@ class Drawing:
             limit=limit,
         )
 
-    def draw(self, number: int, hop: int, relation: Relation, ask: Ask) -> None:
+    def draw(self, number: int, hop: int, relation: Relation, ask: HopDraw) -> None:
         """Draws for an ask, from rows that are here."""
         try:
             start, edge, at = draw_rows(
@@ -233,7 +233,7 @@ class Drawing:
     def _clock(self, relation: Relation) -> Tensor | None:
         return self.graph.time[relation.source]
 
-    def induce(self, number: int, relation: Relation, ask: Ask) -> None:
+    def induce(self, number: int, relation: Relation, ask: HopDraw) -> None:
         """Replaces the edges of a relation by all those between the nodes found."""
         source, target = self.seen[relation.source], self.seen[relation.target]
         bounds = _bounds(relation, self._clock(relation), ask)
@@ -261,7 +261,7 @@ class Drawing:
 
 
 def draw_rows(
-    relation: Relation, clock: Tensor | None, ask: Ask, room: Room
+    relation: Relation, clock: Tensor | None, ask: HopDraw, room: Room
 ) -> tuple[Array, Array, int]:
     """Draws in-edges of the nodes of an ask.
 
@@ -299,7 +299,9 @@ def draw_rows(
     return start, position, at
 
 
-def _bounds(relation: Relation, clock: Tensor | None, ask: Ask) -> tuple[Array, Array]:
+def _bounds(
+    relation: Relation, clock: Tensor | None, ask: HopDraw
+) -> tuple[Array, Array]:
     """Returns the entries that the nodes of an ask may draw from."""
     count = ask.place.numel()
     low, high = np.empty((2, count), np.int64)

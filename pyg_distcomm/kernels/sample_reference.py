@@ -15,7 +15,13 @@ import math
 import torch
 from torch import Tensor
 
-from .minibatch import Minibatch, Relation, Request, SampleGraph, UnweightedNode
+from pyg_distcomm.kernels.minibatch import (
+    Minibatch,
+    Relation,
+    Request,
+    SampleGraph,
+    UnweightedNode,
+)
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -25,7 +25,7 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.phases import Phases as Phases
 from pyg_distcomm.loader.phases import plot_phases as plot_phases
 from pyg_distcomm.loader.shared import shared as shared
-from pyg_distcomm.mirror import mirror as _mirror
+from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader
 NeighborLoader = DistNeighborLoader

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler
 
-from pyg_distcomm.loader.assembly import Assembly
+from pyg_distcomm.comm.mesh import latest_mesh
+from pyg_distcomm.comm.random import fresh_seed
+from pyg_distcomm.loader.batch_sharding import BatchSharding, Epochs, Numbered
 from pyg_distcomm.loader.buffers import Buffers
-from pyg_distcomm.loader.bulk import Bulks
-from pyg_distcomm.loader.deal import Deal, Epochs, Numbered
-from pyg_distcomm.loader.epoch import Feed, Positions, Progress, Tracked
-from pyg_distcomm.loader.options import Extras, check_lengths, digest
+from pyg_distcomm.loader.bulk_builder import BulkBuilder
+from pyg_distcomm.loader.collate import Collator
+from pyg_distcomm.loader.epoch import IndexSampler, Positions, Progress, Tracked
+from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
+from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.phases import Phases
-from pyg_distcomm.loader.producer import Producer
-from pyg_distcomm.loader.spread import Spread, alike
-from pyg_distcomm.loader.world import Notes, World, launched, place
-from pyg_distcomm.mesh import latest_mesh
-from pyg_distcomm.random import fresh_seed
+from pyg_distcomm.loader.prefetch import PrefetchQueue
+from pyg_distcomm.loader.registry import Notes, World, launched, place
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 
@@ -66,7 +66,7 @@ class BulkLoading(_PyGLoader):
             self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
     def _set_up(
-        self, extras: Extras, inputs: list[Any], dataloader: dict[str, Any]
+        self, extras: LoaderOptions, inputs: list[Any], dataloader: dict[str, Any]
     ) -> None:
         """Takes up work where PyG's constructor leaves it."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
@@ -98,11 +98,11 @@ class BulkLoading(_PyGLoader):
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
         self._place = "" if extras.split is False else place()
-        self._dealt: Deal | None = None
+        self._dealt: BatchSharding | None = None
         self._notes: Notes | None = None
         self._join()
 
-    spread: Spread | None = None  # for a graph that is spread over the ranks
+    spread: PartitionedSource | None = None  # for a graph that is spread over the ranks
     batch_bytes = 0  # of a minibatch, once one is known
     #: where the time of the epoch under way, or the last one, has gone; see `Phases`
     phases: Phases = Phases()
@@ -117,7 +117,9 @@ class BulkLoading(_PyGLoader):
 
     @property
     def _index_sampler(self) -> Any:
-        return Feed(self) if "_epochs" in self.__dict__ else super()._index_sampler
+        return (
+            IndexSampler(self) if "_epochs" in self.__dict__ else super()._index_sampler
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Begins the next epoch, or goes on with the one that was loaded."""
@@ -137,8 +139,8 @@ class BulkLoading(_PyGLoader):
         self._end_epoch()
         if self.spread is not None:
             self.spread.refresh()
-        bulk = Producer(self, self.phases)
-        bulks = Bulks(
+        bulk = BulkBuilder(self, self.phases)
+        bulks = PrefetchQueue(
             self._plan(),
             bulk.stages(),
             bulk.finish,
@@ -186,7 +188,7 @@ class BulkLoading(_PyGLoader):
             out = self.transform_sampler_output(out)
             if padding is not None:
                 out.padding = padding
-        return self._finished(Assembly(self)(out), getattr(out, "padding", None))
+        return self._finished(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """PyG's own `filter_fn`."""
@@ -305,7 +307,7 @@ class BulkLoading(_PyGLoader):
             self._notes.leave({**note, "seed": self.seed, "asked": self._extras.seed})
         return world
 
-    def _deal(self) -> Deal:
+    def _deal(self) -> BatchSharding:
         """Returns how batches are shared out; the first call may wait for other ranks."""
         if self._dealt is None:
             world = self._join()
@@ -319,7 +321,7 @@ class BulkLoading(_PyGLoader):
             self._dealt = self._dealt_over(world)
         return self._dealt
 
-    def _dealt_over(self, world: World) -> Deal:
+    def _dealt_over(self, world: World) -> BatchSharding:
         even = self._extras.even_batches
         if self._notes is None:
             return self._own(even)
@@ -351,11 +353,11 @@ class BulkLoading(_PyGLoader):
                 f"the ranks have {list(counts)} batches of their own: a rank without any "
                 "has none to repeat; give all ranks the whole list, or even_batches='drop'"
             )
-        return Deal(world.rank, world.size, split, counts, even)
+        return BatchSharding(world.rank, world.size, split, counts, even)
 
-    def _own(self, even: str) -> Deal:
+    def _own(self, even: str) -> BatchSharding:
         length = self._epochs.length()
-        return Deal(0, 1, False, () if length is None else (length,), even)
+        return BatchSharding(0, 1, False, () if length is None else (length,), even)
 
     def _agreed_seed(self) -> int:
         if self.seed is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyg_distcomm.loader.deal import Numbered
+from pyg_distcomm.loader.batch_sharding import Numbered
 from pyg_distcomm.loader.phases import Phases
 
 
@@ -37,7 +37,7 @@ class Positions(Sequence[int]):
         return index
 
 
-class Feed:
+class IndexSampler:
     """The batches of the epoch that begins next, as torch's DataLoader asks for them."""
 
     def __init__(self, loader: Any) -> None:

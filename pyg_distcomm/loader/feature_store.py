@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData, TensorAttr
 
-from pyg_distcomm import wire as network
-from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.indexing import ids_of
-from pyg_distcomm.loader.hot import Fanouts, inclusion_probabilities, out_degrees
+from pyg_distcomm.comm import collectives as network
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.price import balanced_split
+from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.loader.cache_policy import (
+    Fanouts,
+    inclusion_probabilities,
+    out_degrees,
+)
 from pyg_distcomm.loader.quiver import QuiverFeature
+from pyg_distcomm.loader.row_group import EDGES as EDGES
+from pyg_distcomm.loader.row_group import NODES as NODES
+from pyg_distcomm.loader.row_group import Group, own_rows
 from pyg_distcomm.loader.sharded import RowsAttr, ShardedStore, Wire
-from pyg_distcomm.loader.shelf import EDGES as EDGES
-from pyg_distcomm.loader.shelf import NODES as NODES
-from pyg_distcomm.loader.shelf import Group, own_rows
-from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.price import balanced_split
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.indexing import ids_of
 
 
 class DistFeatureStore(ShardedStore):
@@ -60,7 +64,7 @@ class DistFeatureStore(ShardedStore):
     def from_data(
         cls,
         data: Any,
-        channel: Channel | Mesh,
+        channel: ProcessGrid | Mesh,
         *,
         wire: Wire | Mapping[str, Wire] = None,
         folder: str | Path | None = None,
@@ -118,7 +122,7 @@ class DistFeatureStore(ShardedStore):
     def from_cpu_tensor(
         cls,
         tensor: Tensor | np.ndarray,
-        channel: Channel | Mesh,
+        channel: ProcessGrid | Mesh,
         *,
         name: str = "x",
         wire: Wire = None,
@@ -140,14 +144,14 @@ class DistFeatureStore(ShardedStore):
     def from_replicated(
         cls,
         tensor: Tensor | np.ndarray,
-        channel: Channel | Mesh,
+        channel: ProcessGrid | Mesh,
         *,
         name: str = "x",
         wire: Wire = None,
         folder: str | Path | None = None,
     ) -> DistFeatureStore:
         """Keeps this rank's block of a tensor `[n, ...]` that all ranks hold."""
-        opened = open_channel(channel) if isinstance(channel, Mesh) else channel
+        opened = new_process_grid(channel) if isinstance(channel, Mesh) else channel
         rank, sizes = opened.world.rank, balanced_split(len(tensor), opened.world.size)
         part = tensor[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
         return cls.from_cpu_tensor(part, opened, name=name, wire=wire, folder=folder)

@@ -11,19 +11,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels, wire
-from pyg_distcomm.channel import Channel
-from pyg_distcomm.loader.message import (
-    Column,
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.process_grid import ProcessGrid
+from pyg_distcomm.loader.block_index import take_rows
+from pyg_distcomm.loader.fetch_message import (
     Counts,
+    FetchedColumn,
     message_bytes,
     pack_ids,
     pack_rows,
     unpack_ids,
     unpack_rows,
 )
-from pyg_distcomm.loader.shards import take_rows
-from pyg_distcomm.loader.shelf import Group, Shelf
+from pyg_distcomm.loader.row_group import Group, RowGroup
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
@@ -55,7 +56,7 @@ class Pool:
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
         if len(self.ids) == 0 or total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
-        return kernels.place_index(self.ids, total)
+        return kernels.rank_select_index(self.ids, total)
 
     def take(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns the rows of ids, in their order: name -> `[len(ids), ...]`."""
@@ -64,7 +65,7 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class GroupQuery:
     """What one fetch wants of one group: its distinct ids, sorted by where they are.
 
     Shapes (u ids):
@@ -104,9 +105,9 @@ class Fetch:
         columns: the attributes to bring, likewise; `group` numbers the shelves.
     """
 
-    channel: Channel
-    shelves: Sequence[Shelf]
-    columns: Sequence[Column]
+    channel: ProcessGrid
+    shelves: Sequence[RowGroup]
+    columns: Sequence[FetchedColumn]
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
         """Returns the distinct rows wanted, by group; collective.
@@ -119,7 +120,7 @@ class Fetch:
         if axis.size > 1:
             asked = self._agree(asks, problem)
             places, gids = self._served(asks, asked)
-            pending = wire.all_to_all(
+            pending = collectives.all_to_all(
                 self._packed(places, gids, asked),
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
@@ -132,7 +133,7 @@ class Fetch:
 
     # Before anything travels ----------------------------------------------------------
 
-    def plan(self, wanted: Wanted) -> tuple[list[Ask], str | None]:
+    def plan(self, wanted: Wanted) -> tuple[list[GroupQuery], str | None]:
         """Returns what is wanted of each group, or why it cannot be had."""
         groups = [shelf.group for shelf in self.shelves]
         unknown = [group for group in wanted if group not in groups]
@@ -151,13 +152,13 @@ class Fetch:
         return asks, problem
 
     @property
-    def _nothing(self) -> Ask:
+    def _nothing(self) -> GroupQuery:
         none = torch.empty(0, dtype=torch.int64)
-        return Ask(none, none, (0,) * self.channel.row.size, none, none)
+        return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
 
     def _planned(
-        self, number: int, shelf: Shelf, asked: Tensor | tuple[Tensor, Tensor]
-    ) -> Ask:
+        self, number: int, shelf: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
+    ) -> GroupQuery:
         group = shelf.group
         ids = _vector(asked, f"ids of group {group!r}", shelf.total)
         _check_range(ids, shelf.total, f"ids of group {group!r}")
@@ -177,7 +178,7 @@ class Fetch:
             )
         return self._sorted(shelf, unique, owner // self.channel.replication)
 
-    def _sorted(self, shelf: Shelf, ids: Tensor, block: Tensor) -> Ask:
+    def _sorted(self, shelf: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
         own = block == self.channel.block
         home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
@@ -192,20 +193,22 @@ class Fetch:
         hot, cold = rest[found], rest[~found]
         cold = cold[torch.argsort(block[cold], stable=True)]
         counts = torch.bincount(block[cold], minlength=self.channel.row.size).tolist()
-        return Ask(ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found])
+        return GroupQuery(
+            ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found]
+        )
 
     # Exchanges ------------------------------------------------------------------------
 
-    def _agree(self, asks: Sequence[Ask], problem: str | None) -> Counts:
+    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> Counts:
         """Tells each rank how many rows are wanted of it; returns what it is asked for."""
         axis = self.channel.row
         spoken = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
         head = torch.full((axis.size,), spoken if problem is None else _BAD)
         table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
         ones = [1] * axis.size
-        got = wire.all_to_all(table, ones, ones, axis, "plan", 1).wait()
+        got = collectives.all_to_all(table, ones, ones, axis, "plan", 1).wait()
         if problem is not None or bool((got[:, 0] != spoken).any()):
-            wire.agree(problem, axis)
+            collectives.agree(problem, axis)
             raise ValueError(
                 "the ranks fetch different attributes at the same time; give all ranks "
                 "the same `attrs`"
@@ -214,11 +217,11 @@ class Fetch:
         return counts
 
     def _served(
-        self, asks: Sequence[Ask], asked: Counts
+        self, asks: Sequence[GroupQuery], asked: Counts
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sends ids to where their rows are; returns places and ids of those asked here."""
         axis = self.channel.row
-        ids = wire.all_to_all(
+        ids = collectives.all_to_all(
             pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
             [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
             [sum(one) for one in zip(*asked, strict=True)],
@@ -242,7 +245,7 @@ class Fetch:
             self._tell(error)
             raise
 
-    def _misled(self, shelf: Shelf, gid: int) -> ValueError:
+    def _misled(self, shelf: RowGroup, gid: int) -> ValueError:
         error = ValueError(
             f"id {gid} of group {shelf.group!r} was asked of rank "
             f"{self.channel.world.rank}, which does not have it: the owner given with it "
@@ -265,7 +268,10 @@ class Fetch:
     # After ----------------------------------------------------------------------------
 
     def _joined(
-        self, wanted: Wanted, asks: Sequence[Ask], pending: wire.Pending | None
+        self,
+        wanted: Wanted,
+        asks: Sequence[GroupQuery],
+        pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
         """Lays rows from here beside those that arrive."""
         direct = [self._direct(n, ask) for n, ask in enumerate(asks)]
@@ -295,7 +301,7 @@ class Fetch:
                 pools[shelf.group] = Pool(ask.ids, place, rows_of)
         return pools
 
-    def _direct(self, number: int, ask: Ask) -> bool:
+    def _direct(self, number: int, ask: GroupQuery) -> bool:
         """Whether a group's rows are all here, and can be read where they are."""
         alone = not self.shelves[number].foreign
         return alone and 0 < len(ask.here) == len(ask.ids)

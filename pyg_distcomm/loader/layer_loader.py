@@ -10,15 +10,15 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 
+from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import Extras, checked_seeds
-from pyg_distcomm.loader.spread import Spread
-from pyg_distcomm.loader.spread_options import SpreadOptions, gathered
-from pyg_distcomm.random import fresh_seed
+from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
+from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
-from pyg_distcomm.sampling.blocks import read_block
 from pyg_distcomm.sampling.bulk_matrix import BulkMatrix
+from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.layer_graph import (
     MOST_ROWS,
     layer_numbers,
@@ -42,7 +42,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     adds (A + I) have `e_id` -1, and zeros for other edge attributes. An `edge_weight` of the
     data gives way to the rule's, which is float32.
 
-    Bulks, keys, ranks, resuming and shares of `pdc.partition` are as in
+    PrefetchQueue, keys, ranks, resuming and shares of `pdc.partition` are as in
     `DistNeighborLoader`; a batch is the same bit for bit on any number of ranks, blocks and
     copies, and at the owner or the requester.
 
@@ -97,8 +97,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
-        extras = Extras(bulk_size, seed, even_batches, prefetch, split)
-        place = SpreadOptions(topology, replication, sample_at, features)
+        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        place = PartitionedOptions(topology, replication, sample_at, features)
         chosen, graph, whole = _rule(rule), data, data
         numbers = layer_numbers(num_nodes_per_layer)
         options = {
@@ -119,7 +119,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = Spread(data, replication, features, told)
+            self.spread = PartitionedSource(data, replication, features, told)
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)
             graph = _spread_graph(self.spread, place, chosen, weight_attr, most)
@@ -210,8 +210,8 @@ def _most_rows(
 
 
 def _spread_graph(
-    spread: Spread,
-    place: SpreadOptions,
+    spread: PartitionedSource,
+    place: PartitionedOptions,
     rule: Rule,
     weight_attr: str | None,
     most_rows: int | None,

@@ -9,7 +9,7 @@ from torch_geometric.loader import LinkNeighborLoader
 from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
-from pyg_distcomm.loader.options import Extras, checked_links, unused_arguments
+from pyg_distcomm.loader.options import LoaderOptions, checked_links, unused_arguments
 
 
 class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
@@ -57,7 +57,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         split: bool | str = "auto",
         **kwargs: Any,
     ) -> None:
-        extras = Extras(bulk_size, seed, even_batches, prefetch, split)
+        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
         edge_label_index = checked_links(data, edge_label_index)
         neighbor_sampler = keyed_sampler(

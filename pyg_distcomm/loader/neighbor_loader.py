@@ -10,9 +10,9 @@ from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import Extras, checked_seeds, unused_arguments
-from pyg_distcomm.loader.spread import Spread
-from pyg_distcomm.loader.spread_options import SpreadOptions
+from pyg_distcomm.loader.options import LoaderOptions, checked_seeds, unused_arguments
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.partitioned_source import PartitionedSource
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -39,7 +39,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
     Of a share, from `pdc.partition`, the minibatches are the same, bit for bit, and all
     ranks sample together, each its own: they build the loader together, and take the same
     number of minibatches. Seeds are ids of the whole graph, or the share's own masks.
-    Bulks are sampled, and their rows fetched, by threads on process groups of their own.
+    PrefetchQueue are sampled, and their rows fetched, by threads on process groups of their own.
     Price: see `PartitionedNeighborSampler` and `DistFeatureStore`.
 
     Args:
@@ -105,7 +105,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
-        extras = Extras(bulk_size, seed, even_batches, prefetch, split)
+        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
         options = {
             "replace": replace,
@@ -118,7 +118,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
         }
         whole = data
-        place = SpreadOptions(topology, replication, sample_at, features)
+        place = PartitionedOptions(topology, replication, sample_at, features)
         if place.wanted(data):
             place.check(neighbor_sampler, extras, kwargs)
             told = place.told(
@@ -129,7 +129,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = Spread(data, replication, features, told)
+            self.spread = PartitionedSource(data, replication, features, told)
             input_time = self.spread.plain(input_time, "input_time")
             neighbor_sampler = place.sampler(self.spread, num_neighbors, options, seed)
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)

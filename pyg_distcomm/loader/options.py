@@ -27,7 +27,7 @@ RPC_ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Extras:
+class LoaderOptions:
     """The arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
 
     bulk_size: int | str = "auto"

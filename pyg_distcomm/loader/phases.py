@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyg_distcomm import timeline
-from pyg_distcomm.ledger import Ledger, format_table
+from pyg_distcomm.comm import timeline
+from pyg_distcomm.comm.ledger import Ledger, format_table
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
 

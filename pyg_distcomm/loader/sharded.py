@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 from torch_geometric.data import FeatureStore, TensorAttr
 
-from pyg_distcomm import random
-from pyg_distcomm.channel import Channel, open_channel
-from pyg_distcomm.exchange.codecs import Chain, Codec, Plain, RowSample, codec_of
-from pyg_distcomm.exchange.policy import LinkPolicy
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.price import Price, exchange_price
+from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
+from pyg_distcomm.halo.codecs import Chain, Codec, Plain, RowSample, codec_of
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.loader.block_index import Index
+from pyg_distcomm.loader.cache_policy import hottest, rows_kept
 from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
-from pyg_distcomm.loader.hot import hottest, rows_kept
-from pyg_distcomm.loader.message import Column, message_bytes
-from pyg_distcomm.loader.shards import Index
-from pyg_distcomm.loader.shelf import (
+from pyg_distcomm.loader.fetch_message import FetchedColumn, message_bytes
+from pyg_distcomm.loader.row_group import (
     Group,
-    Shelf,
+    RowGroup,
     add_rows,
     learn_owners,
-    make_shelf,
+    make_row_group,
     own_rows,
 )
-from pyg_distcomm.mesh import Mesh
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.price import Price, exchange_price
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 Wire: TypeAlias = str | Codec | LinkPolicy | None
 Attrs: TypeAlias = Mapping[Group, Sequence[str]] | None
@@ -80,7 +80,7 @@ class ShardedStore(FeatureStore):
 
     def __init__(
         self,
-        channel: Channel | Mesh,
+        channel: ProcessGrid | Mesh,
         *,
         wire: Wire | Mapping[str, Wire] = None,
         folder: str | Path | None = None,
@@ -89,10 +89,12 @@ class ShardedStore(FeatureStore):
         by_name = wire if isinstance(wire, Mapping) else {}
         self._codecs = {name: _known_size(one) for name, one in by_name.items()}
         self._codec = _known_size(None if isinstance(wire, Mapping) else wire)
-        self.channel = open_channel(channel) if isinstance(channel, Mesh) else channel
+        self.channel = (
+            new_process_grid(channel) if isinstance(channel, Mesh) else channel
+        )
         rank = self.channel.world.rank
         self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"
-        self._shelves: dict[Group, Shelf] = {}
+        self._shelves: dict[Group, RowGroup] = {}
 
     # What is in it --------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class ShardedStore(FeatureStore):
         Raises:
             ValueError: on all ranks, if ids are missing, repeated or out of order.
         """
-        self._shelves[group] = make_shelf(group, gid, total, owners, self.channel)
+        self._shelves[group] = make_row_group(group, gid, total, owners, self.channel)
 
     def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
         """Adds one attribute from this rank's own rows; collective over all ranks.
@@ -160,7 +162,7 @@ class ShardedStore(FeatureStore):
         shelf.hot.clear()
         self._fill(shelf, list(shelf.values))
 
-    def _fill(self, shelf: Shelf, names: Sequence[str]) -> None:
+    def _fill(self, shelf: RowGroup, names: Sequence[str]) -> None:
         _, here = shelf.index.places(shelf.chosen)
         away = shelf.chosen[~here]
         shelf.cached = shelf.cached.none()
@@ -170,14 +172,14 @@ class ShardedStore(FeatureStore):
             shelf.hot |= fetcher({shelf.group: away})[shelf.group].take(away)
         shelf.cached = Index(away, shelf.total)
 
-    def _shelf(self, group: Group) -> Shelf:
+    def _shelf(self, group: Group) -> RowGroup:
         if group not in self._shelves:
             raise KeyError(
                 f"no group {group!r} in the store; there are {list(self._shelves)}"
             )
         return self._shelves[group]
 
-    def _known(self, group: Group, name: Any) -> Shelf:
+    def _known(self, group: Group, name: Any) -> RowGroup:
         shelf = self._shelf(group)
         if name not in shelf.names:
             raise KeyError(
@@ -234,7 +236,9 @@ class ShardedStore(FeatureStore):
                     key = random.fold(
                         _DRAWN, zlib.crc32(f"{shelf.group}.{name}".encode())
                     )
-                    columns.append(Column(number, name, shelf.values[name], codec, key))
+                    columns.append(
+                        FetchedColumn(number, name, shelf.values[name], codec, key)
+                    )
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._shelves.values()), columns)
 

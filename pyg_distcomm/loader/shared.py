@@ -22,10 +22,10 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import BaseStorage
 
-from pyg_distcomm.encoding import allowing
+from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.loader.world import Notes, World, place
-from pyg_distcomm.sampling.topology import read_topology, remember
+from pyg_distcomm.loader.registry import Notes, World, place
+from pyg_distcomm.sampling.graph_source import read_topology, remember
 
 LOADING = (
     "All ranks have to call shared(), and the one that loads the graph is not done"

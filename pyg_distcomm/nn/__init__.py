@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch_geometric.nn as _pyg
 
-from pyg_distcomm.mirror import mirror as _mirror
 from pyg_distcomm.nn import layers as _layers
 from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
@@ -28,6 +27,7 @@ from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
+from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 _OURS = (
     "convert replicate HaloConv HaloExecution DistBatchNorm DistGCNConv DistGCN2Conv "

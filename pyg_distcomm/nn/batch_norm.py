@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import InstanceNorm as PygInstanceNorm
 
-from pyg_distcomm.rowcut import RowCut
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 
 class DistBatchNorm(torch.nn.BatchNorm1d):
@@ -47,7 +47,7 @@ class InstanceNorm(PygInstanceNorm):
 
     def forward(self, x: Tensor, batch: Any = None, batch_size: Any = None) -> Tensor:
         """Runs the layer."""
-        if not isinstance(x, RowCut) or batch is not None:
+        if not isinstance(x, RowShardedTensor) or batch is not None:
             return super().forward(x, batch, batch_size)
         by_input = self.training or not self.track_running_stats
         kept = self.running_mean, self.running_var, self.weight, self.bias

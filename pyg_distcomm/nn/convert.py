@@ -8,12 +8,12 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
+from pyg_distcomm.nn.adapted_layers import REWRITTEN
 from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
-from pyg_distcomm.nn.linked import OwnLink, check_link
-from pyg_distcomm.nn.rewritten import REWRITTEN
+from pyg_distcomm.nn.layer_link import OwnLink, check_link
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GCN2Conv
 
-from pyg_distcomm.averaging import meet
-from pyg_distcomm.eager import eagerly
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import flowing, is_product
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
+from pyg_distcomm.nn.linear_aggregate import edges_for_flow, is_product
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eagerly
 
 
 class DistGCN2Conv(GCN2Conv):
@@ -65,8 +65,8 @@ class DistGCN2Conv(GCN2Conv):
         weight = edge_index.check_edges(edge_weight, "edge_weight")
         if self.normalize:
             edge_index.check_loops(self)
-        topology, weight = flowing(edge_index.topology, weight, self.flow)
-        wrap = Linked.of(self, self.link, edge_index).wrap()
+        topology, weight = edges_for_flow(edge_index.topology, weight, self.flow)
+        wrap = LayerLink.of(self, self.link, edge_index).wrap()
         if self.normalize:
             mixed = topology.gcn(local, weight, False, self.add_self_loops, wrap)
         else:

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
-from pyg_distcomm.eager import eagerly
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import Kept, flowing, in_best_order, is_product
-from pyg_distcomm.ops.tile import Wrap
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
+from pyg_distcomm.nn.linear_aggregate import (
+    LayerProductCache,
+    edges_for_flow,
+    is_product,
+    linear_aggregate,
+)
+from pyg_distcomm.ops.local_blocks import Wrap
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eagerly
 
 
 class DistGCNConv(GCNConv):
@@ -69,7 +74,7 @@ class DistGCNConv(GCNConv):
         weight = edge_index.check_edges(edge_weight, "edge_weight")
         if self.normalize:
             edge_index.check_loops(self)
-        topology, weight = flowing(edge_index.topology, weight, self.flow)
+        topology, weight = edges_for_flow(edge_index.topology, weight, self.flow)
 
         dtype = x.dtype if self.normalize and weight is None else None
         dtype = dtype if weight is None else weight.dtype
@@ -83,10 +88,10 @@ class DistGCNConv(GCNConv):
             return topology.gcn(h, weight, *loops, wrap)
 
         kind = "gcn", self.normalize, self.improved, self.add_self_loops
-        kept = Kept(topology.constants, kind, edge_weight)
-        user = Linked.of(self, self.link, edge_index)
+        kept = LayerProductCache(topology.constants, kind, edge_weight)
+        user = LayerLink.of(self, self.link, edge_index)
         args = x, self.lin, self.bias, multiply, edge_index
-        out = in_best_order(*args, kept, user)
+        out = linear_aggregate(*args, kept, user)
         if dtype is not None:
             out = out.to(torch.promote_types(out.dtype, dtype))
         return DistTensor.wrap(out, edge_index.nodes)

@@ -12,17 +12,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
-from pyg_distcomm.averaging import meet
-from pyg_distcomm.eager import eagerly
-from pyg_distcomm.edge_index import DistEdgeIndex, coo_of
-from pyg_distcomm.nn.coding import check_aggregations
-from pyg_distcomm.nn.guard import Guarded
-from pyg_distcomm.nn.inner import Inner
-from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.visit import Visit, layers_of
-from pyg_distcomm.rows import Rows
-from pyg_distcomm.tensor import DistTensor
-from pyg_distcomm.topology import Topology
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, coo_of
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.nn.compressibility import check_aggregations
+from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
+from pyg_distcomm.nn.index_guard import LocalIndexGuard
+from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
+from pyg_distcomm.nn.layer_tensor import LayerTensor
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eagerly
 
 
 class HaloExecution:
@@ -153,7 +153,7 @@ def _spread(value: Any, nodes: Rows) -> Any:
     if value.layout != torch.strided:
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
-    if pair and not isinstance(value, (DistTensor, Guarded)):
+    if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):
         return DistEdgeIndex.cut(value, nodes)
     return value
 
@@ -172,7 +172,7 @@ def through_halo(
 
     Args:
         conv: the layer.
-        link: its own; see `Linked.of`.
+        link: its own; see `LayerLink.of`.
         forward: how it runs.
         args, kwargs: what it is given.
     """
@@ -200,11 +200,11 @@ def _through_halo(
     topology, carry = _flowing(conv, edge_index)
     # what is kept from one pass on must be exact, whatever the pass
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
-    user = Linked.of(conv, link, edge_index)
+    user = LayerLink.of(conv, link, edge_index)
     at_work = user.is_coded
     if at_work and user.link is not None:
         check_aggregations(layers_of(conv), user.link)
-    visit = Visit(conv, topology, user.call(), at_work)
+    visit = HaloVisit(conv, topology, user.call(), at_work)
     mesh = edge_index.nodes.mesh
     for parameter in conv.parameters():  # some meet what is local without a trace
         if not is_lazy(parameter):
@@ -288,7 +288,7 @@ def _flowing(
     back = edge_index.topology.reversed
 
     def carry(value: DistTensor) -> DistTensor:
-        return Inner.wrap(back.carry(value.to_local()), back.topology.edges)
+        return LayerTensor.wrap(back.carry(value.to_local()), back.topology.edges)
 
     return back.topology, carry
 
@@ -298,7 +298,7 @@ def _argument(
     name: str,
     value: Any,
     edge_index: DistEdgeIndex,
-    visit: Visit,
+    visit: HaloVisit,
     carry: Callable[[DistTensor], DistTensor],
 ) -> Any:
     """What the layer gets for one of its arguments."""
@@ -312,21 +312,23 @@ def _argument(
             edge_index.check_nodes(target, f"{name}[1]")
         edge_index.check_nodes(source, f"{name}[0]")
         target = (
-            target if target is None else Inner.wrap(target.to_local(), target.rows)
+            target
+            if target is None
+            else LayerTensor.wrap(target.to_local(), target.rows)
         )
         early = visit.source == 0 and not visit.late
         if early:
             return visit.ghosted(source), target
-        return Inner.wrap(source.to_local(), source.rows), target
+        return LayerTensor.wrap(source.to_local(), source.rows), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
         local = edge_index.check_edges(value, name)
         assert local is not None
-        return carry(Inner.wrap(local, edge_index.edges))
+        return carry(LayerTensor.wrap(local, edge_index.edges))
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
-    value = Inner.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
+    value = LayerTensor.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
     # a pair is (where edges start, where they end), so only one way can be ghosted early
     early = visit.source == 0 and not visit.late and _takes_pair(conv, name)
     return (visit.ghosted(value), value) if early else value

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch_geometric.nn as pyg
 
+from pyg_distcomm.nn.adapted_layers import DistARMAConv as ARMAConv
+from pyg_distcomm.nn.adapted_layers import DistFastRGCNConv as FastRGCNConv
+from pyg_distcomm.nn.adapted_layers import DistGroupAddRev as GroupAddRev
+from pyg_distcomm.nn.adapted_layers import DistLabelPropagation as LabelPropagation
+from pyg_distcomm.nn.adapted_layers import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.rewritten import DistARMAConv as ARMAConv
-from pyg_distcomm.nn.rewritten import DistFastRGCNConv as FastRGCNConv
-from pyg_distcomm.nn.rewritten import DistGroupAddRev as GroupAddRev
-from pyg_distcomm.nn.rewritten import DistLabelPropagation as LabelPropagation
-from pyg_distcomm.nn.rewritten import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as SAGEConv
 
 __all__ = [

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pyg_distcomm import wire
-from pyg_distcomm.averaging import averager_of
-from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.tensor import DistTensor
-from pyg_distcomm.wire import Axis, Pending
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis, Pending
+from pyg_distcomm.comm.gradient_averaging import averager_of
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 BUCKETS = 4
 SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than its bytes
@@ -193,7 +193,7 @@ def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotat
     """Averages one bucket of gradients over the ranks, and counts it."""
     state.axis.ledger.event("begin", "gradients")
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
-    pending, future = wire.all_reduce_future(buffer, state.axis, state.left)
+    pending, future = collectives.all_reduce_future(buffer, state.axis, state.left)
     # a thread of gloo must keep nothing of Python's, which may end first: [Note: at rest]
     own: Any = None if buffer.is_cuda else torch.futures.Future()
     state.under_way.append((pending, buffer, own))

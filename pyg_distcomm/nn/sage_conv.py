@@ -8,13 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
-from pyg_distcomm.eager import eagerly
-from pyg_distcomm.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.linked import Linked, OwnLink, check_link
-from pyg_distcomm.nn.product import Kept, flowing, in_best_order, is_product
-from pyg_distcomm.ops.tile import Wrap
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
+from pyg_distcomm.nn.linear_aggregate import (
+    LayerProductCache,
+    edges_for_flow,
+    is_product,
+    linear_aggregate,
+)
+from pyg_distcomm.ops.local_blocks import Wrap
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eagerly
 
 
 class DistSAGEConv(SAGEConv):
@@ -71,7 +76,7 @@ class DistSAGEConv(SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:
-        topology, _ = flowing(edge_index.topology, None, self.flow)
+        topology, _ = edges_for_flow(edge_index.topology, None, self.flow)
 
         def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
             z = topology.sum(h, None, wrap)
@@ -79,8 +84,8 @@ class DistSAGEConv(SAGEConv):
                 return z
             return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
 
-        kept = Kept(topology.constants, ("sage", self.aggr))
-        user = Linked.of(self, self.link, edge_index)
+        kept = LayerProductCache(topology.constants, ("sage", self.aggr))
+        user = LayerLink.of(self, self.link, edge_index)
         args = x, self.lin_l, self.lin_l.bias, multiply, edge_index
-        out = in_best_order(*args, kept, user)
+        out = linear_aggregate(*args, kept, user)
         return DistTensor.wrap(out, edge_index.nodes)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels, wire
-from pyg_distcomm.wire import Axis
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
 
 HALOS = ("auto", "cover", "rows", "sums", "blocks")
 PACKING = 1 / 16  # the price of picking a row into a message, in rows sent
@@ -34,7 +35,9 @@ def check_halo(halo: str) -> str:
     return halo
 
 
-def handed(near: Tensor, far: Tensor, peer: Tensor, halo: str) -> tuple[Tensor, int]:
+def offloaded_nonzeros(
+    near: Tensor, far: Tensor, peer: Tensor, halo: str
+) -> tuple[Tensor, int]:
     """Tells which nonzeros are handed to the other rank, and how many words that leaves.
 
     Args:
@@ -67,7 +70,7 @@ def blocks_pay(words: int, own: int, axis: Axis, halo: str) -> bool:
     """
     if halo != "auto" or axis.size == 1:
         return halo == "blocks"
-    rows = wire.all_gather_counts([words, own], axis)
+    rows = collectives.all_gather_counts([words, own], axis)
     every = sum(own for _, own in rows)
     return every > 0 and all(
         words * (1 + PACKING) >= every - own for words, own in rows

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels, timeline
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import timeline
 
 
 @dataclass(frozen=True, eq=False)

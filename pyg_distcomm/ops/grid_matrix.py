@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import CSR
-from pyg_distcomm.ops.multiply import Product
-from pyg_distcomm.ops.tile import Links, Tile, Wrap
-from pyg_distcomm.price import Price, balanced_split, exchange_price
-from pyg_distcomm.wire import Axis
+from pyg_distcomm.ops.local_blocks import Links, LocalBlocks, Wrap
+from pyg_distcomm.ops.overlapped_spmm import OverlappedSpMM
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class FiberSplit:
         widths = balanced_split(x.size(1), p)
         mine = widths[self.axis.rank]
         send = torch.cat([part.reshape(-1) for part in x.split(widths, 1)])
-        out = wire.all_to_all(
+        out = collectives.all_to_all(
             send,
             [x.size(0) * w for w in widths],
             [n * mine for n in self.rows],
@@ -72,7 +72,7 @@ class FiberSplit:
         widths = balanced_split(width, p)
         n, mine = self.rows[self.axis.rank], widths[self.axis.rank]
         counts = [n * w for w in widths]
-        out = wire.all_to_all(
+        out = collectives.all_to_all(
             z.reshape(-1),
             [m * mine for m in self.rows],
             counts,
@@ -112,7 +112,7 @@ class GridMatrix:
     See [Note: the grid family] for the algorithm and its sources.
     """
 
-    tile: Tile
+    tile: LocalBlocks
     links: Links
     fiber: FiberSplit
 
@@ -153,7 +153,9 @@ class GridMatrix:
         """Returns the product, and the own and ghost rows it multiplied by."""
         own = self.fiber.split(x)
         memory.make_room(self._traffic(own))
-        product = Product(self.tile, self.links, own, self.fiber.axis.ledger.event)
+        product = OverlappedSpMM(
+            self.tile, self.links, own, self.fiber.axis.ledger.event
+        )
         z, ghost = product.run()
         return self.fiber.join(z, x.size(1)), own, ghost
 
@@ -171,7 +173,7 @@ class GridMatrix:
             CSR(b.pattern.to(device), None if b.value is None else b.value.to(device))
             for b in self.tile.blocks
         )
-        return GridMatrix(Tile(*blocks), self.links.to(device), self.fiber)
+        return GridMatrix(LocalBlocks(*blocks), self.links.to(device), self.fiber)
 
     def gather(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Returns own and ghost rows as `apply` would multiply by them."""
@@ -187,7 +189,7 @@ class GridMatrix:
 
 
 def value_gradient(
-    tile: Tile, index: tuple[Tensor, ...], like: Tensor, g: Any, x: Any
+    tile: LocalBlocks, index: tuple[Tensor, ...], like: Tensor, g: Any, x: Any
 ) -> Tensor:
     """Returns dLoss/dvalue: for each nonzero the dot of its row's g and column's x.
 

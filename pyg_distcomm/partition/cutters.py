@@ -259,7 +259,7 @@ def _settle(
     loss, most = 0, int(np.diff(csr[0]).max())
     light_first = walk[::-1].copy()
     while loss <= 2 * most and (load > capacity).any():
-        loops.relieve(light_first, *csr, weight, capacity, owner, load, loss)
+        loops.rebalance(light_first, *csr, weight, capacity, owner, load, loss)
         loss = 2 * loss + 1
     for _ in range(PASSES):
         if loops.refine(walk, *csr, weight, capacity, owner, load) == 0:
@@ -268,7 +268,7 @@ def _settle(
 
 def _loops() -> Any:
     # Numba takes a second to import, and only this cutter needs it
-    return importlib.import_module("pyg_distcomm.partition.ldg")
+    return importlib.import_module("pyg_distcomm.partition.ldg_jit")
 
 
 @functools.cache

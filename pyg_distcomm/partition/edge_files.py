@@ -250,7 +250,7 @@ def _told(file: IO[bytes]) -> int:
 
 def _text_pairs(path: Path, file: IO[bytes], limit: int) -> Iterator[np.ndarray]:
     # Numba takes a second to import
-    loops: Any = importlib.import_module("pyg_distcomm.partition.parse_loops")
+    loops: Any = importlib.import_module("pyg_distcomm.partition.parse_jit")
     line, rest, first = 0, b"", path.name.lower().removesuffix(".gz")
     head = first.endswith((".csv", ".tsv"))
     while block := file.read(BLOCK):

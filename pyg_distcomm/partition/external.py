@@ -19,11 +19,10 @@ import torch
 from tqdm import tqdm
 
 from pyg_distcomm.partition.arrays import ArrayFile, flush_files, write_array
+from pyg_distcomm.partition.attribute_levels import Kind, shape_kinds
 from pyg_distcomm.partition.columns import Column, RowReader, torch_name
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
-from pyg_distcomm.partition.figures import PartitionReport
-from pyg_distcomm.partition.kinds import Kind, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
     check_target,
@@ -33,6 +32,7 @@ from pyg_distcomm.partition.layout import (
     write_meta,
     written,
 )
+from pyg_distcomm.partition.metrics import PartitionReport
 from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
 from pyg_distcomm.partition.report import RowCount
 from pyg_distcomm.partition.schema import Meta

@@ -32,8 +32,7 @@ from pyg_distcomm.partition.arrays import (
     read_array,
     write_array,
 )
-from pyg_distcomm.partition.figures import PartitionReport
-from pyg_distcomm.partition.kinds import Kind, attribute_kinds
+from pyg_distcomm.partition.attribute_levels import Kind, attribute_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
     Verify,
@@ -46,6 +45,7 @@ from pyg_distcomm.partition.layout import (
     write_meta,
     written,
 )
+from pyg_distcomm.partition.metrics import PartitionReport
 from pyg_distcomm.partition.partition import Grid, Partition, owner_dtype
 from pyg_distcomm.partition.report import report
 from pyg_distcomm.partition.schema import Meta

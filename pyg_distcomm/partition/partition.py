@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.figures import PartitionReport
+from pyg_distcomm.partition.metrics import PartitionReport
 
 Grid = tuple[int, int, int]
 Owner = Tensor | np.ndarray | Sequence[int]

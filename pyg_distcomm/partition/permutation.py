@@ -33,7 +33,7 @@ def permutation(
     Permuting rows and columns at random, and each in its own way, is the double
     permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
     """
-    loops: Any = importlib.import_module("pyg_distcomm.partition.ldg")
+    loops: Any = importlib.import_module("pyg_distcomm.partition.ldg_jit")
     r, s, p = check_grid(grid, num_parts)
     degree = [
         np.bincount(ends, minlength=num_nodes)

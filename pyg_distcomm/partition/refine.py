@@ -83,7 +83,7 @@ def _moved(
     balance: float,
 ) -> np.ndarray:
     # Numba takes a second to import
-    loops: Any = importlib.import_module("pyg_distcomm.partition.refine_loops")
+    loops: Any = importlib.import_module("pyg_distcomm.partition.refine_jit")
     src, dst = plain_edges(edge_index).cpu().numpy()
     rows = loops.distinct_sources(src, dst, owner.size)
     held = loops.hold(*rows, owner, num_parts)

@@ -11,7 +11,7 @@ TINY = 1e-12
 
 
 @dataclass
-class State:
+class RefineState:
     """A graph and who owns its nodes, changed in place by `sweep`.
 
     owner     the part of each node
@@ -35,10 +35,12 @@ class State:
                 received[q] += 1
         return sent, received
 
-    def moved(self, v: int, b: int) -> State:
+    def moved(self, v: int, b: int) -> RefineState:
         """Returns the state after a move of v to part b."""
         owner = [b if u == v else q for u, q in enumerate(self.owner)]
-        return State(owner, self.pairs, self.weight, self.capacity, self.num_parts)
+        return RefineState(
+            owner, self.pairs, self.weight, self.capacity, self.num_parts
+        )
 
     def carried(self, part: int) -> np.ndarray:
         """Adds up what a part carries."""
@@ -48,7 +50,7 @@ class State:
 
 
 def sweep(
-    state: State, order: list[int], first: list[int], most: int, doublings: int
+    state: RefineState, order: list[int], first: list[int], most: int, doublings: int
 ) -> int:
     """Moves each node of `order` once, to the part where the potential falls most.
 
@@ -81,7 +83,7 @@ def sweep(
     return moves
 
 
-def candidates(state: State, v: int) -> list[int]:
+def candidates(state: RefineState, v: int) -> list[int]:
     """Lists the parts, but its own, that hold most neighbours of v."""
     near: dict[int, int] = {}
     for u, w in state.pairs:
@@ -93,13 +95,18 @@ def candidates(state: State, v: int) -> list[int]:
     return sorted(near, key=lambda q: (-near[q], q))[:CANDIDATES]
 
 
-def _fits(state: State, v: int, b: int) -> bool:
+def _fits(state: RefineState, v: int, b: int) -> bool:
     new = state.carried(b) + state.weight[v]
     return bool(((state.weight[v] == 0) | (new <= state.capacity)).all())
 
 
 def _gain(
-    old: State, new: State, first: list[int], most: int, scale: float, doublings: int
+    old: RefineState,
+    new: RefineState,
+    first: list[int],
+    most: int,
+    scale: float,
+    doublings: int,
 ) -> float:
     was, now = old.rows(), new.rows()
     if sum(now[0]) > most:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from pyg_distcomm.partition.edges import check_edge_index, plain_edges
-from pyg_distcomm.partition.figures import PartitionReport as PartitionReport
+from pyg_distcomm.partition.metrics import PartitionReport as PartitionReport
 from pyg_distcomm.partition.partition import Grid, Partition, check_grid
 
 Counts = tuple[int, ...]

@@ -103,7 +103,7 @@ class _Cut:
     ) -> None:
         self.edges, self.n, self.parts, self.seed = edges, num_nodes, num_parts, seed
         # Numba takes a second to import
-        self.loops: Any = importlib.import_module("pyg_distcomm.partition.stream_loops")
+        self.loops: Any = importlib.import_module("pyg_distcomm.partition.stream_jit")
         self.weight = np.ones((num_nodes, 2), np.int64)
         self.weight[:, 1] = 0
         mean = np.array([num_nodes, edges.num_edges]) / num_parts

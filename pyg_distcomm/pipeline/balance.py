@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.pipeline.stack import Layer
+from pyg_distcomm.pipeline.layer_stack import StackLayer
 
 _LIGHT = 0.1  # what a layer that reads no neighbours costs, beside one that does
 
@@ -42,12 +42,12 @@ def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
     return sizes[::-1]
 
 
-def supposed_costs(layers: Sequence[Layer]) -> list[float]:
+def supposed_costs(layers: Sequence[StackLayer]) -> list[float]:
     """Returns what layers may cost where nothing was measured: 1 for each aggregation."""
     return [_LIGHT + _aggregations(layer) for layer in layers]
 
 
-def _aggregations(layer: Layer) -> int:
+def _aggregations(layer: StackLayer) -> int:
     if not isinstance(layer.run, torch.nn.Module):
         return 0
     kinds = MessagePassing, HaloConv  # which hides the layer that it runs

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
-from pyg_distcomm.edge_index import DistEdgeIndex
-from pyg_distcomm.exchange.halo import Halo
-from pyg_distcomm.exchange.link import Link
-from pyg_distcomm.mesh import Mesh
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import LocalGraph, Topology, gcn_norm
+from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.halo.link import Link
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.topology import Locals, Topology, gcn_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,12 +236,14 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
         chunk, count = _chunk_of(here, topology, chunks, seed)
     except (TypeError, ValueError) as error:
         problem = str(error)
-    wire.agree(problem, mesh.everyone)
-    every_count = wire.all_gather_object(count, mesh.everyone)
+    collectives.agree(problem, mesh.everyone)
+    every_count = collectives.all_gather_object(count, mesh.everyone)
     if len(set(every_count)) > 1:
         raise ValueError(f"chunks must be equal on all ranks, got {every_count}")
     assert chunk is not None
-    chunk = wire.broadcast_object(chunk, mesh.stage)  # the first stage's on all stages
+    chunk = collectives.broadcast_object(
+        chunk, mesh.stage
+    )  # the first stage's on all stages
     _check_sizes(chunk, count, mesh)
     own = Cut.of(chunk, count)
     every = here.with_ghosts(chunk.unsqueeze(1).to(topology.device)).squeeze(1).cpu()
@@ -264,7 +266,7 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
 
 
 def _chunk_of(
-    here: Locals, topology: Topology, chunks: Any, seed: int
+    here: LocalGraph, topology: Topology, chunks: Any, seed: int
 ) -> tuple[Tensor, int]:
     """The chunk of each own node, and how many chunks there are."""
     nodes = topology.nodes
@@ -295,7 +297,7 @@ def _chunk_of(
 
 def _check_sizes(chunk: Tensor, count: int, mesh: Mesh) -> None:
     sizes = torch.bincount(chunk, minlength=max(count, 1))
-    sizes = wire.all_reduce(sizes, mesh.world)
+    sizes = collectives.all_reduce(sizes, mesh.world)
     empty = (sizes == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(

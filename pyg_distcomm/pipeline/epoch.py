@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm import wire
-from pyg_distcomm.averaging import averager_of
-from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.pipeline.schedule import Schedule, Span
-from pyg_distcomm.pipeline.stage import Cargo, Stage
-from pyg_distcomm.wire import Pending
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Pending
+from pyg_distcomm.comm.gradient_averaging import averager_of
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule
+from pyg_distcomm.pipeline.stage import Stage, StageTensors
 
 OP = "stage"  # what travels between stages, in the ledger
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(eq=False)
-class Boundary:
+class StageBuffers:
     """What a stage receives and sends, all chunks side by side.
 
     Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. Going back, they
@@ -35,9 +35,9 @@ class Boundary:
         result: what the last stage gives.
     """
 
-    takes: Cargo | None
-    gives: Cargo
-    result: Cargo
+    takes: StageTensors | None
+    gives: StageTensors
+    result: StageTensors
     inbox: Tensor | None
     outbox: Tensor
 
@@ -63,20 +63,20 @@ class Epoch:
 
     mesh: Mesh
     stage: Stage
-    boundary: Boundary
+    boundary: StageBuffers
     order: list[int]
     recompute: bool
     refresh: bool
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ActionSpan] = field(default_factory=list)
     _under_way: dict[tuple[str, int], Pending] = field(default_factory=dict)
     _graphs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     _begun: float = 0.0
 
-    def run(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
+    def run(self, schedule: StageSchedule, data: Data, loss_fn: Loss) -> Tensor:
         """Carries out this stage's actions, and returns the loss, on all ranks.
 
         Where that fails, history is put back in place of the rows of this epoch; see
-        `Site.undo`.
+        `HistoryBuffer.undo`.
         """
         self._begun = time.perf_counter()
         try:
@@ -86,7 +86,9 @@ class Epoch:
                 site.undo()
             raise
 
-    def _carried_out(self, schedule: Schedule, data: Data, loss_fn: Loss) -> Tensor:
+    def _carried_out(
+        self, schedule: StageSchedule, data: Data, loss_fn: Loss
+    ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64)
         for action in schedule.stages[self.mesh.stage.rank]:
             if action.kind == "loss":
@@ -97,7 +99,7 @@ class Epoch:
             pending.wait()
         for site in self._sites():
             site.end_epoch(self.refresh)
-        return wire.all_reduce(loss, self.mesh.stage)
+        return collectives.all_reduce(loss, self.mesh.stage)
 
     def _sites(self) -> list[Any]:
         return list(self.stage.run.sites.values())
@@ -110,12 +112,14 @@ class Epoch:
     def _post(self, slot: int) -> None:
         assert self.boundary.inbox is not None
         into = self.boundary.inbox[self._rows(slot)]
-        self._start("post", slot, wire.receive(into, self._peer(-1), self._axis, OP))
+        self._start(
+            "post", slot, collectives.receive(into, self._peer(-1), self._axis, OP)
+        )
 
     def _post_grad(self, slot: int) -> None:
         into = self.boundary.outbox[self._rows(slot)]
         self._start(
-            "post_grad", slot, wire.receive(into, self._peer(1), self._axis, OP)
+            "post_grad", slot, collectives.receive(into, self._peer(1), self._axis, OP)
         )
 
     def _receive(self, slot: int) -> None:
@@ -126,15 +130,17 @@ class Epoch:
 
     def _send(self, slot: int) -> None:
         rows = self.boundary.outbox[self._rows(slot)]
-        self._start("send", slot, wire.send(rows, self._peer(1), self._axis, OP))
+        self._start("send", slot, collectives.send(rows, self._peer(1), self._axis, OP))
 
     def _send_grad(self, slot: int) -> None:
         assert self.boundary.inbox is not None
         rows = self.boundary.inbox[self._rows(slot)]
-        self._start("send_grad", slot, wire.send(rows, self._peer(-1), self._axis, OP))
+        self._start(
+            "send_grad", slot, collectives.send(rows, self._peer(-1), self._axis, OP)
+        )
 
     @property
-    def _axis(self) -> wire.Axis:
+    def _axis(self) -> collectives.Axis:
         return self.mesh.stage
 
     def _peer(self, step: int) -> int:
@@ -220,7 +226,7 @@ class Epoch:
 
     def _note(self, kind: str, slot: int, begin: float) -> None:
         end, rank = time.perf_counter(), self.mesh.stage.rank
-        span = Span(rank, kind, slot, begin - self._begun, end - self._begun)
+        span = ActionSpan(rank, kind, slot, begin - self._begun, end - self._begun)
         self.spans.append(span)
 
 
@@ -253,7 +259,9 @@ def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None
     grads = [p.grad for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in grads):
         some = [g for g in grads if g.dtype == dtype]
-        flat = wire.all_reduce(torch.cat([g.reshape(-1) for g in some]), mesh.data)
+        flat = collectives.all_reduce(
+            torch.cat([g.reshape(-1) for g in some]), mesh.data
+        )
         parts = flat.div_(mesh.size).split([g.numel() for g in some])
         for g, part in zip(some, parts, strict=True):
             g.copy_(part.view_as(g))

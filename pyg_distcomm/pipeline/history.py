@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels import codes
+from pyg_distcomm.kernels import codec_ops
 
 DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _BITS = 8
@@ -43,7 +43,7 @@ class History:
         if coded:
             sizes = [b - a for a, b in pairwise(bounds)]
             item = max(like.element_size(), 4)  # codes are of float32 and float64
-            ends = [codes.message_bytes(n, width, _BITS, item) for n in sizes]
+            ends = [codec_ops.message_bytes(n, width, _BITS, item) for n in sizes]
             self._ends: list[int] | None = [0]
             for size in ends:
                 self._ends.append(self._ends[-1] + size)
@@ -66,7 +66,7 @@ class History:
                 raise _not_finite("float16")
         elif x.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            bad = codes.quantise(x, None, _BITS, None, message)
+            bad = codec_ops.quantise(x, None, _BITS, None, message)
             if bad >= 0:
                 raise _not_finite("int8")
 
@@ -76,7 +76,7 @@ class History:
             out.copy_(self._rows(block))
         elif out.numel():
             message = self.kept[self._ends[block] : self._ends[block + 1]]
-            codes.dequantise(message, _BITS, out)
+            codec_ops.dequantise(message, _BITS, out)
 
     def _rows(self, block: int) -> Tensor:
         return self.kept[self._bounds[block] : self._bounds[block + 1]]

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm import random, wire
-from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.pipeline import checks, filling, saving
+from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.pipeline import checkpoint, validation, warmup
 from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.clipping import clip_grad_norm_
-from pyg_distcomm.pipeline.epoch import OP, Boundary, Epoch, Loss, gradients_added
+from pyg_distcomm.pipeline.epoch import OP, Epoch, Loss, StageBuffers, gradients_added
+from pyg_distcomm.pipeline.grad_clipping import clip_grad_norm_
 from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.history_buffer import GradientRule
+from pyg_distcomm.pipeline.layer_stack import StackLayer, read_stack
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
-from pyg_distcomm.pipeline.schedule import Schedule, Span, schedule_of
-from pyg_distcomm.pipeline.site import Rule
-from pyg_distcomm.pipeline.stack import Layer, read_stack
-from pyg_distcomm.pipeline.stage import Cargo, Stage
-from pyg_distcomm.pipeline.view import Run
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule, schedule_of
+from pyg_distcomm.pipeline.stage import Stage, StageTensors
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 _ORDER = 0x0DE2  # sets the keys of orders apart
 
@@ -123,40 +123,40 @@ class Pipeline(torch.nn.Module):
         self._seed = mesh.seed if seed is None else seed
         folder = None if history_path is None else Path(history_path)
         self._history = history_dtype, folder
-        self.timeline: list[Span] = []
-        with checks.on_all_ranks(mesh):
-            self._rule = Rule.of(gradient, damping)
+        self.timeline: list[ActionSpan] = []
+        with validation.on_all_ranks(mesh):
+            self._rule = GradientRule.of(gradient, damping)
             whole = {"chunks": self._chunks, "history_refresh": history_refresh}
-            checks.check_options(mesh, order, whole, self._seed, history_dtype)
+            validation.check_options(mesh, order, whole, self._seed, history_dtype)
             stack = read_stack(layers)
-            checks.check_links(stack)
-            balance = checks.check_balance(stack, mesh.stage.size, balance)
+            validation.check_links(stack)
+            balance = validation.check_balance(stack, mesh.stage.size, balance)
         same: dict[str, Any] = {"order": order, "gradient": gradient}
         same |= {"damping": damping, "seed": self._seed, "balance": balance}
         same |= {"data": None if data is None else "given"}
         same |= {**whole, "history_dtype": history_dtype}
-        with checks.on_all_ranks(mesh):
-            checks.check_same(stack, mesh, same)
+        with validation.on_all_ranks(mesh):
+            validation.check_same(stack, mesh, same)
         stack = [layer.converted() for layer in stack]
-        filling.share_weights(stack, mesh)
-        self._run: Run | None = None
+        warmup.share_weights(stack, mesh)
+        self._run: ChunkPass | None = None
         if data is not None:
             self._plan(data)
         if balance is None:
-            costs = filling.costs_of(stack, mesh, self._run, data)
+            costs = warmup.costs_of(stack, mesh, self._run, data)
             balance = cut_layers(costs, mesh.stage.size)
         self.balance = tuple(balance)
         self._keep(stack)
-        self._boundary: Boundary | None = None
+        self._boundary: StageBuffers | None = None
         self._saved: Any = None
 
-    def _keep(self, stack: list[Layer]) -> None:
+    def _keep(self, stack: list[StackLayer]) -> None:
         """Keeps the layers of this stage, and lets go of the others."""
         place = self.mesh.stage.rank
         begin = sum(self.balance[:place])
         end = begin + self.balance[place]
-        with checks.on_all_ranks(self.mesh):
-            checks.check_untied(stack, self.balance)
+        with validation.on_all_ranks(self.mesh):
+            validation.check_untied(stack, self.balance)
         self.layers = torch.nn.Module()
         for layer in stack[begin:end]:
             if isinstance(layer.run, torch.nn.Module):
@@ -182,11 +182,11 @@ class Pipeline(torch.nn.Module):
 
     def _plan(self, data: Data) -> None:
         """Cuts the share into chunks; collective."""
-        with checks.on_all_ranks(self.mesh):
-            edge_index = checks.check_share(data, self.mesh)
+        with validation.on_all_ranks(self.mesh):
+            edge_index = validation.check_share(data, self.mesh)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         keep = self._new_history if plan.chunks > 1 else None
-        self._run = Run(plan, self._rule, keep, self._seed)
+        self._run = ChunkPass(plan, self._rule, keep, self._seed)
 
     def _new_history(
         self, key: tuple[int, int], bounds: tuple[int, ...], like: Tensor
@@ -198,26 +198,26 @@ class Pipeline(torch.nn.Module):
     @torch.inference_mode(False)  # what is planned in an evaluation is trained with
     def _prepare(self, data: Data) -> Stage:
         """Plans at the first use, and fills the sites by a pass over the whole graph."""
-        checks.check_alive(self.mesh)
+        validation.check_alive(self.mesh)
         if self._run is None:
             self._plan(data)
         assert self._run is not None
-        edge_index = checks.check_known(data, self._run.plan.topology)
+        edge_index = validation.check_known(data, self._run.plan.topology)
         if self._run.link is not edge_index.topology.link:
-            with checks.on_all_ranks(self.mesh):
+            with validation.on_all_ranks(self.mesh):
                 self._run.go_by(edge_index.topology.link)
         if self._boundary is None:
             begin, end = self._span
             self._stage = Stage(self._stack, begin, end, self._run)
-            with checks.on_all_ranks(self.mesh):  # each stage reads its own names
+            with validation.on_all_ranks(self.mesh):  # each stage reads its own names
                 self._stage.look_at(data)
             with self._mode(False):
-                boundary = filling.fill(self._stage, self.mesh)
+                boundary = warmup.fill(self._stage, self.mesh)
             if self._saved is not None:
                 self._saved.put(self._run)
                 self._saved = None
             self._boundary = boundary
-        with checks.telling(self.mesh):
+        with validation.telling(self.mesh):
             self._stage.look_at(data)
         return self._stage
 
@@ -234,7 +234,7 @@ class Pipeline(torch.nn.Module):
     # what a script calls
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StageSchedule:
         """What each stage does in an epoch, verified."""
         return schedule_of(self.mesh.stage.size, self._count())
 
@@ -274,7 +274,7 @@ class Pipeline(torch.nn.Module):
         order = self.order_of(self.epoch)
         epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
         own = list(self.parameters())
-        with gradients_added(self.mesh, own), checks.telling(self.mesh):
+        with gradients_added(self.mesh, own), validation.telling(self.mesh):
             loss = epoch.run(self.schedule, data, loss_fn)
         self.timeline = epoch.spans
         self.epoch += 1
@@ -295,9 +295,9 @@ class Pipeline(torch.nn.Module):
         out, result, axis = *self._full(data), self.mesh.stage
         if axis.rank < axis.size - 1:
             out = out.new_empty((len(out), result.width), dtype=result.dtype)
-            wire.receive(out, axis.rank + 1, axis, OP).wait()
+            collectives.receive(out, axis.rank + 1, axis, OP).wait()
         if axis.rank:
-            wire.send(out, axis.rank - 1, axis, OP).wait()
+            collectives.send(out, axis.rank - 1, axis, OP).wait()
         return self._output(out, result, data)
 
     def eval_step(self, data: Data, metric: Callable[[Any, Any], Any]) -> Any:
@@ -311,21 +311,21 @@ class Pipeline(torch.nn.Module):
         """
         out, result, axis = *self._full(data), self.mesh.stage
         found = None
-        with checks.telling(self.mesh), torch.no_grad():
+        with validation.telling(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
                 found = metric(self._output(out, result, data), data)
-            return wire.all_gather_object(found, axis)[-1]
+            return collectives.all_gather_object(found, axis)[-1]
 
-    def _full(self, data: Data) -> tuple[Tensor, Cargo]:
+    def _full(self, data: Data) -> tuple[Tensor, StageTensors]:
         """Runs the layers on all nodes at once; returns what this stage gives."""
         stage, boundary = self._prepare(data), self._boundary
         assert boundary is not None
         stage.run.mode = "full"
-        with self._mode(False), checks.telling(self.mesh):
-            out = filling.whole_pass(stage, boundary, self.mesh.stage)
+        with self._mode(False), validation.telling(self.mesh):
+            out = warmup.whole_pass(stage, boundary, self.mesh.stage)
         return out, boundary.result
 
-    def _output(self, packed: Tensor, result: Cargo, data: Data) -> DistTensor:
+    def _output(self, packed: Tensor, result: StageTensors, data: Data) -> DistTensor:
         assert self._run is not None
         edge_index: Any = data.edge_index
         rows = packed[self._run.plan.own.place]
@@ -349,7 +349,7 @@ class Pipeline(torch.nn.Module):
         facts = sum(t.nbytes for t in run.facts.values())
         return {"sites": sites, "facts": facts, "boundary": boundary.nbytes}
 
-    def _planned(self) -> tuple[Boundary, Run]:
+    def _planned(self) -> tuple[StageBuffers, ChunkPass]:
         if self._boundary is None or self._run is None:
             raise ValueError(
                 "what a pipeline costs is known once it has seen the data: call it, or "
@@ -361,7 +361,7 @@ class Pipeline(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the unsplit stack, on all ranks; collective over stages."""
-        return saving.state_of(self, *args, **kwargs)
+        return checkpoint.state_of(self, *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
@@ -374,7 +374,7 @@ class Pipeline(torch.nn.Module):
         others = {layer.name for layer in self._stack}
         others -= dict(self.layers.named_children()).keys()
         mine = {k: v for k, v in state_dict.items() if k.split(".")[0] not in others}
-        with checks.on_all_ranks(self.mesh):
+        with validation.on_all_ranks(self.mesh):
             return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
     def save(
@@ -390,7 +390,7 @@ class Pipeline(torch.nn.Module):
         The folder appears whole or not at all, and replaces one that was written so;
         `keep` of them are kept, as by `save_checkpoint`.
         """
-        saving.save(self, Path(path), optimizer, keep)
+        checkpoint.save(self, Path(path), optimizer, keep)
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
@@ -401,4 +401,4 @@ class Pipeline(torch.nn.Module):
         was; elsewhere history begins anew, with a warning. At the first use the link of the
         data, made as it was, goes where it stood.
         """
-        saving.load(self, Path(path), optimizer)
+        checkpoint.load(self, Path(path), optimizer)

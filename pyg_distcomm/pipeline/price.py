@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pyg_distcomm import wire
-from pyg_distcomm.mesh import Mesh
-from pyg_distcomm.pipeline.epoch import Boundary
-from pyg_distcomm.pipeline.view import Run
-from pyg_distcomm.price import Price
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.price import Price
+from pyg_distcomm.pipeline.chunk_graph import ChunkPass
+from pyg_distcomm.pipeline.epoch import StageBuffers
 
 
 def stage_words(n: int, d: int, stages: int, shared: int = 0) -> int:
@@ -84,7 +84,7 @@ class EpochPrice:
 
 
 def epoch_price(
-    mesh: Mesh, boundary: Boundary, run: Run, weights: Sequence[Tensor]
+    mesh: Mesh, boundary: StageBuffers, run: ChunkPass, weights: Sequence[Tensor]
 ) -> EpochPrice:
     """Returns the price of an epoch on this rank.
 
@@ -118,5 +118,5 @@ def _sum(parts: list[tuple[Price, int]]) -> Price:
 
 
 def _reduced(numel: int, size: int) -> Price:
-    words = wire.ring_words(numel, size)
+    words = collectives.ring_words(numel, size)
     return Price(words, words, 2 * (size - 1))

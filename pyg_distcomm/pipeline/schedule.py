@@ -47,7 +47,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """What a stage computes and when, on a clock that starts with the epoch."""
 
     stage: int
@@ -58,7 +58,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StageSchedule:
     """The actions of all stages in an epoch; `print` draws them.
 
     Args:
@@ -75,7 +75,7 @@ class Schedule:
         idle = len(self.stages) - 1
         return idle / (self.chunks + idle)
 
-    def spans(self, forward: float = 1.0, backward: float = 1.0) -> list[Span]:
+    def spans(self, forward: float = 1.0, backward: float = 1.0) -> list[ActionSpan]:
         """Returns when each chunk is computed, if transfers take no time.
 
         Args:
@@ -83,7 +83,9 @@ class Schedule:
         """
         cost = {"forward": forward, "backward": backward}
         return [
-            Span(stage, action.kind, action.slot, begin, begin + cost[action.kind])
+            ActionSpan(
+                stage, action.kind, action.slot, begin, begin + cost[action.kind]
+            )
             for stage, action, begin in _run(self, cost)
             if action.kind in cost
         ]
@@ -110,7 +112,7 @@ class Schedule:
         return "\n".join(lines) + f"\nbubble {self.bubble:.1%}"
 
 
-def fill_drain(stages: int, chunks: int, ahead: int = AHEAD) -> Schedule:
+def fill_drain(stages: int, chunks: int, ahead: int = AHEAD) -> StageSchedule:
     """Returns the schedule of [Note: fill and drain].
 
     Args:
@@ -125,7 +127,7 @@ def fill_drain(stages: int, chunks: int, ahead: int = AHEAD) -> Schedule:
             range(chunks)[::-1], "backward", ("_grad", not last, not first), ahead
         )
         every.append((*there, *([Action("loss")] if last else []), *back))
-    return Schedule(tuple(every), chunks)
+    return StageSchedule(tuple(every), chunks)
 
 
 def _pass(
@@ -145,14 +147,14 @@ def _pass(
             yield Action(f"send{suffix}", slot)
 
 
-def schedule_of(stages: int, chunks: int) -> Schedule:
+def schedule_of(stages: int, chunks: int) -> StageSchedule:
     """Returns the schedule of `fill_drain`, verified."""
     schedule = fill_drain(stages, chunks)
     verify(schedule)
     return schedule
 
 
-def verify(schedule: Schedule) -> None:
+def verify(schedule: StageSchedule) -> None:
     """Checks that a schedule can be carried out; see [Note: lanes].
 
     Raises:
@@ -165,7 +167,9 @@ def verify(schedule: Schedule) -> None:
     _run(schedule, {})
 
 
-def _check_reads(schedule: Schedule, stage: int, actions: tuple[Action, ...]) -> None:
+def _check_reads(
+    schedule: StageSchedule, stage: int, actions: tuple[Action, ...]
+) -> None:
     """Checks that a stage does everything once, and after what it depends on."""
     done: set[Action] = set()
     for action in actions:
@@ -182,7 +186,7 @@ def _check_reads(schedule: Schedule, stage: int, actions: tuple[Action, ...]) ->
         raise ValueError(f"stage {stage} would end before it could {last}")
 
 
-def _needs(schedule: Schedule, stage: int, action: Action) -> list[Action]:
+def _needs(schedule: StageSchedule, stage: int, action: Action) -> list[Action]:
     """What must come before an action in its stage."""
     slot, end = action.slot, schedule.chunks - 1
     first, last = stage == 0, stage == len(schedule.stages) - 1
@@ -203,7 +207,9 @@ def _needs(schedule: Schedule, stage: int, action: Action) -> list[Action]:
     return [Action(plain[action.kind], slot)] if action.kind in plain else []
 
 
-def _run(schedule: Schedule, cost: dict[str, float]) -> list[tuple[int, Action, float]]:
+def _run(
+    schedule: StageSchedule, cost: dict[str, float]
+) -> list[tuple[int, Action, float]]:
     """Carries a schedule out on paper; returns who did what, and when it began."""
     stages = schedule.stages
     lanes: dict[tuple[int, int], list[tuple[str, int, float]]] = {}

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm import random
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.pipeline.chunk_graph import ChunkPass, view_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan
-from pyg_distcomm.pipeline.stack import Layer, from_data
-from pyg_distcomm.pipeline.view import Run, view_of
-from pyg_distcomm.rows import Rows
-from pyg_distcomm.tensor import DistTensor
+from pyg_distcomm.pipeline.layer_stack import StackLayer, from_data
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class StageTensors:
     """What crosses from stage to stage, side by side in one row per node.
 
     Args:
@@ -35,7 +35,9 @@ class Cargo:
     dtype: torch.dtype
 
     @staticmethod
-    def of(values: Values, names: Sequence[str], where: str, nodes: Rows) -> Cargo:
+    def of(
+        values: Values, names: Sequence[str], where: str, nodes: Rows
+    ) -> StageTensors:
         """Describes values of some names, with rows as nodes have."""
         shapes, kinds = [], set()
         for name in names:
@@ -61,7 +63,7 @@ class Cargo:
                 f"{', '.join(names)}, after {where}, are of {sorted(map(str, kinds))}; what "
                 "crosses from stage to stage must be of one floating point type"
             )
-        return Cargo(tuple(names), tuple(shapes), kinds.pop())
+        return StageTensors(tuple(names), tuple(shapes), kinds.pop())
 
     @property
     def width(self) -> int:
@@ -116,7 +118,9 @@ class Stage:
         run: what is being computed.
     """
 
-    def __init__(self, layers: Sequence[Layer], begin: int, end: int, run: Run) -> None:
+    def __init__(
+        self, layers: Sequence[StackLayer], begin: int, end: int, run: ChunkPass
+    ) -> None:
         self.layers, self.begin, self.end, self.run = layers, begin, end, run
         self._read = from_data(layers, begin, end)
         self._data: dict[str, tuple[Any, str]] = {}
@@ -148,7 +152,7 @@ class Stage:
                 known.update(self.call(self.layers[place], known))
         return known
 
-    def call(self, layer: Layer, known: Values) -> Values:
+    def call(self, layer: StackLayer, known: Values) -> Values:
         """Runs one layer."""
         missing = [name for name in layer.takes if name not in known]
         if missing:

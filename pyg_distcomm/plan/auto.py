@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm import mesh as grids
-from pyg_distcomm import wire
-from pyg_distcomm.mesh import Grid, Mesh
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import mesh as grids
+from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.partition.cutters import (
     check_edge_index,
     check_method,
@@ -21,19 +21,19 @@ from pyg_distcomm.partition.cutters import (
     takes_grid,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.asked import (
+from pyg_distcomm.plan.arguments import (
     check_options,
     dtype_of,
     edges_of,
     training_asked,
 )
+from pyg_distcomm.plan.autotune import race, rivals
 from pyg_distcomm.plan.calibrate import calibrate
 from pyg_distcomm.plan.codecs import Asked, codings
-from pyg_distcomm.plan.law import RandomGraph
+from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.plans import Plan, Plans
-from pyg_distcomm.plan.race import race, rivals
 from pyg_distcomm.plan.training import INPUTS, Training
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
@@ -114,7 +114,7 @@ def init(
         how |= {"replication": replication, "grid": grid, "stages": stages}
         return grids.init(algorithm, **how)
     mesh = grids.init("1d", **how, also={"algorithm": algorithm})
-    wire.agree(problem, mesh.world)
+    collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
     asked = {"memory": memory, "partition": method, "dtype": dtype}
     asked |= {"codecs": codecs, "pipeline": pipeline, "machine": machine}
@@ -160,12 +160,12 @@ def _from_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
             kinds = (TypeError, ValueError)
             kind = next((k for k in kinds if isinstance(error, k)), RuntimeError)
             problem, cause = str(error) or type(error).__name__, error
-    kind = wire.broadcast_object(kind, mesh.world)
+    kind = collectives.broadcast_object(kind, mesh.world)
     try:
-        wire.agree(problem, mesh.world, kind)
+        collectives.agree(problem, mesh.world, kind)
     except Exception as told:
         raise told from cause
-    return wire.broadcast_object(found, mesh.world)
+    return collectives.broadcast_object(found, mesh.world)
 
 
 def _planned(
@@ -180,7 +180,7 @@ def _planned(
     # what rank 0 was given counts: the others follow it into what is timed
     check = partial(_checked, data, mesh.size, read, asked)
     given, codecs, shape = _from_first(mesh, check)
-    wire.agree(_differing(asked["codecs"], codecs), mesh.world)
+    collectives.agree(_differing(asked["codecs"], codecs), mesh.world)
     every = codings(asked["codecs"])
     machine = asked["machine"]
     if not given:
@@ -217,7 +217,7 @@ def _planned(
     owners = Partition.from_owner(owner, mesh.size // near[0].stages)
     if len(near) == 1:
         return near[0], owners
-    wire.agree(_unread(data, owners), mesh.world)
+    collectives.agree(_unread(data, owners), mesh.world)
     return race(edges_of(data, owners)[0], owners, near, training, how), owners
 
 

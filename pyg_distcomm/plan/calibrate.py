@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm import kernels, wire
-from pyg_distcomm.axis import let_go
-from pyg_distcomm.channel import open_line
-from pyg_distcomm.exchange.codec import Draw
-from pyg_distcomm.exchange.codecs import Plain, fresh_state
-from pyg_distcomm.ledger import Ledger
-from pyg_distcomm.mesh import Mesh
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.process_grid import new_axis_group
+from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.halo.codec import RngKey
+from pyg_distcomm.halo.codecs import Plain, fresh_state
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
-from pyg_distcomm.plan.laps import Laps, Name, Work, once, slowest, timed
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
-from pyg_distcomm.share import partition
+from pyg_distcomm.plan.timing import LapTimer, Name, Work, once, slowest, timed
 
 SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
 FEW = 5  # times that such a row is timed
@@ -78,7 +79,7 @@ def calibrate(
     products = _products(quiet, widths, narrow, rows, degree)
     works = {name: work for name, (_, work) in products.items()}
     works |= _epochs(quiet) | _codes(quiet, codecs, widths[-1], rows)
-    laps = Laps(works, works["spmm", widths[-1]], quiet)
+    laps = LapTimer(works, works["spmm", widths[-1]], quiet)
     laps.run(repeats)
     lines: dict[Line, Wire] = {}
     for size, stride in lines_of(mesh.size):
@@ -130,13 +131,15 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
     All lines at once, each over a process group of its own, as those of a grid: in that
     of the world, ranks of other lines would send, and wait for, messages of no bytes.
     """
-    line = open_line(mesh, size, stride)
+    line = new_axis_group(mesh, size, stride)
 
     def exchange(total: int) -> Work:
         each = max(1, total // (size - 1))
         counts = [each if rank != line.rank else 0 for rank in range(size)]
         message = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
-        return lambda: wire.all_to_all(message, counts, counts, line, most=each).wait()
+        return lambda: collectives.all_to_all(
+            message, counts, counts, line, most=each
+        ).wait()
 
     found = _curve(exchange, size - 1, mesh, repeats)
     if line is not mesh.world:
@@ -150,7 +153,7 @@ def _sums(mesh: Mesh, repeats: int) -> Wire:
     def reduce(size: int) -> Work:
         numbers = max(1, size * mesh.size // (8 * (mesh.size - 1)))
         values = torch.zeros(numbers, device=mesh.device)
-        return lambda: wire.all_reduce(values, mesh.world)
+        return lambda: collectives.all_reduce(values, mesh.world)
 
     return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
 
@@ -222,7 +225,7 @@ def _codes(
     """Returns how codecs write rows, and read them, to be timed."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=rng, dtype=torch.float32).to(mesh.device)
-    draw = Draw(1, torch.arange(rows, device=mesh.device))
+    draw = RngKey(1, torch.arange(rows, device=mesh.device))
     found: dict[Name, Work] = {}
     for coding in filter(None, codings(asked)):
         for codec in (coding.rows, coding.gradients):

@@ -15,16 +15,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from pyg_distcomm.exchange.codec import HEADER, Codec
-from pyg_distcomm.exchange.codecs.names import CODECS
-from pyg_distcomm.exchange.codecs.plain import Cast, Plain
-from pyg_distcomm.exchange.codecs.quantise import Quantise
-from pyg_distcomm.exchange.codecs.sparse import Bitmap
-from pyg_distcomm.exchange.coded import answering
-from pyg_distcomm.exchange.pieces import MOST
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.plan.links import Array, Side
-from pyg_distcomm.plan.training import Product
+from pyg_distcomm.halo.chunked import MOST
+from pyg_distcomm.halo.codec import HEADER, Codec
+from pyg_distcomm.halo.codecs.names import CODECS
+from pyg_distcomm.halo.codecs.plain import Cast, Plain
+from pyg_distcomm.halo.codecs.quantise import Quantise
+from pyg_distcomm.halo.codecs.sparse import Bitmap
+from pyg_distcomm.halo.compressed import answering
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.plan.block_traffic import Array, Side
+from pyg_distcomm.plan.training import ProductShape
 
 Asked: TypeAlias = str | Codec | LinkPolicy
 
@@ -70,7 +70,7 @@ class Coding:
         whole = all(isinstance(c, (Plain, Bitmap)) for c in (self.rows, self.gradients))
         return whole and not self.link.timing.is_late
 
-    def codec_of(self, product: Product, last: int) -> Codec | None:
+    def codec_of(self, product: ProductShape, last: int) -> Codec | None:
         """Returns how a product's rows are written; None for the exact exchange.
 
         Args:
@@ -83,7 +83,7 @@ class Coding:
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""
-        return self.link.timing.lateness(transposed)
+        return self.link.timing.staleness(transposed)
 
     @property
     def synchronous(self) -> float:
@@ -128,7 +128,7 @@ def _link_of(asked: Any) -> LinkPolicy:
 def _name_of(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
     said = _short(rows)
     said += "" if own is None else f", gradients {_short(own)}"
-    late = [link.timing.lateness(backward) for backward in (False, True)]
+    late = [link.timing.staleness(backward) for backward in (False, True)]
     if any(late):
         said += f", late by {late[0]}"
     return said if late[0] == late[1] else f"{said} and {late[1]}"

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pyg_distcomm.comm.collectives import ring_words
+from pyg_distcomm.plan.block_traffic import Array, Side
 from pyg_distcomm.plan.codecs import Coding, Writing
-from pyg_distcomm.plan.flow import Flow
-from pyg_distcomm.plan.links import Array, Side
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.passage import (
-    Passage,
+from pyg_distcomm.plan.product_cost import (
+    ProductPath,
     carried_seconds,
     halo_passage,
     late_seconds,
     passage,
     product_seconds,
 )
-from pyg_distcomm.plan.training import Product, Training
-from pyg_distcomm.wire import ring_words
+from pyg_distcomm.plan.traffic import Flow
+from pyg_distcomm.plan.training import ProductShape, Training
 
 PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
 
@@ -51,7 +51,7 @@ class Cost:
 def epoch_cost(
     flows: tuple[Flow, Flow, Flow],
     training: Training,
-    ways: tuple[list[Product], tuple[str, ...]],
+    ways: tuple[list[ProductShape], tuple[str, ...]],
     coding: Coding | None,
     dtype: torch.dtype,
     machine: Machine,
@@ -109,15 +109,15 @@ def epoch_cost(
 
 
 def _writing(
-    coding: Coding | None, product: Product, last: int, dtype: torch.dtype
+    coding: Coding | None, product: ProductShape, last: int, dtype: torch.dtype
 ) -> Writing:
     codec = None if coding is None else coding.codec_of(product, last)
     late = 0 if codec is None or coding is None else coding.late(product.transposed)
     return Writing(codec, dtype, late)
 
 
-def _kept(found: Passage, writing: Writing, coding: Coding) -> Array:
-    """Returns the bytes that exchanges keep from epoch to epoch, as `Inbox` has them."""
+def _kept(found: ProductPath, writing: Writing, coding: Coding) -> Array:
+    """Returns the bytes that exchanges keep from epoch to epoch, as `StaleBuffer` has them."""
     codec, total = writing.codec, np.zeros(())
     assert codec is not None
     for move in (*found.first, *found.second):
@@ -146,7 +146,7 @@ class _Clock:
         self.carried: Array | float = 0.0
         self._now, self._late = 0.0, (0.0, 0.0, 0.0)
 
-    def add(self, found: Passage, late: int) -> None:
+    def add(self, found: ProductPath, late: int) -> None:
         """Adds a product."""
         how = found, self._flow, self._machine
         now, self._saved = product_seconds(*how, self._saved + self._pause)
@@ -188,7 +188,7 @@ def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
 def memory(
     flow: Flow,
     training: Training,
-    products: list[Product],
+    products: list[ProductShape],
     orders: tuple[str, ...],
     dtype: torch.dtype,
 ) -> Array:
@@ -224,7 +224,7 @@ def memory(
 
 
 def _halo_bytes(
-    flow: Flow, products: list[Product], dtype: torch.dtype, item: int
+    flow: Flow, products: list[ProductShape], dtype: torch.dtype, item: int
 ) -> Array:
     width = max((product.width for product in products), default=0)
     p = flow.grid[2]

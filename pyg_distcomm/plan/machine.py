@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.exchange.codec import Codec
-from pyg_distcomm.mesh import Grid
+from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.halo.codec import Codec
 
 Points = tuple[tuple[int, float], ...]
 Line = tuple[int, int]

@@ -19,19 +19,19 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from pyg_distcomm.nn.coding import check_aggregations
+from pyg_distcomm.comm.collectives import ring_words
+from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.pipeline.balance import cut_layers
-from pyg_distcomm.pipeline.checks import check_untied
+from pyg_distcomm.pipeline.validation import check_untied
+from pyg_distcomm.plan.block_traffic import Array
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.cost import PASSES, sum_messages
-from pyg_distcomm.plan.deep import Item
-from pyg_distcomm.plan.flow import Flow
-from pyg_distcomm.plan.links import Array
+from pyg_distcomm.plan.layer_profile import Item
 from pyg_distcomm.plan.machine import Machine, Wire
-from pyg_distcomm.plan.passage import Move
 from pyg_distcomm.plan.plans import Plan
+from pyg_distcomm.plan.product_cost import Move
+from pyg_distcomm.plan.traffic import Flow
 from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
-from pyg_distcomm.wire import ring_words
 
 CHUNKS = 4  # for each stage, as `Pipeline` has it
 BACK = (
@@ -41,7 +41,7 @@ ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
 
 
 @dataclass(frozen=True, eq=False)
-class Deep:
+class LayerProfile:
     """A deep model on a graph, to be cut into stages.
 
     Args:
@@ -151,7 +151,7 @@ class Staged:
 
     def __init__(
         self,
-        deep: Deep,
+        deep: LayerProfile,
         flow: Flow,
         stages: int,
         ways: int,

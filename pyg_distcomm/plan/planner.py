@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_distcomm.constants import ORDERS, Ordering
-from pyg_distcomm.mesh import ALGORITHMS, Grid, Mesh
+from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh
+from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.ops.cover import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.asked import (
+from pyg_distcomm.plan.arguments import (
     check_options,
     dtype_of,
     edges_of,
@@ -27,12 +27,12 @@ from pyg_distcomm.plan.asked import (
 )
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
-from pyg_distcomm.plan.deep import items_of, items_of_stack
-from pyg_distcomm.plan.flow import CutEdges, Flow
-from pyg_distcomm.plan.law import RandomGraph
+from pyg_distcomm.plan.degree_distribution import RandomGraph
+from pyg_distcomm.plan.layer_profile import items_of, items_of_stack
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.pipelines import Deep
-from pyg_distcomm.plan.plans import Plan, Plans, misfits, name_of, show_bytes
+from pyg_distcomm.plan.pipelines import LayerProfile
+from pyg_distcomm.plan.plans import Plan, Plans, name_of, rejections, show_bytes
+from pyg_distcomm.plan.traffic import CutEdges, Flow
 from pyg_distcomm.plan.training import Training
 
 HALO_GRIDS = (
@@ -118,7 +118,7 @@ def plan(
     found += _on_grids(grids, cutting, source, training, machine, links, dtype)
     ranked, refused = _ranked(found, training, machine, memory)
     owners = _on_fastest(ranked, cutting, owners)
-    names = () if grid is not None else misfits(size, algorithm)
+    names = () if grid is not None else rejections(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
     return Plans(ranked, refused, names, said, machine, owners)
 
@@ -203,7 +203,9 @@ def _pipelines(
             sizes = (d for d in range(2, size + 1) if size % d == 0)
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
     nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
-    deep = Deep(items, training, cache(share), nodes, chunks, machine, links, dtype)
+    deep = LayerProfile(
+        items, training, cache(share), nodes, chunks, machine, links, dtype
+    )
     return deep.plans(size)
 
 
@@ -297,14 +299,14 @@ def _halos(
     return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
 
-def _orderings() -> list[Ordering]:
+def _orderings() -> list[MultiplyOrder]:
     names = ("auto", *(name for name in ORDERS if name != "auto"))
-    return [Ordering(order, keep) for order in names for keep in (True, False)]
+    return [MultiplyOrder(order, keep) for order in names for keep in (True, False)]
 
 
 def _plan(
     grid: Grid,
-    ordering: Ordering,
+    ordering: MultiplyOrder,
     orders: tuple[str, ...],
     halo: str,
     link: Coding | None,

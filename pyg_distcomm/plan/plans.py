@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from pyg_distcomm.constants import Ordering
-from pyg_distcomm.exchange.policy import LinkPolicy
-from pyg_distcomm.ledger import format_table
-from pyg_distcomm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
+from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.machine import Machine
 
@@ -52,7 +52,7 @@ class Plan:
 
     grid: Grid
     orders: tuple[str, ...] = ()
-    ordering: Ordering = Ordering()
+    ordering: MultiplyOrder = MultiplyOrder()
     halo: str = "auto"
     codec: str = "plain"
     bytes_by_rank: tuple[int, ...] = (0,)
@@ -138,7 +138,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Rejection:
     """An algorithm that no grid of so many ranks has, and why."""
 
     algorithm: str
@@ -156,7 +156,7 @@ class Plans(Sequence[Plan]):
     Args:
         ranked: what can be run.
         refused: what cannot, each with its reason.
-        misfits: names of algorithms without a grid.
+        rejections: names of algorithms without a grid.
         graph: the graph in words.
         machine: the figures for seconds.
         partition: who owns which node, on the fastest grid where that depends on it
@@ -165,7 +165,7 @@ class Plans(Sequence[Plan]):
 
     ranked: tuple[Plan, ...]
     refused: tuple[Plan, ...]
-    misfits: tuple[Misfit, ...]
+    rejections: tuple[Rejection, ...]
     graph: str
     machine: Machine
     partition: Partition | None = None
@@ -183,7 +183,7 @@ class Plans(Sequence[Plan]):
             if plan.exact:
                 return plan
         reasons = [f"{name_of(p.grid)} {p.grid}: {p.reason}" for p in self.refused]
-        reasons += [f"{m.algorithm}: {m.reason}" for m in self.misfits]
+        reasons += [f"{m.algorithm}: {m.reason}" for m in self.rejections]
         raise ValueError("no plan can be run:\n" + "\n".join(reasons[:MOST_LINES]))
 
     @overload
@@ -214,7 +214,7 @@ class Plans(Sequence[Plan]):
             "machine": self.machine.to_dict(),
             "plans": [plan.to_dict() for plan in self.ranked],
             "refused": [plan.to_dict() for plan in self.refused],
-            "misfits": [misfit.to_dict() for misfit in self.misfits],
+            "rejections": [misfit.to_dict() for misfit in self.rejections],
         }
 
     def to_json(self) -> str:
@@ -254,7 +254,7 @@ class Plans(Sequence[Plan]):
         left = len(self.refused) - len(lean)
         if left:
             lines.append(f"{left} orderings, halos and codecs that take more memory")
-        return lines + [f"{m.algorithm}: {m.reason}" for m in self.misfits]
+        return lines + [f"{m.algorithm}: {m.reason}" for m in self.rejections]
 
     def __repr__(self) -> str:
         best = next((p for p in self.ranked if p.exact), "none can be run")
@@ -340,12 +340,12 @@ def name_of(grid: Grid) -> str:
     return "1.5d" if p == 1 else "grid"
 
 
-def misfits(size: int, wanted: str | None) -> tuple[Misfit, ...]:
+def rejections(size: int, wanted: str | None) -> tuple[Rejection, ...]:
     """Lists the algorithms that have no grid of so many ranks."""
     found = []
     for name in ALGORITHMS if wanted is None else (wanted,):
         try:
             resolve_grid(size, name)
         except ValueError as error:
-            found.append(Misfit(name, str(error)))
+            found.append(Rejection(name, str(error)))
     return tuple(found)

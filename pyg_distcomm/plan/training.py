@@ -12,9 +12,9 @@ import torch
 from torch.nn import BatchNorm1d
 from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
-from pyg_distcomm.constants import Ordering
-from pyg_distcomm.plan.dry import Round, Visited, bare, is_layer, visited
-from pyg_distcomm.wire import ring_words
+from pyg_distcomm.comm.collectives import ring_words
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.plan.model_profile import Round, Visited, bare, is_layer, visited
 
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
@@ -23,7 +23,7 @@ NORM_SUMS = 4  # of a batch norm behind a layer, each as wide as its channels
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """One layer: X' = A X W and the like, or rows of X brought to where edges end.
 
     Args:
@@ -68,7 +68,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductShape:
     """One application of the graph: its width, its direction, and how it travels.
 
     Args:
@@ -100,7 +100,7 @@ class Training:
         missing: what the model sends beside all this, or may, in words; or nothing.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     parameters: tuple[int, ...]
     inputs: str = "constant"
     itemsize: int = 4
@@ -135,11 +135,11 @@ class Training:
             return layer.flows
         return number > 0 or self.inputs == "trained" or layer.fresh
 
-    def orders(self, ordering: Ordering) -> tuple[str, ...]:
+    def orders(self, ordering: MultiplyOrder) -> tuple[str, ...]:
         """Returns for each layer "kept", "first", "last" or "halo"."""
         return tuple(self._order(i, ordering) for i in range(len(self.layers)))
 
-    def _order(self, number: int, ordering: Ordering) -> str:
+    def _order(self, number: int, ordering: MultiplyOrder) -> str:
         layer, grad = self.layers[number], self.wants_gradient(number)
         if layer.kind == "halo":
             return "halo"
@@ -151,8 +151,8 @@ class Training:
         grads = grad, grad or layer.trains
         return "first" if ordering.takes_first(*widths, grads) else "last"
 
-    def products(self, ordering: Ordering) -> list[Product]:
-        """Lists what an epoch multiplies, from the third on (see `Constants`)."""
+    def products(self, ordering: MultiplyOrder) -> list[ProductShape]:
+        """Lists what an epoch multiplies, from the third on (see `ProductCache`)."""
         found = []
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
@@ -160,12 +160,12 @@ class Training:
                 continue
             width = layer.width_out if order == "last" else layer.width_in
             if order == "halo" and layer.rounds is not None:
-                found += [Product(i, *one, True) for one in layer.rounds]
+                found += [ProductShape(i, *one, True) for one in layer.rounds]
                 continue
             how = order == "halo", layer.against
-            found.append(Product(i, width, False, *how))
+            found.append(ProductShape(i, width, False, *how))
             if (order == "last" and layer.trains) or self.wants_gradient(i):
-                found.append(Product(i, width, True, *how))
+                found.append(ProductShape(i, width, True, *how))
         return found
 
     def sums(self, size: int) -> dict[str, list[int]]:
@@ -205,7 +205,9 @@ def training_of(
         raise ValueError(
             f"{len(kinds)} kinds of layers do not fit {len(pairs)} pairs of widths"
         )
-    stack = tuple(Layer(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True))
+    stack = tuple(
+        LayerShape(kind, a, b) for kind, (a, b) in zip(kinds, pairs, strict=True)
+    )
     sizes = tuple(n for layer in stack for n in layer.parameters)
     return Training(stack, sizes, inputs, itemsize)
 
@@ -229,7 +231,7 @@ def training_of_model(
             f"{type(model).__name__} has no message passing layer to plan for; give "
             "widths=[...]"
         )
-    layers: list[Layer] = []
+    layers: list[LayerShape] = []
     try:
         calls, norms, sums = visited(model, num_features, inputs == "trained")
         layers = [_layer_called(call) for call in calls]
@@ -280,10 +282,10 @@ def features_of(model: torch.nn.Module) -> int:
     )
 
 
-def _layer_called(call: Visited) -> Layer:
+def _layer_called(call: Visited) -> LayerShape:
     """Reads a layer, and what a run has shown of it."""
     conv, (kind, fresh) = call.conv, _kind_of(call.conv)
-    read = Layer(kind, call.width, call.out, fresh)
+    read = LayerShape(kind, call.width, call.out, fresh)
     weights = {"lin.weight"} if read.kind == "gcn" else {"lin_l.weight"}
     trained = {name for name, p in conv.named_parameters() if p.requires_grad}
     projects = read.kind == "sage" and read.fresh
@@ -298,7 +300,7 @@ def _is_against(conv: torch.nn.Module, kind: str) -> bool:
     return kind != "halo" and getattr(conv, "flow", None) == "target_to_source"
 
 
-def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
+def layer_of(conv: torch.nn.Module, before: int | None) -> LayerShape:
     """Reads the kind and widths of one layer of PyG's.
 
     Args:
@@ -323,7 +325,7 @@ def layer_of(conv: torch.nn.Module, before: int | None) -> Layer:
         width_out *= conv.heads  # type: ignore[operator]
     kind, fresh = _kind_of(conv)
     against = _is_against(conv, kind)
-    return Layer(kind, width_in, width_out, fresh, against=against)
+    return LayerShape(kind, width_in, width_out, fresh, against=against)
 
 
 def _kind_of(conv: torch.nn.Module) -> tuple[str, bool]:

@@ -160,7 +160,7 @@ def sample(
     if method == "its":
         drawn, left = kernels.draw(rowptr, value, count, keys, ptr, replace)
     else:
-        drawn, left = kernels.draw_by_clocks(rowptr, value, keys, ptr)
+        drawn, left = kernels.exponential_race(rowptr, value, keys, ptr)
     if shared:
         drawn %= max(p.nnz, 1)
     return _sampled(p, batch_ptr, drawn, left, ptr, complete, replace)
@@ -176,7 +176,7 @@ class SharedRow:
     def __init__(self, p: BulkMatrix) -> None:
         self.p = p.with_value(fixed_point(p))
         self._count = int(_choices(p.rowptr, self.p.values))
-        self._urn = kernels.urn(self.p.values)
+        self._urn = kernels.weighted_sampler(self.p.values)
 
     def sample(self, s: int, keys: Tensor, replace: bool = False) -> Sample:
         """Draws s columns for each key."""

@@ -38,8 +38,8 @@ from pyg_distcomm.sampling.bulk_matrix import (
     check_nodes,
     offsets,
 )
+from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
-from pyg_distcomm.sampling.topology import read_topology
 
 MOST_ROWS = 1 << 13  # rows that integer weights leave room for, if nobody says more
 

@@ -18,7 +18,7 @@ from torch_geometric.sampler import (
     SamplerOutput,
 )
 
-from pyg_distcomm.random import fold, fresh_seed
+from pyg_distcomm.comm.random import fold, fresh_seed
 from pyg_distcomm.sampling.algebra import (
     Sample,
     SharedRow,

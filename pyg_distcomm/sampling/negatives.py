@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import NegativeSampling
 
-from pyg_distcomm.random import fold, keyed_unit
+from pyg_distcomm.comm.random import fold, keyed_unit
 
 
 class KeyedNegatives(NegativeSampling):

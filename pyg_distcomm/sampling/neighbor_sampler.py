@@ -25,10 +25,10 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
+from pyg_distcomm.comm.random import fold, fresh_seed
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
-from pyg_distcomm.random import fold, fresh_seed
+from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 from pyg_distcomm.sampling.negatives import KeyedNegatives
-from pyg_distcomm.sampling.topology import Source, Topology, read_topology
 
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -90,7 +90,7 @@ class KeyedNeighborSampler(NeighborSampler):
         )
         # share_memory has no use: forked workers share pages, others get a copy (below)
         self._draw: Any = None
-        self._handed: Topology | None = None  # the copy that other processes get
+        self._handed: SampledTopology | None = None  # the copy that other processes get
         self._name_types(backward)
         self.perm = None
         self.num_neighbors = _fan_out_lists(num_neighbors)
@@ -104,7 +104,7 @@ class KeyedNeighborSampler(NeighborSampler):
         self.seed = fresh_seed() if seed is None else seed
         self._calls = itertools.count()
 
-    def _read(self, data: Source, **options: Any) -> Topology:
+    def _read(self, data: Source, **options: Any) -> SampledTopology:
         return read_topology(data, **options)
 
     def _name_types(self, backward: bool) -> None:

@@ -22,22 +22,23 @@ from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.sampler.neighbor_sampler import node_sample
 
-from pyg_distcomm import kernels, wire
-from pyg_distcomm.channel import Channel
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.minibatch import (
-    Ask,
+    HopDraw,
     Minibatch,
     Relation,
     Request,
     UnweightedNode,
     relation_key,
 )
-from pyg_distcomm.sampling.blocks import Block, read_block
-from pyg_distcomm.sampling.errand import Wish
-from pyg_distcomm.sampling.far_rows import FarRows
+from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
+from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
-from pyg_distcomm.sampling.topology import Topology
+from pyg_distcomm.sampling.remote_rows import RemoteRows
+from pyg_distcomm.sampling.row_request import RowQuery
 
 PLACES = ("owner", "requester")
 
@@ -52,7 +53,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
     answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
     come from each rank of the column, once a bulk; at the requester, the whole rows, and
-    with c > 1 most of them once more inside the process row (`FarRows.fetch`).
+    with c > 1 most of them once more inside the process row (`RemoteRows.fetch`).
 
     Args:
         data: a share, from `pdc.partition`.
@@ -67,7 +68,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         data: Any,
         num_neighbors: Any,
         *,
-        channel: Channel,
+        channel: ProcessGrid,
         sample_at: str = "owner",
         **options: Any,
     ) -> None:
@@ -78,17 +79,17 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
-        self._rows = FarRows(self.block, channel)
+        self._rows = RemoteRows(self.block, channel)
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
-    def _read(self, data: Any, **options: Any) -> Topology:
+    def _read(self, data: Any, **options: Any) -> SampledTopology:
         if options.pop("backward"):
             raise ValueError(
                 "sample_direction='backward' needs the out-edges of nodes, which lie with "
                 "other ranks; partition a graph with its edges turned around"
             )
         self.time_attr = options["time_attr"]
-        self.block: Block = read_block(data, self.channel, **options)
+        self.block: GraphBlock = read_block(data, self.channel, **options)
         return self.block.topology
 
     @property
@@ -154,7 +155,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     def _grow(self, drawings: list[Any], mine: list[int]) -> None:
         keys: list[list[int]] = []
         if self.sample_at == "owner":
-            keys = wire.all_gather_counts(mine, self.channel.row)
+            keys = collectives.all_gather_counts(mine, self.channel.row)
         fan_outs = self._fan_outs()
         for hop in range(max(map(len, fan_outs), default=0)):
             drawing_from = [r for r, f in enumerate(fan_outs) if f[hop] != 0]
@@ -195,7 +196,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         threads.run(take, [(i,) for i in range(k)])
 
     def _at_requester(
-        self, r: int, hop: int, drawings: list[Any], asks: list[Ask | None]
+        self, r: int, hop: int, drawings: list[Any], asks: list[HopDraw | None]
     ) -> None:
         relation, places = self._rows.fetch(r, [a.node if a else None for a in asks])
 
@@ -215,10 +216,12 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         for drawing, ask, place in zip(drawings, asks, places, strict=True):
             drawing.induce(r, relation, replace(ask, place=place))
 
-    def _ask(self, wishes: Sequence[Wish], keys: Sequence[int], fan_out: int) -> Ask:
+    def _ask(
+        self, wishes: Sequence[RowQuery], keys: Sequence[int], fan_out: int
+    ) -> HopDraw:
         """Returns what another rank wishes of a relation as an ask of this rank's rows."""
         node, drawn = torch.cat([w.node for w in wishes]), fan_out > 0
-        return Ask(
+        return HopDraw(
             node=node,
             place=self._rows.place_of(wishes[0].relation, node),
             keys=keys,
@@ -237,7 +240,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
-def _wish(relation: int, ask: Ask | None) -> Wish:
+def _wish(relation: int, ask: HopDraw | None) -> RowQuery:
     if ask is None:
-        return Wish(relation, torch.empty(0).long())
-    return Wish(relation, ask.node, ask.name, ask.limit)
+        return RowQuery(relation, torch.empty(0).long())
+    return RowQuery(relation, ask.node, ask.name, ask.limit)

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import wire
-from pyg_distcomm.channel import Channel
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.price import Price
+from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.price import Price
 from pyg_distcomm.sampling.algebra import add
-from pyg_distcomm.sampling.blocks import Block
 from pyg_distcomm.sampling.bulk_matrix import (
     BulkMatrix,
     BulkNodes,
     check_nodes,
     offsets,
 )
-from pyg_distcomm.sampling.errand import Errand, Wish
-from pyg_distcomm.sampling.far_rows import FarRows
+from pyg_distcomm.sampling.graph_block import GraphBlock
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
+from pyg_distcomm.sampling.remote_rows import RemoteRows
+from pyg_distcomm.sampling.row_request import RowQuery, RowRequest
 from pyg_distcomm.sampling.rules import Rule
 
 
@@ -86,7 +86,7 @@ class _Round:
     """The rows of one layer, where they went, and who multiplies those that came here."""
 
     rows: BulkNodes
-    errand: Errand
+    errand: RowRequest
     server: LocalLayerGraph
 
     @property
@@ -115,8 +115,8 @@ class PartitionedLayerGraph:
 
     def __init__(
         self,
-        block: Block,
-        channel: Channel,
+        block: GraphBlock,
+        channel: ProcessGrid,
         rule: Rule,
         *,
         sample_at: str = "owner",
@@ -125,7 +125,7 @@ class PartitionedLayerGraph:
         self.block, self.channel, self.rule = block, channel, rule
         self.sample_at = sample_at
         self.num_nodes = block.topology.graph.sizes[0]
-        self._far = FarRows(block, channel)
+        self._far = RemoteRows(block, channel)
         relation = block.topology.graph.relations[0]
         problem, peak = None, 0.0
         try:
@@ -133,9 +133,9 @@ class PartitionedLayerGraph:
             peak = own.peak
         except ValueError as error:
             problem = str(error)
-        wire.agree(problem, channel.world)
+        collectives.agree(problem, channel.world)
         most = torch.tensor([peak, most_rows], dtype=torch.float64)
-        self._peak, rows = wire.all_reduce(most, channel.world, "max").tolist()
+        self._peak, rows = collectives.all_reduce(most, channel.world, "max").tolist()
         self.most_rows = int(rows)
         self._own = self._local(relation, block.node_gid[0])
         self.scale = self._own.scale
@@ -152,7 +152,7 @@ class PartitionedLayerGraph:
 
     def column_sums(self) -> Tensor:
         """Returns the weights of all rows, [n] int64. Price: an all_reduce of n words."""
-        return wire.all_reduce(self._own.column_sums(), self.channel.row)
+        return collectives.all_reduce(self._own.column_sums(), self.channel.row)
 
     def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
         """Returns the edges from the columns to the rows of each minibatch."""
@@ -162,9 +162,9 @@ class PartitionedLayerGraph:
         sizes = cols.ptr.diff() * wanted
         axis = self._axis
         ones = [1] * axis.size
-        coming = wire.all_to_all(sizes, ones, ones, axis, "plan", 1).wait()
+        coming = collectives.all_to_all(sizes, ones, ones, axis, "plan", 1).wait()
         places = [_ranges(cols.ptr, row) for row in wanted]
-        got = wire.all_to_all(
+        got = collectives.all_to_all(
             cols.id[torch.cat(places)].to(self._far.word),
             sizes.sum(1).tolist(),
             coming.sum(1).tolist(),
@@ -199,7 +199,7 @@ class PartitionedLayerGraph:
         if self._round is not None and self._round.rows is rows:
             return self._round
         check_nodes(rows, self.num_nodes, "rows")
-        wishes = [Wish(0, node) for node in rows.split()]
+        wishes = [RowQuery(0, node) for node in rows.split()]
         if self.sample_at == "owner":
             turn = _Round(rows, self._far.ask(wishes), self._own)
         else:

@@ -1,0 +1,303 @@
+"""Checkpoints through torch.distributed.checkpoint, loadable on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_flatten, tree_map
+
+from pyg_distcomm.checkpoint.atomic import damage, find, whole_folder, write_whole
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.graph.product_cache import inputs_of
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.replicate import bare
+from pyg_distcomm.partition.arrays import told
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+
+def save_checkpoint(
+    path: str | Path,
+    mesh: Mesh,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    link: LinkPolicy | None = None,
+    keep: int = 1,
+    **extra: Any,
+) -> None:
+    """Writes model, optimizer, the mesh's counters and anything extra; collective.
+
+    The folder appears whole or not at all: see [Note: whole folders] in `atomic.py`.
+    Row-cut parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
+
+    Args:
+        path: the folder to write, the same on all ranks, on a disk that they share. A
+            checkpoint that is there is replaced; a folder with anything else is refused.
+        mesh: the ranks; its seed and dropout counter are saved.
+        model: the model, wrapped by `replicate` or not.
+        optimizer: its optimizer.
+        link: the link it trains with: each rank writes its late and residual rows.
+        keep: how many checkpoints to keep: this one, and those before it at `path.1`, ...,
+            which `load_checkpoint` reads as well.
+        extra: further values: numbers, strings, tensors, or lists and dicts of them.
+
+    Raises:
+        ValueError: on all ranks, if ranks differ in `path` or `keep`, the disk is full, can
+            not be written or is not shared, or an extra value is not of these types.
+    """
+    if mesh.stage.size > 1:
+        raise ValueError(
+            "save_checkpoint saves one model that all ranks hold, but the mesh has "
+            f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
+        )
+    _check_extra(extra)
+    state = _state(mesh, bare(model), optimizer, extra)
+    state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
+    with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
+        collectives.agree(
+            _try_save(folder, state) if mesh.rank == 0 else None, mesh.world
+        )
+        if link is not None:
+            collectives.agree(_try_write(folder / _link_file(mesh), link), mesh.world)
+
+
+def load_checkpoint(
+    path: str | Path,
+    mesh: Mesh,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    link: LinkPolicy | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
+
+    Args:
+        path: the folder.
+        mesh: the ranks; takes the saved seed and dropout counter.
+        model: the model to fill.
+        optimizer: the optimizer to fill.
+        link: the link to set, made as the one that was saved. On other ranks or another
+            partition late and residual rows are dropped with a warning: the next epoch is
+            synchronous, at the place in the schedule that was saved.
+        extra: the further values, as they were given (their shapes and types).
+
+    Returns:
+        The further values as they were saved.
+
+    Raises:
+        ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
+    """
+    model = bare(model)
+    state = _state(mesh, model, optimizer, extra)
+    folder = _found(path, mesh)
+    collectives.agree(_try_load(folder, state), mesh.world)
+    if link is not None:
+        _load_link(folder, mesh, link)
+    set_model_state_dict(model, _cut_like(state["model"], get_model_state_dict(model)))
+    if optimizer is not None:
+        now = get_optimizer_state_dict(model, optimizer)
+        set_optimizer_state_dict(model, optimizer, _cut_like(state["optimizer"], now))
+    mesh.load_state_dict(state["mesh"])
+    inputs_of(mesh).expect(state["mesh"]["inputs"])
+    return {name: state["extra"][name] for name in extra}
+
+
+def _link_file(mesh: Mesh, rank: int | None = None) -> str:
+    return f"link.{mesh.rank if rank is None else rank}.pt"
+
+
+def _try_write(path: Path, link: LinkPolicy) -> str | None:
+    try:
+        state = link.state_dict()
+        write_whole(path, lambda file: torch.save(state, file))
+    except (OSError, RuntimeError) as error:
+        return told(error, path)
+    except ValueError as error:
+        return f"cannot write {path}: {error}"
+    return None
+
+
+def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
+    """Gives each rank its own part, or rank 0's without the rows if one lacks a part."""
+    here = (path / _link_file(mesh)).exists()
+    whole = all(
+        row[0] for row in collectives.all_gather_counts([int(here)], mesh.world)
+    )
+    file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
+    problem, state = damage(path, file.name), {}
+    collectives.agree(problem, mesh.world)
+    try:
+        state = torch.load(file, weights_only=True)
+        state = state if whole else {**state, "mark": None}
+        link.check_state(state)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        problem = f"cannot load the link of checkpoint {path}: {error}"
+    collectives.agree(problem, mesh.world)
+    link.load_state_dict(state)
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    for name, value in extra.items():
+        for leaf in tree_flatten(value)[0]:
+            try:
+                if not isinstance(leaf, Tensor):
+                    box = io.BytesIO()
+                    torch.save(leaf, box)
+                    torch.load(io.BytesIO(box.getvalue()), weights_only=True)
+            except Exception:
+                raise TypeError(
+                    f"save numbers, strings, tensors, or lists and dicts of them: {name} "
+                    f"holds a {type(leaf).__name__}, which can not be read back as data"
+                ) from None
+
+
+def _found(path: str | Path, mesh: Mesh) -> Path:
+    """Returns where the checkpoint is, as rank 0 sees it."""
+    name = collectives.broadcast_object(find(path).name, mesh.world)
+    return Path(os.path.realpath(path)).with_name(str(name))
+
+
+def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
+    writer = FileSystemWriter(str(folder), sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process alone is meant
+            dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+    except (Exception, CheckpointException) as error:
+        cause = next((c for c in _causes(error) if isinstance(c, OSError)), error)
+        return told(cause, folder)
+    return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns what a failure of torch's checkpoints wraps."""
+    inner = getattr(error, "failures", {}).values()
+    return [error, *(wrapped[0] for wrapped in inner)]
+
+
+def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
+    try:
+        problem = damage(folder, ".metadata", "*.distcp")
+        if problem is not None:
+            return f"cannot load checkpoint {folder}: {problem}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(  # type: ignore[attr-defined]
+                state,
+                storage_reader=_Reader(str(folder)),
+                planner=_Planner(),
+                no_dist=True,
+            )
+    except (Exception, CheckpointException) as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        return f"cannot load checkpoint {folder}: {said[-1] if said else error!r}"
+    return None
+
+
+class _Reader(FileSystemReader):
+    """Reads .metadata as data; torch's own reader unpickles it, and falls back on others."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Described(file).load()
+        if not isinstance(metadata, Metadata) or not metadata.storage_data:
+            raise ValueError("its .metadata is not that of a checkpoint")
+        for stored in metadata.storage_data.values():
+            name = getattr(stored, "relative_path", None)
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.]+\.distcp", name):
+                raise ValueError(
+                    f"its .metadata names {name!r}, which is no file of it"
+                )
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads objects that are no tensors as data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        data = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), data)
+        data.seek(0)
+        super().load_bytes(read_item, data)
+
+
+class _Described(pickle.Unpickler):
+    """Knows the classes that describe tensors in a checkpoint, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _DESCRIPTIONS
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = True
+        if not known:
+            raise pickle.UnpicklingError(
+                f"its .metadata names {module}.{name}, which describes no tensor: it was "
+                "not written by save_checkpoint, and nothing of it is run"
+            )
+        return super().find_class(module, name)
+
+
+_DESCRIPTIONS = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+        ).split()
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("collections", "OrderedDict"),
+}
+
+
+def _state(
+    mesh: Mesh, model: torch.nn.Module, optimizer: Any, extra: dict[str, Any]
+) -> dict[str, Any]:
+    state = {
+        "model": _whole(get_model_state_dict(model)),
+        "mesh": {**mesh.state_dict(), "inputs": ""},
+        "extra": _whole(extra),
+    }
+    if optimizer is not None:
+        state["optimizer"] = _whole(get_optimizer_state_dict(model, optimizer))
+    return state
+
+
+def _whole(tree: Any) -> Any:
+    return tree_map(lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, tree)
+
+
+def _cut_like(saved: Any, now: Any) -> Any:
+    """Gives each rank its rows of what is row-cut in the running model."""
+
+    def cut(value: Any, like: Any) -> Any:
+        if isinstance(like, DistTensor):
+            return DistTensor.wrap(value[like.rows.gid], like.rows)
+        return value
+
+    return tree_map(cut, saved, now)

@@ -1,0 +1,205 @@
+"""Measures the sparse product against what else multiplies on this machine.
+
+Competitors take turns, so that a busy moment hurts all of them, and medians are
+compared: trust the ratios, not the milliseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+
+OURS = "pyg_distcomm"
+REUSED = "pyg_distcomm, out given"  # fresh memory costs page faults: see the report
+SCATTER = "gather-scatter"
+GATHER = "rows read alone"  # no product: index_select of each edge's row
+EXTRA = (OURS, REUSED, GATHER)  # what is no competitor
+ROOM = 3 << 30  # bytes of messages beyond which gather-scatter is left out
+
+Path = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The median milliseconds of each path for one width and number of threads."""
+
+    width: int
+    threads: int
+    milliseconds: dict[str, float]
+
+    def ratio(self, peer: str) -> float:
+        """Returns how many times longer ``peer`` takes than we do."""
+        return self.milliseconds[peer] / self.milliseconds[OURS]
+
+    @property
+    def best(self) -> str:
+        """Returns the fastest path that is not ours."""
+        peers = {k: t for k, t in self.milliseconds.items() if k not in EXTRA}
+        return min(peers, key=peers.__getitem__)
+
+
+def rmat(
+    scale: int, edges_per_node: int = 8, seed: int = 0
+) -> tuple[Tensor, Tensor, int]:
+    """Draws an R-MAT graph (.57, .19, .19, .05), symmetrised, ids permuted.
+
+    Returns row and col [2 edges_per_node n], int64, and n = 2**scale. Duplicates
+    and self-loops stay. [Chakrabarti04] draws one bit of both ends at a time.
+    """
+    n, g = 1 << scale, torch.Generator().manual_seed(seed)
+    row = torch.zeros(n * edges_per_node, dtype=torch.int64)
+    col = torch.zeros_like(row)
+    for _ in range(scale):
+        u = torch.rand(len(row), generator=g)
+        row = 2 * row + (u >= 0.76)
+        col = 2 * col + (((u >= 0.57) & (u < 0.76)) | (u >= 0.95))
+    name = torch.randperm(n, generator=g)
+    row, col = name[row], name[col]
+    return torch.cat([row, col]), torch.cat([col, row]), n
+
+
+def problem(scale: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns rowptr, col, weights and n of an R-MAT graph with self-loops."""
+    row, col, n = rmat(scale, seed=seed)
+    loop = torch.arange(n)
+    row, col = torch.cat([row, loop]), torch.cat([col, loop])
+    rowptr, col, _ = kernels.coo_to_csr(row, col, n)
+    g = torch.Generator().manual_seed(seed + 1)
+    return rowptr, col, torch.rand(len(col), generator=g), n
+
+
+def paths(
+    rowptr: Tensor, col: Tensor, value: Tensor, x: Tensor
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Returns the ways to multiply, and why those left out are."""
+    n = len(rowptr) - 1
+    narrow, wide = (
+        _csr(rowptr, col, value, n),
+        _csr(rowptr.long(), col.long(), value, n),
+    )
+    out = x.new_empty(n, x.size(1))
+    found: dict[str, Path] = {
+        OURS: lambda: kernels.spmm(rowptr, col, value, x),
+        REUSED: lambda: kernels.spmm(rowptr, col, value, x, out),
+        "torch.sparse.mm(csr, x, 'sum'), int32": lambda: torch.sparse.mm(
+            narrow, x, "sum"
+        ),
+        "torch.sparse.mm(csr, x, 'sum'), int64": lambda: torch.sparse.mm(
+            wide, x, "sum"
+        ),
+        "csr @ x": lambda: wide @ x,
+    }
+    missing: dict[str, str] = {}
+    _add_torch_sparse(found, missing, (rowptr, col, value, x))
+    if len(col) * x.size(1) * x.element_size() <= ROOM:
+        found[SCATTER] = _gather_scatter(rowptr, col, value, x)
+    else:
+        missing[SCATTER] = "its messages would not fit in memory"
+    message = x.new_empty(0)
+    if SCATTER in found:
+        message = x.new_empty(len(col), x.size(1))
+        found[GATHER] = lambda: torch.index_select(x, 0, col, out=message)
+    return found, missing
+
+
+def measure(ways: dict[str, Path], repeats: int) -> dict[str, float]:
+    """Returns the median milliseconds of each way, taking turns after one unmeasured."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            if name in (SCATTER, GATHER) and turn > 3:
+                continue
+            start = time.perf_counter()
+            way()
+            if turn:
+                samples[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def run(
+    widths: Sequence[int] = (16, 32, 64, 128, 256, 512),
+    threads: Sequence[int] = (1, 2),
+    scale: int = 18,
+    repeats: int = 7,
+    dtype: torch.dtype = torch.float32,
+) -> list[Row]:
+    """Multiplies an R-MAT graph by features of each width, on each number of threads."""
+    rowptr, col, value, n = problem(scale)
+    value, rows = value.to(dtype), []
+    for width in widths:
+        x = torch.randn(n, width, dtype=dtype)
+        ways, _ = paths(rowptr, col, value, x)
+        for count in threads:
+            with using_threads(count):
+                rows.append(Row(width, count, measure(ways, repeats)))
+        del ways
+    return sorted(rows, key=lambda row: row.threads)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Formats rows as Markdown: our milliseconds, and ratios of others to them."""
+    names = [name for name in _names(rows) if name != OURS]
+    head = ["threads", "width", f"{OURS}, ms", *names, "best other"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        ratios = [
+            f"{row.ratio(name):.2f}" if name in row.milliseconds else "–"
+            for name in names
+        ]
+        ours = f"{row.milliseconds[OURS]:.1f}"
+        best = f"**{row.ratio(row.best):.2f}**"
+        lines.append([str(row.threads), str(row.width), ours, *ratios, best])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Lets torch, and so our kernels, use ``count`` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row.milliseconds))
+
+
+def _csr(rowptr: Tensor, col: Tensor, value: Tensor, n: int) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR tensors a beta
+        return torch.sparse_csr_tensor(rowptr, col, value, (n, n))
+
+
+def _gather_scatter(rowptr: Tensor, col: Tensor, value: Tensor, x: Tensor) -> Path:
+    row = torch.repeat_interleave(rowptr.diff().long())
+
+    def multiply() -> Tensor:
+        message = x.index_select(0, col) * value[:, None]
+        return x.new_zeros(len(rowptr) - 1, x.size(1)).index_add_(0, row, message)
+
+    return multiply
+
+
+def _add_torch_sparse(
+    found: dict[str, Path], missing: dict[str, str], args: tuple[Tensor, ...]
+) -> None:
+    rowptr, col, value, x = args
+    try:
+        from torch_sparse import SparseTensor
+    except (ImportError, OSError) as error:
+        missing["torch-sparse"] = f"cannot be imported: {error}"
+        return
+    matrix = SparseTensor(rowptr=rowptr.long(), col=col.long(), value=value)
+    found["torch-sparse"] = lambda: matrix.spmm(x)

@@ -1,0 +1,237 @@
+"""Looks at this machine, and says what is there, what is missing, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.launch import launch
+from pyg_distcomm.comm.mesh import init
+from pyg_distcomm.kernels import reference
+from pyg_distcomm.kernels.cache_trust import untrusted_writer
+
+REQUIRED = {"torch": (2, 6), "torch_geometric": (2, 6), "numba": (0, 57)}
+OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothing
+    "pymetis": "partition method 'metis' falls back to 'ldg'; "
+    "pip install 'pyg-distcomm[metis]'",
+    "scikit-learn": "the data set 'digits' cannot be made; "
+    "pip install 'pyg-distcomm[demo]'",
+    "matplotlib": "the notebooks cannot draw; pip install 'pyg-distcomm[plot]'",
+    "pyg-lib": "",
+    "torch-sparse": "",
+}
+PATIENCE = 120.0  # seconds the round trip may take, process start included
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    what    the thing looked at
+    found   what it is like
+    advice  what to do about it; "" when nothing is to do
+    needed  whether the package cannot run until that is done
+    """
+
+    what: str
+    found: str
+    advice: str = ""
+    needed: bool = False
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the package cannot run like this."""
+        return bool(self.advice) and self.needed
+
+    def __str__(self) -> str:
+        mark = "wrong" if self.wrong else "note" if self.advice else "ok"
+        tail = f"\n{'':25}-> {self.advice}" if self.advice else ""
+        return f"{mark:<6} {self.what:<17} {self.found}{tail}"
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at everything, the slowest last: a round trip between two ranks."""
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    for name, floor in REQUIRED.items():
+        yield required(name, floor)
+    for name in OPTIONAL:
+        yield optional(name)
+    yield back_end("gloo", dist.is_available() and dist.is_gloo_available())
+    yield back_end("nccl", dist.is_available() and dist.is_nccl_available())
+    yield devices()
+    yield cores()
+    yield compiled()
+    yield cache(kernels.describe().get("cache"))
+    yield host_name(socket.gethostname())
+    yield interfaces()
+    yield round_trip()
+
+
+def required(name: str, floor: tuple[int, ...]) -> Finding:
+    """Looks for a package that must be there, in some version or a later one."""
+    least = ".".join(map(str, floor))
+    version = _version(name)
+    if version is None or _numbers(version) < floor:
+        found = f"{version}, older than {least}" if version else "missing"
+        return Finding(name, found, f"pip install '{name}>={least}'", needed=True)
+    return Finding(name, version)
+
+
+def optional(name: str) -> Finding:
+    """Looks for a package that one can do without."""
+    version, loss = _version(name), OPTIONAL[name]
+    if version is None:
+        return Finding(name, "missing" if loss else "missing (not needed)", loss)
+    return Finding(name, version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdecimal())
+
+
+def back_end(name: str, there: bool) -> Finding:
+    """Judges a back end of torch.distributed; NCCL matters with CUDA devices only."""
+    if there:
+        return Finding(name, "available")
+    if name == "nccl" and not torch.cuda.is_available():
+        return Finding(name, "not in this torch (no CUDA device either: gloo is used)")
+    advice = f"install a torch that was built with {name}"
+    return Finding(name, "not in this torch", advice, needed=name == "gloo")
+
+
+def devices() -> Finding:
+    """Lists the CUDA devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    return Finding("devices", ", ".join(names) or "no CUDA device; ranks use the CPU")
+
+
+def cores() -> Finding:
+    """Compares the cores this process may use with the threads it does use."""
+    allowed = os.cpu_count() or 1
+    with contextlib.suppress(AttributeError):  # not on macOS and Windows
+        allowed = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    found = f"{allowed} usable, {threads} torch threads per process"
+    setting = os.environ.get("OMP_NUM_THREADS")
+    found += f", OMP_NUM_THREADS={setting}" if setting else ""
+    if threads > allowed:
+        advice = f"more threads than cores: set OMP_NUM_THREADS={allowed} or lower"
+        return Finding("CPU cores", found, advice)
+    return Finding("CPU cores", found)
+
+
+def compiled() -> Finding:
+    """Runs a compiled kernel and compares it with its definition."""
+    start = time.perf_counter()
+    try:
+        x = torch.arange(6.0).view(3, 2)
+        matrix = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1]), None
+        right = torch.equal(kernels.spmm(*matrix, x), reference.spmm(*matrix, x))
+        about = ", ".join(f"{k} {v}" for k, v in kernels.describe().items())
+    except Exception as error:  # whatever a broken Numba raises, the report goes on
+        advice = "pip install --upgrade numba"
+        return Finding("kernels", f"fail: {_first_line(error)}", advice, needed=True)
+    seconds = time.perf_counter() - start
+    if not right:
+        advice = "a compiled kernel is wrong here; please report this machine"
+        return Finding("kernels", about, advice, needed=True)
+    return Finding("kernels", f"{about} (ready in {seconds:.1f} s)")
+
+
+def cache(folder: object) -> Finding:
+    """Looks whether compiled kernels can be kept on disk."""
+    if not isinstance(folder, str):
+        advice = f"kernels compile at every start; {_OWN}"
+        return Finding("kernel cache", "nowhere", advice)
+    place = Path(folder)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    other = untrusted_writer(folder)
+    if other is not None:
+        return Finding("kernel cache", f"not used: {other}", _OWN)
+    if os.access(place, os.W_OK):
+        return Finding("kernel cache", "writable, by you alone")
+    advice = f"kernels compile at every start; {_OWN}"
+    return Finding("kernel cache", f"{folder} cannot be written", advice)
+
+
+_OWN = "set NUMBA_CACHE_DIR to a folder of your own, which you can write to and nobody else"
+
+
+def host_name(name: str) -> Finding:
+    """Looks whether this host's name has an address, as gloo needs it to."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        advice = (
+            f"add '127.0.0.1 {name}' to the hosts file, or set GLOO_SOCKET_IFNAME "
+            "to the network interface that ranks shall use"
+        )
+        return Finding("host name", f"{name}: {error}", advice)
+    return Finding("host name", f"{name} is {', '.join(sorted(found))}")
+
+
+def interfaces() -> Finding:
+    """Lists the network interfaces that GLOO_SOCKET_IFNAME may name."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except (AttributeError, OSError) as error:
+        return Finding("interfaces", f"cannot be listed: {error}")
+    return Finding("interfaces", ", ".join(names))
+
+
+def round_trip(nprocs: int = 2, patience: float = PATIENCE) -> Finding:
+    """Starts ranks on this machine and lets them add up their numbers over gloo."""
+    what, start = f"{nprocs} ranks, gloo", time.perf_counter()
+    try:
+        sums = launch(_sum_of_ranks, nprocs, timeout=patience)
+    except Exception as error:  # whatever kept them from meeting is the finding
+        advice = (
+            "ranks cannot reach each other here; set GLOO_SOCKET_IFNAME to an "
+            "interface above (lo for one machine), and look at firewall and memory"
+        )
+        return Finding(what, f"fail: {_first_line(error)}", advice, needed=True)
+    if sums != [nprocs * (nprocs + 1) / 2] * nprocs:
+        advice = "an all_reduce returned a wrong sum; please report this machine"
+        return Finding(what, f"got {sums}", advice, needed=True)
+    return Finding(what, f"agree (in {time.perf_counter() - start:.1f} s)")
+
+
+def _sum_of_ranks() -> float:
+    mesh = init(backend="gloo", timeout=PATIENCE)
+    return float(collectives.all_reduce(torch.tensor(mesh.rank + 1.0), mesh.world))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def run(say: Callable[[str], None] = print) -> int:
+    """Prints the report; returns 0 when the package can run here, and 1 otherwise."""
+    wrong = []
+    for finding in examine():
+        say(str(finding))
+        wrong += [finding.what] if finding.wrong else []
+    say(f"\nnot ready: {', '.join(wrong)}" if wrong else "\nready")
+    return 1 if wrong else 0

@@ -1,0 +1,1 @@
+"""Connects ranks: the mesh, collectives and their adjoints, the ledger, failures."""

@@ -1,0 +1,128 @@
+"""Collectives as autograd functions, each beside its transpose.
+
+[Note: gradients] A global sum is an all-reduce forward and an all-reduce backward.
+Every rank then holds the whole loss, and what reaches a rank's own rows is P times the
+true gradient. Averaging over ranks (DDP) makes parameter gradients exact, and row-cut
+leaves divide by P. Unlike a summing hook, this is exact for every mix of local terms,
+global terms and terms that every rank repeats (a weight penalty).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.halo.link import Link
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return collectives.all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(g, ctx.axis), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link, ctx.shape = link, x.shape
+        return link.begin(x)()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange_transpose(g, g.new_zeros(ctx.shape), ctx.link), None
+
+
+class _ExchangeTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, out: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        arrive = link.begin_transpose(g.contiguous())
+        return arrive(out.clone())
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange(x.contiguous(), ctx.link), x, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        axis: Axis,
+        op: str,
+    ) -> Tensor:
+        ctx.plan, ctx.transposed = (send, recv, axis, op), op.endswith("_transpose")
+        return collectives.all_to_all(x, send, recv, axis, op).wait()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        send, recv, axis, op = ctx.plan
+        back = op.removesuffix("_transpose") if ctx.transposed else f"{op}_transpose"
+        return all_to_all(g, recv, send, axis, back), None, None, None, None
+
+
+# autograd nodes whose gradient is summed over ranks already; see `averaging.py`
+SUMMED: tuple[type, ...] = tuple(
+    kind._backward_cls  # type: ignore[attr-defined]
+    for kind in (_AllReduce, _AllToAll)
+)
+
+
+def _check_twice(link: Link) -> None:
+    """Refuses to record what a coded or late exchange does to a gradient."""
+    if torch.is_grad_enabled() and not link.is_exact:
+        raise RuntimeError(
+            "differentiate twice over exact exchanges only: create_graph=True met "
+            f"{link}, which is coded or late; use link='exact' for this layer"
+        )
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sums `x` over an axis; the gradient is summed over it too."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def exchange(x: Tensor, link: Link) -> Tensor:
+    """Returns the ghosts of own rows `x`; the gradient sends sums back to them."""
+    return _Exchange.apply(x, link)
+
+
+def exchange_transpose(g: Tensor, out: Tensor, link: Link) -> Tensor:
+    """Returns `out` plus the sums that the other ranks hold for own rows."""
+    return _ExchangeTranspose.apply(g, out, link)
+
+
+def all_to_all(
+    x: Tensor, send: Sequence[int], recv: Sequence[int], axis: Axis, op: str
+) -> Tensor:
+    """Sends row blocks to the ranks of an axis; the gradient travels the way back."""
+    return x if axis.size == 1 else _AllToAll.apply(x, send, recv, axis, op)
+
+
+def all_gather(x: Tensor, gid: Tensor, axis: Axis) -> Tensor:
+    """Returns the rows of all ranks in the order of their ids; the gradient is summed.
+
+    Shapes (this rank): x [n_i, ...], gid [n_i], return [n, ...].
+    """
+    sizes = [row[0] for row in collectives.all_gather_counts([len(gid)], axis)]
+    every = x
+    if axis.size > 1:
+        copies = x.repeat(axis.size, *([1] * (x.dim() - 1)))
+        every = all_to_all(copies, [len(x)] * axis.size, sizes, axis, "all_gather")
+    order = torch.argsort(collectives.all_gather_rows(gid, sizes, axis))
+    return every.index_select(0, order.to(x.device))

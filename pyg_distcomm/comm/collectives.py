@@ -1,0 +1,431 @@
+"""The only file that calls collectives; every word they move goes in the Ledger.
+
+Each function takes the `Axis` it communicates over, skips the network when the axis has
+one rank, and counts what *this rank receives from others* (a row a rank keeps is not
+counted). Exchanges come as `begin -> Pending`, `Pending.wait() -> Tensor`, so that a
+caller can compute between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_distcomm.comm.axis import Axis as Axis
+from pyg_distcomm.comm.axis import Pending as Pending
+from pyg_distcomm.comm.axis import guarded
+from pyg_distcomm.comm.p2p import Messages
+from pyg_distcomm.comm.serialization import decode, encode
+from pyg_distcomm.comm.timeline import Exchange
+
+_MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
+_TAG = 0x9D0C  # of messages, on groups that a script's own may share
+
+
+def _staged(x: Tensor, axis: Axis) -> Tensor:
+    # gloo moves host memory and nccl device memory: what lies elsewhere is copied
+    backends = _back_ends(axis)
+    if x.is_cuda and "nccl" not in backends:
+        return x.cpu()
+    return x.cuda() if not x.is_cuda and backends == "cuda:nccl" else x
+
+
+def _back_ends(axis: Axis) -> str:
+    return str(dist.get_backend_config(axis.group))
+
+
+def all_to_all(
+    x: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str = "all_to_all",
+    most: int | None = None,
+    *,
+    into: Tensor | None = None,
+) -> Pending:
+    """Starts to send row blocks of `x` to the ranks of an axis.
+
+    Args:
+        x: the rows, those for rank 0 first.
+        send_counts: how many go to each rank.
+        recv_counts: how many come from each.
+        axis: the ranks.
+        op: how the ledger calls it.
+        most: the most rows that any rank sends to any other, if all ranks know it: a
+            small exchange is faster as one collective.
+        into: where what arrives is written, instead of a new tensor.
+
+    Shapes (this rank):
+        x        [sum(send_counts), ...]   rows for rank 0, then rank 1, ...
+        return   [sum(recv_counts), ...]   rows from rank 0, then rank 1, ...
+
+    Price: (sum(recv_counts) - recv_counts[self]) times the width of a row, in words.
+    """
+    if axis.size == 1:
+        return Pending(x if into is None else into.copy_(x), x.device, axis, op)
+    source = _staged(x.contiguous(), axis)
+    parts = source.split(list(send_counts))
+    return _begun(x, parts, recv_counts, axis, op, most, into, source)
+
+
+def all_to_all_parts(
+    parts: Sequence[Tensor], recv_counts: Sequence[int], axis: Axis, op: str
+) -> Pending:
+    """Does as `all_to_all` with the rows for each rank in a tensor of their own."""
+    if axis.size == 1:
+        return Pending(parts[0], parts[0].device, axis, op)
+    staged = [_staged(part.contiguous(), axis) for part in parts]
+    return _begun(parts[0], staged, recv_counts, axis, op, None, None)
+
+
+def all_gather_begin(
+    x: Tensor,
+    counts: Sequence[int],
+    axis: Axis,
+    op: str = "all_gather",
+    most: int | None = None,
+    *,
+    into: Tensor | None = None,
+) -> Pending:
+    """Starts to send all rows of `x` to every rank of an axis.
+
+    Args:
+        x: own rows.
+        counts: how many come from each rank; none from itself where own rows are not
+            wanted.
+        axis, op, most, into: as in `all_to_all`.
+
+    Shapes (this rank): x [n, ...], return [sum(counts), ...].
+    Price: (sum(counts) - counts[self]) times the width of a row, in words.
+    """
+    if axis.size == 1:
+        own = x[: counts[0]]
+        return Pending(own if into is None else into.copy_(own), x.device, axis, op)
+    source = _staged(x.contiguous(), axis)
+    here = counts[axis.rank]
+    parts = [source[:here] if i == axis.rank else source for i in range(axis.size)]
+    return _begun(x, parts, counts, axis, op, most, into)
+
+
+def _begun(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str,
+    most: int | None,
+    into: Tensor | None,
+    whole: Tensor | None = None,
+) -> Pending:
+    """Begins an exchange of the parts of `x`; `whole` is all of them, if it is at hand."""
+    like = parts[0]
+    width = x[0].numel() if x.size(0) else _width(x)
+    send_counts = [part.size(0) for part in parts]
+    out = into
+    if out is None or out.device != like.device:
+        out = like.new_empty((sum(recv_counts), *x.shape[1:]))
+    traced = _note_rows(x, width, send_counts, recv_counts, axis, op)
+    small = most is not None and most * width * like.element_size() < _MUCH
+    if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
+        places = out.split(list(recv_counts))
+        work = guarded(axis, op, lambda: _messages(places, parts, axis))
+        # the work keeps the parts, and lets go of them before anyone waits
+        return Pending(out, x.device, axis, op, work, traced, into=into)
+    source = torch.cat(list(parts)) if whole is None else whole
+    splits = list(recv_counts), send_counts
+    work = guarded(axis, op, lambda: _collective(out, source, *splits, axis))
+    return Pending(out, x.device, axis, op, work, traced, source, into)
+
+
+def _collective(
+    out: Tensor, source: Tensor, recv: list[int], send: list[int], axis: Axis
+) -> Any:
+    return dist.all_to_all_single(
+        out, source, recv, send, group=axis.group, async_op=True
+    )
+
+
+def _messages(
+    places: Sequence[Tensor], parts: Sequence[Tensor], axis: Axis
+) -> Messages:
+    # [Note: receive first]; every rank begins with its neighbour, so that not all at once
+    # send to one
+    peers = [(axis.rank + i) % axis.size for i in range(1, axis.size)]
+    much = [i for i in peers if parts[i].nbytes >= _MUCH]
+    order: list[Any] = [(dist.irecv, places, i) for i in much]
+    order += [(dist.isend, parts, i) for i in peers]
+    order += [(dist.irecv, places, i) for i in peers if i not in much]
+    works = [
+        begin(rows[i], _global_rank(i, axis), axis.group, _TAG)
+        for begin, rows, i in order
+        if rows[i].numel()
+    ]
+    places[axis.rank].copy_(parts[axis.rank])
+    return Messages(works, (places, parts))
+
+
+def send(x: Tensor, to: int, axis: Axis, op: str = "send") -> Pending:
+    """Starts to send `x` to one rank of an axis, which must `receive` as much.
+
+    What one rank sends another arrives in the order in which it was sent.
+    """
+    source, some = _staged(x.contiguous(), axis), int(x.numel() > 0)
+    note = {"words": 0, "bytes": 0, "sent_bytes": x.nbytes, "messages": some}
+    traced = axis.ledger.note(op, axis.name, **note)
+    work = _message(dist.isend, source, to, axis, op)
+    return Pending(source, x.device, axis, op, work, traced, source)
+
+
+def receive(into: Tensor, origin: int, axis: Axis, op: str = "send") -> Pending:
+    """Starts to receive, `into` a contiguous tensor, what a rank of an axis sends.
+
+    Price: the elements of `into`, in words.
+    """
+    out = _staged(into, axis)
+    note = {"words": into.numel(), "bytes": into.nbytes, "sent_bytes": 0, "messages": 0}
+    traced = axis.ledger.note(op, axis.name, **note)
+    work = _message(dist.irecv, out, origin, axis, op)
+    return Pending(out, into.device, axis, op, work, traced, out, into)
+
+
+def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
+    if not x.numel():  # both ends know, and nothing is said
+        return None
+    peer = _global_rank(peer, axis)
+    work = guarded(axis, op, lambda: begin(x, peer, axis.group, _TAG))
+    return work if x.is_cuda else Messages([work], x)
+
+
+def _width(x: Tensor) -> int:
+    return int(torch.Size(x.shape[1:]).numel())
+
+
+def _note_rows(
+    x: Tensor,
+    width: int,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    axis: Axis,
+    op: str,
+) -> Exchange | None:
+    received = sum(recv_counts) - recv_counts[axis.rank]
+    sent = sum(send_counts) - send_counts[axis.rank]
+    peers = [c for i, c in enumerate(send_counts) if i != axis.rank]
+    return axis.ledger.note(
+        op,
+        axis.name,
+        words=received * width,
+        bytes=received * width * x.element_size(),
+        sent_bytes=sent * width * x.element_size(),
+        messages=sum(1 for c in peers if c) if width else 0,
+    )
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Returns the elementwise sum (or "max", "min") of `x` over an axis.
+
+    Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
+    """
+    pending = all_reduce_begin(x, axis, op)
+    return pending.wait()
+
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def all_reduce_begin(
+    x: Tensor, axis: Axis, op: str = "sum", before: int = 0
+) -> Pending:
+    """Starts an `all_reduce`; `wait()` returns the result in a tensor of its own.
+
+    Args:
+        x, axis, op: see `all_reduce`.
+        before: where `x` is a piece of a larger sum, the words of it that have left.
+    """
+    if axis.size == 1:
+        return Pending(x, x.device, axis, "all_reduce")
+    out = _staged(x, axis)
+    out = out.clone(memory_format=torch.contiguous_format) if out is x else out
+    traced = note_all_reduce(x, axis, before)
+    work = guarded(
+        axis,
+        "all_reduce",
+        lambda: dist.all_reduce(
+            out, op=_REDUCTIONS[op], group=axis.group, async_op=True
+        ),
+    )
+    return Pending(out, x.device, axis, "all_reduce", work, traced)
+
+
+def note_all_reduce(x: Tensor, axis: Axis, before: int = 0) -> Exchange | None:
+    """Counts an all-reduce of `x` as the ring moves it, after `before` other words.
+
+    Pieces of one sum cost together what the sum in one piece costs.
+    """
+    words = ring_words(before + x.numel(), axis.size) - ring_words(before, axis.size)
+    size = words * x.element_size()
+    return axis.ledger.note(
+        "all_reduce",
+        axis.name,
+        words=words,
+        bytes=size,
+        sent_bytes=size,
+        messages=2 * (axis.size - 1),
+    )
+
+
+def ring_words(numel: int, size: int) -> int:
+    """Returns the words a rank receives in a ring all-reduce of `numel` words."""
+    return -(-2 * numel * (size - 1) // size)
+
+
+def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, Any]:
+    """Starts an in-place sum; returns it, and torch's own future of it (for DDP's hook).
+
+    DDP's wait for the future has no deadline: wait for the sum first. It is a piece of a
+    larger sum, of which `before` words have left.
+    """
+    traced = note_all_reduce(x, axis, before)
+    work = guarded(
+        axis,
+        "all_reduce",
+        lambda: dist.all_reduce(x, group=axis.group, async_op=True),
+    )
+    future = work.get_future()
+    return Pending(x, x.device, axis, "all_reduce", work, traced), future
+
+
+def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:
+    """Returns every rank's row of integers (all rows have the same length)."""
+    if axis.size == 1:
+        return [list(counts)]
+    mine = torch.tensor(list(counts), dtype=torch.int64)
+    rows = all_gather_rows(mine.unsqueeze(0), [1] * axis.size, axis, op="plan")
+    return [[int(v) for v in row] for row in rows.tolist()]
+
+
+def all_gather_rows(
+    x: Tensor, counts: Sequence[int], axis: Axis, op: str = "all_gather"
+) -> Tensor:
+    """Returns the rows of all ranks of an axis, in rank order.
+
+    Shapes (this rank): x `[counts[rank], ...]`, return `[sum(counts), ...]`.
+    Price: (sum(counts) - counts[rank]) times the width of a row, in words.
+    """
+    return all_gather_begin(x, counts, axis, op, max(counts)).wait()
+
+
+def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
+    """Tells each rank of an axis one integer, and returns what each told us."""
+    if axis.size == 1:
+        return list(counts)
+    ones = [1] * axis.size
+    mine = torch.tensor(list(counts), dtype=torch.int64)
+    return [
+        int(v) for v in all_to_all(mine, ones, ones, axis, "plan", 1).wait().tolist()
+    ]
+
+
+def all_gather_object(value: Any, axis: Axis) -> list[Any]:
+    """Returns every rank's value (for plans and messages; see `encoding.encode`).
+
+    Raises:
+        TypeError: on all ranks, if a value can not be sent as data.
+    """
+    if axis.size == 1:
+        return [value]
+    mine = torch.frombuffer(_told(value), dtype=torch.uint8)
+    sizes = exchange_counts([mine.numel()] * axis.size, axis)
+    every = all_gather_rows(mine, sizes, axis, op="plan")
+    return [_heard(part) for part in every.split(sizes)]
+
+
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """Returns rank 0's value on every rank (for plans; see `encoding.encode`).
+
+    Raises:
+        TypeError: on all ranks, if the value can not be sent as data.
+    """
+    if axis.size == 1:
+        return value
+    mine = _told(value) if axis.rank == 0 else bytearray()
+    size = exchange_counts([len(mine)] * axis.size, axis)[0]
+    mine = mine if axis.rank == 0 else bytearray(size)
+    buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
+    traced = _note_broadcast(buffer, axis)
+    work = guarded(
+        axis,
+        "plan",
+        lambda: dist.broadcast(
+            buffer, _global_rank(0, axis), axis.group, async_op=True
+        ),
+    )
+    got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
+    return _heard(got)
+
+
+def _told(value: Any) -> bytearray:
+    try:
+        return encode((True, value))
+    except TypeError as error:
+        return encode((False, str(error)))
+
+
+def _heard(data: Tensor) -> Any:
+    fine, value = decode(data.cpu().numpy().data)
+    if not fine:
+        raise TypeError(value)
+    return value
+
+
+def _global_rank(rank: int, axis: Axis) -> int:
+    assert axis.group is not None
+    return dist.get_global_rank(axis.group, rank)
+
+
+def _note_broadcast(x: Tensor, axis: Axis) -> Exchange | None:
+    first = axis.rank == 0
+    received = 0 if first else x.numel()
+    sent = x.numel() * (axis.size - 1) if first else 0
+    peers = axis.size - 1 if first else 0
+    return axis.ledger.note(
+        "plan",
+        axis.name,
+        words=received,
+        bytes=received,
+        sent_bytes=sent,
+        messages=peers,
+    )
+
+
+def barrier(axis: Axis) -> None:
+    """Waits until every rank of an axis is here."""
+    if axis.size > 1:
+        all_reduce(torch.zeros(1), axis)
+
+
+def agree(problem: str | None, axis: Axis, kind: type[Exception] = ValueError) -> None:
+    """Raises on all ranks, or on none: the rule for every check at a door.
+
+    Args:
+        problem: what is wrong on this rank; None when all is well.
+        axis: the ranks that must agree.
+        kind: the exception to raise.
+
+    Raises:
+        kind: with the message of the lowest rank that had one.
+    """
+    found = all_gather_object(problem, axis)
+    for rank, text in enumerate(found):
+        if text is not None:
+            where = f"rank {rank}: " if axis.size > 1 else ""
+            raise kind(where + text)

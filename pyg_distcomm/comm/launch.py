@@ -1,0 +1,249 @@
+"""Starts a function on several ranks of this machine, from a script or a notebook.
+
+[Note: ranks end with their launcher] Whatever ends the launcher, its ranks must not go on.
+Each watches the launcher's process: a rank that has outlived it gets SIGTERM, as torchrun's
+would, and is killed if that does not end it. The fork server that starts ranks on Linux,
+which Python keeps for the next launch, ends with the launcher and the last rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyg_distcomm.comm import shutdown
+from pyg_distcomm.comm.failure import RankError
+
+_GRACE = 5.0  # seconds the other ranks have to tell their own story
+_SAVING = (
+    30.0  # seconds ranks have to save, and to end, after SIGTERM; as torchrun's have
+)
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    threads: int | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` on `nprocs` new processes and returns what each returned.
+
+    Inside `fn`, `pdc.init()` joins the run, as it would under torchrun.
+
+    Args:
+        fn: a function that can be imported by name (from a module or a script).
+        nprocs: how many ranks.
+        args: arguments, picklable.
+        timeout: seconds after which the run is stopped with a RankError. Ranks also end
+            with this process, whatever ends it.
+        threads: torch threads per rank; the machine's cores are shared out if None.
+
+    Raises:
+        TypeError: if `fn` cannot be sent to another process (a notebook's own
+            function, a lambda); the message says what to do.
+        Exception: the first rank's error, of its own kind, with rank and traceback.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs={nprocs} must be at least 1")
+    _check_importable(fn, args)
+    context: Any = multiprocessing.get_context(
+        "forkserver" if sys.platform == "linux" else "spawn"
+    )
+    if sys.platform == "linux":  # imported once, not once a rank
+        context.set_forkserver_preload(["pyg_distcomm"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+    )
+    share = threads or max(1, (os.cpu_count() or 1) // nprocs)
+    ranks: list[Any] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(nprocs):
+            mine, theirs = context.Pipe(duplex=False)
+            job = (fn, args, rank, nprocs, store.port, share, theirs)
+            # no daemon: a rank may start processes of its own, to load data
+            process = context.Process(target=_rank_main, args=job)
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            pipes.append(mine)
+        results = _collected(pipes, ranks, timeout)
+    except (KeyboardInterrupt, SystemExit):
+        _stop(ranks, _SAVING)
+        raise
+    finally:
+        _stop(ranks, _GRACE)
+    return results
+
+
+def _check_importable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    main = sys.modules["__main__"]
+    in_notebook = getattr(fn, "__module__", "") == "__main__" and not hasattr(
+        main, "__file__"
+    )
+    try:
+        pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = str(error)
+    else:
+        reason = "it is defined in the notebook" if in_notebook else ""
+    if reason:
+        raise TypeError(
+            f"launch cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments "
+            f"to new processes ({reason}). Put the function at the top level of a .py "
+            "file (in a notebook: begin its cell with %%writefile train.py) and import it."
+        )
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    size: int,
+    port: int,
+    threads: int,
+    pipe: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
+    )
+    torch.set_num_threads(threads)
+    _end_with_launcher()
+    try:
+        _send(pipe, (True, fn(*args)))
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        _send(pipe, (False, (type(error).__name__, _portable(error), _story(error))))
+    finally:
+        pipe.close()
+        shutdown.come_to_rest()  # the process ends without atexit
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    """Sends bytes: a tensor in shared memory would be lost if this rank ended first."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _end_with_launcher() -> None:
+    """Ends this rank when its launcher ends; see [Note: ranks end with their launcher]."""
+    threading.Thread(target=_outlive, daemon=True).start()
+
+
+def _outlive() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    wait([launcher.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVING)
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _story(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _collected(
+    pipes: list[Connection], ranks: list[Any], timeout: float | None
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, Any] = {}
+    stop = None if timeout is None else time.monotonic() + timeout
+    open_pipes = dict(enumerate(pipes))
+    while open_pipes:
+        left = None if stop is None else max(0.0, stop - time.monotonic())
+        ready = wait(list(open_pipes.values()), left)
+        for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
+            done, value = _received(open_pipes.pop(rank), ranks[rank])
+            (results if done else failures)[rank] = value
+        if failures and (stop is None or stop > time.monotonic() + _GRACE):
+            stop = time.monotonic() + _GRACE
+        if not ready and open_pipes:
+            if not failures:
+                raise RankError(f"ranks {sorted(open_pipes)} ran past {timeout} s")
+            break
+    if failures:
+        raise _first_cause(failures)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _received(pipe: Connection, process: Any) -> tuple[bool, Any]:
+    try:
+        sent = pipe.recv_bytes()
+    except (EOFError, OSError):
+        process.join(_GRACE)
+        text = f"the process ended without a word ({_ending(process.exitcode)})"
+        return False, ("RankError", RankError(text), text)
+    done, value = pickle.loads(sent)
+    return done, value
+
+
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    killed = "; by hand, or for want of memory" if code == -9 else ""
+    return f"signal {-code}{killed}"
+
+
+def _first_cause(failures: dict[int, Any]) -> BaseException:
+    # ranks that only heard of the failure name another rank in their message
+    heard = ("failed with", "lost another rank", "waited")
+    own = [r for r, f in sorted(failures.items()) if not _mentions(f, heard)]
+    rank = own[0] if own else min(failures)
+    kind, error, story = failures[rank]
+    text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{story}"
+    if error is None:
+        return RankError(text)
+    error.__cause__ = RankError(text)
+    return error  # type: ignore[no-any-return]
+
+
+def _mentions(failure: Any, words: tuple[str, ...]) -> bool:
+    message = str(failure[1])
+    return message.startswith("rank ") and any(word in message for word in words)
+
+
+def _stop(ranks: list[Any], patience: float) -> None:
+    """Ends ranks: those still at work after a moment by SIGTERM, then by force."""
+    _join(ranks, 0.5)
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    _join(ranks, patience)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _join(ranks: list[Any], patience: float) -> None:
+    stop = time.monotonic() + patience
+    for process in ranks:
+        process.join(max(0.0, stop - time.monotonic()))

@@ -1,0 +1,333 @@
+"""The Ledger: what has travelled, by operation and axis; and plain-text tables."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+from pyg_distcomm.comm import timeline
+
+
+@dataclass
+class Entry:
+    """What one operation moved over one axis, seen from this rank."""
+
+    calls: int = 0
+    words: int = 0
+    bytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+
+
+Rows: TypeAlias = dict[tuple[str, str], Entry]
+
+
+@dataclass
+class Ledger:
+    """Counts what travels: words and bytes received, messages sent, seconds waited.
+
+    Rows are keyed by (operation, axis). `print(ledger)` shows a table. Threads may count
+    at the same time.
+
+    Args:
+        entries: the rows.
+        parent: another ledger that counts all this one does.
+    """
+
+    entries: Rows = field(default_factory=dict)
+    parent: Ledger | None = field(default=None, repr=False)
+    _events: list[tuple[str, str]] | None = None
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what has no meaning in another process."""
+        return {**self.__dict__, "_lock": None, "parent": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def note(
+        self,
+        op: str,
+        axis: str,
+        *,
+        words: int,
+        bytes: int,
+        sent_bytes: int,
+        messages: int,
+    ) -> timeline.Exchange | None:
+        """Adds one operation; a parent counts it too.
+
+        Returns its record in the trace under way, if there is one.
+        """
+        if self.parent is not None:
+            traced = self.parent.note(
+                op,
+                axis,
+                words=words,
+                bytes=bytes,
+                sent_bytes=sent_bytes,
+                messages=messages,
+            )
+        elif (recorder := timeline.recorder) is not None:
+            traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
+        else:
+            traced = None
+        with self._lock:  # loaders count from threads of their own
+            entry = self.entries.setdefault((op, axis), Entry())
+            entry.calls += 1
+            entry.words += words
+            entry.bytes += bytes
+            entry.sent_bytes += sent_bytes
+            entry.messages += messages
+        return traced
+
+    def waited(self, op: str, axis: str, seconds: float) -> None:
+        """Adds seconds that an operation was waited for."""
+        if self.parent is not None:
+            self.parent.waited(op, axis, seconds)
+        with self._lock:
+            self.entries.setdefault((op, axis), Entry()).seconds += seconds
+
+    def total(self, what: str, op: str | None = None, axis: str | None = None) -> int:
+        """Sums one column over the rows that match `op` and `axis`."""
+        with self._lock:
+            return sum(
+                getattr(entry, what)
+                for (o, a), entry in self.entries.items()
+                if op in (None, o) and axis in (None, a)
+            )
+
+    def words(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the words received."""
+        return self.total("words", op, axis)
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the bytes received."""
+        return self.total("bytes", op, axis)
+
+    def messages(self, op: str | None = None, axis: str | None = None) -> int:
+        """Returns the messages sent."""
+        return self.total("messages", op, axis)
+
+    def reset(self) -> None:
+        """Forgets everything counted so far."""
+        with self._lock:
+            self.entries.clear()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[tuple[str, str]]]:
+        """Records the order of events (`begin`, `multiply`, `arrive`) inside a block."""
+        events: list[tuple[str, str]] = []
+        self._events = events
+        try:
+            yield events
+        finally:
+            self._events = None
+
+    def event(self, kind: str, what: str) -> None:
+        """Notes one event, if anyone records."""
+        if self._events is not None:
+            self._events.append((kind, what))
+
+    def table(self, exact: bool = False) -> str:
+        """Returns a table of all rows and their sum, as `print(ledger)` does.
+
+        Columns: what travelled, the seconds that were waited for it, megabytes received in
+        a second of that wait (not the rate of the link: what computation has hidden was
+        not waited for), and the share of all bytes.
+
+        Args:
+            exact: whether large counts are written in full, instead of 1.234 M.
+        """
+        return _table({"": self.snapshot()}, exact)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, where: Any = None) -> Any:
+        """Draws the bytes received, a bar for each operation and a colour for each axis.
+
+        Args:
+            where: matplotlib's axes, or the name of a picture to write; new axes if None.
+
+        Returns matplotlib's axes; needs the extra "plot".
+        """
+        bars: dict[str, dict[str, int]] = {}
+        for (op, axis), entry in sorted(self.snapshot().items()):
+            bars.setdefault(op, {})[axis] = entry.bytes
+        return _plot(bars, where, "bytes received on this rank")
+
+    def snapshot(self) -> Rows:
+        """Returns the rows as they are now, apart from those that go on counting."""
+        with self._lock:  # others may count meanwhile
+            return {key: replace(entry) for key, entry in self.entries.items()}
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """The ledgers of all ranks, from `mesh.gather_ledger()`; `print` shows a table.
+
+    Args:
+        ranks: one for each rank, as they were.
+    """
+
+    ranks: tuple[Ledger, ...]
+
+    @property
+    def sum(self) -> Ledger:
+        """What all ranks together have received, sent and waited."""
+        keys = dict.fromkeys(key for ledger in self.ranks for key in ledger.entries)
+        return Ledger(
+            {
+                key: _added(r.entries.get(key, Entry()) for r in self.ranks)
+                for key in keys
+            }
+        )
+
+    def table(self, exact: bool = False) -> str:
+        """Returns a table of sums over the ranks, beside the rank that has the most.
+
+        "most" is the most bytes that one rank received, "rank" which one, "/mean" how many
+        times the mean of all ranks that is, and "slowest" the most seconds one waited.
+        """
+        return _table(
+            {str(rank): ledger.entries for rank, ledger in enumerate(self.ranks)}, exact
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, where: Any = None) -> Any:
+        """Draws the bytes received, a bar for each rank, its operations one on the other.
+
+        Args:
+            where: matplotlib's axes, or the name of a picture to write; new axes if None.
+
+        Returns matplotlib's axes; needs the extra "plot".
+        """
+        bars = {
+            f"rank {rank}": {
+                f"{op}, {axis}": entry.bytes
+                for (op, axis), entry in sorted(ledger.entries.items())
+            }
+            for rank, ledger in enumerate(self.ranks)
+        }
+        return _plot(bars, where, "bytes received")
+
+
+def _table(ranks: Mapping[str, Rows], exact: bool) -> str:
+    """Formats the rows of one rank, or the sums over several and their worst."""
+    one = list(ranks) == [""]
+    head = ["operation", "axis", "calls", "words", "bytes", "messages"]
+    head += ["seconds", "MB/s"] if one else ["most", "rank", "/mean", "slowest"]
+    everything = {name: _added(rows.values()) for name, rows in ranks.items()}
+    whole = _added(everything.values()).bytes
+    lines = []
+    keys = sorted({key for rows in ranks.values() for key in rows})
+    for key in [*keys, ("total", "")]:
+        found = everything
+        if key in keys:
+            found = {name: rows.get(key, Entry()) for name, rows in ranks.items()}
+        both, counted = _added(found.values()), int if exact else Short
+        columns: list[Any] = [
+            counted(n) for n in (both.calls, both.words, both.bytes, both.messages)
+        ]
+        if one:
+            # a sum over rows, some waited for and some not, is no rate
+            known = key in keys and both.seconds > 1e-4
+            rate = both.bytes / both.seconds / 1e6 if known else 0.0
+            rounded = int(rate) if rate >= 100 else round(rate, 2)
+            columns += [round(both.seconds, 4), rounded if known else None]
+        else:
+            rank, most = max(found.items(), key=lambda pair: pair[1].bytes)
+            columns += [counted(most.bytes), int(rank)]
+            columns.append(most.bytes * len(ranks) / both.bytes if both.bytes else None)
+            columns.append(round(max(entry.seconds for entry in found.values()), 4))
+        share = Share(both.bytes / whole) if whole else None
+        lines.append([*key, *columns, share])
+    return format_table([*head, "share"], lines)
+
+
+def _added(entries: Iterable[Entry]) -> Entry:
+    found = list(entries)
+    names = [column.name for column in fields(Entry)]
+    return Entry(**{name: sum(getattr(e, name) for e in found) for name in names})
+
+
+def _plot(bars: Mapping[str, Mapping[str, int]], where: Any, label: str) -> Any:
+    """Draws stacked bars, one colour for each part."""
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib.ticker import EngFormatter
+    except ImportError as error:
+        raise ImportError(
+            "to plot a ledger takes matplotlib: pip install 'pyg-distcomm[plot]'"
+        ) from error
+    drawn = where if hasattr(where, "bar") else plt.subplots(layout="constrained")[1]
+    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    top = dict.fromkeys(bars, 0)
+    for part in parts:
+        heights = [bar.get(part, 0) for bar in bars.values()]
+        drawn.bar(list(bars), heights, bottom=list(top.values()), label=part)
+        top = {name: top[name] + bars[name].get(part, 0) for name in bars}
+    drawn.yaxis.set_major_formatter(EngFormatter("B"))
+    drawn.set_ylabel(label)
+    if parts:
+        drawn.legend()
+    if where is not None and drawn is not where:
+        figure: Any = drawn.figure
+        figure.savefig(where)
+        plt.close(figure)
+    return drawn
+
+
+def format_table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+    """Formats rows as a plain-text table: words to the left, numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    numeric = [
+        all(not isinstance(row[i], str) for row in rows) for i in range(len(head))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+class Short(int):
+    """A count as a reader wants it: in full up to ten million, then with four digits."""
+
+    def __str__(self) -> str:
+        for size, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
+            if self >= max(size, 10**7):
+                return f"{self / size:.4g} {letter}"
+        return f"{int(self):,}"
+
+
+class Share(float):
+    """A share of a whole, in per cent."""
+
+    def __str__(self) -> str:
+        return f"{float(self):.1%}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (Short, Share)):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,547 @@
+"""The world: which ranks there are, how they are laid out, and the seed they share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pyg_distcomm.comm import collectives, random, rendezvous
+from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.failure import (
+    DeadlineStore,
+    FailureMonitor,
+    exit_on_sigterm,
+    install_excepthook,
+)
+from pyg_distcomm.comm.ledger import Ledger, Ledgers
+from pyg_distcomm.comm.serialization import differing
+
+Grid = tuple[int, int, int]
+Check = Literal["first", "always", "never"]
+ALGORITHMS = ("1d", "1.5d", "2d", "3d", "feature")
+AXES = ("row", "col", "fiber")
+_AXES = ("stage", *AXES, "world", "data", "control", "everyone")
+_PATIENCE = 60.0  # seconds for other ranks, where this one was given no such number
+_LONGEST = 1e7  # seconds that torch still understands
+_REMEMBERED = 4096  # dropout calls that a recomputation may look back on
+
+
+def resolve_grid(
+    size: int,
+    algorithm: str = "1d",
+    replication: int | None = None,
+    grid: Grid | None = None,
+) -> Grid:
+    """Returns the grid `(row, col, fiber)` of an algorithm on `size` ranks.
+
+    Where layers are cut into stages, `size` is the ranks of one stage.
+
+    | name    | grid        | fits                                       |
+    |---------|-------------|--------------------------------------------|
+    | 1d      | (P, 1, 1)   | any P                                      |
+    | 1.5d    | (P/c, c, 1) | c = `replication` divides P                |
+    | 2d      | (r, s, 1)   | P = r s, r >= s > 1, as square as can be   |
+    | 3d      | (q, t, p)   | P = q t p, all above 1, as cubic as can be |
+    | feature | (1, 1, P)   | any P; every rank holds the topology       |
+
+    Raises:
+        ValueError: if no such grid exists; the message lists sizes that fit.
+    """
+    if grid is not None:
+        return _explicit_grid(size, grid)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm={algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
+        )
+    if replication is not None and algorithm != "1.5d":
+        raise ValueError(
+            f"replication={replication} belongs to algorithm='1.5d', "
+            f"got algorithm={algorithm!r}; leave it out, or give grid=(r, s, p)"
+        )
+    found = named_grid(size, algorithm, replication)
+    if found is None:
+        raise ValueError(_misfit(size, algorithm, replication))
+    return found
+
+
+def _explicit_grid(size: int, grid: Grid) -> Grid:
+    sides = tuple(grid)
+    whole = all(isinstance(n, int) and n >= 1 for n in sides)
+    if len(sides) != 3 or not whole or math.prod(sides) != size:
+        fits = [(r, size // r, 1) for r in range(size, 0, -1) if size % r == 0]
+        raise ValueError(
+            f"grid={grid} needs three positive sizes (row, col, fiber) whose product is "
+            f"the number of ranks, {size}; for instance {', '.join(map(str, fits[:4]))}"
+        )
+    return sides  # type: ignore[return-value]
+
+
+def named_grid(size: int, name: str, replication: int | None = None) -> Grid | None:
+    """Returns the grid of an algorithm as `resolve_grid` does, or None without one."""
+    if name == "1d":
+        return (size, 1, 1)
+    if name == "feature":
+        return (1, 1, size)
+    if name == "1.5d":
+        fits = (c for c in _divisors(size) if c > 1 and c * c <= size)
+        c = replication if replication is not None else max(fits, default=None)
+        return (size // c, c, 1) if c is not None and c >= 1 and size % c == 0 else None
+    if name == "2d":
+        pairs = [(size // s, s) for s in _divisors(size) if size // s >= s > 1]
+        return (*pairs[-1], 1) if pairs else None
+    return _cube(size)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _cube(size: int) -> Grid | None:
+    sides = [
+        (size // (a * b), b, a)
+        for a in _divisors(size)
+        for b in _divisors(size // a)
+        if size // (a * b) >= b >= a > 1
+    ]
+    return min(sides, key=sum) if sides else None
+
+
+def _misfit(size: int, algorithm: str, replication: int | None) -> str:
+    top = max(2 * size, 16)
+    around = (n for k in range(1, top) for n in (size - k, size + k) if 1 <= n <= top)
+    fits = (n for n in around if named_grid(n, algorithm, replication))
+    near = sorted(itertools.islice(fits, 6))
+    rule = {
+        "1.5d": "replication must be at least 1 and divide the number of ranks"
+        if replication is not None
+        else "the number of ranks must be r * c with r >= c > 1",
+        "2d": "the number of ranks must be r * s with r >= s > 1",
+        "3d": "the number of ranks must be q * t * p with all three above 1",
+    }[algorithm]
+    may = f" (on {size} ranks, replication may be {_divisors(size)})"
+    also = "" if replication is None else may
+    sizes = ", ".join(map(str, near)) or "none"
+    return (
+        f"algorithm={algorithm!r} does not fit {size} ranks: {rule}; "
+        f"sizes that work: {sizes}{also}. Or use algorithm='1d', which fits any."
+    )
+
+
+@dataclass(eq=False)
+class Mesh:
+    """The ranks of a run, laid out as a grid of row x col x fiber.
+
+    Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
+    `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
+
+    [Note: stages] With S stages, each has a grid of its own, over P / S ranks: ranks
+    `s P/S .. (s + 1) P/S - 1` of the run are stage `s`. A mesh is that of one stage: `rank`,
+    `size`, `world` and the grid's axes are of it, so that a graph is spread over the ranks
+    of a stage, in the same way in all of them. `stage` leads to the others.
+
+    Args:
+        grid: the sizes `(r, s, p)` of the three axes.
+        seed: the seed of all keyed randomness.
+        device: where this rank computes by default.
+        world: all ranks; further axes are `row`, `col`, `fiber`, and on process groups of
+            their own `data` (the gradients of parameters) and `control` (counts and
+            checks, of a few words each).
+        check: which replicated tensors are compared between ranks; see `init`.
+        stage: where layers are cut into stages (see [Note: stages]), the ranks that have
+            this one's place in their stages; of one rank otherwise.
+        everyone: the ranks of all stages; `world` where there is one stage.
+        ledger: what has travelled.
+        step: how many keyed training calls (dropout) there have been.
+        questions: how many lengths of selections the ranks have asked each other for.
+        plan: the `Plan` that chose the grid, where algorithm="auto" did.
+        owners: who owns which node in that plan, a Partition.
+        averager: averages the gradients of parameters; see `averaging.Averager`.
+        compared: which replicated tensors were compared; see `agreement.Comparer`.
+        inputs: what its graphs were multiplied with; see `constants.Inputs`.
+    """
+
+    grid: Grid
+    seed: int
+    device: torch.device
+    world: Axis
+    row: Axis
+    col: Axis
+    fiber: Axis
+    data: Axis
+    control: Axis
+    stage: Axis
+    everyone: Axis
+    ledger: Ledger
+    check: Check = "first"
+    step: int = 0
+    questions: int = 0
+    plan: Any = None
+    owners: Any = None
+    averager: Any = field(default=None, repr=False)
+    compared: Any = field(default=None, repr=False)
+    inputs: Any = field(default=None, repr=False)
+    _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
+    _kept: Any = field(default=None, repr=False)
+    _device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    local_sizes: ClassVar[bool] = (
+        False  # of row-cut tensors: see `RowShardedTensor.reads_local`
+    )
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, size); counted within its stage."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; of one stage where there are several."""
+        return self.world.size
+
+    @property
+    def coordinate(self) -> Grid:
+        """This rank's place `(i, j, k)` on the grid."""
+        return self.row.rank, self.col.rank, self.fiber.rank
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Torch's own mesh of the same grid; None alone. Made on first use, collectively."""
+        if self._device_mesh is None and self.everyone.group is not None:
+            shape = {"stage": self.stage.size} if self.stage.size > 1 else {}
+            shape |= dict(zip(AXES, self.grid, strict=True))
+            self._device_mesh = init_device_mesh(
+                self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+            )
+        return self._device_mesh
+
+    def close(self) -> None:
+        """Ends the mesh's process groups, with their threads and connections; collective.
+
+        Waits until every rank is here, within the deadline; after a failure it waits for
+        nobody. What was made with the mesh (data, layers, loaders) can still be read on
+        this rank, but not communicate. Also done at the end of `with pdc.init() as mesh:`.
+        A mesh over gloo that is not closed is, by the next `pdc.init`, once nothing refers
+        to it any more.
+        """
+        watch = self.everyone.watch
+        if watch is None or watch.closed:
+            return
+        try:
+            if not watch.failed:
+                watch.meet("mesh.close", 0, self.everyone.size)
+        finally:
+            watch.break_off()  # what nobody waits for any more
+            watch.closed = True
+            made = self._device_mesh
+            let_go(self._axes(), [] if made is None else made.get_all_groups())
+            self.averager = self._device_mesh = None
+            if self._kept is not None:
+                self._kept.detach()
+            for name in _AXES:  # the groups end with the last that refers to them
+                setattr(self, name, replace(getattr(self, name), group=None))
+
+    def _axes(self) -> tuple[Axis, ...]:
+        return tuple(getattr(self, name) for name in _AXES)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        watch = self.everyone.watch
+        if error is not None and watch is not None:
+            watch.fail(error)  # the others learn of it before the groups end
+        self.close()
+
+    def gather_ledger(self) -> Ledgers:
+        """Returns what the ledgers of all ranks say; collective.
+
+        `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
+        What this call itself moves is counted after it.
+        """
+        every = collectives.all_gather_object(self.ledger.snapshot(), self.everyone)
+        return Ledgers(tuple(Ledger(entries) for entries in every))
+
+    def next_key(self) -> int:
+        """Returns the key of one more keyed training call, equal on all ranks.
+
+        Inside a backward pass the call is a recomputation (activation checkpointing),
+        and gets the key of the call it repeats: checkpointing restores torch's
+        generator, from which each call draws the token it is remembered by.
+        """
+        token = int(torch.randint(1 << 62, ()))
+        if torch._C._current_graph_task_id() != -1:
+            return self._repeated(token)
+        self.step += 1
+        self._replay[token] = self.step
+        if len(self._replay) > _REMEMBERED:
+            self._replay.popitem(last=False)
+        return random.fold(self.seed, self.step)
+
+    def _repeated(self, token: int) -> int:
+        if token not in self._replay:
+            raise RuntimeError(
+                "a keyed call (dropout) was recomputed without torch's generator state; "
+                "use torch.utils.checkpoint with preserve_rng_state=True (its default)"
+            )
+        return random.fold(self.seed, self._replay[token])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seed and the counter: what makes a resumed run repeat itself."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the seed and the counter of another run, on any number of ranks."""
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+
+    def __deepcopy__(self, memo: dict) -> Mesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Mesh holds live connections and cannot be pickled; save plain tensors "
+            "(.to_local(), .full_tensor()) and make the mesh anew with pdc.init()"
+        )
+
+    def __repr__(self) -> str:
+        sides = " x ".join(str(n) for n in self.grid)
+        at = f", {self.stage}" if self.stage.size > 1 else ""
+        return (
+            f"Mesh(rank {self.rank}/{self.size}, grid {sides} (row x col x fiber){at})"
+        )
+
+
+def init(
+    algorithm: str = "1d",
+    *,
+    replication: int | None = None,
+    grid: Grid | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    timeout: float = 300.0,
+    stages: int = 1,
+    check: Check = "first",
+    also: dict[str, Any] | None = None,
+) -> Mesh:
+    """Joins the run and returns its mesh.
+
+    Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
+    `pdc.launch`, in a process group the caller has made, or alone, with none at all.
+
+    Args:
+        algorithm: "1d", "1.5d", "2d", "3d" or "feature"; see `resolve_grid`.
+        replication: c of the 1.5D algorithm.
+        grid: an explicit grid `(row, col, fiber)`, instead of a name.
+        backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
+        device: where this rank computes; its CUDA device with NCCL, else the CPU.
+        seed: the seed of dropout and of everything else that is keyed.
+        timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
+        stages: into how many stages the ranks are shared out; see [Note: stages].
+        check: which plain tensors are compared between ranks; see `pdc.init`.
+        also: what else ranks must give alike, by name.
+
+    Raises:
+        ValueError: if the grid does not fit; the message lists the sizes that do. On all
+            ranks, if arguments differ between them; it names the first that does.
+    """
+    asked: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
+    asked |= {"replication": replication}
+    asked |= {"stages": stages, "seed": seed, "check": check, "timeout": timeout}
+    asked |= {"backend": backend, **(also or {})}
+    problem = _problem_of(asked)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    patience = _PATIENCE if problem else timeout
+    if not dist.is_initialized() and launched:
+        rendezvous.join(backend or _default_backend(), patience)
+    size = world_size()
+    sides = (1, 1, 1)
+    if problem is None:
+        try:
+            sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
+        except (TypeError, ValueError) as error:
+            problem = error
+    watch = _make_watch(patience, asked, problem) if dist.is_initialized() else None
+    if problem is not None:
+        raise problem
+    home = torch.device(device) if device is not None else _default_device()
+    if home.type == "cuda" and home.index is not None:
+        torch.cuda.set_device(home)
+    if watch is None:
+        return remember(alone(sides, seed, home))
+    return remember(_joined((stages, *sides), seed, home, watch, check))
+
+
+def _problem_of(asked: dict[str, Any]) -> Exception | None:
+    """Says what is wrong with the arguments of init, whatever the ranks are."""
+    check, seed, timeout = asked["check"], asked["seed"], asked["timeout"]
+    if check not in get_args(Check):
+        return ValueError(f"check must be one of {get_args(Check)}, got {check!r}")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        return TypeError(f"seed must be a whole number, got {seed!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        return TypeError(f"timeout must be a number of seconds, got {timeout!r}")
+    if not 0 < timeout < _LONGEST:
+        return ValueError(
+            f"timeout must be above 0 and below {_LONGEST:.0f} seconds, got {timeout!r}: "
+            "it is how long a rank waits for the others before it raises"
+        )
+    return None
+
+
+def ways_of(size: int, stages: int) -> int:
+    """Returns how many ranks each stage has, of `size` in all.
+
+    Raises:
+        ValueError: if they cannot be shared out evenly; the message lists what fits.
+    """
+    if isinstance(stages, int) and stages >= 1 and size % stages == 0:
+        return size // stages
+    raise ValueError(
+        f"stages={stages!r} must be a whole number that divides the number of ranks, "
+        f"{size}: each stage has as many; here {_divisors(size)} fit"
+    )
+
+
+_LATEST: list[weakref.ref[Mesh]] = []
+
+
+def remember(mesh: Mesh) -> Mesh:
+    """Makes a mesh the latest one, and returns it."""
+    _LATEST[:] = [weakref.ref(mesh)]
+    return mesh
+
+
+def latest_mesh() -> Mesh | None:
+    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    found = _LATEST[0]() if _LATEST else None
+    if found is None or found.everyone.size != world_size():
+        return None
+    watch = found.everyone.watch
+    return None if watch is not None and watch.closed else found
+
+
+def world_size() -> int:
+    """Returns how many ranks there are, whether or not they have a mesh."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _default_backend() -> str:
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _default_device() -> torch.device:
+    over_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    if over_nccl and torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", local % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:
+    """Returns the mesh of one process, which talks to nobody."""
+    ledger = Ledger()
+    axes: Any = {name: Axis(name, 0, 1, None, ledger, None) for name in _AXES}
+    return Mesh(grid, seed, device, ledger=ledger, **axes)
+
+
+def _joined(
+    sides: tuple[int, int, int, int],
+    seed: int,
+    device: torch.device,
+    watch: FailureMonitor,
+    check: Check,
+) -> Mesh:
+    stages, *grid = sides
+    install_excepthook()
+    exit_on_sigterm()
+    _close_collected()
+    axes = _open_axes(stages, tuple(grid), watch)
+    meshed: Any = {"ledger": axes["world"].ledger, "check": check, **axes}
+    mesh = Mesh(tuple(grid), seed, device, **meshed)  # type: ignore[arg-type]
+    # gloo's groups end on each rank by itself, NCCL's on all alike: those by `close` alone
+    if "nccl" not in str(dist.get_backend_config()):
+        mesh._kept = weakref.finalize(mesh, _collected.append, tuple(axes.values()))
+        mesh._kept.atexit = False
+    return mesh
+
+
+_collected: list[tuple[Axis, ...]] = []  # of meshes that nobody holds any more
+
+
+def _close_collected() -> None:
+    """Ends the groups of meshes that were collected, where no other thread makes any."""
+    while _collected:
+        axes = _collected.pop()
+        for watch in {axis.watch for axis in axes if axis.watch is not None}:
+            watch.break_off()
+        let_go(axes)
+
+
+def _open_axes(
+    stages: int, grid: tuple[int, ...], watch: FailureMonitor
+) -> dict[str, Axis]:
+    """Makes the process groups of a mesh; every rank helps to make every group."""
+    rank, size, ledger = watch.rank, watch.size, Ledger()
+    axes: dict[str, Axis] = {}
+
+    def open_axis(name: str, lines: list[list[int]], backend: str | None) -> None:
+        for line in lines:
+            group = None
+            if len(line) > 1:
+                group = rendezvous.open_group(line, backend, watch.deadline)
+            if rank in line:
+                place, n = line.index(rank), len(line)
+                axes[name] = Axis(name, place, n, group, ledger, watch)
+
+    places = torch.arange(size).view(stages, *grid)
+    for at, name in enumerate(("stage", *AXES)):
+        lines = places.movedim(at, -1).reshape(-1, places.size(at))
+        open_axis(name, lines.tolist(), None)
+    whole = places.view(stages, -1).tolist()
+    for name, backend in (("world", None), ("data", None), ("control", "gloo")):
+        open_axis(name, whole, backend)
+    if stages == 1:
+        axes["everyone"] = axes["world"]
+    else:
+        open_axis("everyone", [list(range(size))], None)
+    watch.threads.of.update(axis.group for axis in axes.values() if axis.group)
+    return axes
+
+
+def _make_watch(
+    timeout: float, asked: dict[str, Any], problem: Exception | None
+) -> FailureMonitor:
+    """Meets the other ranks, and compares with them what each was asked for.
+
+    Raises:
+        ValueError, TypeError: on all ranks, for a problem of one, or what differs.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = DeadlineStore(dist.distributed_c10d._get_default_store())
+    # meshes are made in the same order on all ranks, so each counts its own
+    number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
+    said = {name: repr(value) for name, value in asked.items()}
+    said["grid"] = repr(asked["grid"] and tuple(asked["grid"]))
+    wrong = None if problem is None else [type(problem).__name__, str(problem)]
+    name = f"mesh/{number}"
+    notes = rendezvous.arrive(store, name, rank, size, timeout, [said, wrong])
+    found = differing([note[0] for note in notes])
+    first = next((note[1] for note in notes if note[1]), None)
+    if first and found is None:  # the same on all
+        raise {"TypeError": TypeError}.get(first[0], ValueError)(first[1])
+    if found is not None:
+        raise ValueError(found)
+    return FailureMonitor(store.within(f"pyg_distcomm/{number}"), rank, size, timeout)

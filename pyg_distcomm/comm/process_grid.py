@@ -1,0 +1,148 @@
+"""Channels: process groups for work that runs beside training; lines, to time links.
+
+[Note: channels] Collectives of one process group have to start in the same order on all
+ranks. Sampling and fetching run in threads of their own, so each has a channel of its own,
+and the order of training's collectives does not matter to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rendezvous import open_group
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessGrid:
+    """A grid of P/c x c ranks with process groups of its own.
+
+    Rank q stands at row q // c, column q % c. The c ranks of one row hold the same
+    block of data; the P/c ranks of one column hold all blocks between them.
+
+    Args:
+        replication: c.
+        world: all ranks.
+        row: the ranks of this column, one for each block (the axis on which i varies).
+        col: the ranks of this row, which hold the same block.
+    """
+
+    replication: int
+    world: Axis
+    row: Axis
+    col: Axis
+
+    @property
+    def block(self) -> int:
+        """Which block this rank holds: its place on the row axis."""
+        return self.row.rank
+
+    def members(self, block: int) -> range:
+        """Returns the ranks that hold a block."""
+        return range(block * self.replication, (block + 1) * self.replication)
+
+    def close(self) -> None:
+        """Lets the process groups go; nothing may be under way.
+
+        After a failure they are kept: what a rank still waits for would not let them end.
+        """
+        watch = self.world.watch
+        if not dist.is_initialized() or (watch is not None and watch.note()):
+            return
+        # c = 1: row and world share one group
+        let_go((self.world, self.row, self.col))
+
+
+def new_process_grid(
+    mesh: Mesh, replication: int | None = None, purpose: str = ""
+) -> ProcessGrid:
+    """Opens a channel; collective over all ranks of the mesh.
+
+    Args:
+        mesh: the ranks.
+        replication: c, which has to divide P. The default is that of the mesh if its
+            grid is (P/c, c, 1), and 1 otherwise.
+        purpose: stands before the names of the axes in the ledger.
+
+    Raises:
+        ValueError: if c does not divide P; it lists what does.
+    """
+    c = check_replication(mesh, replication)
+    size, rank = mesh.size, mesh.rank
+    watch, ledger = mesh.world.watch, Ledger(parent=mesh.ledger)
+
+    def axis(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Axis:
+        place = ranks.index(rank)
+        named = f"{purpose}:{name}" if purpose else name
+        return Axis(named, place, len(ranks), group, ledger, watch)
+
+    everyone = range(size)
+    group = _group(mesh, everyone)
+    columns = [everyone[j::c] for j in range(c)]
+    rows = [everyone[i : i + c] for i in range(0, size, c)]
+    # every rank makes every group, in the same order: torch asks for it
+    by_column = [group] if c == 1 else [_group(mesh, ranks) for ranks in columns]
+    by_row = [_group(mesh, ranks) for ranks in rows]
+    return ProcessGrid(
+        c,
+        axis("world", everyone, group),
+        axis("row", columns[rank % c], by_column[rank % c]),
+        axis("col", rows[rank // c], by_row[rank // c]),
+    )
+
+
+def new_axis_group(mesh: Mesh, size: int, stride: int) -> Axis:
+    """Opens a process group for each line of so many ranks, each so far from the last.
+
+    The axes of another grid than that of the mesh. Collective over all ranks, of all stages.
+
+    Returns:
+        the line in which this rank is; `mesh.world` where that is all of them.
+    """
+    if size == mesh.size:
+        return mesh.world
+    # torch's own wait for all ranks would not say which one has not come
+    collectives.barrier(replace(mesh.everyone, ledger=Ledger()))
+    mine, stages = mesh.world, range(0, mesh.everyone.size, mesh.size)
+    for stage, first in itertools.product(stages, range(mesh.size)):
+        if first // stride % size:
+            continue  # not the first of a line
+        line = range(first, first + size * stride, stride)
+        group = _group(mesh, [stage + rank for rank in line], backend=None)
+        if mesh.rank in line and stage == mesh.stage.rank * mesh.size:
+            place = line.index(mesh.rank)
+            mine = replace(mesh.world, name="line", rank=place, size=size, group=group)
+    return mine
+
+
+def check_replication(mesh: Mesh, replication: int | None) -> int:
+    """Returns c, or says which would fit."""
+    if replication is None:
+        r, s, p = mesh.grid
+        return s if p == 1 and r > 1 else 1
+    fits = [c for c in range(1, mesh.size + 1) if mesh.size % c == 0]
+    if replication not in fits:
+        raise ValueError(
+            f"replication={replication!r} must divide the number of ranks, {mesh.size}; "
+            f"it may be one of {fits}"
+        )
+    return int(replication)
+
+
+def _group(
+    mesh: Mesh, ranks: Sequence[int], backend: str | None = "gloo"
+) -> dist.ProcessGroup | None:
+    if len(ranks) == 1 or mesh.world.group is None:
+        return None
+    watch = mesh.world.watch
+    assert watch is not None
+    # ids and features lie in host memory: gloo moves them whatever training uses
+    return open_group(list(ranks), backend, watch.deadline)

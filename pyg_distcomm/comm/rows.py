@@ -1,0 +1,119 @@
+"""Rows: which rows of a tensor this rank holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives, consistency
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.price import balanced_split
+from pyg_distcomm.partition.partition import Partition
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which rows of a row-cut tensor are on this rank, and how many there are in all.
+
+    Args:
+        gid: ids of the rows here, `[n_i]`, ascending; on the CPU.
+        total: ids lie in [0, total).
+        mesh: the ranks that share the tensor.
+        partition: who has which id; None where nobody can be asked.
+        whole: whether the ranks together hold every id (False behind a mask).
+        known: the number of rows on all ranks, where it is known without asking.
+        nodes: for the edges of a graph, the rows of its nodes.
+        stacked: for the edges of a graph, makes an edge_index of sources and targets.
+    """
+
+    gid: Tensor
+    total: int
+    mesh: Mesh
+    partition: Partition | None
+    whole: bool = True
+    known: int | None = None
+    nodes: Rows | None = None
+    stacked: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.gid)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of rows on all ranks.
+
+        Collective once, over the mesh's control axis, behind a mask that was computed from
+        row-cut values; free everywhere else.
+        """
+        if self.whole:
+            return self.total
+        if self.known is not None:
+            return self.known
+        return consistency.count_rows(len(self), self.mesh)
+
+    @cached_property
+    def plans(self) -> OrderedDict[Any, Any]:
+        """Exchanges with lists of ids, as `by_id.py` plans them; the latest are kept."""
+        return OrderedDict()
+
+    @cached_property
+    def place(self) -> Tensor:
+        """The places `[n_i]` of the rows here among all rows, in order of their ids.
+
+        Collective once behind a mask: the ids of all ranks are gathered.
+        """
+        if self.whole:
+            return self.gid
+        sizes = [
+            row[0]
+            for row in collectives.all_gather_counts([len(self)], self.mesh.world)
+        ]
+        every = collectives.all_gather_rows(self.gid, sizes, self.mesh.world, op="plan")
+        return torch.searchsorted(every.sort().values, self.gid)
+
+    @cached_property
+    def owners(self) -> Partition:
+        """Who has which of the rows, by their places; collective once behind a mask."""
+        if self.partition is not None:
+            return self.partition
+        world = self.mesh.world
+        sizes = [row[0] for row in collectives.all_gather_counts([len(self)], world)]
+        every = collectives.all_gather_rows(self.place, sizes, world, op="plan")
+        owner = torch.empty(len(every), dtype=torch.int64)
+        owner[every] = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        return Partition.from_owner(owner, self.mesh.size, len(every))
+
+    def same_as(self, other: Rows) -> bool:
+        """Whether both stand for the same rows on this rank."""
+        if self is other:
+            return True
+        return self.total == other.total and torch.equal(self.gid, other.gid)
+
+    def select(self, mask: Tensor, known: int | None = None) -> Rows:
+        """Returns the rows that a local boolean mask `[n_i]` keeps.
+
+        Args:
+            mask: of the rows here.
+            known: how many rows it keeps on all ranks, where that is known.
+        """
+        gid = self.gid[mask.cpu()]
+        kept: Any = {"nodes": self.nodes, "stacked": self.stacked}
+        return Rows(gid, self.total, self.mesh, None, False, known, **kept)
+
+    @staticmethod
+    def blocks(total: int, mesh: Mesh) -> Rows:
+        """Cuts `total` rows into equal blocks, one per rank, in rank order."""
+        sizes = balanced_split(total, mesh.size)
+        start = sum(sizes[: mesh.rank])
+        gid = torch.arange(start, start + sizes[mesh.rank])
+        return Rows(gid, total, mesh, None)
+
+    def __repr__(self) -> str:
+        part = "" if self.whole else " (masked)"
+        return f"Rows({len(self)} of {self.total}{part} on rank {self.mesh.rank})"

@@ -1,0 +1,590 @@
+"""DistEdgeIndex: an edge_index whose edges are spread over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.ops.cover import check_halo
+from pyg_distcomm.partition.cutters import check_edge_index
+from pyg_distcomm.tensor import indexing
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor.gather_by_id import joined, kept, recut
+from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
+from pyg_distcomm.tensor.row_sharded import check_saved, tree_map
+
+
+def link_problem(link: Any) -> TypeError | None:
+    """Returns the error for what edges cannot be given as their link."""
+    if link is None or isinstance(link, LinkPolicy):
+        return None
+    return TypeError(
+        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or None for the "
+        f"exact one, got {link!r}"
+    )
+
+
+def settings_of(link: LinkPolicy | None) -> dict[str, str]:
+    """Returns what has to be the same of a link on all ranks, by name."""
+    return {"link": "exact"} if link is None else link.settings
+
+
+@eager
+class DistEdgeIndex(torch.Tensor):
+    """The edges this rank owns, `[2, e_i]`, as node ids of the original graph.
+
+    An edge lives with the owner of its target, in original edge order, and so do its
+    attributes. Like PyG's `EdgeIndex` it remembers what is derived from it: the halo,
+    the blocks of the grid, the GCN-normalised operator. Everything is planned at the
+    first use, collectively, and dropped with the object.
+
+    It reads as the whole edge_index: `shape` is `[2, e]`, and `edge_index[0]` and
+    `edge_index[1]` are DistTensors of node ids, one row per edge, so that
+    `z[edge_index[0]]` fetches the rows of the sources. `edge_index[:, mask]`,
+    `torch.cat([edge_index, loops], 1)`, `edge_index.flip(0)` and `torch.stack` of sources
+    and targets are edges spread over ranks again; other operations gather all edges, or
+    are refused. This rank's edges are those of `.to_local()`.
+    """
+
+    topology: Topology
+    _spread = True
+    weight: DistTensor | None = None  # of a sparse adjacency's values
+    looped = False  # whether that has self-loops
+
+    @staticmethod
+    def build(
+        edge_index: Tensor,
+        nodes: Rows,
+        edges: Rows,
+        *,
+        oblivious: bool = False,
+        sources: Rows | None = None,
+    ) -> DistEdgeIndex:
+        """Makes this rank's part from its edges, in global ids.
+
+        Args:
+            edge_index: `[2, e_i]`, targets owned by this rank, in original order.
+            nodes: which nodes are here.
+            edges: which edges are here.
+            oblivious: exchange whole blocks (all_gather, reduce_scatter), as the
+                sparsity-oblivious algorithms of [Tripathy20] do.
+            sources: which source nodes are here, if they are of a type of their own;
+                such edges can be sampled from, and no layer takes them yet.
+        """
+        local = edge_index.long().cpu()
+        topology = Topology(
+            local[0],
+            local[1],
+            nodes,
+            edges,
+            "blocks" if oblivious else "auto",
+            sources=sources,
+        )
+        return _wrap(edge_index, topology)
+
+    @staticmethod
+    def of_ends(source: DistTensor, target: DistTensor) -> DistEdgeIndex:
+        """Makes edges of row-cut node ids, moved to the owners of their targets.
+
+        Args:
+            source: `[e]`, cut in any way.
+            target: cut as `source` is.
+
+        Collective; edges that are where they belong stay, in the rows they have.
+        """
+        found = [getattr(end, "rows", None) for end in (source, target)]
+        rows = found[0] or found[1]
+        nodes = None if rows is None else rows.nodes
+        alike = rows is not None and all(
+            r is not None and rows.same_as(r) for r in found
+        )
+        if nodes is None or nodes.partition is None or not alike:
+            raise TypeError(
+                "edges are stacked from sources and targets that are cut alike, and come "
+                "from an edge_index of pdc.partition; got "
+                + " and ".join(str(r or "a plain tensor") for r in found)
+            )
+        assert rows is not None
+        ends = torch.stack([source.to_local(), target.to_local()])
+        owner = nodes.partition.owner_of(ends[1].cpu().long())
+        away = int((owner != nodes.mesh.rank).sum())
+        if not int(collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)):
+            return DistEdgeIndex.build(ends, nodes, rows)
+        counts = torch.bincount(owner, minlength=nodes.mesh.size).tolist()
+        back, order = (
+            collectives.exchange_counts(counts, nodes.mesh.world),
+            owner.argsort(),
+        )
+        packed = torch.cat([ends.cpu().long().t(), rows.place.unsqueeze(1)], 1)[order]
+        came = collectives.all_to_all(
+            packed, counts, back, nodes.mesh.world, "edges"
+        ).wait()
+        came = came[came[:, 2].argsort()]
+        edges = rows_of_edges(came[:, 2], rows.count, nodes)
+        local = came[:, :2].t().contiguous().to(ends.device, ends.dtype)
+        return DistEdgeIndex.build(local, nodes, edges)
+
+    @staticmethod
+    def cut(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
+        """Makes edges of a whole `edge_index` `[2, e]`, the same on all ranks.
+
+        Kept with the nodes, so that the same tensor is planned once.
+        """
+
+        def build() -> DistEdgeIndex:
+            check_edge_index(edge_index, nodes.total)
+            assert nodes.partition is not None
+            owner = nodes.partition.owner_of(edge_index[1].cpu().long())
+            mine = (owner == nodes.mesh.rank).nonzero().view(-1)
+            edges = rows_of_edges(mine, edge_index.size(1), nodes)
+            return DistEdgeIndex.build(
+                edge_index[:, mine.to(edge_index.device)], nodes, edges
+            )
+
+        found: DistEdgeIndex = kept(edge_index, nodes, build)
+        return found
+
+    @staticmethod
+    def weighted(
+        edge_index: Tensor, weight: Tensor | None, nodes: Rows
+    ) -> DistEdgeIndex:
+        """Makes edges of a whole edge_index that carry their weights; see `cut`."""
+        out = DistEdgeIndex.cut(edge_index, nodes)
+        return out if weight is None else out.carrying(weight)
+
+    def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
+        """Returns the same edges with weights, cut or those `[e]` of all ranks, or without."""
+        if weight is None:
+            return _wrap(self.to_local(), self.topology)
+        local = self.check_edges(weight, "weight")
+        assert local is not None
+        weights = DistTensor.wrap(local, self.edges)
+        return _wrap(self.to_local(), self.topology, weights)
+
+    def check_loops(self, layer: torch.nn.Module) -> None:
+        """Refuses a sparse adjacency with self-loops where a layer adds loops."""
+        if self.looped and getattr(layer, "add_self_loops", False):
+            raise TypeError(
+                f"give {type(layer).__name__} an edge_index, or add_self_loops=False: PyG "
+                "adds loops to a sparse adjacency that has some in another way"
+            )
+
+    @staticmethod
+    def of_sparse(adj: Tensor, nodes: Rows) -> DistEdgeIndex:
+        """Makes edges of a sparse (transposed) adjacency `[n, n]`, whole on all ranks.
+
+        Its rows are targets, as in PyG's `adj_t`; its values are the weights. Kept with
+        the nodes, so that the same tensor is planned once.
+        """
+        plans, key = nodes.plans, ("sparse", id(adj))
+        edge_index, value = coo_of(adj)
+        if key not in plans or plans[key][0] is not adj:
+            plans[key] = adj, edge_index
+        out = DistEdgeIndex.weighted(plans[key][1], value, nodes)
+        out.looped = bool((edge_index[0] == edge_index[1]).any())
+        return out
+
+    @staticmethod
+    def of(edge_index: Tensor, topology: Topology) -> DistEdgeIndex:
+        """Returns edges `[2, e_i]`, in global ids, of which a topology is known."""
+        return _wrap(edge_index, topology)
+
+    @property
+    def nodes(self) -> Rows:
+        """Which nodes are on this rank."""
+        return self.topology.nodes
+
+    @property
+    def sources(self) -> Rows:
+        """Which source nodes are on this rank; `nodes`, unless they have a type."""
+        sources = self.topology.sources
+        return self.nodes if sources is None else sources
+
+    @property
+    def edges(self) -> Rows:
+        """Which edges are on this rank."""
+        return self.topology.edges
+
+    def matmul(  # type: ignore[override]
+        self, x: DistTensor, edge_weight: Any = None
+    ) -> DistTensor:
+        """Returns, for each own node, the (weighted) sum of `x` over its in-edges.
+
+            z_i = sum over edges e = (j, i) of w_e x_j
+
+        Differentiable in `x` `[n_i, f]` and `edge_weight` `[e_i]`.
+        """
+        local = self.check_nodes(x, "x")
+        weight = self.check_edges(edge_weight, "edge_weight")
+        link, wrap = self.topology.link, None
+        if link is not None:
+            # copies with another link share what is kept, by which they are known
+            who, train = self.topology.constants, torch.is_grad_enabled()
+            call = link.begin(who, self.nodes, train, name="matmul")
+            wrap = None if call is None else call.wrap
+        return DistTensor.wrap(self.topology.sum(local, weight, wrap), self.nodes)
+
+    def check_nodes(self, x: Any, name: str) -> Tensor:
+        """Returns the local rows of a node tensor, or says what it should have been."""
+        return self.as_nodes(x, name).to_local()
+
+    def as_nodes(self, x: Any, name: str) -> DistTensor:
+        """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank."""
+        self.topology.check_one_kind()
+        whole = isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim()
+        if whole and x.size(0) == self.nodes.total:
+            mesh = self.nodes.mesh
+            if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
+                comparer_of(mesh).check(x, name)
+            x = meet(x, mesh)
+            return DistTensor.wrap(x[self.nodes.gid.to(x.device)], self.nodes)
+        if not isinstance(x, DistTensor):
+            raise TypeError(
+                f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
+                f"computed from it: it is {_kind(x)}, but the edge_index is spread over "
+                f"ranks, with {self.nodes.total} nodes"
+            )
+        if not x.rows.same_as(self.nodes):
+            if x.rows.whole and x.rows.total == self.nodes.total:
+                raise ValueError(
+                    f"take {name} and the edge_index from one pdc.partition: they are "
+                    "spread over the ranks in two ways, by two partitions or meshes"
+                )
+            raise ValueError(
+                f"give the layer one row for each node: {name} has {x.rows}, but the "
+                f"edge_index has nodes {self.nodes}"
+            )
+        return x
+
+    def check_edges(self, value: Any, name: str) -> Tensor | None:
+        """Returns the local rows of an edge tensor (None stays None)."""
+        if value is None and name == "edge_weight" and self.weight is not None:
+            value = self.weight
+        if value is None:
+            return None
+        edges = self.edges
+        if isinstance(value, DistTensor):
+            if value.rows.same_as(edges):
+                return value.to_local()
+            if value.rows.whole and edges.whole and value.rows.total == edges.total:
+                return recut(value, edges)
+            raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
+            value = meet(value, edges.mesh)
+            return value[edges.place.to(value.device)]
+        raise TypeError(
+            f"give {name} one row for each of the {edges.count} edges: it is "
+            f"{_kind(value)}; make it part of the Data before pdc.partition"
+        )
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's edges as an ordinary tensor of global node ids."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """Returns all edges in original order, on every rank; collective."""
+        local = self.to_local().t().contiguous()
+        return indexing.gather_all(local, self.edges).t().contiguous()
+
+    def oblivious(self) -> DistEdgeIndex:
+        """Returns the same edges with sparsity-oblivious exchanges, for comparison."""
+        return self.with_halo("blocks")
+
+    def with_halo(self, halo: str = "auto") -> DistEdgeIndex:
+        """Returns the same edges, with products that exchange something else.
+
+        All give the same sums. Words are fewest with "cover"; "auto" takes whole blocks
+        where they have at most a sixteenth more words than that. Products with weights of
+        edges that are learnt send rows. Layers other than products always do.
+
+        Args:
+            halo: "rows" sends the rows of features that other ranks need
+                ([Mukhopadhyay24]), "sums" partial sums of rows in their place, "cover"
+                the fewest of both, pair of ranks by pair ([Zhuang25]), "blocks" whole
+                blocks, as sparsity-oblivious algorithms do ([Tripathy20]), "auto" the
+                cheaper one of the last two.
+        """
+        twin = copy.copy(self.topology)
+        twin.halo, twin.constants, twin._plans = check_halo(halo), ProductCache(), {}
+        twin.__dict__.pop("reversed", None)
+        return _wrap(self.to_local(), twin, self.weight)
+
+    def with_ordering(
+        self, order: str = "auto", *, keep_inputs: bool = True
+    ) -> DistEdgeIndex:
+        """Returns the same edges, with another way for layers to take A X W apart.
+
+        Plans are shared, products that are kept are not.
+
+        Args:
+            order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges
+                less, forward and backward together.
+            keep_inputs: whether the product with an input that does not change (a leaf
+                without gradient, the same tensor at the same version) is kept from its
+                second use on. It takes the input's memory once more. Not where hooks
+                look after saved tensors, as in torch's checkpointing. Such an input may
+                change in place, on all ranks or on none; writes to `x.data`, or through
+                numpy, are not noticed.
+        """
+        twin = copy.copy(self.topology)
+        twin.ordering, twin.constants = (
+            MultiplyOrder(order, keep_inputs),
+            ProductCache(),
+        )
+        return _wrap(self.to_local(), twin, self.weight)
+
+    def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
+        """Returns the same edges, with rows of layers that travel by another link.
+
+        Plans and kept products are shared, which are exact. Layers with a link of their own
+        go by that.
+
+        Args:
+            link: a `LinkPolicy`, as of `pdc.VARCO(...)`; None is exact.
+        """
+        problem = link_problem(link)
+        if problem is not None:
+            raise problem
+        twin = copy.copy(self.topology)
+        twin.link = link
+        return _wrap(self.to_local(), twin, self.weight)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answers facts, makes edges of edges, and gathers or refuses the rest."""
+        name, kwargs = base_name(func), kwargs or {}
+        if name in SIZES:
+            return _size(args[0], name, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in FACTS or name in ("requires_grad=", "grad"):
+                return func(*args, **kwargs)
+            if name in _COPIES and isinstance(args[0], DistEdgeIndex):
+                return _moved(args[0], func(*args, **kwargs))
+            if name in NEW:  # of the dtype and device
+                return getattr(args[0].to_local(), name)(*args[1:], **kwargs)
+        if name in _MADE:
+            return _MADE[name](*args, **kwargs)
+        if name in _GATHERED:
+            return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        raise _refusal(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) is int and -2 <= key < 2:
+            return DistTensor.wrap(self.to_local()[key], self.edges)
+        row, column = (
+            key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
+        )
+        if isinstance(row, (list, Tensor)) and column == slice(None):
+            order = torch.as_tensor(row).tolist()
+            if order in ([0, 1], [1, 0]):
+                return self if order == [0, 1] else _flipped(self, 0)
+        if row is Ellipsis or row == slice(None):
+            return self._columns(column)
+        if type(row) is int:
+            return self[row][column]
+        raise _refusal(f"edge_index[{key!r}]")
+
+    def _columns(self, key: Any) -> Any:
+        """Returns some of the edges, in the order that the key gives them."""
+        if isinstance(key, slice) and key == slice(None):
+            return self
+        mask = isinstance(key, Tensor) and key.dtype == torch.bool
+        if mask:
+            picked = DistTensor.wrap(self.to_local().t(), self.edges)[key]
+            local = picked.to_local().t().contiguous()
+            return DistEdgeIndex.build(local, self.nodes, picked.rows)
+        if isinstance(key, DistTensor):
+            return DistEdgeIndex.of_ends(self[0][key], self[1][key])
+        return DistEdgeIndex.cut(self.full_tensor()[:, key].contiguous(), self.nodes)
+
+    def __iter__(self) -> Iterator[DistTensor]:
+        return iter((self[0], self[1]))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all edges as an array, on every rank; collective."""
+        found = self.full_tensor().numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def __deepcopy__(self, memo: dict) -> DistEdgeIndex:
+        return _wrap(self.to_local().clone(), self.topology, self.weight)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        check_saved(self.nodes.mesh.size, "this rank's edges")
+        return self.to_local().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mesh, edges = self.nodes.mesh, self.edges
+        count = edges.total if edges.whole else vars(edges).get("count", "?")
+        return (
+            f"DistEdgeIndex([2, {count}] on {self.nodes.total} nodes, {len(edges)} edges and "
+            f"{len(self.nodes)} nodes on rank {mesh.rank}/{mesh.size}: {self.to_local()})"
+        )
+
+
+def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
+    """Returns the rows of edges, by their places in the whole edge_index.
+
+    Args:
+        gid: of this rank, ascending.
+        total: of all ranks.
+        nodes: the nodes that they are between.
+    """
+    stacked = DistEdgeIndex.of_ends
+    return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
+
+
+def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
+    """Returns the edges of a sparse adjacency, rows being targets, and their weights.
+
+    Args:
+        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor.
+    """
+    if isinstance(adj, Tensor):
+        coo = adj.to_sparse_coo()
+        coo = coo if coo.is_coalesced() else coo.coalesce()
+        return coo.indices().flip(0), coo.values()
+    row, col, value = adj.coo()
+    return torch.stack([col, row]), value
+
+
+_COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
+
+
+_GATHERED = WHOLE | frozenset(
+    """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
+    view reshape flatten any all sum to_dense max min""".split()
+)
+
+
+def _refusal(name: str) -> TypeError:
+    """Returns the error of an operation on edges, which names the layer it came from."""
+    return TypeError(
+        f"{_advice()}{name}() of a DistEdgeIndex would need edges of other ranks; use "
+        ".to_local() for this rank's edges (global ids) or .full_tensor() for all"
+    )
+
+
+def _advice() -> str:
+    frame = inspect.currentframe()
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, torch.nn.Module) and hasattr(layer, "propagate"):
+            kind = type(layer).__name__
+            return (
+                f"take {kind} from pyg_distcomm.nn, or convert the model by "
+                "pdc.convert(model): "
+            )
+        frame = frame.f_back
+    return ""
+
+
+def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim in (0, -2)):
+        return 2
+    count = x.edges.count
+    if name == "size" and dim is not None:
+        return count
+    if name in ("shape", "size"):
+        return torch.Size((2, count))
+    return 2 * count * (x.element_size() if name == "nbytes" else 1)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (DistEdgeIndex, DistTensor)):
+        return value.full_tensor()
+    return value
+
+
+def _joined(tensors: Any, dim: int = 0) -> Any:
+    """Stands for torch.cat: edges after edges."""
+    first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
+    if dim % 2 != 1:
+        raise _refusal("cat")
+    parts = [
+        t if isinstance(t, DistEdgeIndex) else _at_targets(t, first.nodes)
+        for t in tensors
+    ]
+    ends = [joined([part[k] for part in parts]) for k in (0, 1)]
+    rows = rows_of_edges(ends[0].rows.gid, ends[0].rows.total, first.nodes)
+    return DistEdgeIndex.build(
+        torch.stack([e.to_local() for e in ends]), first.nodes, rows
+    )
+
+
+def _at_targets(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
+    return DistEdgeIndex.cut(edge_index, nodes)
+
+
+def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
+    """Stands for flip over the two ends: the reversed edges."""
+    dim = kwargs.get("dims", dims[0] if dims else 0)
+    if dim not in (0, -2, [0], (0,)):
+        raise _refusal("flip")
+    return DistEdgeIndex.of_ends(x[1], x[0])
+
+
+def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
+    """Stands for the transpose: a row `[source, target]` for each edge."""
+    return DistTensor.wrap(x.to_local().t(), x.edges)
+
+
+def _extreme(op: str) -> Callable[..., Any]:
+    def found(x: DistEdgeIndex, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            raise _refusal(op)
+        pick = torch.maximum if op == "max" else torch.minimum
+        return pick(getattr(x[0], op)(), getattr(x[1], op)())
+
+    return found
+
+
+_MADE: dict[str, Callable[..., Any]] = {
+    "getitem": lambda x, key: x[key],
+    "unbind": lambda x, dim=0: (x[0], x[1]),
+    "select": lambda x, dim, index: x[index],
+    **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
+    "flip": _flipped,
+    **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),
+    "max": _extreme("max"),
+    "min": _extreme("min"),
+}
+
+
+def _wrap(
+    local: Tensor, topology: Topology, weight: DistTensor | None = None
+) -> DistEdgeIndex:
+    out = local.as_subclass(DistEdgeIndex)
+    out.topology, out.weight = topology, weight
+    return out
+
+
+def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
+    if isinstance(after, DistEdgeIndex):
+        return after
+    weight: Any = before.weight
+    weight = weight if weight is None else weight.to(after.device)
+    return _wrap(after, before.topology.to(after.device), weight)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a plain tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

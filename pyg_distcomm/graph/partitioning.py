@@ -1,0 +1,555 @@
+"""Where a PyG Data enters: each rank keeps its share, as a Data of row-cut tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.transforms import ToSparseTensor
+from torch_geometric.typing import WITH_TORCH_SPARSE
+from torch_geometric.utils import coalesce
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.graph import partitioning_hetero
+from pyg_distcomm.graph.edge_index import (
+    DistEdgeIndex,
+    coo_of,
+    link_problem,
+    rows_of_edges,
+    settings_of,
+)
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.partition.attribute_levels import attribute_kinds
+from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.folder import PartShare, read_part
+from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
+from pyg_distcomm.partition.metrics import PartitionReport
+from pyg_distcomm.partition.partition import Owner, Partition
+from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+
+def partition(
+    data: Data | HeteroData,
+    mesh: Mesh,
+    method: Any = None,
+    *,
+    seed: int = 0,
+    refine: bool = False,
+    oblivious: bool = False,
+    link: LinkPolicy | None = None,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+) -> Any:
+    """Returns this rank's share of a graph: still a PyG Data, of row-cut tensors.
+
+    Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
+    and its attributes live with the owner of its target. Local rows ascend by global
+    id; nothing is renumbered for the user.
+
+    Args:
+        data: the whole graph; every attribute with a row per node or per edge travels.
+            Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
+            an edge_index, the share has both: edges that carry their weights, and none.
+            A HeteroData can be sampled from; layers do not take its edges yet.
+        mesh: the ranks, from `pdc.init`.
+        method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
+            like numbers of nonzeros), "block", the owner of each node, or a Partition;
+            for a HeteroData also a dictionary of owners by node type. METIS falls back
+            to "ldg" where pymetis is not installed. None is "metis", or as planned where
+            `init("auto")` has planned this graph.
+        seed: the seed of the cutter.
+        refine: move nodes, from whatever `method` gives, until the busiest rank sends
+            and receives fewer rows; never to a worse partition.
+        oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
+        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
+        node_attrs: attributes to take as node-level where sizes are ambiguous.
+        edge_attrs: attributes to take as edge-level where sizes are ambiguous.
+
+    Raises:
+        ValueError, TypeError: on all ranks, naming the attribute and what it should be.
+    """
+    if isinstance(data, HeteroData):
+        if link is not None:
+            raise TypeError("layers do not take a HeteroData's edges yet: no link=")
+        method = "metis" if method is None else method
+        return _partition_hetero(data, mesh, method, seed, refine, oblivious)
+    data, weight = _from_sparse(data)
+    problem, kinds = _checked(data, node_attrs, edge_attrs)
+    problem = link_problem(link) or problem
+    planned = method is None and not refine and _is_planned(data, mesh)
+    if planned and seed and problem is None:
+        problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
+    _agree(problem, mesh)
+    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
+    _agree_same(_asked(method, link, **flags) | _marks(data, kinds), mesh)
+    assert data.edge_index is not None
+    looped = weight is not None and data.has_self_loops()
+    if planned:
+        share = _share_of(data, kinds, mesh.owners, mesh.rank)
+        out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
+        return _with_sparse(_linked(out, link), weight, looped)
+    owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
+    share = _share_of(data, kinds, owners, mesh.rank)
+    return _with_sparse(
+        _linked(_assemble(share, mesh, oblivious), link), weight, looped
+    )
+
+
+def _linked(share: Any, link: LinkPolicy | None) -> Any:
+    share.edge_index = share.edge_index.with_link(link)
+    return share
+
+
+def _from_sparse(data: Any) -> tuple[Any, Tensor | None]:
+    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    if not isinstance(data, Data) or data.edge_index is not None:
+        return data, None
+    value, count, sparse = None, data.num_nodes, data.get("adj_t")
+    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
+    if sparse is not None:
+        edge_index, value = coo_of(sparse)
+        value = torch.empty(0) if value is None else value
+    data = copy.copy(data)
+    data.pop("adj_t", None)
+    data.edge_index, data.num_nodes = edge_index, count
+    return data, value
+
+
+def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
+    """Gives a share the adj_t that its data had."""
+    if weight is not None:
+        edges: Any = share.edge_index
+        share.adj_t = edges.carrying(weight if len(weight) else None)
+        share.adj_t.looped = looped
+    return share
+
+
+def _of_shares(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has PyG's ToSparseTensor make a share's edges an adj_t that is cut as they are."""
+
+    @functools.wraps(forward)
+    def run(self: ToSparseTensor, data: Any) -> Any:
+        cut = [
+            store
+            for store in data.edge_stores
+            if isinstance(store.get("edge_index"), DistEdgeIndex)
+        ]
+        if not cut:
+            return forward(self, data)
+        for store in cut:
+            edges, weight = store.edge_index, store.get(self.attr or "")
+            if self.layout is not None or not WITH_TORCH_SPARSE:
+                # as a matrix of torch's, which has each edge once
+                edges, weight = coalesce(edges, weight, edges.nodes.total)
+            store.adj_t = edges.carrying(weight)
+            store.adj_t.looped = bool((edges[0] == edges[1]).any())
+            if self.remove_edge_index:
+                del store["edge_index"]
+                store.pop(self.attr or "", None)
+        return data
+
+    return run
+
+
+ToSparseTensor.forward = _of_shares(ToSparseTensor.forward)
+
+
+def _is_planned(data: Data, mesh: Mesh) -> bool:
+    return getattr(mesh.owners, "num_nodes", -1) == getattr(data, "num_nodes", None)
+
+
+def _as_planned(share: Data, oblivious: bool) -> Data:
+    """Gives layers the halo and the order of products that the mesh was chosen for."""
+    edge_index: Any = share.edge_index
+    plan = edge_index.nodes.mesh.plan
+    if not oblivious:
+        edge_index = edge_index.with_halo(plan.halo)
+    share.edge_index = edge_index.with_ordering(
+        plan.ordering.order, keep_inputs=plan.ordering.keep_inputs
+    )
+    return share
+
+
+def _partition_hetero(
+    data: HeteroData,
+    mesh: Mesh,
+    method: Any,
+    seed: int,
+    refine: bool,
+    oblivious: bool,
+) -> HeteroData:
+    owners, problem = None, None
+    try:
+        partitioning_hetero.check_hetero(data)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, mesh)
+    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
+    asked = _asked(method, None, **flags)
+    _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
+    try:
+        if mesh.rank == 0:
+            owners = partitioning_hetero.cut_hetero(
+                data, mesh.size, method, seed, refine
+            )
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, mesh)
+    owners = partitioning_hetero.broadcast_owners(owners, mesh)
+    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious)
+
+
+def _agree(problem: Exception | None, mesh: Mesh) -> None:
+    """Raises rank 0's problem, or the first one there is, on all ranks alike."""
+    kinds = collectives.all_gather_object(
+        type(problem) if problem else None, mesh.world
+    )
+    kind = next((k for k in kinds if k is not None), ValueError)
+    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
+
+
+def _checked(
+    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
+) -> tuple[Exception | None, dict[str, Any]]:
+    try:
+        return None, _check(data, node_attrs, edge_attrs)
+    except (TypeError, ValueError) as error:
+        return error, {}
+
+
+def _check(
+    data: Data, node_attrs: Iterable[str], edge_attrs: Iterable[str]
+) -> dict[str, Any]:
+    if not isinstance(data, Data):
+        raise TypeError(
+            "partition takes a torch_geometric.data.Data or HeteroData, got "
+            f"{type(data).__name__}; pass dataset[0]"
+        )
+    edge_index = data.edge_index
+    if isinstance(edge_index, DistEdgeIndex):
+        raise TypeError("this Data is a share already; partition takes the whole graph")
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            "give the Data an edge_index [2, num_edges], or an adj_t: its edge_index is "
+            f"{type(edge_index).__name__}"
+        )
+    if data.num_nodes is None:
+        raise ValueError("data.num_nodes is not known; set it, or give data.x")
+    check_edge_index(edge_index, int(data.num_nodes))
+    return dict(attribute_kinds(data, node_attrs, edge_attrs))
+
+
+def _marks(data: Data, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what all ranks must have alike of a graph, as a hash of each attribute."""
+    edges = data.edge_index
+    assert edges is not None
+    marks = {f"data.{name}": _mark(data[name]) for name in kinds}
+    levels = {f"level of data.{name}": kind for name, kind in kinds.items()}
+    own = {"data.num_nodes": data.num_nodes, "data.edge_index": _mark(edges)}
+    return own | levels | marks
+
+
+def _mark(value: Any) -> str:
+    """Tells dtype, shape and hash of an array, of a long one of parts all over it.
+
+    Numbers, strings and lists of them stand for themselves, other objects for their type.
+    """
+    if isinstance(value, DistTensor) or not isinstance(value, (Tensor, np.ndarray)):
+        plain = isinstance(
+            value, (bool, int, float, complex, str, list, tuple, type(None))
+        )
+        return repr(value) if plain else type(value).__name__
+    x = torch.as_tensor(value).detach()
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, hash {sampled_digest(x):x}"
+
+
+def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
+    """Raises on all ranks if they were not given the same.
+
+    Raises:
+        ValueError: naming what differs, and both values.
+    """
+    found = differing(collectives.all_gather_object(told, mesh.world))
+    if found is not None:
+        raise ValueError(
+            f"{name} needs the same graph and arguments on all ranks: {found}; seed what "
+            "generates the graph, or load it from one file"
+        )
+
+
+def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
+    """Tells the arguments of partition, where they can be compared."""
+    if isinstance(method, Mapping):
+        told = {
+            f"method[{name!r}]": _owners_mark(each) for name, each in method.items()
+        }
+    else:
+        told = {"method": _owners_mark(method)}
+    return {**told, **settings_of(link), **more}
+
+
+def _owners_mark(method: Any) -> str:
+    """Tells a cutter, or a hash of the owners that are given in its place."""
+    if isinstance(method, Partition):
+        method = method.owner
+    if isinstance(method, (Tensor, np.ndarray, list)):
+        return _mark(torch.as_tensor(method))
+    return (
+        str(method)
+        if method is None or isinstance(method, str)
+        else type(method).__name__
+    )
+
+
+def _cut_once(
+    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
+) -> Partition:
+    owners, problem = None, None
+    try:
+        if isinstance(method, Partition):
+            _check_fit(method, data, mesh)
+        if mesh.rank == 0:
+            owners = _cut(data, mesh, method, seed, refine)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, mesh)
+    if mesh.size > 1:
+        told = (owners.owner.numpy(), owners.before) if owners else None
+        owner, before = collectives.broadcast_object(told, mesh.world)
+        owners = Partition.from_owner(owner, mesh.size, data.num_nodes)
+        owners = owners.refined_from(before)
+    assert owners is not None
+    return owners
+
+
+def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
+    if owners.num_parts != mesh.size or owners.num_nodes != data.num_nodes:
+        raise ValueError(
+            f"{owners} does not fit {data.num_nodes} nodes on {mesh.size} ranks"
+        )
+
+
+def _cut(
+    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
+) -> Partition:
+    if isinstance(method, Partition):
+        if not refine:
+            return method
+        method = method.owner
+    mask = data.get("train_mask")
+    assert data.edge_index is not None
+    return cut(
+        data.edge_index.cpu(),
+        int(data.num_nodes or 0),
+        mesh.size,
+        method,
+        seed=seed,
+        train_mask=mask if isinstance(mask, Tensor) and mask.dim() == 1 else None,
+        refine=refine,
+        grid=mesh.grid,
+    )
+
+
+def _share_of(
+    data: Data, kinds: dict[str, Any], owners: Partition, rank: int
+) -> PartShare:
+    assert data.edge_index is not None
+    node_gid = owners.gids(rank)
+    edge_index = data.edge_index.cpu()
+    edge_gid = (owners.owner_of(edge_index[1]) == rank).nonzero().view(-1)
+    parts: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
+    picks = {"node": node_gid, "edge": edge_gid}
+    for name, kind in kinds.items():
+        value = data[name]
+        if kind != "graph":
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            value = value.detach()[picks[kind].to(value.device)]
+        parts[kind][name] = value
+    return PartShare(
+        partition=owners,
+        part=rank,
+        num_edges_global=edge_index.size(1),
+        node_gid=node_gid,
+        edge_gid=edge_gid,
+        edge_index=edge_index[:, edge_gid],
+        **parts,
+    )
+
+
+def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
+    nodes = Rows(share.node_gid, share.partition.num_nodes, mesh, share.partition)
+    edges = rows_of_edges(share.edge_gid, share.num_edges_global, nodes)
+    out = Data()
+    if share.node.get("x") is not None:
+        out.x = DistTensor.wrap(share.node["x"], nodes)
+    out.edge_index = DistEdgeIndex.build(
+        share.edge_index, nodes, edges, oblivious=oblivious
+    )
+    for name, value in share.node.items():
+        out[name] = DistTensor.wrap(value, nodes)
+    for name, value in share.edge.items():
+        out[name] = DistTensor.wrap(value, edges)
+    for name, value in share.graph.items():
+        out[name] = value
+    out.num_nodes = nodes.total
+    count_masks(out, mesh)
+    return out
+
+
+def count_masks(data: Any, mesh: Mesh) -> None:
+    """Counts the rows that each mask of a share keeps, so that nobody asks later.
+
+    Price: one all-reduce of a word for each column of a mask.
+    """
+    masks = [
+        value
+        for store in data.stores
+        for value in store.values()
+        if isinstance(value, DistTensor)
+        and value.dtype == torch.bool
+        and value.dim() < 3
+    ]
+    if not masks:
+        return
+    sums = [mask.to_local().sum(0).view(-1).cpu() for mask in masks]
+    counts = collectives.all_reduce(torch.cat(sums), mesh.world)
+    for mask, count in zip(masks, counts.split([len(s) for s in sums]), strict=True):
+        known = count.tolist()
+        mask._counts = mask._version, known[0] if mask.dim() == 1 else known
+
+
+def partition_report(data: Data) -> PartitionReport:
+    """Returns the figures of the partition a share belongs to; collective.
+
+    Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
+    what the blocks of the mesh's grid hold, send and receive, and, where the partition
+    was refined, the figures before.
+    """
+    edge_index = data.edge_index
+    if not isinstance(edge_index, DistEdgeIndex):
+        raise TypeError("partition_report takes what pdc.partition returned")
+    topology, mesh = edge_index.topology, edge_index.nodes.mesh
+    here, owners = topology.locals, edge_index.nodes.partition
+    train = data.get("train_mask")
+    one_mask = isinstance(train, DistTensor) and train.dim() == 1
+    mine = [
+        len(edge_index.nodes),
+        len(edge_index.edges),
+        int(train.to_local().sum()) if one_mask else 0,
+        int((here.source_lid >= here.num_own).sum()),
+        here.halo.num_ghosts,
+        sum(here.halo.send_counts),
+    ]
+    rows = collectives.all_gather_counts(mine, mesh.world)
+    nodes, edges, trains, away, halo, send = zip(*rows, strict=True)
+    before = owners.before if owners is not None else None
+    figures = PartitionReport(
+        nodes, edges, trains, sum(away), halo, send, before=before
+    )
+    blocks = _block_figures(topology, mesh)
+    return figures.on_grid(mesh.grid, *blocks) if blocks else figures
+
+
+def _block_figures(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Counts nonzeros, rows sent and rows received of each block; collective on grids.
+
+    The ids of the rows that a process row needs go to their owners, who count them.
+    """
+    (r, s, p), partition = mesh.grid, topology.nodes.partition
+    if s * p == 1 or partition is None:
+        return []
+    i, j = mesh.rank // (s * p), mesh.rank // p % s
+    nonzeros, sent, got = torch.zeros(3, r, s, dtype=torch.int64)
+    owner = partition.owner_of(topology.source_gid)
+    col = owner // p % s
+    nonzeros[i] += torch.bincount(col, minlength=s)
+    sums = torch.unique((topology.target_gid * s + col)[col != j]) % s
+    sent[i] += torch.bincount(sums, minlength=s)
+    got[i, j] += len(sums)
+    away = torch.unique(topology.source_gid[owner // (s * p) != i])
+    home, order = partition.owner_of(away).sort(stable=True)
+    counts = torch.bincount(home, minlength=mesh.size).tolist()
+    back = collectives.exchange_counts(counts, mesh.world)
+    asked = collectives.all_to_all(away[order], counts, back, mesh.world, "plan").wait()
+    row = torch.arange(mesh.size).repeat_interleave(torch.tensor(back)) // (s * p)
+    rows = torch.unique(asked * r + row) % r
+    sent[i, j] += len(rows)
+    got[:, j] += torch.bincount(rows, minlength=r)
+    flat = torch.cat([each.flatten() for each in (nonzeros, sent, got)])
+    every = collectives.all_gather_counts(flat.tolist(), mesh.world)
+    total = torch.tensor(every).sum(0).view(3, -1).tolist()
+    return [tuple(each) for each in total]
+
+
+def load_partition(
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    verify: Verify = "checksums",
+    oblivious: bool = False,
+    link: LinkPolicy | None = None,
+) -> Data:
+    """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    Args:
+        folder: written by `pyg-distcomm partition` or `write_folder`, or by PyG's own
+            Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
+        mesh: the ranks; as many as the folder has parts.
+        verify: "checksums" reads every byte of the share first and compares it with what
+            was written, at a second or less for each GB; "sizes" compares lengths, dtypes
+            and shapes, and reads rows when they are used.
+        oblivious, link: see `partition`.
+
+    Raises:
+        ValueError: on all ranks, naming the file that is missing, altered or truncated,
+            or both numbers if the folder is for another number of ranks.
+    """
+    share, problem, place = None, None, Path(folder)
+    try:
+        share = _read_share(place, mesh, verify)
+        meta = (place / "META.json").read_bytes()
+    except (TypeError, ValueError, OSError) as error:
+        problem = error if isinstance(error, (TypeError, ValueError)) else None
+        problem = problem or ValueError(f"cannot read {folder}: {error}")
+    _agree(link_problem(link) or problem, mesh)
+    assert share is not None
+    owners = {"META.json": hashlib.sha256(meta).hexdigest()}
+    owners["owners of nodes"] = _mark(share.partition.owner)
+    counts = {"number of edges": share.num_edges_global, **owners}
+    levels = {"node": share.node, "edge": share.edge}
+    names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
+    plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
+    asked = _asked(None, link, oblivious=bool(oblivious))
+    _agree_same(asked | counts | names | plain, mesh, "load_partition")
+    return _linked(_assemble(share, mesh, oblivious), link)
+
+
+def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:
+    if is_pyg_folder(folder) and not is_folder(folder):
+        share = read_pyg_folder(folder, mesh.rank)
+        _check_parts(folder, share.partition.num_parts, mesh)
+        return share
+    _check_parts(folder, int(folder_meta(folder)["num_parts"]), mesh)
+    return read_part(folder, mesh.rank, verify=verify)
+
+
+def _check_parts(folder: Path, parts: int, mesh: Mesh) -> None:
+    if parts != mesh.size:
+        raise ValueError(
+            f"{folder} holds {parts} parts, but there are {mesh.size} ranks; start "
+            f"{parts} ranks, or partition again with --parts {mesh.size}"
+        )

@@ -1,0 +1,350 @@
+"""Topology: the edges this rank owns, and everything that is planned from them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import add_remaining_self_loops
+
+from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
+from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.link_cost import DEGREES
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.ops.edge_routing import EdgeRoute
+from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.ops.grid_plan import GridPlan, build_plan
+from pyg_distcomm.ops.local_blocks import Wrap
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGraph:
+    """Own edges in local numbering: own nodes first, then ghosts.
+
+    Shapes (this rank; n own nodes, h ghosts, e own edges):
+        source_lid  [e]  0 .. n-1 own, n .. n+h-1 ghosts
+        target_lid  [e]  0 .. n-1
+        ghost_gid   [h]  grouped by owner, ascending within
+        halo        brings the ghosts' rows, over all ranks
+    """
+
+    source_lid: Tensor
+    target_lid: Tensor
+    ghost_gid: Tensor
+    halo: Halo
+    num_own: int
+
+    def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
+        """Returns own and ghost rows `[n + h, ...]` of own rows `x`, differentiably.
+
+        Args:
+            x: own rows.
+            link: the halo as a call of a layer wraps it; None is the halo.
+        """
+        if self.halo.silent:
+            return x
+        if x.dim() == 1:
+            return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
+        return torch.cat([x, autograd.exchange(x, self.halo if link is None else link)])
+
+    def scatter_to_owners(
+        self, ghosts: Tensor, own: Tensor, link: Link | None = None
+    ) -> Tensor:
+        """Returns own rows with those of ghosts, on other ranks, added; differentiably."""
+        if self.halo.silent:
+            return own
+        link = self.halo if link is None else link
+        return autograd.exchange_transpose(ghosts, own, link)
+
+    def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
+        """Returns the same of what the graph says of nodes: the same in every epoch."""
+        return self.with_ghosts(x, link)
+
+
+@dataclass(frozen=True, eq=False)
+class ReverseGraph:
+    """The same edges owned by their sources, and the way their attributes go there."""
+
+    topology: Topology
+    route: EdgeRoute
+    order: Tensor
+
+    def carry(self, value: Tensor) -> Tensor:
+        """Returns edge attributes `[e, ...]` in the order of the reversed edges."""
+        return self.route.carry(value).index_select(0, self.order.to(value.device))
+
+
+@dataclass(eq=False)
+class Topology:
+    """The edges whose targets this rank owns, and the operators derived from them.
+
+    Args:
+        source_gid: `[e]` on the CPU.
+        target_gid: `[e]` on the CPU, nodes of this rank.
+        nodes: which nodes are here.
+        edges: which edges are here, by their place in the original edge_index.
+        halo: what products exchange; see `check_halo`.
+        device: where operators are put.
+        sources: which sources are here, if their type is not that of the targets.
+        ordering: how layers multiply with it.
+        link: how the rows of layers travel; None is exactly.
+    """
+
+    source_gid: Tensor
+    target_gid: Tensor
+    nodes: Rows
+    edges: Rows
+    halo: str = "auto"
+    device: torch.device = torch.device("cpu")
+    sources: Rows | None = None
+    ordering: MultiplyOrder = MultiplyOrder()
+    constants: ProductCache = field(default_factory=ProductCache, repr=False)
+    link: LinkPolicy | None = field(default=None, repr=False)
+    _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def read_by(self, layer: Any, link: Any) -> None:
+        """Hears which layer will read, and by which link; a pipeline wants to know."""
+
+    def check_one_kind(self) -> None:
+        """Refuses edges between nodes of types of their own."""
+        if self.sources is not None:
+            raise TypeError(
+                "layers do not take the edges of a partitioned HeteroData yet; sample "
+                "minibatches from it with DistNeighborLoader, or partition "
+                "data.to_homogeneous()"
+            )
+
+    @cached_property
+    def locals(self) -> LocalGraph:
+        """Own edges in local numbering, and the halo of their sources; collective."""
+        self.check_one_kind()
+        nodes, mesh = self.nodes, self.nodes.mesh
+        partition = nodes.partition
+        assert partition is not None
+        owner = partition.owner_of(self.source_gid)
+        away = owner != mesh.rank
+        source = torch.empty_like(self.source_gid)
+        source[~away] = torch.searchsorted(nodes.gid, self.source_gid[~away])
+        ghost, where = torch.unique(self.source_gid[away], return_inverse=True)
+        ghost_owner = partition.owner_of(ghost)
+        order = torch.argsort(ghost_owner, stable=True)
+        rank_of = torch.empty_like(order)
+        rank_of[order] = torch.arange(len(order))
+        source[away] = rank_of[where] + len(nodes)
+        counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
+        halo = Halo.build(ghost[order], counts, nodes.gid, mesh.world)
+        target = torch.searchsorted(nodes.gid, self.target_gid)
+        return LocalGraph(
+            source.to(self.device),
+            target.to(self.device),
+            ghost[order],
+            halo.to(self.device),
+            len(nodes),
+        )
+
+    @cached_property
+    def all_gid(self) -> Tensor:
+        """Ids of own and ghost nodes, in local numbering."""
+        return torch.cat([self.nodes.gid, self.locals.ghost_gid])
+
+    @cached_property
+    def in_degree(self) -> Tensor:
+        """The number of edges into each own node `[n]`, int64."""
+        target = self.locals.target_lid
+        return torch.bincount(target, minlength=len(self.nodes))
+
+    @cached_property
+    def reversed(self) -> ReverseGraph:
+        """The edges turned around and owned by what were their sources; collective."""
+        self.check_one_kind()
+        partition, mesh = self.nodes.partition, self.nodes.mesh
+        assert partition is not None
+        owner = partition.owner_of(self.source_gid)
+        slot = torch.argsort(owner, stable=True)
+        counts = torch.bincount(owner, minlength=mesh.size).tolist()
+        back = collectives.exchange_counts(counts, mesh.world)
+        local = mesh.size == 1
+        route = EdgeRoute(mesh.world, slot, tuple(counts), tuple(back), local)
+        gid, source, target = (
+            route.carry(ids)
+            for ids in (self.edges.gid, self.source_gid, self.target_gid)
+        )
+        order = torch.argsort(gid)
+        edges = Rows(gid[order], self.edges.total, mesh, None)
+        turned = Topology(
+            target[order], source[order], self.nodes, edges, self.halo, self.device
+        )
+        return ReverseGraph(turned, route.to(self.device), order)
+
+    def sum_plan(self, trainable: bool = False) -> GridPlan:
+        """The plan of `sum over in-edges`; collective the first time.
+
+        Args:
+            trainable: whether it must multiply by values that are learnt.
+        """
+        return self._planned(
+            "sum", trainable, lambda: (self.source_gid, self.target_gid)
+        )
+
+    def _planned(
+        self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
+    ) -> GridPlan:
+        halo = "rows" if trainable and self.halo != "blocks" else self.halo
+        key = kind, halo
+        if key not in self._plans:
+            self.check_one_kind()
+            nodes = self.nodes
+            assert nodes.partition is not None
+            plan = build_plan(*edges(), nodes.partition, nodes.mesh, halo)
+            self._plans[key] = plan.to(self.device)
+        found: GridPlan = self._plans[key]
+        return found
+
+    def sum(self, x: Tensor, weight: Tensor | None, wrap: Wrap | None = None) -> Tensor:
+        """Returns `sum_e weight_e x_source(e)` for each own node, over wrapped links."""
+        if weight is None:
+            return self.sum_plan().matrix.over(wrap).matmul(x)
+        if weight.requires_grad and torch.is_grad_enabled():
+            plan = self.sum_plan(trainable=True)
+            return plan.matmul(x, weight.to(x.dtype), wrap)
+
+        def value_of() -> tuple[GridPlan, Tensor]:
+            return self.sum_plan(), weight.detach().to(x.dtype)
+
+        return self._fixed("sum", weight, x.dtype, value_of).over(wrap).matmul(x)
+
+    def gcn(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        wrap: Wrap | None = None,
+    ) -> Tensor:
+        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees and loops taken over all ranks."""
+        kind = ("gcn", improved, add_self_loops)
+        trainable = weight is not None and weight.requires_grad
+        if trainable and torch.is_grad_enabled():
+            link = None if wrap is None else wrap(self.locals.halo, DEGREES)
+            loops = improved, add_self_loops
+            edge_index, value = self.gcn_norm(weight, *loops, x.dtype, link)
+            plan = self._looped_plan(add_self_loops, edge_index, trainable=True)
+            return plan.matmul(x, value, wrap)
+
+        def value_of() -> tuple[GridPlan, Tensor]:
+            edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+            return self._looped_plan(add_self_loops, edge_index), value
+
+        return self._fixed(kind, weight, x.dtype, value_of).over(wrap).matmul(x)
+
+    def _looped_plan(
+        self, add_self_loops: bool, edge_index: Tensor, trainable: bool = False
+    ) -> GridPlan:
+        if not add_self_loops:
+            return self.sum_plan(trainable)
+
+        def edges() -> tuple[Tensor, Tensor]:
+            gid = self.all_gid[edge_index.cpu()]
+            return gid[0], gid[1]
+
+        return self._planned("loops", trainable, edges)
+
+    def gcn_norm(
+        self,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        dtype: torch.dtype,
+        link: Link | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns own edges with loops, local, and their symmetric normalisation."""
+        here = self.locals
+        edge_index = torch.stack([here.source_lid, here.target_lid])
+        return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype, link)
+
+    def _fixed(
+        self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any
+    ) -> GridMatrix:
+        """Remembers one matrix with fixed values per kind, for as long as they stand."""
+        key = (kind, dtype)
+        known = self._plans.get(key)
+        tracked = weight is None or not weight.is_inference()
+        version = weight._version if weight is not None and tracked else None
+        if known is not None and tracked:
+            seen, seen_version, matrix = known
+            same = _same_memory(seen, weight)
+            all_or_none(same and seen_version != version, self.nodes.mesh)
+            if same and seen_version == version:
+                return matrix  # type: ignore[no-any-return]
+        with torch.no_grad():
+            plan, value = make()
+            matrix = plan.valued(value)
+        if torch.is_grad_enabled():
+            _ = matrix.transposed  # now, while there are no activations beside it
+        memory.give_back()
+        self._plans[key] = (weight, version, matrix)
+        return matrix
+
+    def to(self, device: torch.device) -> Topology:
+        """Returns the same edges with operators on another device; plans are made anew."""
+        if device == self.device:
+            return self
+        return Topology(
+            self.source_gid,
+            self.target_gid,
+            self.nodes,
+            self.edges,
+            self.halo,
+            device,
+            self.sources,
+            self.ordering,
+            link=self.link,
+        )
+
+
+def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    # by storage, not by address: tensors of no rows share one, and ranks must agree
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return (
+        same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+    )
+
+
+def gcn_norm(
+    here: LocalGraph,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    improved: bool,
+    add_self_loops: bool,
+    dtype: torch.dtype,
+    link: Link | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalises own edges symmetrically, as PyG's `gcn_norm` does on one process.
+
+        w'_e = d_source^-1/2 w_e d_target^-1/2,   d_v = sum of w over edges into v
+
+    Shapes: edge_index [2, e] in local numbering, weight [e], return [2, e'], [e'].
+    Price: one word per ghost, for its degree, over `link` if it is given.
+    """
+    fill = 2.0 if improved else 1.0
+    if add_self_loops:
+        edge_index, weight = add_remaining_self_loops(
+            edge_index, weight, fill, here.num_own
+        )
+    if weight is None:
+        weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+    degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)
+    scale = degree.pow(-0.5)
+    scale = scale.masked_fill(scale == float("inf"), 0)
+    every = here.with_ghost_facts(scale.unsqueeze(1), link).squeeze(1)
+    return edge_index, every[edge_index[0]] * weight * scale[edge_index[1]]

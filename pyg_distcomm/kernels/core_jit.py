@@ -1,0 +1,306 @@
+"""The inner loops, for Numba: flat arrays, row strides, and a range of work each.
+
+Nothing is compiled when this module is imported. A matrix is passed as the flat
+view of its storage and the distance between rows (``ld``), so that one compiled
+loop serves contiguous and strided matrices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numba import njit
+
+from pyg_distcomm.kernels.cache_trust import untrusted_writer
+from pyg_distcomm.kernels.llvm_intrinsics import LINE, prefetch, sum_block
+
+Array: TypeAlias = Any  # of one dimension, contiguous
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+AHEAD = 4096  # bytes of rows asked for before they are needed
+SOON = 16  # rows asked for before they are needed
+
+
+def jit(loop: Loop) -> Loop:
+    """Declares a loop that is compiled at its first call, and kept on disk.
+
+    Where Numba finds no folder it may write to, or others can write to that folder, the
+    loop is kept in memory only.
+    """
+    plain: Any = njit(nogil=True, error_model="numpy")(loop)
+    try:
+        kept: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
+        other = untrusted_writer(kept.stats.cache_path)
+    except RuntimeError:
+        return cast(Loop, plain)
+    if other is not None:
+        warnings.warn(
+            f"compiled loops are not kept, because {other}; set NUMBA_CACHE_DIR to a folder "
+            "of your own, which nobody else can write to",
+            stacklevel=2,
+        )
+        return cast(Loop, plain)
+    return cast(Loop, kept)
+
+
+def reordering(loop: Loop) -> Loop:
+    """Declares a loop whose sums may be taken in another order, so in vectors.
+
+    The order is fixed when compiling: bits do not depend on threads. Never cached
+    on its own, since its callers contain it.
+    """
+    compiled: Any = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
+    return cast(Loop, compiled)
+
+
+@jit
+def spmm(
+    width: tuple[int, ...],
+    rowptr: Array,
+    col: Array,
+    value: Array | None,
+    x: Array,
+    x_ld: int,
+    out: Array,
+    out_ld: int,
+    add: bool,
+    x_at: int,
+    out_at: int,
+    lanes: int,
+    keep: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Multiplies rows begin .. end-1 of one block of columns.
+
+    The block is ``lanes`` wide, of which the last ``keep`` are wanted: where columns
+    do not fill a block it reaches back over its neighbour, never past a row.
+    """
+    spill = np.zeros(lanes, x.dtype)
+    ahead = max(16, min(64, AHEAD // (lanes * x.itemsize)))
+    last = np.int64(rowptr[end]) - 1
+    for i in range(begin, end):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        home = i * out_ld + out_at
+        if keep == lanes:
+            sum_block(
+                width,
+                out,
+                home,
+                not add,
+                col,
+                value,
+                low,
+                high,
+                x,
+                x_ld,
+                x_at,
+                ahead,
+                last,
+            )
+            continue
+        for k in range(keep if add else 0):
+            spill[lanes - keep + k] = out[home + lanes - keep + k]
+        sum_block(
+            width, spill, 0, not add, col, value, low, high, x, x_ld, x_at, ahead, last
+        )
+        for k in range(lanes - keep, lanes):
+            out[home + k] = spill[k]
+
+
+@jit
+def pack(
+    x: Array, x_ld: int, offset: int, width: int, panel: Array, begin: int, end: int
+) -> None:
+    """Copies ``width`` columns of rows begin .. end-1 side by side."""
+    for i in range(begin, end):
+        source, base = i * x_ld + offset, i * width
+        for k in range(width):
+            panel[np.uint64(base + k)] = x[np.uint64(source + k)]
+
+
+@jit
+def balance(rowptr: Array, pieces: int) -> Array:
+    """Cuts rows so that each piece has about as many edges plus rows."""
+    m = len(rowptr) - 1
+    total = rowptr[m] - rowptr[0] + m
+    bounds = np.zeros(pieces + 1, np.int64)
+    for piece in range(1, pieces):
+        goal, low, high = total * piece // pieces, 0, m
+        while low < high:
+            middle = (low + high) // 2
+            if rowptr[middle] - rowptr[0] + middle < goal:
+                low = middle + 1
+            else:
+                high = middle
+        bounds[piece] = low
+    bounds[pieces] = m
+    return bounds
+
+
+@jit
+def sddmm(
+    rowptr: Array,
+    col: Array,
+    g: Array,
+    g_ld: int,
+    x: Array,
+    x_ld: int,
+    out: Array,
+    f: int,
+    begin: int,
+    end: int,
+) -> None:
+    first, last = np.int64(rowptr[0]), np.int64(rowptr[end]) - 1
+    for i in range(begin, end):
+        for e in range(np.int64(rowptr[i]), np.int64(rowptr[i + 1])):
+            soon = np.int64(col[min(e + SOON, last)]) * x_ld
+            for k in range(0, f, LINE // x.itemsize):
+                prefetch(x, soon + k)
+            out[e - first] = dot(g, i * g_ld, x, np.int64(col[e]) * x_ld, f)
+
+
+@reordering
+def dot(a: Array, a_at: int, b: Array, b_at: np.int64, f: int) -> Any:
+    total = a.dtype.type(0)
+    for k in range(f):
+        total += a[np.uint64(a_at + k)] * b[np.uint64(b_at + k)]
+    return total
+
+
+@jit
+def gather(
+    x: Array,
+    x_ld: int,
+    index: Array,
+    out: Array,
+    out_ld: int,
+    f: int,
+    begin: int,
+    end: int,
+) -> None:
+    for k in range(begin, end):
+        soon = np.int64(index[min(k + SOON, end - 1)]) * x_ld
+        for c in range(0, f, LINE // x.itemsize):
+            prefetch(x, soon + c)
+        source, base = np.int64(index[k]) * x_ld, k * out_ld
+        for c in range(f):
+            out[np.uint64(base + c)] = x[np.uint64(source + c)]
+
+
+@jit
+def scatter_add(
+    out: Array,
+    out_ld: int,
+    index: Array,
+    src: Array,
+    src_ld: int,
+    f: int,
+    part: int,
+    parts: int,
+) -> None:
+    """Adds the rows whose target lies in this part: each target has one writer."""
+    for k in range(len(index)):
+        if (index[k] >> 4) % parts == part:
+            base, source = np.int64(index[k]) * out_ld, k * src_ld
+            for c in range(f):
+                out[np.uint64(base + c)] += src[np.uint64(source + c)]
+
+
+@jit
+def in_range(index: Array, size: int) -> bool:
+    """Tells whether every entry lies in ``0 .. size-1``."""
+    good = True
+    for k in range(len(index)):
+        good &= (index[k] >= 0) & (index[k] < size)
+    return good
+
+
+@jit
+def count(index: Array, rowptr: Array) -> None:
+    """Turns zeros into the CSR offsets of a counting sort by ``index``."""
+    for k in range(len(index)):
+        rowptr[index[k] + 1] += 1
+    for i in range(len(rowptr) - 1):
+        rowptr[i + 1] += rowptr[i]
+
+
+@jit
+def place(
+    row: Array, col: Array, cursor: Array, col_sorted: Array, perm: Array
+) -> None:
+    for e in range(len(row)):
+        slot = cursor[row[e]]
+        cursor[row[e]] = slot + 1
+        col_sorted[slot] = col[e]
+        perm[slot] = e
+
+
+@jit
+def place_transposed(
+    rowptr: Array, col: Array, cursor: Array, row_t: Array, perm: Array
+) -> None:
+    for i in range(len(rowptr) - 1):
+        for e in range(rowptr[i], rowptr[i + 1]):
+            slot = cursor[col[e]]
+            cursor[col[e]] = slot + 1
+            row_t[slot] = i
+            perm[slot] = e
+
+
+@jit
+def mix(z: np.uint64) -> np.uint64:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@jit
+def hash_row(key: int, gid: int) -> np.uint64:
+    return mix(np.uint64(key) ^ mix(np.uint64(gid) + np.uint64(0x9E3779B97F4A7C15)))
+
+
+@jit
+def draw(row: np.uint64, c: int) -> np.uint64:
+    step = (np.uint64(c) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return mix(row + step) >> np.uint64(40)
+
+
+@jit
+def bits(key: int, gid: Array, out: Array, cols: int, begin: int, end: int) -> None:
+    for v in range(begin, end):
+        row, base = hash_row(key, gid[v]), np.uint64(v * cols)
+        for c in range(cols):
+            out[base + np.uint64(c)] = draw(row, c)
+
+
+@jit
+def mask(
+    key: int, gid: Array, out: Array, cols: int, threshold: int, begin: int, end: int
+) -> None:
+    for v in range(begin, end):
+        row, base = hash_row(key, gid[v]), np.uint64(v * cols)
+        for c in range(cols):
+            out[base + np.uint64(c)] = draw(row, c) >= np.uint64(threshold)
+
+
+@jit
+def dropout(
+    x: Array,
+    key: int,
+    gid: Array,
+    out: Array,
+    cols: int,
+    threshold: int,
+    scale: float,
+    begin: int,
+    end: int,
+) -> None:
+    for v in range(begin, end):
+        row, base = hash_row(key, gid[v]), np.uint64(v * cols)
+        for c in range(cols):
+            keep = draw(row, c) >= np.uint64(threshold)
+            k = base + np.uint64(c)
+            out[k] = x[k] * (scale if keep else out.dtype.type(0))

@@ -1,0 +1,324 @@
+"""The inner loops of neighbour sampling, for Numba.
+
+A relation is a CSC matrix: the in-edges of node v are entries ``colptr[v] ..
+colptr[v+1]-1``, in ascending edge id. Entry e is ``row[e * stride]``, the source; with
+stride 2 the edge's id stands beside it, ``row[2 e + 1]``, so that one cache miss fetches
+both, and otherwise it is e itself.
+
+[Note: sampling in phases] A hop looks up the bounds of each node of the frontier, draws
+entries, fetches them, and relabels their sources. Each phase is a loop of its own over
+the whole hop, because only then can it ask for memory well before it needs it: a
+minibatch touches the graph at random, and most of its time would be spent waiting.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pyg_distcomm.kernels.core_jit import Array, jit, mix
+from pyg_distcomm.kernels.llvm_intrinsics import prefetch
+from pyg_distcomm.kernels.relabel_jit import GOLDEN, SOON
+
+FEW = 48  # draws of a row up to which a scan for repeats beats a table
+UNIT = 2.0**-53
+
+
+@jit
+def stream(key: int, tree: int, node: int) -> np.uint64:
+    """Returns the generator of one node in one tree of one minibatch."""
+    tree_key = mix(np.uint64(key) ^ mix(np.uint64(tree) + GOLDEN))
+    return mix(tree_key ^ mix(np.uint64(node) + GOLDEN))
+
+
+@jit
+def uniform(generator: np.uint64, draw: int | np.int64) -> float:
+    """Returns draw number ``draw`` of a generator, in [0, 1)."""
+    step = (np.uint64(draw) + np.uint64(1)) * GOLDEN
+    return np.float64(mix(generator + step) >> np.uint64(11)) * UNIT
+
+
+@jit
+def bounds(
+    colptr: Array, node: Array, low: Array, high: Array, begin: int, end: int
+) -> None:
+    """Looks up where the in-edges of nodes begin .. end-1 of the frontier are."""
+    for i in range(begin, end):
+        prefetch(colptr, np.int64(node[min(i + SOON, end - 1)]))
+        v = node[i]
+        low[i] = colptr[v]
+        high[i] = colptr[v + 1]
+
+
+@jit
+def narrow(
+    row: Array,
+    stride: int,
+    time: Array,
+    by_node: bool,
+    limits: Array,
+    keep_last: int,
+    low: Array,
+    high: Array,
+    begin: int,
+    end: int,
+) -> None:
+    """Keeps the in-edges that are no later than a limit; of them the last few.
+
+    The time of an entry is its own, or its source's if ``by_node``; the entries of one
+    node ascend in it. ``keep_last`` is -1 to keep all.
+    """
+    for i in range(begin, end):
+        limit = limits[i]
+        first, last = low[i], high[i]
+        while first < last:
+            middle = (first + last) // 2
+            timed = np.int64(row[middle * stride]) if by_node else middle
+            if time[timed] <= limit:
+                first = middle + 1
+            else:
+                last = middle
+        high[i] = first
+        if keep_last >= 0:
+            low[i] = max(low[i], first - keep_last)
+
+
+@jit
+def count(
+    low: Array,
+    high: Array,
+    weight: Array | None,
+    fan_out: int,
+    replace: bool,
+    start: Array,
+    begin: int,
+    end: int,
+) -> None:
+    """Counts the draws of node i as `start[i + 1]`; -1 where it cannot be drawn from.
+
+    Entries of weight zero are never drawn, so they do not count, unless all are taken.
+    """
+    for i in range(begin, end):
+        draws, choices = 0, high[i] - low[i]
+        drawn = weight is not None and fan_out > 0 and choices > 0
+        if weight is not None and drawn:
+            choices = 0
+            for e in range(low[i], high[i]):
+                choices += weight[e] > 0
+        if fan_out < 0 or (choices < fan_out and not replace):
+            draws = choices
+        elif choices:
+            draws = fan_out
+        start[i + 1] = -1 if drawn and not choices else draws
+
+
+@jit
+def add_up(start: Array) -> int:
+    """Turns counts into offsets; returns their sum, or -1 - i if count i is negative."""
+    start[0] = 0
+    for i in range(len(start) - 1):
+        if start[i + 1] < 0:
+            return -1 - i
+        start[i + 1] += start[i]
+    return start[-1]
+
+
+@jit
+def draw(
+    keys: Array,
+    ends: Array,
+    node: Array,
+    tree: Array | None,
+    low: Array,
+    high: Array,
+    start: Array,
+    replace: bool,
+    position: Array,
+    at: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Draws entries uniformly; without replacement by Floyd's method ([Bentley87]).
+
+    For minibatches begin .. end-1, whose nodes end at `ends`.
+    """
+    head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
+    widest = 0
+    for i in range(head, tail):
+        widest = max(widest, high[i] - low[i] if start[i + 1] - start[i] > FEW else 0)
+    taken = np.zeros(widest, np.int32)  # the last node, from 1, that took this entry
+    batch = begin
+    for i in range(head, tail):
+        while i >= ends[batch]:
+            batch += 1
+        first, size = low[i], high[i] - low[i]
+        home, draws = at + start[i], start[i + 1] - start[i]
+        if draws == size and not replace:
+            for k in range(draws):
+                position[home + k] = first + k
+            continue
+        generator = stream(keys[batch], 0 if tree is None else tree[i], node[i])
+        for k in range(draws):
+            top = size if replace else size - draws + k + 1
+            pick = np.int64(uniform(generator, k) * top)
+            if replace:
+                pass
+            elif draws > FEW:
+                pick = top - 1 if taken[pick] == i + 1 else pick
+                taken[pick] = i + 1
+            else:
+                again = False  # no way out early: that would be a branch to guess
+                for other in range(home, home + k):
+                    again |= position[other] == first + pick
+                pick = top - 1 if again else pick
+            position[home + k] = first + pick
+
+
+@jit
+def draw_weighted(
+    keys: Array,
+    ends: Array,
+    node: Array,
+    tree: Array | None,
+    low: Array,
+    high: Array,
+    start: Array,
+    replace: bool,
+    row: Array,
+    stride: int,
+    weight: Array,
+    position: Array,
+    at: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Draws entries by weight; without replacement by exponential keys ([Efraimidis06]).
+
+    With replacement, draw k takes the first entry whose running sum of weights exceeds
+    its uniform number times the whole sum.
+    """
+    head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
+    widest = 0
+    for i in range(head, tail):
+        widest = max(widest, high[i] - low[i])
+    scratch = np.empty(widest, np.float64)
+    batch = begin
+    for i in range(head, tail):
+        while i >= ends[batch]:
+            batch += 1
+        first, size = low[i], high[i] - low[i]
+        home, draws = at + start[i], start[i + 1] - start[i]
+        if draws == size and not replace:
+            for k in range(draws):
+                position[home + k] = first + k
+            continue
+        generator = stream(keys[batch], 0 if tree is None else tree[i], node[i])
+        if replace:
+            total = 0.0
+            for e in range(size):
+                total += weight[first + e]
+                scratch[e] = total
+            for k in range(draws):
+                goal = uniform(generator, k) * total
+                pick = min(np.searchsorted(scratch[:size], goal, "right"), size - 1)
+                position[home + k] = first + pick
+            continue
+        held = 0
+        for e in range(first, first + size):
+            if weight[e] <= 0:
+                continue
+            edge = np.int64(row[2 * e + 1]) if stride == 2 else e
+            clock = -math.log(uniform(generator, edge) + 0.5 * UNIT) / weight[e]
+            if held == draws and clock >= scratch[draws - 1]:
+                continue
+            slot = held if held < draws else draws - 1
+            while slot and scratch[slot - 1] > clock:
+                scratch[slot] = scratch[slot - 1]
+                position[home + slot] = position[home + slot - 1]
+                slot -= 1
+            scratch[slot] = clock
+            position[home + slot] = e
+            held = min(held + 1, draws)
+
+
+@jit
+def fetch(row: Array, stride: int, edge: Array, source: Array, at: int) -> None:
+    """Replaces entries ``edge[at:]`` by edge ids, and writes their sources."""
+    last = len(edge) - 1
+    for k in range(at, len(edge)):
+        prefetch(row, edge[min(k + SOON, last)] * stride)
+        e = edge[k]
+        source[k] = row[e * stride]
+        if stride == 2:
+            edge[k] = row[2 * e + 1]
+
+
+@jit
+def point_to(start: Array, begin: int, target: Array, at: int) -> None:
+    """Writes the local id of each draw's target: node ``begin + i`` for node i."""
+    for i in range(len(start) - 1):
+        for k in range(start[i], start[i + 1]):
+            target[at + k] = begin + i
+
+
+@jit
+def write_pairs(
+    row: Array, entry: Array, words: Array, at: int, begin: int, end: int
+) -> None:
+    """Writes the pairs of entries begin .. end-1 into a message, from word `at` on."""
+    for k in range(begin, end):
+        prefetch(row, 2 * entry[min(k + SOON, end - 1)])
+        e = 2 * entry[k]
+        words[at + 2 * k] = row[e]
+        words[at + 2 * k + 1] = row[e + 1]
+
+
+@jit
+def locate(
+    words: Array, order: Array, near: bool, base: int, begin: Array, count: Array
+) -> None:
+    """Finds the pairs of each node in a message: how many each has, then all of them.
+
+    Node i of the message is number `order[i]` of those who asked; see `Draws`.
+    """
+    at = np.int64(base + len(order))
+    for i in range(len(order)):
+        draws = np.int64(words[i])
+        count[order[i]] = draws
+        begin[order[i]] = ~at if near else at
+        at += 2 * draws
+
+
+@jit
+def take_rows(
+    begin: Array,
+    count: Array,
+    near: Array,
+    far: Array,
+    first: int,
+    source: Array,
+    target: Array,
+    edge: Array,
+    at: int,
+) -> None:
+    """Takes in draws made elsewhere, those of node i as edges to local id `first + i`."""
+    for i in range(len(begin)):
+        there = begin[i] < 0
+        words, start = (near, ~begin[i]) if there else (far, begin[i])
+        for e in range(start, start + 2 * count[i], 2):
+            source[at], target[at], edge[at] = words[e], first + i, words[e + 1]
+            at += 1
+
+
+@jit
+def place_pairs(
+    col: Array, source: Array, order: Array | None, cursor: Array, pair: Array
+) -> None:
+    """Places (source, edge id) by target, edges in the order given, or as they are."""
+    for k in range(len(col)):
+        e = k if order is None else order[k]
+        slot = cursor[col[e]]
+        cursor[col[e]] = slot + 1
+        pair[2 * slot] = source[e]
+        pair[2 * slot + 1] = e

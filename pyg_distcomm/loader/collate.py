@@ -1,0 +1,184 @@
+"""Turns what was sampled into a Data or HeteroData, features gathered by our kernels.
+
+PyG's `filter_fn` decides what a minibatch holds, and in which order. It is run on a
+hollow copy of the data, whose tensors have no columns; the rows are then gathered into
+the places it made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm import kernels
+from pyg_distcomm.loader.buffers import Buffers
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+_HOLLOW = torch.int8  # of tensors without columns, which PyG puts nowhere itself
+
+# by place in the list of attributes: where the rows of ids are, and the rows
+Pools: TypeAlias = dict[int, tuple[Callable[[Tensor], Tensor], Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """One attribute whose rows are gathered here.
+
+    Args:
+        store: the key of its store in a HeteroData; None in a Data.
+        name: its name.
+        values: where its rows are; None if with other ranks.
+        of_edges: whether it has a row for each edge.
+    """
+
+    store: Any
+    name: str
+    values: Tensor | np.ndarray | None
+    of_edges: bool
+
+
+class Collator:
+    """Assembles minibatches of one loader, as its data is now.
+
+    Args:
+        loader: a loader of this package.
+        buffers: where the memory of features comes from; fresh without it.
+    """
+
+    def __init__(self, loader: Any, buffers: Buffers | None = None) -> None:
+        self._buffers = buffers
+        self._bare = copy.copy(loader)
+        self._bare.transform = self._bare.transform_sampler_output = None
+        self._rows: list[Attribute] = []
+        self._spread: Any = loader.spread
+        if self._spread is not None:
+            self.threads, self._rows = True, self._spread.attributes
+            self._bare.data = self._spread.hollow
+            return
+        sampler = loader.neighbor_sampler_in_use
+        plain = isinstance(loader.data, (Data, HeteroData)) and not loader.data.is_cuda
+        ours = isinstance(sampler, KeyedNeighborSampler) or hasattr(
+            sampler, "sample_bulk"
+        )
+        self.threads = plain and ours
+        if self.threads:
+            self._bare.data = self._hollow(loader.data)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether rows are fetched once for a whole bulk: from disk, or other ranks."""
+        return any(not isinstance(rows.values, Tensor) for rows in self._rows)
+
+    def fetch(self, outs: list[Any]) -> Pools:
+        """Fetches the distinct rows that a bulk needs; collective if they are spread."""
+        if self._spread is not None:
+            return self._spread.fetch(outs)
+        pools: Pools = {}
+        for k, rows in enumerate(self._rows):
+            if isinstance(rows.values, np.ndarray):
+                found = [_ids(rows, out) for out in outs]
+                ids = [i[i >= 0] for i in found if i is not None]
+                wanted = torch.cat([torch.empty(0).long(), *ids]).unique()
+                read = torch.from_numpy(np.take(rows.values, wanted.numpy(), axis=0))
+                pools[k] = partial(torch.searchsorted, wanted), read
+        return pools
+
+    def __call__(self, out: Any, pools: Pools | None = None) -> Any:
+        """Assembles one minibatch; `pools` is what `fetch` read for its bulk."""
+        batch = self._bare.pyg_filter_fn(out)
+        for k, rows in enumerate(self._rows):
+            store = batch if rows.store is None else batch[rows.store]
+            if not _is_hollow(getattr(store, rows.name, None)):
+                continue  # PyG has put something of the minibatch's own in its place
+            ids, values = _ids(rows, out), rows.values
+            if ids is None:
+                continue  # edges without ids: PyG has left the attribute out
+            real, every = ids >= 0, ids  # loops that a rule has added have no rows
+            ids = ids if bool(real.all()) else ids[real]
+            if not isinstance(values, Tensor):
+                pools = self.fetch([out]) if pools is None else pools
+                find, values = pools[k]
+                ids = find(ids)
+            found = _gather(values, ids, self._buffers)
+            if len(found) < len(every):
+                found = found.new_zeros(len(every), *found.shape[1:]).index_put_(
+                    (real,), found
+                )
+            store[rows.name] = found
+        return batch
+
+    def _hollow(self, data: Any) -> Any:
+        """Returns the data with the attributes gathered here emptied of columns."""
+        hollow = copy.copy(data)
+        for store, empty in zip(data.stores, hollow.stores, strict=True):
+            for name, value in list(store.items()):
+                of_nodes = store.is_node_attr(name)
+                of_edges = not of_nodes and store.is_edge_attr(name)
+                if not (of_nodes or of_edges) or not _has_rows(value):
+                    continue
+                if data.__cat_dim__(name, value, store) != 0:
+                    continue
+                self._rows.append(Attribute(store._key, name, value, of_edges))
+                empty[name] = hollow_rows(len(value))
+        return hollow
+
+
+def hollow_rows(count: int) -> Tensor:
+    """Returns a tensor without columns, in the place of one with `count` rows."""
+    return torch.empty(count, 0, dtype=_HOLLOW)
+
+
+def _is_hollow(value: Any) -> bool:
+    """Tells whether a value is a row selection of a tensor emptied of columns."""
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return False
+    return value.dtype == _HOLLOW and value.size(1) == 0
+
+
+def _has_rows(value: Any) -> bool:
+    """Tells whether a value is a dense CPU array whose rows can be copied."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biuf"
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and value.dim() > 0
+        and value.is_contiguous()
+        and not value.requires_grad
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def _ids(rows: Attribute, out: Any) -> Tensor | None:
+    """Returns which rows of an attribute a minibatch holds, if that is known."""
+    found = out.edge if rows.of_edges else out.node
+    if rows.store is not None and found is not None:
+        found = found.get(rows.store)
+    return None if found is None else found.long()
+
+
+def _gather(values: Tensor, ids: Tensor, buffers: Buffers | None) -> Tensor:
+    """Copies rows of any type, as whole words."""
+    shape = (ids.numel(), *values.shape[1:])
+    size = values[:1].numel() * values.element_size() if len(values) else 0
+    if size == 0 or not ids.numel():
+        return values.new_empty(shape)
+    begin = values.storage_offset() * values.element_size()
+    word = next((w for w in (8, 4) if size % w == begin % w == 0), 1)
+    kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
+    if word == 1:
+        return values.index_select(0, ids)
+    words = values.view(len(values), -1).view(torch.uint8).view(kind)
+    fresh = None if buffers is None else buffers.empty(words, ids.numel())
+    out = kernels.gather_rows(words, ids, fresh)
+    return out.view(torch.uint8).view(values.dtype).view(shape)

@@ -1,0 +1,367 @@
+"""A graph that is spread over the ranks, as a loader needs it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.process_grid import (
+    ProcessGrid,
+    check_replication,
+    new_process_grid,
+)
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
+from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.options import named_seeds, seed_ids
+from pyg_distcomm.loader.phases import FETCH, SAMPLE
+from pyg_distcomm.loader.row_group import EDGES
+from pyg_distcomm.sampling.graph_block import mesh_of
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+# Stores of the shares that are alive: loaders for training and evaluation keep one.
+_stores: Any = WeakIdKeyDictionary()
+
+
+class PartitionedSource:
+    """A share of a graph: its shape for PyG, its rows for a bulk, its channels.
+
+    All ranks build it together. Its channels are closed with it.
+
+    Args:
+        data: from `pdc.partition` or `pdc.load_partition`.
+        replication: c, how many ranks hold each block; see `new_process_grid`.
+        features: where rows are fetched from (default: a store of the share's own rows).
+        arguments: what all ranks have to give alike.
+
+    Raises:
+        ValueError, TypeError: on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        data: Data | HeteroData,
+        replication: int | None,
+        features: DistFeatureStore | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.data, self.mesh = data, mesh_of(data)
+        problem = None
+        try:
+            c = check_replication(self.mesh, replication)
+            if features is not None:
+                c = _check_features(features, c, replication)
+        except ValueError as error:
+            problem = str(error)
+        collectives.agree(problem, self.mesh.world)
+        _agree_on(arguments, self.mesh.world)
+        self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
+        self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
+        self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
+        self._given, self._edge_owners_known = features, False
+        self._read_rows()
+
+    def _read_rows(self) -> None:
+        """Takes up the rows of the share, and of the store that was given; collective."""
+        self._marks = _marks(self.data)
+        if self._given is None:
+            found = [_kept_store(self.data, self._marks, self.fetching)]
+        else:  # what it does not have is the share's own
+            rest = _without(self.data, self._given)
+            found = [self._given, DistFeatureStore.from_data(rest, self.fetching)]
+        self.stores = [self._over_channel(store) for store in found]
+        self.hollow, self.attributes = _hollow(self.data)
+        self._attrs: list[dict[Any, list[str]]] = []
+        for store in self.stores:
+            self._attrs.append(self._taken_from(store))
+        if self._edge_owners_known:
+            self.learn_edge_owners()
+
+    def _over_channel(self, store: DistFeatureStore) -> DistFeatureStore:
+        """Returns a store that fetches over this spread's channel."""
+        mine = copy.copy(store)
+        mine.channel = self.fetching
+        return mine
+
+    def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
+        """Returns which attributes a store brings, those of the stores before it apart."""
+        known = {(_group(a), a.name) for a in self.attributes}
+        taken: dict[Any, list[str]] = {}
+        for held in store.get_all_tensor_attrs():
+            group, name = held.group_name, held.attr_name
+            if (group, name) in known:
+                continue
+            key, of_edges = (None, True) if group == EDGES else (group, False)
+            of_edges = of_edges or isinstance(key, tuple)
+            part, out = _store(self.data, key), _store(self.hollow, key)
+            edges = part.get("edge_index")
+            count = _num_edges(edges) if of_edges else _num_nodes(part, edges)
+            rows = store.total(group)
+            if rows != count:
+                raise ValueError(
+                    f"the feature store has {rows} rows of {name!r}, and the graph "
+                    f"{count} {'edges' if of_edges else 'nodes'} there; build it from the "
+                    "same graph"
+                )
+            self.attributes.append(Attribute(key, name, None, of_edges))
+            out[name] = hollow_rows(rows)
+            if name == "x" and not of_edges:
+                out.pop("num_nodes", None)
+            taken.setdefault(group, []).append(name)
+        return taken
+
+    def refresh(self) -> None:
+        """Takes up rows that have changed on any rank; collective, once an epoch."""
+        same = [_same(self._marks, _marks(self.data))]
+        found = collectives.all_gather_counts(
+            [int(one) for one in same], self.fetching.world
+        )
+        if not all(one for (one,) in found):
+            self._read_rows()
+
+    def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
+        """Returns seeds as ids of the whole graph; masks may be spread like the graph.
+
+        Where nodes have times, the sampler is told those of the seeds.
+        """
+        with alike(self.mesh.world):
+            name, ids = named_seeds(self.data, given)
+        clocks = None if times is None else "given"
+        kinds = {"input_nodes of type": name, "input_time": clocks}
+        _agree_on(kinds, self.mesh.world)
+        ids = self.plain(ids, "input_nodes")
+        with alike(self.mesh.world):
+            ids = seed_ids(ids)
+            ids = ids if ids is None else ids.cpu()
+            self._check_mask(ids, name)
+        told = getattr(sampler, "set_seed_times", None)
+        clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
+        of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
+        if told is not None and times is None and of_nodes:
+            time = clock.full_tensor().cpu()
+            every = torch.arange(len(time))
+            with alike(self.mesh.world):
+                every = every if ids is None else every[ids]
+            told(name, every, time[every])
+        if name is None:
+            return ids
+        return name if ids is None else (name, ids)
+
+    def plain(self, values: Any, what: str) -> Any:
+        """Returns values of all nodes, spread or not, as a plain tensor; collective."""
+        spread = isinstance(values, DistTensor)
+        kind = "rows of the share" if spread else "a tensor, or None"
+        _agree_on({what: kind}, self.mesh.world)
+        return values.full_tensor() if spread else values
+
+    def _check_mask(self, mask: Tensor | None, name: Any) -> None:
+        """Refuses a mask of seeds that is not as long as there are nodes."""
+        count = _store(self.data, name).num_nodes
+        if mask is None or mask.dtype != torch.bool or mask.shape == (count,):
+            return
+        raise ValueError(
+            f"input_nodes is a mask of shape {list(mask.shape)}, but the graph has "
+            f"{count} nodes; pass the mask of the share (a DistTensor), or ids"
+        )
+
+    def learn_edge_owners(self) -> None:
+        """Finds who has which edge; needed where an edge's target is not known."""
+        for store, attrs in zip(self.stores, self._attrs, strict=True):
+            for group in attrs:
+                if group == EDGES or isinstance(group, tuple):
+                    store.learn_owners(group)
+        self._edge_owners_known = True
+
+    def fetch(self, outs: Sequence[Any]) -> Pools:
+        """Fetches the distinct rows that a bulk needs; collective.
+
+        One exchange of ids and one of rows for each store.
+        """
+        groups = {_group(a): a for a in self.attributes}
+        wanted = {group: self._wanted(a, outs) for group, a in groups.items()}
+        found: dict[Any, tuple[Any, Any]] = {}
+        for store, attrs in zip(self.stores, self._attrs, strict=True):
+            if attrs:
+                some = {group: wanted[group] for group in attrs}
+                for group, pool in store.fetch_unique(some, attrs).items():
+                    for name in attrs[group]:
+                        found[group, name] = pool.find, pool.rows[name]
+        return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}
+
+    def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
+        none = torch.empty(0, dtype=torch.int64)
+        key = attribute.store
+        if not attribute.of_edges:
+            return torch.cat([none, *(_part(out.node, key).long() for out in outs)])
+        edges: DistEdgeIndex = _store(self.data, key).edge_index
+        ids, owners = [none], [none]
+        for out in outs:
+            e_id = _part(out.edge, key)
+            if e_id is None:
+                continue
+            target = _part(out.node, None if key is None else key[2])
+            real = e_id >= 0  # loops that a rule adds have no rows
+            ids.append(e_id.long()[real])
+            gid = target[_part(out.col, key)[real]]
+            assert edges.nodes.partition is not None
+            owners.append(edges.nodes.partition.owner_of(gid))
+        every = torch.cat(ids)
+        return every if self._edge_owners_known else (every, torch.cat(owners))
+
+
+@contextmanager
+def alike(world: collectives.Axis | None) -> Iterator[None]:
+    """Has what one rank raises in a block raised by all of them, each after the block."""
+    failed = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if world is not None:
+        problem = None if failed is None else f"{type(failed).__name__}: {failed}"
+        try:
+            collectives.agree(problem, world)
+        except ValueError:
+            if failed is None:
+                raise
+    if failed is not None:
+        raise failed
+
+
+def _part(found: Any, key: Any) -> Any:
+    return found.get(key) if isinstance(found, dict) else found
+
+
+def _store(data: Any, key: Any) -> Any:
+    return data if key is None else data[key]
+
+
+def _group(attribute: Attribute) -> Any:
+    if attribute.store is None:
+        return EDGES if attribute.of_edges else None
+    return attribute.store
+
+
+def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
+    """Returns the whole graph's shape, without its rows, and a list for what these are."""
+    hollow: Any = type(data)()
+    for part in data.stores:
+        key = getattr(part, "_key", None)
+        out = hollow if key is None else hollow[key]
+        for name, value in part.items():
+            if name == "num_nodes":
+                continue
+            if isinstance(value, DistEdgeIndex):
+                none = torch.zeros(2, 1, dtype=value.dtype)
+                out[name] = none.expand(2, value.edges.total)
+            elif not isinstance(value, DistTensor):
+                out[name] = value
+            elif value.requires_grad:
+                raise TypeError(
+                    f"'{name}' requires a gradient, but rows that are fetched from other "
+                    "ranks carry none; detach it, or keep it as a parameter of the model"
+                )
+        nodes = _num_nodes(part, part.get("edge_index"))
+        if nodes is not None:
+            out.num_nodes = nodes
+    return hollow, []
+
+
+def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
+    """Returns a share without the attributes that a store has."""
+    rest: Any = copy.copy(data)
+    held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
+    for part in rest.stores:
+        key = getattr(part, "_key", None)
+        for name, value in list(part.items()):
+            if not isinstance(value, DistTensor):
+                continue
+            of_edges = isinstance(key, tuple) or value.rows.partition is None
+            if (_group(Attribute(key, name, None, of_edges)), name) in held:
+                del part[name]
+    return rest
+
+
+def _num_edges(edges: Any) -> int | None:
+    return edges.edges.total if isinstance(edges, DistEdgeIndex) else None
+
+
+def _num_nodes(part: Any, edges: Any) -> int | None:
+    if "num_nodes" in part:
+        return int(part.num_nodes)
+    if isinstance(edges, DistEdgeIndex) and not isinstance(
+        getattr(part, "_key", None), tuple
+    ):
+        return edges.nodes.total
+    return None
+
+
+def _marks(data: Data | HeteroData) -> list[Any]:
+    """Returns what tells whether the rows of a share are the same as before."""
+    return [
+        (name, weakref.ref(value), 0 if value.is_inference() else value._version)
+        for part in data.stores
+        for name, value in part.items()
+        if isinstance(value, DistTensor)
+    ]
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(
+        a[0] == b[0] and a[1]() is b[1]() and a[2] == b[2]
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def _kept_store(
+    data: Data | HeteroData, marks: list[Any], channel: ProcessGrid
+) -> DistFeatureStore:
+    """Returns a store of the share's rows, built before if all ranks have it; collective."""
+    anchor = next(s.edge_index for s in data.edge_stores).topology
+    kept = _stores.setdefault(anchor, {})
+    known = kept.get(channel.replication)
+    same = known is not None and _same(known[0], marks)
+    if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):
+        store: DistFeatureStore = known[1]
+        return store
+    store = DistFeatureStore.from_data(data, channel)
+    kept[channel.replication] = marks, store
+    return store
+
+
+def _close(*channels: ProcessGrid) -> None:
+    for channel in channels:
+        channel.close()
+
+
+def _check_features(features: DistFeatureStore, c: int, asked: int | None) -> int:
+    held = features.channel.replication
+    if asked is not None and held != c:
+        raise ValueError(
+            f"replication={c}, but the feature store holds {held} copies; build it on a "
+            "channel of that replication, or leave replication out"
+        )
+    return held
+
+
+def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
+    told = {name: repr(value) for name, value in arguments.items()}
+    every = collectives.all_gather_object(told, world)
+    for rank, theirs in enumerate(every):
+        differ = [name for name in told if theirs.get(name) != every[0].get(name)]
+        if differ:
+            name = differ[0]
+            raise ValueError(
+                "a loader of a partitioned graph is built by all ranks alike, but rank "
+                f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
+                f"{every[0].get(name)}; give all ranks the same"
+            )

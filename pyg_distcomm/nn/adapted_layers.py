@@ -1,0 +1,176 @@
+"""Layers of PyG's whose own code has nodes behind other dims, or reads all edges.
+
+They compute what PyG's do, from the same parameters; on ordinary inputs they are PyG's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.nn.halo_conv import HaloExecution, spread_inputs
+from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+
+class DistARMAConv(HaloExecution, pyg.ARMAConv):
+    """PyG's ARMAConv, its stacks side by side: `[n_i, K, F]` for `[K, n, F]`.
+
+    Shapes: x `[n_i, F_in]` -> `[n_i, F_out]`. Price: `halo.price(K F_out)` a layer.
+    """
+
+    def forward(self, x: Tensor, edge_index: Any, edge_weight: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(edge_index, GuardedEdgeIndex):
+            return super().forward(x, edge_index, edge_weight)
+        edge_index, edge_weight = gcn_norm(
+            edge_index,
+            edge_weight,
+            x.size(0),
+            add_self_loops=False,
+            flow=self.flow,
+            dtype=x.dtype,
+        )
+        out = x
+        for t in range(self.num_layers):
+            at = 0 if self.shared_weights else t
+            before = 0 if self.shared_weights else t - 1
+            out = _stacked(out, self.weight[before] if t else self.init_weight)
+            shape = out.size()
+            out = self.propagate(edge_index, x=out.flatten(1), edge_weight=edge_weight)
+            root = F.dropout(x, p=self.dropout, training=self.training)
+            out = out.view(shape) + _stacked(root, self.root_weight[at])
+            if self.bias is not None:
+                out = out + self.bias[at].squeeze(1)
+            if self.act is not None:
+                out = self.act(out)
+        return out.mean(dim=1)
+
+
+def _stacked(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x_nk W_k, `[n, K, G]`, of `[n, K, F]` or `[n, F]`, and `[K, F, G]`."""
+    rows = "nf" if x.dim() == 2 else "nkf"
+    return torch.einsum(f"{rows},kfg->nkg", x, weight)
+
+
+class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv):
+    """PyG's FastRGCNConv, which looks up weights of nodes without features by their ids."""
+
+    def message(self, x_j: Tensor, edge_type: Tensor, edge_index_j: Tensor) -> Tensor:
+        """Returns a message for each edge."""
+        # without features, x_j is the sources' ids
+        ids = edge_index_j if x_j.is_floating_point() else x_j
+        return super().message(x_j, edge_type, ids)
+
+
+class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
+    """PyG's SuperGATConv; in training, attention is also taught to tell edges from others.
+
+    Price: that of a layer by halo exchange; in training also the rows at both ends of the
+    edges that are sampled, and to draw edges that are none, all edges on every rank.
+    """
+
+    def __call__(
+        self, x: Any, edge_index: Any, neg_edge_index: Any = None, batch: Any = None
+    ) -> Tensor:
+        """Runs the layer."""
+        (x, edge_index), _ = spread_inputs((x, edge_index), {})
+        spread = isinstance(edge_index, DistEdgeIndex)
+        if not spread or not self.training or torch.is_inference_mode_enabled():
+            return super().__call__(x, edge_index, neg_edge_index, batch)
+        out = super().__call__(x, edge_index)
+        if self.add_self_loops:
+            edge_index, _ = remove_self_loops(edge_index)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        positive = self.positive_sampling(edge_index)
+        if neg_edge_index is None:
+            neg_edge_index = self.negative_sampling(edge_index, x.size(0), batch)
+        found = [self._logits(h, edges) for edges in (positive, neg_edge_index)]
+        self.att_x = torch.cat(found, dim=0)
+        self.att_y = torch.cat(
+            [torch.ones_like(found[0][:, 0]), torch.zeros_like(found[1][:, 0])]
+        )
+        return out
+
+    def _logits(self, h: Tensor, edges: Any) -> Tensor:
+        return self.get_attention(
+            edges[1], h[edges[1]], h[edges[0]], num_nodes=h.size(0), return_logits=True
+        )
+
+    def forward(
+        self, x: Tensor, edge_index: Any, neg_edge_index: Any = None, batch: Any = None
+    ) -> Tensor:
+        """Runs the layer; distributed, without what training adds."""
+        if not isinstance(edge_index, GuardedEdgeIndex):
+            return super().forward(x, edge_index, neg_edge_index, batch)
+        if self.add_self_loops:
+            edge_index, _ = remove_self_loops(edge_index)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        h = self.lin(x).view(-1, self.heads, self.out_channels)
+        out = self.propagate(edge_index, x=h)
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        return out if self.bias is None else out + self.bias
+
+
+class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
+    """PyG's LabelPropagation, whose mask may be of all nodes, or their ids."""
+
+    def __call__(
+        self,
+        y: Any,
+        edge_index: Any,
+        mask: Any = None,
+        edge_weight: Any = None,
+        post_step: Any = None,
+    ) -> Tensor:
+        """Runs the propagation."""
+        (y, edge_index), _ = spread_inputs((y, edge_index), {})
+        if isinstance(edge_index, DistEdgeIndex):
+            carried = None if edge_weight is not None else edge_index.weight
+            if carried is not None and not bool((carried == 1).all()):
+                raise TypeError(
+                    "give LabelPropagation its edge_weight: PyG normalises weights that "
+                    "an adjacency carries, or not, by the kind of that"
+                )
+            if y.dtype == torch.long and y.size(0) == y.numel():
+                y = F.one_hot(y.view(-1)).to(torch.get_default_dtype())
+            if mask is not None:
+                known = torch.zeros_like(y)
+                known[mask] = y[mask]
+                y, mask = known, None
+            if carried is not None:
+                edge_index = edge_index.carrying(None)
+        return super().__call__(y, edge_index, mask, edge_weight, post_step)
+
+
+class DistGroupAddRev(pyg.GroupAddRev):
+    """PyG's GroupAddRev, which keeps row-cut activations instead of inverting them.
+
+    PyG's frees the storage of its inputs, and computes them again in the backward pass.
+    Those of row-cut tensors may be in use by an exchange.
+
+    Shapes: x `[n_i, F]` -> `[n_i, F]`. Price: that of its layers.
+    """
+
+    def _fn_apply(self, args: Any, fn: Any, fn_inverse: Any) -> Any:
+        if not any(isinstance(x, RowShardedTensor) for x in args):
+            return super()._fn_apply(args, fn, fn_inverse)
+        out = fn(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+
+REWRITTEN: dict[type, type] = {
+    pyg.ARMAConv: DistARMAConv,
+    pyg.FastRGCNConv: DistFastRGCNConv,
+    pyg.GroupAddRev: DistGroupAddRev,
+    pyg.LabelPropagation: DistLabelPropagation,
+    pyg.SuperGATConv: DistSuperGATConv,
+}

@@ -1,0 +1,411 @@
+"""Visit: one run of an unchanged layer on this rank's edges."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch_geometric.backend
+import torch_geometric.nn.aggr.base
+from torch import Tensor
+from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
+from torch_geometric.nn.conv import dna_conv
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.halo.layer_exchange import LayerExchange
+from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.link_cost import DEGREES, NAMES
+from pyg_distcomm.nn.compressibility import is_coded
+from pyg_distcomm.nn.index_guard import (
+    GuardedEdgeIndex,
+    LocalIndexGuard,
+    Scene,
+    Sources,
+    Targets,
+)
+from pyg_distcomm.nn.layer_tensor import GhostMeshGuard, LayerTensor, RngGuard
+from pyg_distcomm.nn.patched_functions import STAND_INS
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+_VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of `propagate` or `edge_updater`: its edges, and what it was given."""
+
+    edges: GuardedEdgeIndex
+    given: dict[str, Any]
+
+
+class HaloVisit:
+    """One run of a layer on this rank: its edges, and what stands in for PyG's own.
+
+    Args:
+        conv: the layer.
+        topology: the edges, in the direction of messages.
+        call: how this run goes by the layer's link; None is exactly.
+        late: whether sources are fetched where they are looked up, not before.
+    """
+
+    def __init__(
+        self,
+        conv: MessagePassing,
+        topology: Topology,
+        call: LayerExchange | None,
+        late: bool,
+    ) -> None:
+        self.call, self.late = call, late
+        self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
+        self.coded = self.asked = 0
+        self.conv, self.here = conv, topology.locals
+        self.nodes, self.all_gid = topology.nodes, topology.all_gid
+        self.source = 0 if conv.flow == "source_to_target" else 1
+        scene = type(conv).__name__, self.nodes, self.here, self.source
+        self.scene = Scene(*scene, self.degrees)
+        ends = [self.here.source_lid, self.here.target_lid]
+        local = torch.stack(ends if self.source == 0 else ends[::-1])
+        self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
+        overlap: Any = GhostMeshGuard(self.nodes.mesh, self.scene.layer)
+        # one more in total: never taken for the rows of own nodes, not even on one rank
+        total = self.nodes.total + 1
+        self.both = Rows(self.all_gid, total, overlap, None, whole=False)
+        self.calls: list[_Call] = []
+        self.most: int | None = None
+
+    def ghosted(self, x: DistTensor) -> DistTensor:
+        """Returns own and ghost rows."""
+        return LayerTensor.wrap(self.here.with_ghosts(x.to_local()), self.both)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Puts our `propagate`, `gcn_norm` and keyed dropout in place."""
+        with contextlib.ExitStack() as stack:
+            layers = layers_of(self.conv)
+            for layer in layers:
+                for verb in _VERBS:
+                    call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
+                    stack.enter_context(_replaced(vars(layer), verb, call))
+            for part in self.conv.modules():
+                if isinstance(part, _BY_ROW):
+                    stack.enter_context(
+                        _replaced(vars(part), "forward", _by_row(part.forward))
+                    )
+            # where None, PyG chooses by how many edges of a type are here
+            stack.enter_context(
+                _replaced(vars(torch_geometric.backend), "use_segment_matmul", False)
+            )
+            base = vars(torch_geometric.nn.aggr.base)
+            dense = self._to_dense(base["to_dense_batch"])
+            stack.enter_context(_replaced(base, "to_dense_batch", dense))
+            for scope in _scopes(layers):
+                for name in STAND_INS.keys() & scope.keys():
+                    stand_in = STAND_INS[name](scope[name])
+                    stack.enter_context(_replaced(scope, name, stand_in))
+            stack.enter_context(RngGuard(self.scene.layer))
+            yield
+
+    def outcome(self, value: Any) -> Any:
+        """Returns one output of the layer: own rows, or edges in global ids."""
+        if isinstance(value, LocalIndexGuard):
+            return self._edges_of(value)
+        if isinstance(value, DistTensor) and value.rows is self.both:
+            return DistTensor.wrap(value.to_local()[: len(self.nodes)], self.nodes)
+        if isinstance(value, LayerTensor):
+            return DistTensor.wrap(value.to_local(), value.rows)
+        return value
+
+    def _edges_of(self, value: LocalIndexGuard) -> Tensor:
+        """Returns edges, or one end of each, with ids of nodes."""
+        gid = self.all_gid.to(value.device)[value.plain()]
+        rows = rows_of_edges(value.rows.gid, value.rows.total, self.nodes)
+        if not value.rows.whole:
+            rows = replace(rows, whole=False, known=value.rows.known)
+        if value.dim() == 1:
+            return DistTensor.wrap(gid, rows)
+        ends = DistTensor.wrap(gid[0], rows), DistTensor.wrap(gid[1], rows)
+        return DistEdgeIndex.of_ends(*ends)
+
+    # what stands in for the methods of a layer
+
+    def _propagate(self, layer: MessagePassing, call: Callable) -> Callable:
+        wanted = {*layer._user_args}
+        return lambda edge_index, size=None, **given: self._own(
+            self._met(layer, call, wanted, edge_index, given)
+        )
+
+    def _edge_updater(self, layer: MessagePassing, call: Callable) -> Callable:
+        wanted = {*layer._edge_user_args}
+        return lambda edge_index, size=None, **given: self._met(
+            layer, call, wanted, edge_index, given
+        )
+
+    def _message(self, layer: MessagePassing, call: Callable) -> Callable:
+        return lambda **given: call(**self._typed(given))
+
+    _edge_update = _message
+
+    def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
+        custom = type(layer).aggregate is not MessagePassing.aggregate
+        dense = any(pads(m) for m in layer.modules())
+
+        def run(inputs: Any, *args: Any, **given: Any) -> Any:
+            if custom:
+                return call(inputs, *args, **self._typed(given))
+            if isinstance(inputs, DistTensor):
+                self._check_meets(inputs, "message")
+            if dense:
+                self.most = self._most(given["index"])
+            try:
+                return self._own(call(_bare(inputs), *args, **given))
+            except RuntimeError:
+                if inputs.size(0) > 0:
+                    raise
+                return self._own(self._of_nothing(call, _bare(inputs), given))
+
+        return run
+
+    def _most(self, index: Tensor) -> int:
+        """The most messages that any node of any rank gets."""
+        counts = torch.bincount(index, minlength=1).max()
+        return int(collectives.all_reduce(counts, self.nodes.mesh.world, "max"))
+
+    def _to_dense(self, original: Callable) -> Callable:
+        """Stands in for the `to_dense_batch` of aggregations: as wide on all ranks."""
+
+        def run(*args: Any, max_num_nodes: int | None = None, **kwargs: Any) -> Any:
+            return original(*args, max_num_nodes=max_num_nodes or self.most, **kwargs)
+
+        return run
+
+    def _of_nothing(self, call: Callable, inputs: Tensor, given: dict) -> Tensor:
+        """Aggregates no message, where PyG cannot: one for a node that is left out."""
+        own = self.here.num_own
+        inputs = torch.cat([inputs, inputs.new_ones(1, *inputs.shape[1:])])
+        given["index"] = given["index"].new_full((1,), own)
+        given["dim_size"] = own + 1
+        out: Tensor = call(inputs, **given)
+        return out[:own]
+
+    def _update(self, layer: MessagePassing, call: Callable) -> Callable:
+        if type(layer).update is MessagePassing.update:
+            return call
+        return lambda inputs, *args, **given: call(
+            self._own(inputs), *args, **self._typed(given)
+        )
+
+    def _own(self, value: Any) -> Any:
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, RowShardedTensor)
+            and value.dim()
+        ):
+            return LayerTensor.wrap(value, self.nodes)
+        return value
+
+    def _met(
+        self,
+        layer: MessagePassing,
+        call: Callable,
+        wanted: set[str],
+        edges: Any,
+        given: dict[str, Any],
+    ) -> Any:
+        """Runs `propagate` or `edge_updater` on ordinary tensors, ghosts fetched."""
+        if not isinstance(edges, GuardedEdgeIndex) or edges.scene.here is not self.here:
+            raise TypeError(
+                f"{self.scene.layer} gives propagate an edge_index of its own (or one "
+                "cached for another graph), whose sources may be on other ranks; it "
+                "cannot run distributed unchanged"
+            )
+        # a pair is (sources, targets) to PyG's templates, whatever the flow
+        standard = getattr(MessagePassing, call.__name__, None)
+        place = self.source if getattr(call, "__func__", None) is standard else 0
+        local = {
+            name: self._fetched(layer, call.__name__, name, value, wanted, place)
+            for name, value in given.items()
+        }
+        ends = edges.plain() if self.source == 0 else edges.plain().flip(0)
+        size = (len(self.all_gid), self.here.num_own)
+        self.calls.append(_Call(edges, given))
+        try:
+            with _replaced(vars(layer), "flow", "source_to_target"):
+                return call(ends, size=size, **local)
+        finally:
+            self.calls.pop()
+
+    def _fetched(
+        self,
+        layer: MessagePassing,
+        verb: str,
+        name: str,
+        value: Any,
+        wanted: set[str],
+        place: int,
+    ) -> Any:
+        """One argument of propagate: (every row that edges come from, own rows)."""
+        afar, near = f"{name}_j" in wanted, f"{name}_i" in wanted
+        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not (afar or near) or not (pair or isinstance(value, Tensor)):
+            return _bare(value)
+        source, target = (value[place], value[1 - place]) if pair else (value, value)
+        source = self._source(layer, verb, name, source) if afar else None
+        target = self._target(name, target) if near else None
+        return (source, target)
+
+    def _source(self, layer: MessagePassing, verb: str, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        value = self._cut(value)
+        local = self._rows_of_nodes(name, value)
+        if layer.node_dim % local.dim() != 0:
+            raise ValueError(
+                f"{self.scene.layer} has its nodes in dim {layer.node_dim} of a tensor "
+                f"of {local.dim()} dims; rows must be dim 0 (node_dim=0)"
+            )
+        if value.rows is self.both:
+            return local
+        return self._with_ghosts(value, local, is_coded(layer, verb, name, local))
+
+    def _with_ghosts(self, value: Tensor, local: Tensor, coded: bool) -> Tensor:
+        """Fetches ghosts as this run goes by its link, and exact ones once."""
+        if not self.late:
+            return self.here.with_ghosts(local)
+        for known, ghosted in self.fetched:
+            if known is value:
+                return ghosted
+        call, link = self.call, None
+        if call is not None:
+            call = call if coded else call.whole("attention depends on it")
+            link = call.wrap(self.here.halo, len(NAMES) + self.coded)
+            self.coded += 1
+        ghosted = self.here.with_ghosts(local, link)
+        if not coded:
+            self.fetched.append((value, ghosted))
+        return ghosted
+
+    def degrees(self) -> Link | None:
+        """Returns the halo for one more exchange of degrees; those cached travel once."""
+        if self.call is None or any(
+            getattr(layer, "cached", False) for layer in layers_of(self.conv)
+        ):
+            return None
+        self.asked += 1
+        return self.call.wrap(self.here.halo, DEGREES + self.asked - 1)
+
+    def _target(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        return self._rows_of_nodes(name, self._cut(value))[: len(self.nodes)]
+
+    def _cut(self, value: Any) -> Any:
+        """Returns the rows here of an ordinary tensor that has a row for every node."""
+        whole = isinstance(value, Tensor) and not isinstance(
+            value, (RowShardedTensor, LocalIndexGuard)
+        )
+        if not whole or not value.dim() or value.size(0) != self.nodes.total:
+            return value
+        value = meet(value, self.nodes.mesh) if value.is_leaf else value
+        return LayerTensor.wrap(value[self.nodes.gid.to(value.device)], self.nodes)
+
+    def _rows_of_nodes(self, name: str, value: Any) -> Tensor:
+        """The local rows of a tensor that propagate looks up by node."""
+        rows = value.rows if isinstance(value, DistTensor) else None
+        if rows is None or not (rows is self.both or rows.same_as(self.nodes)):
+            kind = f"cut as {rows}" if rows else f"a {type(value).__name__}"
+            raise TypeError(
+                f"{self.scene.layer} looks up {name} by node, but it is {kind}; it must "
+                "have one row for each node and come from data of pdc.partition"
+            )
+        return value.to_local()  # type: ignore[no-any-return]
+
+    def _typed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a layer's own code: values per edge, and guarded node numbers."""
+        call = self.calls[-1]
+        return {name: self._typed_one(call, name, v) for name, v in given.items()}
+
+    def _typed_one(self, call: _Call, name: str, value: Any) -> Any:
+        edges = call.edges
+        if name in call.given:
+            return call.given[name]
+        if not isinstance(value, Tensor):
+            return value
+        if name == "edge_index":
+            return edges
+        if name in ("index", "edge_index_i"):
+            return Targets.wrap(value, self.scene, edges.rows)
+        if name == "edge_index_j":
+            return Sources.wrap(value, self.scene, edges.rows)
+        return (
+            LayerTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
+        )
+
+    def _check_meets(self, value: DistTensor, what: str) -> None:
+        if not value.rows.same_as(self.calls[-1].edges.rows):
+            raise TypeError(
+                f"{self.scene.layer}: its {what} returns {value.rows}, not a row per edge"
+            )
+
+
+def pads(module: torch.nn.Module) -> bool:
+    """Whether an aggregation pads groups of messages to one size."""
+    if not isinstance(module, Aggregation):
+        return False
+    return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def layers_of(conv: MessagePassing) -> list[MessagePassing]:
+    """The layer, and those inside it, behind wrappers of ours as well."""
+    found: list[MessagePassing] = []
+    for module in conv.modules():
+        inner = vars(module).get("_wrapped")
+        module = inner[0] if isinstance(inner, list) else module
+        if isinstance(module, MessagePassing) and module not in found:
+            found.append(module)
+    return found
+
+
+def _scopes(layers: list[MessagePassing]) -> list[dict[str, Any]]:
+    names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+@contextlib.contextmanager
+def _replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
+    had, before = name in scope, scope.get(name)
+    scope[name] = stand_in
+    try:
+        yield
+    finally:
+        if had:
+            scope[name] = before
+        else:
+            del scope[name]
+
+
+# what sorts its rows by their types, and what moves rows to have others multiplied
+_BY_ROW = HeteroLinear, dna_conv.Linear
+
+
+def _by_row(forward: Callable) -> Callable:
+    def run(x: Any, *args: Any) -> Any:
+        out = forward(_bare(x), *_bare(args))
+        return x.wrap(out, x.rows) if isinstance(x, RowShardedTensor) else out
+
+    return run
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_bare(v) for v in value)
+    return value.to_local() if isinstance(value, RowShardedTensor) else value

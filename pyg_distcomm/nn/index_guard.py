@@ -1,0 +1,297 @@
+"""What an unchanged layer may do with a local edge_index, and no more.
+
+[Note: guarded edges] A rank has all in-edges of its own nodes, so anything a layer sums
+or counts over *targets* is complete here, and anything over *sources* is not. Values per
+edge are DistTensors whose rows are edges. Sources may be compared, filtered, joined with
+self-loops and handed to `propagate`, where their rows are fetched. Targets may also pick
+rows of node tensors, and say where values per edge are summed. Local numbers mean
+nothing elsewhere, so everything else is refused, by type: the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.topology import LocalGraph
+from pyg_distcomm.halo.link import Link
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor.op_tables import FACTS, base_name
+from pyg_distcomm.tensor.row_sharded import Picker, RowShardedTensor, tree_map
+
+_COPIES = frozenset("clone contiguous detach to long cpu cuda".split())
+_COMPARES = frozenset("eq ne lt gt le ge".split())
+_RESHAPES = _COPIES | frozenset(
+    "view view_as reshape unsqueeze expand expand_as broadcast_to".split()
+)
+_SCATTERS = frozenset(
+    "scatter_add scatter_reduce scatter index_add index_reduce".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Whose run this is: the layer, its graph on this rank, and where sources stand."""
+
+    layer: str
+    nodes: Rows
+    here: LocalGraph
+    source: int  # which row of edge_index holds the sources
+    link: Callable[[], Link | None]  # of one exchange of degrees; see `HaloVisit.exact`
+
+
+class LocalIndexGuard(Picker):
+    """Local numbers of nodes, with the edges they belong to (abstract)."""
+
+    scene: Scene
+    rows: Rows  # the edges
+
+    @classmethod
+    def wrap(cls, ids: Tensor, scene: Scene, rows: Rows) -> Self:
+        """Returns local numbers that watch over what is done with them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            out = ids.as_subclass(cls)
+        out.scene, out.rows = scene, rows
+        return out
+
+    def plain(self) -> Tensor:
+        """Returns the numbers as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def pick(self, x: RowShardedTensor, rest: tuple[Any, ...]) -> Tensor:
+        """Refuses to pick rows by numbers that mean nothing outside `propagate`."""
+        raise self.refusal("indexing by them")
+
+    def refusal(self, what: str) -> TypeError:
+        """Returns the error of a use that would be wrong on several ranks."""
+        return TypeError(
+            f"{self.scene.layer} uses the nodes of edges outside propagate ({what}), and "
+            "the edges and rows of other ranks are not here; it cannot run distributed "
+            "unchanged. Precompute what it reads as an edge attribute before "
+            "pdc.partition, or use another layer"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Lets through what cannot go wrong, and refuses the rest by name."""
+        return guarded_call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self.wrap(self.plain().clone(), self.scene, self.rows)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+        """Runs one torch function that has these numbers among its arguments."""
+        first = args[0] if args else None
+        if name in FACTS:
+            return func(*_bare(args), **_bare(kwargs))
+        if name in _COMPARES:
+            args, kwargs = _by_gid(args), _by_gid(kwargs)
+            return self.compared(func(*_bare(args), **_bare(kwargs)))
+        if name in _COPIES and first is self:
+            return self.wrap(
+                func(self.plain(), *args[1:], **kwargs), self.scene, self.rows
+            )
+        raise self.refusal(f"{name}()")
+
+    def compared(self, found: Any) -> Any:
+        """Returns the outcome of a comparison, one row per edge."""
+        if isinstance(found, Tensor) and found.dim() and self.dim() == 1:
+            return DistTensor.wrap(found, self.rows)
+        raise self.refusal("a comparison")
+
+
+@eager
+class GuardedEdgeIndex(LocalIndexGuard):
+    """Edges `[2, e]` in local numbering: own nodes first, then ghosts."""
+
+    def ends(self, k: int) -> LocalIndexGuard:
+        """Returns one row, the sources or the targets `[e]`."""
+        kind = Sources if k % 2 == self.scene.source else Targets
+        return kind.wrap(self.plain()[k], self.scene, self.rows)
+
+    def kept(self, mask: DistTensor) -> GuardedEdgeIndex:
+        """Returns the edges that a mask, one bool per edge, keeps."""
+        probe = DistTensor.wrap(self.plain().t(), self.rows)[mask]
+        return self.wrap(probe.to_local().t(), self.scene, probe.rows)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.ends(0), self.ends(1)))
+
+    def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+        """Runs one torch function on edges."""
+        if name == "getitem" and args[0] is self:
+            return self._item(args[1])
+        if name == "unbind" and _dim(args, kwargs) == 0:
+            return self.ends(0), self.ends(1)
+        if name == "select" and _dim(args, kwargs) == 0:
+            return self.ends(args[2])
+        return super().call(name, func, args, kwargs)
+
+    def _item(self, key: Any) -> LocalIndexGuard:
+        row, column = (
+            key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
+        )
+        picked: Any = None
+        if type(row) is int:
+            picked = self.ends(row)
+        elif row in (slice(None), Ellipsis) if not isinstance(row, Tensor) else False:
+            picked = self
+        if picked is not None and isinstance(column, DistTensor):
+            return _kept(picked, column)
+        if picked is None or isinstance(column, Tensor) or column != slice(None):
+            raise self.refusal("picking edges by their place")
+        return picked  # type: ignore[no-any-return]
+
+
+@eager
+class Sources(LocalIndexGuard):
+    """Sources `[e]` in local numbering."""
+
+    def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+        """Runs one torch function on sources."""
+        if name == "stack" and (joined := _joined(args, kwargs)) is not None:
+            return joined
+        if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
+            return _kept(self, args[1])
+        return super().call(name, func, args, kwargs)
+
+
+@eager
+class Targets(LocalIndexGuard):
+    """Targets `[e]` in local numbering (or in a shape made to meet values per edge)."""
+
+    def pick(self, x: RowShardedTensor, rest: tuple[Any, ...] = ()) -> Tensor:
+        """Returns the rows of own nodes' values `x` at the targets, one per edge."""
+        if not x.rows.same_as(self.scene.nodes) or self.dim() != 1:
+            raise self.refusal("picking rows of something that has no row per node")
+        local = x.to_local().index_select(0, self.plain())
+        return DistTensor.wrap(
+            local[(slice(None), *rest)] if rest else local, self.rows
+        )
+
+    def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+        """Runs one torch function on targets."""
+        if name in _SCATTERS:
+            return self._scattered(name, func, args, kwargs)
+        picks = name == "index_select" and isinstance(
+            first := args[0], RowShardedTensor
+        )
+        if picks and _dim(args, kwargs) % first.dim() == 0:
+            return self.pick(first)
+        if name == "stack" and (joined := _joined(args, kwargs)) is not None:
+            return joined
+        if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
+            return _kept(self, args[1])
+        if name in _RESHAPES and args[0] is self:
+            return self.wrap(func(*_bare(args), **_bare(kwargs)), self.scene, self.rows)
+        if name == "numel" and self.rows.total:
+            return max(1, self.plain().numel())  # no rank takes a branch of its own
+        if name == "max" and len(args) == 1 and not kwargs:
+            return torch.tensor(self.scene.here.num_own - 1, device=self.device)
+        return super().call(name, func, args, kwargs)
+
+    def _scattered(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+        """Sums (or otherwise reduces) values per edge at their targets: complete here."""
+        out, index = args[0], args[2] if len(args) > 2 else kwargs.get("index")
+        if index is not self or _dim(args, kwargs) % out.dim() != 0:
+            raise self.refusal(f"{name}()")
+        if isinstance(out, RowShardedTensor) and not out.rows.same_as(self.scene.nodes):
+            raise self.refusal(f"{name}() into something that has no row per node")
+        own, bare = self.scene.here.num_own, _bare((out,))[0]
+        if (
+            bare.size(0) < own
+            and not isinstance(out, RowShardedTensor)
+            and not bare.requires_grad
+        ):
+            seen = bare.size(0)  # no edge points here: sized by the largest target
+            bare.resize_(own, *bare.shape[1:])[seen:].zero_()
+        found = func(bare, *_bare(args[1:]), **_bare(kwargs))
+        if func.__name__.endswith("_") and type(out) is Tensor:
+            out.__class__, out.rows = DistTensor, self.scene.nodes  # type: ignore
+            return out
+        return DistTensor.wrap(found, self.scene.nodes)
+
+
+def guarded_call(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs a torch function that got guarded numbers, or refuses it by name."""
+    guard = find_guard((*args, *kwargs.values()))
+    assert guard is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        return guard.call(base_name(func), func, args, kwargs)
+
+
+def find_guard(values: Any) -> LocalIndexGuard | None:
+    """Returns the first guarded numbers among arguments; those of sources before targets."""
+    found: LocalIndexGuard | None = None
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            value = find_guard(value)
+        if isinstance(value, LocalIndexGuard) and not isinstance(found, Sources):
+            found = value if found is None or isinstance(value, Sources) else found
+    return found
+
+
+def _kept(picked: LocalIndexGuard, mask: DistTensor) -> LocalIndexGuard:
+    if isinstance(picked, GuardedEdgeIndex):
+        return picked.kept(mask)
+    probe = DistTensor.wrap(picked.plain(), picked.rows)[mask]
+    return picked.wrap(probe.to_local(), picked.scene, probe.rows)
+
+
+def _joined(args: Any, kwargs: Any) -> GuardedEdgeIndex | None:
+    """Sources and targets stacked again, if they are of the same edges."""
+    ends = list(args[0])
+    if (
+        len(ends) != 2
+        or _dim(args, kwargs) != 0
+        or not all(isinstance(end, LocalIndexGuard) and end.dim() == 1 for end in ends)
+    ):
+        return None
+    scene, rows = ends[0].scene, ends[0].rows
+    kinds = (Sources, Targets) if scene.source == 0 else (Targets, Sources)
+    if any(type(e) is not k for e, k in zip(ends, kinds, strict=True)):
+        return None
+    if not rows.same_as(ends[1].rows):
+        return None
+    local = torch.stack([end.plain() for end in ends])
+    return GuardedEdgeIndex.wrap(local, scene, rows)
+
+
+def _dim(args: Any, kwargs: Any) -> int:
+    found = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return int(found)
+
+
+def _by_gid(tree: Any) -> Any:
+    """Returns arguments with ids of nodes in the place of local numbers."""
+
+    def by_gid(value: Any) -> Any:
+        if not isinstance(value, LocalIndexGuard):
+            return value
+        here, nodes = value.scene.here, value.scene.nodes
+        gid = torch.cat([nodes.gid, here.ghost_gid.to(nodes.gid.device)])
+        return gid.to(value.device)[value.plain()]
+
+    return tree_map(by_gid, tree)
+
+
+def _bare(tree: Any) -> Any:
+    def bare(value: Any) -> Any:
+        if isinstance(value, LocalIndexGuard):
+            return value.plain()
+        return value.to_local() if isinstance(value, RowShardedTensor) else value
+
+    return tree_map(bare, tree)

@@ -1,0 +1,221 @@
+"""What stands in for functions of PyG that read both ends of edges, while a layer runs.
+
+Each takes the original, and runs it unless it is given guarded edges.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.topology import gcn_norm
+from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+Pair = tuple[GuardedEdgeIndex, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Looped(Rows):
+    """Rows of edges, the last of which are one loop per own node."""
+
+    def select(self, mask: Tensor, known: int | None = None) -> Rows:
+        kept = super().select(mask, known)
+        return _Picked(kept.gid, kept.total, kept.mesh, None, False, nodes=self.nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Picked(Rows):
+    """Some edges; where they are the loops, they have the rows of the nodes, too."""
+
+    def same_as(self, other: Rows) -> bool:
+        if other is not self.nodes or other is None:
+            return super().same_as(other)
+        return torch.equal(self.gid, other.gid + (self.total - other.total))
+
+
+def _on_guarded(stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a stand-in that is the original for edges that are not guarded."""
+
+    def instead_of(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(edge_index: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(edge_index, GuardedEdgeIndex):
+                return stand_in(original, edge_index, *args, **kwargs)
+            return original(edge_index, *args, **kwargs)
+
+        return run
+
+    return instead_of
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DistTensor) else value
+
+
+def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) -> Pair:
+    """Edges joined with one loop per own node; a loop's id follows those of edges."""
+    nodes = edges.scene.nodes
+    gid = torch.cat([kept.gid, kept.total + nodes.gid])
+    total = kept.total + nodes.total
+    rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
+    value = None if value is None else DistTensor.wrap(value, rows)
+    return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
+
+
+def _check_fill(edges: GuardedEdgeIndex, edge_attr: Any, fill_value: Any) -> None:
+    if (
+        edge_attr is not None
+        and isinstance(fill_value, str)
+        and edges.scene.source == 1
+    ):
+        raise TypeError(
+            f"{edges.scene.layer} fills self-loops with the {fill_value} of edges that "
+            "leave a node (flow='target_to_source'), which other ranks hold; give "
+            "fill_value as a number, or add self-loops before pdc.partition"
+        )
+
+
+def _add_loops(
+    original: Callable[..., Any],
+    edges: GuardedEdgeIndex,
+    edge_attr: Any = None,
+    fill_value: Any = None,
+    num_nodes: Any = None,
+) -> Pair:
+    """Stands in for `add_self_loops`."""
+    _check_fill(edges, edge_attr, fill_value)
+    _check_count(edges, num_nodes)
+    own = edges.scene.here.num_own
+    local, value = original(edges.plain(), _local(edge_attr), fill_value, own)
+    return _with_loops(edges, edges.rows, local, value)
+
+
+def _add_remaining_loops(
+    original: Callable[..., Any],
+    edges: GuardedEdgeIndex,
+    edge_attr: Any = None,
+    fill_value: Any = None,
+    num_nodes: Any = None,
+) -> Pair:
+    """Stands in for `add_remaining_self_loops`."""
+    _check_fill(edges, edge_attr, fill_value)
+    _check_count(edges, num_nodes)
+    own = edges.scene.here.num_own
+    local, value = original(edges.plain(), _local(edge_attr), fill_value, own)
+    return _with_loops(edges, _without_loops(edges), local, value)
+
+
+def _check_count(edges: GuardedEdgeIndex, num_nodes: Any) -> None:
+    if num_nodes is None:
+        raise TypeError(
+            f"{edges.scene.layer} adds self-loops without num_nodes, so up to the largest "
+            "node with an edge, which may be on another rank; pass num_nodes=x.size(0)"
+        )
+
+
+def _without_loops(edges: GuardedEdgeIndex) -> Rows:
+    ends = edges.plain()
+    return edges.rows.select(ends[0] != ends[1])
+
+
+def _norm(
+    original: Callable[..., Any],
+    edges: GuardedEdgeIndex,
+    edge_weight: Any = None,
+    num_nodes: Any = None,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    flow: str = "source_to_target",
+    dtype: Any = None,
+) -> Pair:
+    """Stands in for `gcn_norm`: degrees are global."""
+    scene = edges.scene
+    turned = scene.source == 1
+    local = edges.plain().flip(0) if turned else edges.plain()
+    kind = dtype or torch.get_default_dtype()
+    out, weight = gcn_norm(
+        scene.here,
+        local,
+        _local(edge_weight),
+        improved,
+        add_self_loops,
+        kind,
+        scene.link(),
+    )
+    out = out.flip(0) if turned else out
+    if add_self_loops:
+        return _with_loops(edges, _without_loops(edges), out, weight)
+    return edges, DistTensor.wrap(weight, edges.rows)
+
+
+def _laplacian(
+    original: Callable[..., Any],
+    edges: GuardedEdgeIndex,
+    edge_weight: Any = None,
+    normalization: str | None = None,
+    dtype: Any = None,
+    num_nodes: Any = None,
+) -> Pair:
+    """Stands in for `get_laplacian`: out-degrees are summed over ranks."""
+    scene = edges.scene
+    local, weight = remove_self_loops(edges.plain(), _local(edge_weight))
+    if weight is None:
+        weight = torch.ones(local.size(1), dtype=dtype, device=local.device)
+    degree = _first_end_sums(scene, local[0], weight)
+    if normalization is None:
+        own = degree[: scene.here.num_own]
+        looped, _ = add_self_loops(local, num_nodes=scene.here.num_own)
+        value = torch.cat([-weight, own])
+    else:
+        power = -0.5 if normalization == "sym" else -1.0
+        scale = degree.pow(power)
+        scale = scale.masked_fill(scale == float("inf"), 0)
+        weight = scale[local[0]] * weight
+        if normalization == "sym":
+            weight = weight * scale[local[1]]
+        looped, value = add_self_loops(local, -weight, 1.0, scene.here.num_own)
+    return _with_loops(edges, _without_loops(edges), looped, value)
+
+
+def _first_end_sums(scene: Scene, first: Tensor, weight: Tensor) -> Tensor:
+    """Sums of weights over the edges that start at each own and ghost node."""
+    here = scene.here
+    every = here.num_own + len(here.ghost_gid)
+    part = weight.new_zeros(every).index_add(0, first, weight).unsqueeze(1)
+    own = part[: here.num_own]
+    if scene.source == 0:
+        own = here.scatter_to_owners(part[here.num_own :], own, scene.link())
+    return here.with_ghosts(own, scene.link()).squeeze(1)
+
+
+def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for PyG's `one_hot`: row by row."""
+
+    @functools.wraps(original)
+    def run(index: Any, num_classes: Any = None, dtype: Any = None) -> Any:
+        if not isinstance(index, DistTensor):
+            return original(index, num_classes, dtype)
+        if num_classes is None:
+            raise TypeError(
+                "one_hot per node or edge needs num_classes, equal on ranks"
+            )
+        return index.wrap(original(index.to_local(), num_classes, dtype), index.rows)
+
+    return run
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "gcn_norm": _on_guarded(_norm),
+    "add_self_loops": _on_guarded(_add_loops),
+    "add_remaining_self_loops": _on_guarded(_add_remaining_loops),
+    "get_laplacian": _on_guarded(_laplacian),
+    "one_hot": _one_hot,
+}

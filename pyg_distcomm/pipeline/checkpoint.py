@@ -1,0 +1,242 @@
+"""What a pipeline writes to resume bit for bit, on any number of stages."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_distcomm.checkpoint.atomic import damage, find, whole_folder, write_whole
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.partition.arrays import told
+from pyg_distcomm.pipeline.chunk_graph import ChunkPass
+from pyg_distcomm.pipeline.validation import on_all_ranks
+
+_MODEL = "model.pt"
+_NO_ROWS: dict[str, Any] = {
+    "kept": [],
+    "mark": None,
+    "active": [],
+}  # each rank's, of a link
+
+
+def state_of(
+    pipe: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """Returns the state of all stages, as `torch.nn.Module.state_dict` does; collective."""
+    state = pipe.layers.state_dict(keep_vars=keep_vars)
+    mine = {name: value.cpu() for name, value in state.items()}
+    every = merged(mine, pipe.mesh, [layer.name for layer in pipe._stack])
+    found: dict[str, Any] = {} if destination is None else destination
+    found.update({prefix + name: value for name, value in every.items()})
+    return found
+
+
+def merged(mine: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
+    """Joins what stages have by name of layer, in the order of layers."""
+    parts = collectives.all_gather_object(mine, mesh.stage)
+    every = {name: value for part in parts for name, value in part.items()}
+    place = {name: k for k, name in enumerate(names)}
+    return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
+
+
+def save(
+    pipe: Any,
+    path: Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    keep: int = 1,
+) -> None:
+    """Writes a folder, whole or not at all; collective (see `atomic.whole_folder`)."""
+    mesh = pipe.mesh
+    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
+    whole["optimizer"] = _optimizer(pipe, optimizer)
+    with (
+        whole_folder(path, "pipeline", mesh.everyone, keep) as folder,
+        on_all_ranks(mesh),
+    ):
+        kept = _kept(pipe) if pipe._saved is None else pipe._saved
+        whole["link"] = kept.link
+        # what was loaded has the rows of all stages: the first writes them
+        mine = pipe._saved is None or mesh.stage.rank == 0
+        parts = dict(kept.parts) if mine else {}
+        if mesh.everyone.rank == 0:
+            parts[_MODEL] = whole
+        for name, part in parts.items():
+            _write(part, folder / name)
+
+
+def _write(part: Any, file: Path) -> None:
+    try:
+        write_whole(file, lambda path: torch.save(part, path))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(told(error, file)) from error
+
+
+def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Reads such a folder; collective."""
+    whole: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    path = find(path)
+    rows = sorted(path.glob(f"rows{pipe.mesh.rank}-stage*.pt"))
+    with on_all_ranks(pipe.mesh):
+        problem = damage(path, _MODEL, f"rows{pipe.mesh.rank}-stage*.pt")
+        if problem is not None:
+            raise ValueError(f"cannot load the pipeline at {path}: {problem}")
+        try:
+            whole = torch.load(path / _MODEL, map_location="cpu", weights_only=True)
+            for name in rows:
+                parts[name.name] = torch.load(
+                    name, map_location="cpu", weights_only=True, mmap=True
+                )  # read where it is of use
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
+        missing = {"model", "optimizer", "epoch", "seed", "link"} - set(whole)
+        if missing:
+            raise ValueError(
+                f"cannot load the pipeline at {path}: {_MODEL} holds no {sorted(missing)[0]}"
+            )
+    pipe.load_state_dict(whole["model"])
+    with on_all_ranks(pipe.mesh):
+        if optimizer is not None:
+            _put_optimizer(pipe, optimizer, whole["optimizer"], path)
+    pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
+    if pipe._run is not None:
+        pipe._run.seed = pipe._seed
+    pipe._boundary, pipe._saved = None, _Kept(parts, whole["link"], path)
+
+
+def _kept(pipe: Any) -> _Kept:
+    """Returns what this rank's sites and link keep."""
+    run, mesh = pipe._run, pipe.mesh
+    if run is None:
+        return _Kept({}, None)
+    state = None if run.link is None else run.link.state_dict()
+    part: dict[str, Any] = {"mark": _mark(run), "sites": _rows(run)}
+    part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
+    link = None if state is None else {**state, **_NO_ROWS}
+    return _Kept({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
+
+
+def _rows(run: ChunkPass) -> dict[tuple[int, int], Any]:
+    return {
+        key: {
+            "history": None if site.history is None else site.history.kept,
+            "gradients": site.gradients if site.rule.keep else None,
+        }
+        for key, site in run.sites.items()
+    }
+
+
+def _mark(run: ChunkPass) -> str:
+    """Tells ways of spreading and cutting a graph apart."""
+    plan = run.plan
+    told = hashlib.sha256(str((plan.blocks, plan.counts)).encode())
+    told.update(plan.gid.numpy().tobytes())
+    return told.hexdigest()
+
+
+@dataclass
+class _Kept:
+    """What is kept from epoch to epoch, beside weights and what optimizers have.
+
+    Args:
+        parts: by the names of their files, the rows of stages at this rank's place in them.
+        link: the state of the data's link, but for rows.
+        path: where it was read.
+    """
+
+    parts: dict[str, Any]
+    link: Any
+    path: Path | None = None
+
+    def put(self, run: ChunkPass) -> None:
+        """Puts saved rows in the place of those that sites were filled with.
+
+        The link of the data goes where the saved one stood, with what it kept if all fits.
+        """
+        mark, saved = _mark(run), self.parts.values()
+        every = {k: v for part in saved for k, v in part["sites"].items()}
+        fits = all(part["mark"] == mark for part in saved) and all(
+            key in every and _fit(site.history, every[key]["history"])
+            for key, site in run.sites.items()
+        )
+        said = collectives.all_gather_object(
+            (fits, bool(saved)), run.plan.mesh.everyone
+        )
+        fits = all(fit for fit, _ in said)
+        if self.link is not None and run.link is not None:
+            parts = [part["link"] for part in saved] if fits else []
+            run.link.load_state_dict({**self.link, **_joined(parts)})
+        if not any(some for _, some in said):
+            return  # saved before there were data
+        if not fits:
+            warnings.warn(
+                f"{self.path} holds history of other chunks, or kept in another way; "
+                "history begins anew from an exact pass over the graph, late rows of links "
+                "as well",
+                stacklevel=2,
+            )
+            return
+        for key, site in run.sites.items():
+            if site.history is not None:
+                site.history.kept.copy_(every[key]["history"])
+                site.end_epoch(refresh=True)
+            if every[key]["gradients"] is not None:
+                device = site.mix.device
+                site.gradients = every[key]["gradients"].to(device, copy=True)
+
+
+def _joined(parts: list[Any]) -> dict[str, Any]:
+    """Returns what the links of all stages kept for this rank's place in them."""
+    if not parts:
+        return _NO_ROWS
+    kept, active = ([one for p in parts for one in p[k]] for k in ("kept", "active"))
+    return {"kept": kept, "mark": parts[0]["mark"], "active": active}
+
+
+def _fit(history: Any, kept: Any) -> bool:
+    if history is None or kept is None:
+        return history is None and kept is None
+    return history.kept.shape == kept.shape and history.kept.dtype == kept.dtype
+
+
+def _optimizer(pipe: Any, optimizer: Any) -> Any:
+    """The state of an optimizer, by names of parameters, of all stages."""
+    if optimizer is None:
+        return None
+    names = {id(p): name for name, p in pipe.layers.named_parameters()}
+    state, groups = {}, []
+    for group in optimizer.param_groups:
+        own = "params", "param_names"  # of this stage
+        groups.append({k: v for k, v in group.items() if k not in own})
+        for p in group["params"]:
+            if id(p) in names and p in optimizer.state:
+                state[names[id(p)]] = optimizer.state[p]
+    layers = [layer.name for layer in pipe._stack]
+    return {"state": merged(state, pipe.mesh, layers), "groups": groups}
+
+
+def _put_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
+    if saved is None or len(saved["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
+            "parameters; make it as it was, or leave it out"
+        )
+    names = {id(p): name for name, p in pipe.layers.named_parameters()}
+    whole = optimizer.state_dict()
+    for group, mine, was in zip(
+        optimizer.param_groups, whole["param_groups"], saved["groups"], strict=True
+    ):
+        mine.update(was)
+        for p, number in zip(group["params"], mine["params"], strict=True):
+            whole["state"].pop(number, None)  # one that had not begun begins anew
+            if names.get(id(p)) in saved["state"]:
+                whole["state"][number] = saved["state"][names[id(p)]]
+    optimizer.load_state_dict(whole)

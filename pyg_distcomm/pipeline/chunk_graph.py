@@ -1,0 +1,377 @@
+"""View: an edge_index as a layer sees it while it runs on one chunk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.price import Price
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.graph.topology import LocalGraph, Topology
+from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.compressibility import check_aggregations, compares
+from pyg_distcomm.nn.halo_execution import layers_of
+from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
+from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.history_buffer import GradientRule, HistoryBuffer, read_site
+
+_KEYED, _PLAIN = 0x919E, 0x919F  # set the keys of a pipeline apart
+
+
+@dataclass(eq=False)
+class ChunkPass:
+    """What is being computed: of which epoch, which layer, and for what.
+
+    Sites are made by the first pass over the whole graph ("fill"); that fixes how many
+    times each layer exchanges, and how wide.
+
+    Args:
+        plan: the chunks.
+        rule: of gradients.
+        history: makes the history of a site, from its key, bounds and rows.
+        seed: of dropout.
+        link: how rows travel among the ranks of a stage; None is exactly, and now.
+        mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
+            "forward", "again" (a chunk whose rows are in place), "measure" (a chunk, of
+            which only the time counts).
+        before, all_sites: how many sites earlier stages have, and all of them.
+        readers: the layers that read by the link.
+    """
+
+    plan: ChunkPlan
+    rule: GradientRule
+    history: Callable[[tuple[int, int], tuple[int, ...], Tensor], History] | None
+    seed: int
+    link: LinkPolicy | None = None
+    mode: str = "fill"
+    epoch: int = 0
+    layer: int = 0
+    sites: dict[tuple[int, int], HistoryBuffer] = field(default_factory=dict)
+    facts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    before: int = 0
+    all_sites: int = 0
+    readers: list[list[MessagePassing]] = field(default_factory=list)
+    _exactly: str = ""
+    _exchanges: int = 0
+    _draws: int = 0
+
+    def begin_layer(self, layer: int, chunk: int | None) -> None:
+        """Starts to count the exchanges and draws of a layer.
+
+        What it draws for plain tensors, as weights are, is drawn again the same.
+        """
+        self.layer, self._exchanges, self._draws = layer, 0, 0
+        self._exactly = ""
+        whom = 0 if chunk is None else 1 + chunk
+        key = random.fold(self.seed, _PLAIN, self.epoch, layer, whom)
+        random.seed(key, self.plan.topology.device)
+
+    def go_by(self, link: LinkPolicy | None) -> None:
+        """Takes a link for rows from now on, unless a layer cannot go by it."""
+        for layers in self.readers:
+            self._check_link(layers, link)
+        self.link = link
+
+    def read_by(self, layer: Any, own: Any) -> None:
+        """Hears which layer reads next, and its link, while sites are made.
+
+        A site is coded as a whole, so that it is exact where attention depends on it; see
+        [Note: attention] in `coding.py`.
+        """
+        if self.mode != "fill":
+            return
+        layers = layers_of(layer)
+        self._exactly = "attention depends on it" if compares(layers) else ""
+        if own == "exact":
+            self._exactly = "its layer has link='exact'"
+            return
+        self._check_link(layers, self.link)
+        self.readers.append(layers)
+
+    def _check_link(
+        self, layers: list[MessagePassing], link: LinkPolicy | None
+    ) -> None:
+        if link is not None and not link.is_exact and self.plan.mesh.size > 1:
+            check_aggregations(layers, link)
+
+    def next_key(self) -> int:
+        """Returns the key of the layer's next draw, however often it is computed."""
+        self._check_turn()
+        self._draws += 1
+        return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._draws)
+
+    def read(self, x: Tensor, operator: Operator, chunk: int | None) -> Tensor:
+        """Hands rows `[n_c, ...]` to the layer's next site; returns the product's rows."""
+        flat, key = _flat(x), self._next()
+        if chunk is None:
+            ghosts = self._ghosts(flat, key, operator)
+            out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
+        else:
+            again = self.mode in ("again", "measure")
+            out = read_site(flat, self._site(flat, key, operator), chunk, again)
+        return out.reshape(len(out), *x.shape[1:])
+
+    def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
+        """Returns the rows that the edges of a chunk start from and that are not its own."""
+        if chunk is not None:
+            return self.read(x, self.plan.gather(), chunk)
+        ghosts = self._ghosts(_flat(x), self._next(), self.plan.gather())
+        return ghosts.reshape(len(ghosts), *x.shape[1:])
+
+    def _site(
+        self, x: Tensor, key: tuple[int, int], operator: Operator
+    ) -> HistoryBuffer:
+        if self.mode == "measure" and key not in self.sites:
+            self.sites[key] = HistoryBuffer(self.plan, x, operator, self.rule, None)
+        if key not in self.sites:
+            raise TypeError(
+                f"layer {key[0]} reads its neighbours more often in training than in "
+                "evaluation; a pipeline keeps history for what it does every time"
+            )
+        site = self.sites[key]
+        if x.dtype != site.mix.dtype or x.size(1) != site.mix.size(1):
+            raise TypeError(
+                f"layer {key[0]} reads rows of {x.size(1)} numbers of {x.dtype}, but of "
+                f"{site.mix.size(1)} of {site.mix.dtype} when the pipeline first saw the "
+                "data; use torch.autocast around all that it computes, or around none"
+            )
+        return site
+
+    def _ghosts(self, x: Tensor, key: tuple[int, int], operator: Operator) -> Tensor:
+        """Fetches the rows of all ghosts, sorted by chunk; a site keeps them if it is to."""
+        ghosts = self._fetched(x)
+        if self.mode == "fill":
+            keep = self.history
+            make = None if keep is None else (lambda *args: keep(key, *args))
+            made = self.plan, x, operator, self.rule, make
+            wrap = functools.partial(self._linked, key)
+            site = self.sites[key] = HistoryBuffer(*made, wrap, self._exactly)
+            site.put(x.detach(), ghosts)
+        return ghosts
+
+    def _linked(self, key: tuple[int, int], chunk: int) -> Link:
+        """Returns the link of a chunk's rows at a site, as the policy has it now."""
+        link = self.plan.links[chunk]
+        if self.link is None or self.link.is_exact:
+            return link
+        place = self.before + list(self.sites).index(key)
+        last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
+        call = self.link.part(place, f"layer {key[0]}", chunk, last)
+        exactly = self.sites[key].exactly
+        return (call.whole(exactly) if exactly else call).wrap(link, 0)
+
+    def _fetched(self, x: Tensor) -> Tensor:
+        return self.plan.everything.begin(x)()[self.plan.ghost.order]
+
+    def facts_of(self, x: Tensor, chunk: int | None) -> Tensor:
+        """The same of rows `[n_c, w]` that do not change from epoch to epoch."""
+        key = self._next()
+        if chunk is None:
+            ghosts = self._fetched(x)
+            if self.mode == "fill":
+                self.facts[key] = torch.cat([x, ghosts])
+            return ghosts
+        places = self.plan.slots(chunk)[2]
+        if self.mode == "measure":
+            return x.new_ones((len(places), x.size(1)))
+        own = self.facts[key][self.plan.own.rows(chunk)]
+        if not bool(((own == x) | (x != x)).all()):
+            raise TypeError(
+                f"layer {key[0]} normalises by degrees that change from epoch to epoch "
+                "(weights of edges that are learnt, dropped or changed), and those of other "
+                "chunks are not known in time; normalise before the pipeline"
+            )
+        return self.facts[key][places]
+
+    def prices(self) -> list[tuple[Price, int]]:
+        """Returns what each site moves in an epoch among the ranks of a stage, by no link.
+
+        Beside it the bytes of one of its words.
+        """
+        if self.link is not None and not self.link.is_exact:
+            return []
+        found = []
+        for site in self.sites.values():
+            total, width = Price(), site.mix.size(1)
+            for link in self.plan.links:
+                total += link.price(width)
+                if site.flows:
+                    total += link.price_transpose(width)
+            found.append((total, site.mix.element_size()))
+        return found
+
+    def _next(self) -> tuple[int, int]:
+        self._check_turn()
+        self._exchanges += 1
+        return self.layer, self._exchanges
+
+    def _check_turn(self) -> None:
+        """Refuses what is counted from the start of a layer inside a backward pass."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a layer of a pipeline was computed again in the backward pass "
+                "(activation checkpointing), where it would draw or read what other "
+                "layers do; leave the checkpoint out: with recompute=True (the default) "
+                "a pipeline computes each chunk again instead of keeping its activations"
+            )
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)).contiguous()
+
+
+class ChunkMesh:
+    """The mesh of a chunk's rows: what would reduce over all nodes is refused.
+
+    Sizes of a chunk's tensors are the chunk's.
+    """
+
+    local_sizes = True
+
+    def __init__(self, mesh: Mesh, run: ChunkPass) -> None:
+        self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
+        self.next_key = run.next_key
+
+    @property
+    def world(self) -> Any:
+        """Refuses: asked for by every reduction."""
+        raise TypeError(
+            "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
+            "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
+            "train with pdc.replicate"
+        )
+
+    control = world
+
+
+class _Closed:
+    """In place of a chunk's link, which only its sites may use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(
+            "a layer of a pipeline sums over the edges that leave a node, which lie in "
+            "other chunks; precompute that as an attribute of the Data"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkLocals(LocalGraph):
+    """Edges of a chunk in its own numbering: its nodes, then those it reads elsewhere."""
+
+    run: ChunkPass
+    chunk: int | None
+
+    def with_ghosts(self, x: Tensor, link: Any = None) -> Tensor:
+        """Returns own rows and those read elsewhere, of this epoch or from history."""
+        return torch.cat([x, self.run.gathered(x, self.chunk)])
+
+    def with_ghost_facts(self, x: Tensor, link: Any = None) -> Tensor:
+        """Returns the same of what never changes."""
+        return torch.cat([x, self.run.facts_of(x, self.chunk)])
+
+
+class ChunkTopology(Topology):
+    """The edges into a chunk's nodes; products are those of its rows of the matrix.
+
+    What travels, travels over the links of the plan's chunks, however a layer would wrap
+    its own.
+    """
+
+    def __init__(self, run: ChunkPass, chunk: int | None) -> None:
+        plan, whole = run.plan, run.plan.topology
+        mesh: Any = ChunkMesh(plan.mesh, run)
+        own, edge = slice(0, plan.counts[0]), slice(0, len(plan.edge.order))
+        if chunk is not None:
+            own, edge = plan.own.rows(chunk), plan.edge.rows(chunk)
+        order = plan.edge.order.cpu()[edge]
+        super().__init__(
+            plan.edges[0, edge],
+            plan.edges[1, edge],
+            Rows(plan.gid[own], whole.nodes.total, mesh, None, whole=False),
+            Rows(whole.edges.gid[order], whole.edges.total, mesh, None, whole=False),
+            device=whole.device,
+            ordering=_Steady(whole.ordering.order, keep_inputs=False),
+        )
+        self.run, self.chunk = run, chunk
+
+    @cached_property
+    def locals(self) -> ChunkLocals:  # type: ignore[override]
+        """Edges in the chunk's own numbering."""
+        plan, chunk, own = self.run.plan, self.chunk, len(self.nodes)
+        if chunk is None:
+            source, target, ghost = plan.source, plan.target, plan.gid[own:]
+        else:
+            source, target, places = plan.slots(chunk)
+            ghost = plan.gid[places.cpu()]
+        closed: Any = _Closed()
+        return ChunkLocals(source, target, ghost, closed, own, self.run, chunk)
+
+    @property
+    def reversed(self) -> Any:  # type: ignore[override]
+        """Refuses: the edges that leave a chunk's nodes are not here."""
+        raise TypeError(
+            "a layer of a pipeline has flow='target_to_source', and the edges that leave a "
+            "node lie in other chunks; turn the edges around before pdc.partition"
+        )
+
+    def read_by(self, layer: Any, own: Any) -> None:
+        """Hears which layer reads next, and its link."""
+        self.run.read_by(layer, own)
+
+    def sum(self, x: Tensor, weight: Tensor | None, wrap: Any = None) -> Tensor:
+        """Returns `sum_e weight_e x_source(e)` for each node of the chunk."""
+        if weight is None:
+            return self.run.read(x, self.run.plan.sum(), self.chunk)
+        here = self.locals
+        return self._weighted(
+            x, torch.stack([here.source_lid, here.target_lid]), weight
+        )
+
+    def gcn(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        improved: bool,
+        add_self_loops: bool,
+        wrap: Any = None,
+    ) -> Tensor:
+        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees taken over the whole graph."""
+        if weight is None:
+            operator = self.run.plan.gcn(improved, add_self_loops, x.dtype)
+            return self.run.read(x, operator, self.chunk)
+        edges, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
+        return self._weighted(x, edges, value)
+
+    def _weighted(self, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:
+        every = self.locals.with_ghosts(x)
+        message = weight.to(x.dtype).unsqueeze(1) * every.index_select(0, edges[0])
+        return torch.zeros_like(x).index_add(0, edges[1], message)
+
+
+class _Steady(MultiplyOrder):
+    """The narrower side, whatever needs gradients: recomputation must repeat itself."""
+
+    def takes_first(
+        self, width_in: int, width_out: int, grads: tuple[bool, bool]
+    ) -> bool:
+        """Says whether a layer computes (A X) W, and not A (X W)."""
+        return super().takes_first(width_in, width_out, (False, False))
+
+
+def view_of(run: ChunkPass, chunk: int | None) -> DistEdgeIndex:
+    """Returns the edges of a chunk, or of all of them in the order of chunks."""
+    topology, plan = ChunkTopology(run, chunk), run.plan
+    edges = plan.edges if chunk is None else plan.edges[:, plan.edge.rows(chunk)]
+    return DistEdgeIndex.of(edges.to(topology.device), topology)

@@ -1,0 +1,201 @@
+"""Laws of degrees: how full a halo is, in closed form, for graphs too large to look at."""
+
+from __future__ import annotations
+
+import abc
+import math
+import numbers
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.plan.block_traffic import Array, Side, Sides
+from pyg_distcomm.plan.traffic import Flow
+
+POINTS = 4096  # quantiles of a power law
+
+
+class DegreeDistribution(abc.ABC):
+    """How many edges each node has, as many in as out.
+
+    With the nodes dealt to ranks at random, a node of d edges has none into a share q of
+    the nodes with probability (1 - q)^d: the mean over nodes is the generating function
+    of the degrees at 1 - q.
+    """
+
+    @abc.abstractmethod
+    def missing(self, nodes: int, edges: int, share: float) -> float:
+        """Returns the mean over nodes of (1 - share)^degree."""
+
+
+@dataclass(frozen=True)
+class Uniform(DegreeDistribution):
+    """Both ends of every edge drawn from all nodes alike: (1 - q/n)^m."""
+
+    def missing(self, nodes: int, edges: int, share: float) -> float:
+        """Returns the mean over nodes of (1 - share)^degree."""
+        return float(_power(share / nodes, edges))
+
+
+@dataclass(frozen=True)
+class PowerLaw(DegreeDistribution):
+    """Mean degrees that fall as a power: node k of n has k^(-1 / (exponent - 1)) of them.
+
+    Degrees are Poisson around their means. As in the model of [Chung02], without its
+    bound on the largest mean.
+
+    Args:
+        exponent: of the density of degrees, above 2.
+    """
+
+    exponent: float = 2.5
+
+    def __post_init__(self) -> None:
+        if not self.exponent > 2:
+            raise ValueError(
+                f"a power law of degrees needs an exponent above 2, got {self.exponent}"
+            )
+
+    def missing(self, nodes: int, edges: int, share: float) -> float:
+        """Returns the mean over nodes of (1 - share)^degree."""
+        slope = 1 / (self.exponent - 1)
+        # quantiles denser towards the hubs; each stands for the nodes up to the next
+        ends = np.unique(np.geomspace(1, nodes + 1, POINTS).round())
+        first, last = ends[:-1], ends[1:]
+        if len(first) == 0:
+            return float(np.exp(-share * edges / max(nodes, 1)))
+        count = last - first
+        mean = ((last - 0.5) ** (1 - slope) - (first - 0.5) ** (1 - slope)) / count
+        mean *= edges / (mean * count).sum()
+        return float((np.exp(-share * mean) * count).sum() / count.sum())
+
+
+@dataclass(frozen=True)
+class RMat(DegreeDistribution):
+    """The degrees of the recursive graphs of [Chakrabarti04], ids permuted.
+
+    A node with t ones among the L bits of its id is an end of an edge with probability
+    (a+b)^(L-t) (c+d)^t, here the same for both ends, as after symmetrising.
+
+    Args:
+        heavy: a + b, the share of edges that a bit of zero has.
+    """
+
+    heavy: float = 0.76
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.heavy < 1:
+            raise ValueError(f"heavy must lie in [0.5, 1), got {self.heavy}")
+
+    def missing(self, nodes: int, edges: int, share: float) -> float:
+        """Returns the mean over nodes of (1 - share)^degree."""
+        bits = max(1, round(math.log2(max(nodes, 2))))
+        scaled = edges * 2.0**bits / nodes  # as many edges a node
+        ones = np.arange(bits + 1)
+        log_nodes = [
+            math.lgamma(bits + 1) - math.lgamma(t + 1) - math.lgamma(bits - t + 1)
+            for t in range(bits + 1)
+        ]
+        part = np.exp(np.array(log_nodes) - bits * math.log(2))
+        chance = self.heavy ** (bits - ones) * (1 - self.heavy) ** ones
+        return float((part * _power(share * chance, scaled)).sum())
+
+
+@dataclass(frozen=True)
+class Degrees(DegreeDistribution):
+    """Degrees as they are, one for each node (or a sample of them)."""
+
+    degrees: tuple[int, ...]
+
+    def missing(self, nodes: int, edges: int, share: float) -> float:
+        """Returns the mean over nodes of (1 - share)^degree."""
+        return float(_power(share, np.array(self.degrees, np.float64)).mean())
+
+
+LAWS: dict[str, DegreeDistribution] = {
+    "uniform": Uniform(),
+    "powerlaw": PowerLaw(),
+    "rmat": RMat(),
+}
+
+
+def _power(part: Array | float, times: Array | float) -> Array:
+    """Returns (1 - part)^times, also for parts too small to be seen beside 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out: Array = np.exp(np.asarray(times) * np.log1p(-np.asarray(part, np.float64)))
+    return np.where(np.asarray(times) == 0, 1.0, out)
+
+
+@dataclass(frozen=True)
+class RandomGraph:
+    """A graph known by its size and the law of its degrees, its nodes dealt at random.
+
+    Args:
+        nodes, edges: how many; an undirected edge counts twice.
+        law: "uniform", "powerlaw", "rmat", or a `DegreeDistribution`.
+    """
+
+    nodes: int
+    edges: int
+    law: str | DegreeDistribution = "uniform"
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "edges"):
+            value = getattr(self, name)
+            least = 1 if name == "nodes" else 0
+            number = isinstance(value, numbers.Real) and math.isfinite(value)
+            if not number or value != int(value) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number from {least} on, got {value!r}"
+                )
+            object.__setattr__(self, name, int(value))
+        if not isinstance(self.law, DegreeDistribution) and self.law not in LAWS:
+            raise ValueError(
+                f"law={self.law!r} is not known; give one of {', '.join(LAWS)}, or a Law"
+            )
+
+    def fill(self, parts: int) -> float:
+        """Returns the share of nodes with an edge into one of so many random parts."""
+        law = LAWS[self.law] if isinstance(self.law, str) else self.law
+        return 1 - law.missing(self.nodes, self.edges, 1 / parts)
+
+    def flow(self, grid: Grid, halo: str, add_loops: bool) -> Flow:
+        """Returns the mean rows of one product on a grid, for every rank the same.
+
+            ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
+
+        and with r and s exchanged over the col axis; whole blocks have no last factor.
+        """
+        r, s, p = grid
+        n, m = self.nodes, self.edges
+        full = halo == "blocks"
+        none = Side(_each(0), _each(0), _each(0), _each(0))
+        rows = n / s * (1 - 1 / r) * (1 if full or r == 1 else self.fill(r))
+        sums = n / r * (1 - 1 / s) * (1 if full or s == 1 else self.fill(s))
+        block, own = m / (r * s), 1 / (r * s)
+        loops = n / (r * s) if add_loops else 0.0
+        return Flow(
+            grid,
+            _each(n / (r * s * p))[:, :, None],
+            _each(n / (r * s)),
+            _each(m / (r * s * p))[:, :, None],
+            Sides(
+                Side(_each(rows), _each(rows), _each(r - 1), _each(r - 1)),
+                Side(_each(sums), _each(sums), _each(s - 1), _each(s - 1)),
+                none,
+                none,
+            ),
+            (
+                _each(block * own + loops),
+                _each(block * (1 / s - own)),
+                _each(block * (1 / r - own)),
+                _each(block * (1 - 1 / r) * (1 - 1 / s)),
+                _each(0),
+                _each(0),
+            ),
+        )
+
+
+def _each(value: float) -> Array:
+    return np.full((1, 1), value)

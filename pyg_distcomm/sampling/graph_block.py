@@ -1,0 +1,339 @@
+"""The block of a partitioned graph that a rank samples for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.process_grid import ProcessGrid
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.sampling import checks
+from pyg_distcomm.sampling.graph_source import SampledTopology, said_of
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.gather_by_id import IdPlan
+
+
+@dataclass(frozen=True, eq=False)
+class GraphBlock:
+    """The nodes of one block of a 1.5D grid, and the edges into them.
+
+    Rank q of P holds block q // c: what ranks q' with q' // c the same own between them.
+
+    Args:
+        topology: names, and the relations of this block: row i of a relation belongs to
+            node `node_gid[t][i]` of its target type; sources and edges are gids.
+        node_gid: by type, the nodes of the block, ascending.
+        partitions: by type, who owns which node.
+        channel: the ranks that hold the other blocks.
+    """
+
+    topology: SampledTopology
+    node_gid: tuple[Tensor, ...]
+    partitions: tuple[Partition, ...]
+    channel: ProcessGrid
+
+    def block_of(self, kind: int, gid: Tensor) -> Tensor:
+        """Returns which block has each node of a type, int64."""
+        owner = self.partitions[kind].owner_of(gid)
+        c = self.channel.replication
+        return owner if c == 1 else owner // c
+
+    def twin_of(self, kind: int, gid: Tensor) -> Tensor:
+        """Returns which rank of the process row is to bring the row of each node, int64.
+
+        The one whose process column the node's owner is in; all have those of their block.
+        """
+        owner, c = self.partitions[kind].owner_of(gid), self.channel.replication
+        here = owner // c == self.channel.block
+        return torch.where(here, self.channel.col.rank, owner % c)
+
+    def place_of(self, kind: int, gid: Tensor) -> Tensor:
+        """Returns the rows of nodes that are in this block."""
+        return self._index[kind](gid)
+
+    @cached_property
+    def _index(self) -> list[Callable[[Tensor], Tensor]]:
+        sizes = self.topology.graph.sizes
+        pairs = zip(self.node_gid, sizes, strict=True)
+        return [kernels.rank_select_index(gid, size) for gid, size in pairs]
+
+
+def is_share(data: Any) -> bool:
+    """Tells whether a graph is a share, as `pdc.partition` returns it."""
+    if not isinstance(data, (Data, HeteroData)):
+        return False
+    return any(
+        isinstance(store.get("edge_index"), DistEdgeIndex) for store in data.edge_stores
+    )
+
+
+def mesh_of(data: Data | HeteroData) -> Mesh:
+    """Returns the ranks that a share belongs to."""
+    edges = next(s.edge_index for s in data.edge_stores if "edge_index" in s)
+    mesh: Mesh = edges.nodes.mesh
+    return mesh
+
+
+def read_block(
+    data: Data | HeteroData,
+    channel: ProcessGrid,
+    *,
+    time_attr: str | None = None,
+    weight_attr: str | None = None,
+    is_sorted: bool = False,
+) -> GraphBlock:
+    """Gathers the block of this rank from the shares of its members; collective.
+
+    Price: each of the c members receives the edges of the others, 24 bytes each, and
+    with times of nodes one exchange of an id and a time for each edge.
+
+    Raises:
+        ValueError: on all ranks, if an attribute is missing, or a weight or time wrong.
+    """
+    mesh = mesh_of(data)
+    _check_names(data, time_attr, weight_attr)
+    stores = {store._key: store for store in data.edge_stores}
+    node_types = [None] if isinstance(data, Data) else list(data.node_types)
+    index = {name: k for k, name in enumerate(node_types)}
+    rows: dict[Any, Any] = {}
+    for key, store in stores.items():
+        source, target = (key[0], key[2]) if key is not None else (None, None)
+        rows[source], rows[target] = store.edge_index.sources, store.edge_index.nodes
+    for name in node_types:  # types without edges
+        if name not in rows:
+            held = [v.rows for v in data[name].values() if isinstance(v, DistTensor)]
+            rows[name] = held[0] if held else _blocks(data[name], mesh)
+    partitions = tuple(rows[name].partition for name in node_types)
+    node_gid = tuple(_block_nodes(p, channel) for p in partitions)
+    relations = []
+    for key in stores:
+        source, target = (key[0], key[2]) if key is not None else (None, None)
+        kinds = index[source], index[target]
+        own = _own_edges(data, key, time_attr, weight_attr, mesh, is_sorted)
+        relations.append(_relation(own, kinds, node_gid, channel, rows, target))
+    _agree_on_order(relations, list(stores), mesh)
+    sizes = tuple(p.num_nodes for p in partitions)
+    graph = SampleGraph(sizes, tuple(relations), (None,) * len(sizes))
+    dtypes = {store.edge_index.dtype for store in stores.values()}
+    dtype = torch.int32 if dtypes == {torch.int32} else torch.int64
+    topology = SampledTopology(graph, node_types, list(stores), dtype)
+    return GraphBlock(topology, node_gid, partitions, channel)
+
+
+def _blocks(store: Any, mesh: Mesh) -> Rows:
+    """Returns nodes in blocks: of those without edges and attributes nobody said whose."""
+    n = int(store.num_nodes)
+    owner = torch.arange(n) * mesh.size // max(n, 1)
+    partition = Partition.from_owner(owner, mesh.size, n)
+    return Rows(partition.gids(mesh.rank), n, mesh, partition)
+
+
+def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:
+    """Raises on all ranks if in-edges on one do not ascend in time as they should."""
+    problem = None
+    try:
+        for name, relation in zip(names, relations, strict=True):
+            with said_of(name):
+                checks.check_times(relation, None)
+    except ValueError as error:
+        problem = str(error)
+    collectives.agree(problem, mesh.world)
+
+
+@dataclass(frozen=True, eq=False)
+class _Edges:
+    """Edges by id, with what is needed to draw them; e of them."""
+
+    gid: Tensor
+    source: Tensor
+    target: Tensor
+    total: int
+    weight: Tensor | None
+    time: Tensor | None
+    sort_by_time: bool
+
+    def ordered(self) -> _Edges:
+        """Returns the edges in ascending id."""
+        order = torch.argsort(self.gid)
+        return _Edges(
+            self.gid[order],
+            self.source[order],
+            self.target[order],
+            self.total,
+            None if self.weight is None else self.weight[order],
+            None if self.time is None else self.time[order],
+            self.sort_by_time,
+        )
+
+
+def _own_edges(
+    data: Any,
+    key: Any,
+    time_attr: str | None,
+    weight_attr: str | None,
+    mesh: Mesh,
+    is_sorted: bool,
+) -> _Edges:
+    """Reads the edges this rank owns; agrees with the others on what is wrong."""
+    store = data if key is None else data[key]
+    edges: DistEdgeIndex = store.edge_index
+    topology, problem = edges.topology, None
+    weight = time = clock = None
+    node_time = _node_time(data, key, time_attr)
+    try:
+        if node_time is not None:
+            clock = checks.times(node_time.to_local(), str(time_attr))
+        if weight_attr is not None and (key is None or weight_attr in store):
+            weight = _attribute(store, weight_attr, len(edges.edges))
+            weight = checks.weights(weight, weight_attr, whole=False)
+        if time_attr is not None and node_time is None and time_attr in store:
+            time = checks.times(
+                _attribute(store, time_attr, len(edges.edges)), time_attr
+            )
+    except (TypeError, ValueError) as error:
+        problem = str(error) if key is None else f"edge type {key}: {error}"
+    collectives.agree(problem, mesh.world)
+    if weight is not None:
+        some = torch.tensor([int(bool((weight > 0).any())), int(not edges.edges.total)])
+        if not bool(collectives.all_reduce(some, mesh.world, "max").any()):
+            raise ValueError(
+                f"all weights in '{weight_attr}' are zero, so no edge can be drawn"
+            )
+    if node_time is not None and clock is not None:
+        time = IdPlan.build(topology.source_gid, node_time.rows).gather(clock)
+    return _Edges(
+        edges.edges.gid,
+        topology.source_gid,
+        topology.target_gid,
+        edges.edges.total,
+        weight,
+        time,
+        time is not None and not is_sorted,
+    )
+
+
+def _attribute(store: Any, name: str, count: int) -> Tensor:
+    value = store.get(name)
+    if not isinstance(value, DistTensor) or len(value.rows) != count:
+        raise ValueError(
+            f"'{name}' is no attribute with a row for each edge of the share; make it "
+            "part of the Data before pdc.partition"
+        )
+    return value.to_local()
+
+
+def _check_names(
+    data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
+) -> None:
+    """Refuses names that stand nowhere, or on nodes and edges; the same on all ranks."""
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
+    if time_attr is None:
+        return
+    places = [time_attr in store for store in data.stores]
+    if not any(places):
+        raise ValueError(
+            f"The time attribute '{time_attr}' is neither a node-level or edge-level "
+            f"attribute; data has {list(data.keys())}"
+        )
+    if isinstance(data, HeteroData):
+        ends = [
+            any(time_attr in s for s in stores)
+            for stores in (data.node_stores, data.edge_stores)
+        ]
+        if all(ends):
+            raise ValueError(
+                f"The time attribute '{time_attr}' holds both node-level and edge-level "
+                "information"
+            )
+
+
+def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
+    if name is None:
+        return None
+    store = data if key is None else data[key[0]]
+    value = store.get(name)
+    if not isinstance(value, DistTensor) or value.rows.partition is None:
+        return None
+    return value
+
+
+def _block_nodes(partition: Partition, channel: ProcessGrid) -> Tensor:
+    gids = [partition.gids(rank) for rank in channel.members(channel.block)]
+    return gids[0] if len(gids) == 1 else torch.cat(gids).sort().values
+
+
+def _relation(
+    own: _Edges,
+    kinds: tuple[int, int],
+    node_gid: tuple[Tensor, ...],
+    channel: ProcessGrid,
+    rows: dict[Any, Any],
+    target: Any,
+) -> Relation:
+    """Sorts the edges of a block by target, and by id, or time and id, within one."""
+    edges = _shared_by_members(own, channel).ordered()
+    nodes = node_gid[kinds[1]]
+    place = torch.searchsorted(nodes, edges.target)
+    totals = [r.total for r in rows.values()]
+    narrow = max(*totals, edges.total, 1) < 2**31
+    colptr = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(place, minlength=len(nodes)), 0, out=colptr[1:])
+    order = None
+    if edges.sort_by_time and edges.time is not None:
+        order = torch.argsort(edges.time, stable=True)
+    kind = torch.int32 if narrow else torch.int64
+    pair = torch.empty(2 * len(place), dtype=kind)
+    kernels.place_pairs(place, edges.source, order, colptr, pair)
+    slot = pair[1::2].to(torch.int64, copy=True)
+    pair[1::2] = edges.gid[slot].to(kind)
+    relation = Relation(
+        *kinds,
+        colptr,
+        pair,
+        2,
+        None if edges.weight is None else edges.weight[slot].clone(),
+        None if edges.time is None else edges.time[slot].clone(),
+    )
+    return relation
+
+
+def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
+    """Returns the edges of all members of the block."""
+    if channel.col.size == 1:
+        return own
+    sizes = [
+        row[0] for row in collectives.all_gather_counts([len(own.gid)], channel.col)
+    ]
+
+    def every(t: Tensor | None) -> Tensor | None:
+        return (
+            None
+            if t is None
+            else collectives.all_gather_rows(t, sizes, channel.col, op="topology")
+        )
+
+    ids = every(torch.stack([own.gid, own.source, own.target], 1))
+    assert ids is not None
+    gid, source, target = (part.contiguous() for part in ids.unbind(1))
+    return _Edges(
+        gid,
+        source,
+        target,
+        own.total,
+        every(own.weight),
+        every(own.time),
+        own.sort_by_time,
+    )

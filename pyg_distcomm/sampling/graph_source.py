@@ -1,0 +1,392 @@
+"""Reads the edges of PyG's data objects into the form the sampling kernels take.
+
+[Note: pairs] PyG's samplers keep a source and a permutation for each edge, 16 bytes, in
+two arrays, and look up both for each edge drawn. Here the two stand side by side as
+int32 where the graph allows it: 8 bytes, and one cache miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
+from torch_geometric.data.graph_store import EdgeLayout
+from torch_geometric.sampler.utils import to_csc
+
+from pyg_distcomm import kernels
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.sampling import checks
+from pyg_distcomm.sampling.graph_stores import read_stores
+
+Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
+EdgeType = tuple[str, str, str]
+
+# The relations of edge tensors that are alive: loaders for training and evaluation on
+# one graph keep one copy. A list per tensor: (what it was built for, relation). Edits in
+# place are seen by torch's version counter, but not those through a NumPy array below it.
+_built: Any = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTopology:
+    """A graph ready to be sampled, and the names of its types.
+
+    Args:
+        graph: what the kernels read.
+        node_types: names, in the order of `graph.sizes`; `[None]` if homogeneous.
+        edge_types: names, in the order of `graph.relations`, as edges point in the data.
+        dtype: of the ids in the data, and so of those in a minibatch.
+    """
+
+    graph: SampleGraph
+    node_types: list[Any]
+    edge_types: list[Any]
+    dtype: torch.dtype
+
+
+def read_topology(
+    data: Source,
+    *,
+    time_attr: str | None = None,
+    weight_attr: str | None = None,
+    is_sorted: bool = False,
+    backward: bool = False,
+) -> SampledTopology:
+    """Reads a graph, with times and weights where asked for.
+
+    Price: linear in edges; the result is kept as long as the `edge_index` it is from.
+
+    Raises:
+        ValueError: if an attribute is missing or ambiguous, a weight is negative or not
+            finite, an id is out of range, or edges are not sorted as `is_sorted` claims.
+    """
+    if isinstance(data, (Data, HeteroData)):
+        _check_whole(data)
+    if isinstance(data, Data):
+        return _homogeneous(data, time_attr, weight_attr, is_sorted, backward)
+    if isinstance(data, HeteroData):
+        return _heterogeneous(data, time_attr, weight_attr, is_sorted, backward)
+    if isinstance(data, tuple) and len(data) == 2:
+        return _stored(data, time_attr, weight_attr, backward)
+    raise TypeError(
+        "expected a Data, a HeteroData or a (FeatureStore, GraphStore), got "
+        f"{type(data).__name__}"
+    )
+
+
+def _check_whole(data: Data | HeteroData) -> None:
+    for store in data.edge_stores:
+        if isinstance(store.get("edge_index"), DistEdgeIndex):
+            raise TypeError(
+                "this graph is a share of pdc.partition, which is sampled by all ranks "
+                "together, around nodes: by DistNeighborLoader or DistLayerLoader; for "
+                "anything else, pass the whole graph"
+            )
+
+
+def remember(
+    edge_index: Tensor,
+    data: Data | HeteroData,
+    edge_type: EdgeType | None,
+    relation: Relation,
+) -> None:
+    """Keeps a relation that has been built from an `edge_index` of this graph."""
+    ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
+    sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
+    plain = replace(relation, source=0, target=0)
+    _built.setdefault(edge_index, []).append(
+        ((edge_index._version, sizes, False, False), plain)
+    )
+
+
+def _homogeneous(
+    data: Data,
+    time_attr: str | None,
+    weight_attr: str | None,
+    is_sorted: bool,
+    backward: bool,
+) -> SampledTopology:
+    node_time = edge_time = None
+    if time_attr is not None:
+        if data.is_node_attr(time_attr):
+            node_time = checks.times(data[time_attr], time_attr)
+        elif data.is_edge_attr(time_attr):
+            edge_time = checks.times(data[time_attr], time_attr)
+        else:
+            raise ValueError(
+                f"The time attribute '{time_attr}' is neither a node-level or edge-level "
+                f"attribute; data has {list(data.keys())}"
+            )
+    weight = None
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
+        weight = checks.weights(data[weight_attr], weight_attr)
+    n = _size(data.num_nodes)
+    with said_of(None):
+        relation = _relation(
+            data, (n, n), node_time, edge_time, weight, is_sorted, backward
+        )
+    graph = SampleGraph((n,), (relation,), (node_time,))
+    return SampledTopology(graph, [None], [None], _dtype(data))
+
+
+def _heterogeneous(
+    data: HeteroData,
+    time_attr: str | None,
+    weight_attr: str | None,
+    is_sorted: bool,
+    backward: bool,
+) -> SampledTopology:
+    node_types, edge_types = data.metadata()
+    node_time, edge_time = _hetero_times(data, time_attr)
+    weights = {}
+    if weight_attr is not None:
+        checks.check_weighted(data, weight_attr)
+        weights = data.collect(weight_attr)
+    index = {name: k for k, name in enumerate(node_types)}
+    sizes = tuple(_size(data[name].num_nodes) for name in node_types)
+    relations = []
+    for edge_type in edge_types:
+        source, _, target = edge_type
+        with said_of(edge_type):
+            weight = weights.get(edge_type)
+            weight = (
+                None if weight is None else checks.weights(weight, str(weight_attr))
+            )
+            times = node_time.get(source), edge_time.get(edge_type)
+            ends = sizes[index[source]], sizes[index[target]]
+            store = data[edge_type]
+            relation = _relation(store, ends, *times, weight, is_sorted, backward)
+            if backward:
+                source, target = target, source
+            relations.append(
+                replace(relation, source=index[source], target=index[target])
+            )
+    clocks = tuple(node_time.get(name) for name in node_types)
+    dtypes = {_dtype(data[edge_type]) for edge_type in edge_types}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.int64
+    graph = SampleGraph(sizes, tuple(relations), clocks)
+    return SampledTopology(graph, node_types, edge_types, dtype)
+
+
+def _hetero_times(
+    data: HeteroData, name: str | None
+) -> tuple[dict[str, Tensor], dict[EdgeType, Tensor]]:
+    if name is None:
+        return {}, {}
+    nodes = {s._key: s[name] for s in data.node_stores if name in s}
+    edges = {s._key: s[name] for s in data.edge_stores if name in s}
+    if nodes and edges:
+        raise ValueError(
+            f"The time attribute '{name}' holds both node-level and edge-level information"
+        )
+    if not nodes and not edges:
+        raise ValueError(
+            f"The time attribute '{name}' is neither a node-level or edge-level attribute"
+        )
+    return (
+        {key: checks.times(time, name) for key, time in nodes.items()},
+        {key: checks.times(time, name) for key, time in edges.items()},
+    )
+
+
+def _stored(
+    stores: tuple[FeatureStore, GraphStore],
+    time_attr: str | None,
+    weight_attr: str | None,
+    backward: bool,
+) -> SampledTopology:
+    if weight_attr is not None:
+        raise NotImplementedError(
+            "'weight_attr' is not supported for (FeatureStore, GraphStore) inputs, whose "
+            "edges have no attributes; pass a Data or HeteroData"
+        )
+    edge_attrs = stores[1].get_all_edge_attrs()
+    for attr in edge_attrs if time_attr is not None else ():
+        if attr.layout == EdgeLayout.CSR or not attr.is_sorted:
+            raise ValueError(
+                "Temporal sampling from a GraphStore requires edges in COO or CSC layout, "
+                "sorted by destination, and by time within the edges of a node"
+            )
+    found = read_stores(stores, time_attr, backward)
+    clocks = tuple(
+        None if t is None else checks.times(t, str(time_attr)) for t in found.node_time
+    )
+    relations = []
+    for k, (source, target, colptr, row, perm) in enumerate(found.relations):
+        with said_of(found.edge_types[k]):
+            time = found.edge_time[k]
+            time = None if time is None else checks.times(time, str(time_attr))
+            _check_length("edges", row.numel(), "times", time)
+            _check_length("nodes", found.sizes[source], "times", clocks[source])
+            if time is not None and perm is not None:
+                time = time[perm.long()]
+            sizes = found.sizes[source], found.sizes[target]
+            checks.check_csc(colptr, row, sizes)
+            relation = _joined(colptr, row, perm, source, target)
+            relation = replace(relation, time=time)
+            checks.check_times(relation, clocks[source])
+            relations.append(relation)
+    graph = SampleGraph(found.sizes, tuple(relations), clocks)
+    return SampledTopology(graph, found.node_types, found.edge_types, torch.int64)
+
+
+def _relation(
+    store: Any,
+    sizes: tuple[int, int],
+    node_time: Tensor | None,
+    edge_time: Tensor | None,
+    weight: Tensor | None,
+    is_sorted: bool,
+    backward: bool,
+) -> Relation:
+    """Returns the edges of one store; targets and sources change places if backward."""
+    _check_length("source nodes", sizes[0], "times", node_time)
+    if "edge_index" in store and store.edge_index is not None:
+        # before they are sorted by it: a kernel follows the order of the times
+        _check_length("edges", store.edge_index.size(-1), "times", edge_time)
+    if "edge_index" not in store or store.edge_index is None:
+        way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
+        colptr, row, perm = to_csc(store, device="cpu", **way)
+        checks.check_csc(colptr, row, sizes[::-1] if backward else sizes)
+        relation = _joined(colptr, row, perm, 0, 0)
+    else:
+        built_for = (sizes, is_sorted, backward, node_time, edge_time)
+        relation = _from_edges(store.edge_index, *built_for)
+    if weight is None and edge_time is None:
+        checks.check_times(relation, node_time) if is_sorted else None
+        return relation
+    _check_length("edges", relation.num_edges, "weights", weight)
+    _check_length("edges", relation.num_edges, "times", edge_time)
+    order = relation.row[1::2].long() if relation.stride == 2 else slice(None)
+    relation = replace(
+        relation,
+        weight=None if weight is None else weight[order].clone(),
+        time=None if edge_time is None else edge_time[order].clone(),
+    )
+    if is_sorted:
+        checks.check_times(relation, node_time)
+    return relation
+
+
+def _from_edges(
+    edge_index: Tensor,
+    sizes: tuple[int, int],
+    is_sorted: bool,
+    backward: bool,
+    node_time: Tensor | None,
+    edge_time: Tensor | None,
+) -> Relation:
+    """Builds a relation from an edge_index, or finds it built before."""
+    clock = edge_time if node_time is None else node_time
+    kept = clock is None and not edge_index.is_inference()  # that has no version
+    memo = (edge_index._version if kept else 0, sizes, is_sorted, backward)
+    if kept:
+        for made_for, relation in _built.get(edge_index, ()):
+            if made_for == memo:
+                return relation
+    edges = edge_index.detach().cpu()
+    if isinstance(edges, EdgeIndex):
+        edges = edges.as_tensor()
+    whole = not (edges.is_floating_point() or edges.is_complex())
+    if edges.dim() != 2 or edges.size(0) != 2 or not whole or edges.dtype == torch.bool:
+        raise ValueError(
+            f"edge_index must be an integer tensor [2, E], got {list(edges.shape)} of "
+            f"{edges.dtype}"
+        )
+    source, target = edges[1 if backward else 0], edges[0 if backward else 1]
+    source_size, target_size = sizes[::-1] if backward else sizes
+    checks.check_ids(source, source_size, "source")
+    checks.check_ids(target, target_size, "target")
+    if is_sorted:
+        if target.numel() and bool((target[1:] < target[:-1]).any()):
+            raise ValueError(
+                "is_sorted=True, but the edges are not sorted by their "
+                f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
+            )
+        colptr = _offsets(target, target_size)
+        relation = Relation(0, 0, colptr, _own_copy(source), 1)
+    else:
+        when = edge_time if node_time is None else node_time[edges[0].long()]
+        order = None if when is None else torch.argsort(when, stable=True)
+        relation = _sorted_pairs(source, target, sizes, target_size, order)
+    if kept:
+        built = [item for item in _built.get(edge_index, ()) if item[0][0] == memo[0]]
+        _built[edge_index] = [*built, (memo, relation)]
+    return relation
+
+
+def _sorted_pairs(
+    source: Tensor,
+    target: Tensor,
+    sizes: tuple[int, int],
+    target_size: int,
+    order: Tensor | None,
+) -> Relation:
+    """Sorts edges by target, and within one target as they come in ``order``."""
+    narrow = max(*sizes, target.numel()) < 2**31
+    pair = torch.empty(2 * target.numel(), dtype=torch.int32 if narrow else torch.int64)
+    colptr = _offsets(target, target_size)
+    kernels.place_pairs(target, source, order, colptr, pair)
+    return Relation(0, 0, colptr, pair, 2)
+
+
+def _joined(
+    colptr: Tensor, row: Tensor, perm: Tensor | None, source: int, target: int
+) -> Relation:
+    colptr = colptr.long().clone()
+    if perm is None:
+        return Relation(source, target, colptr, _own_copy(row), 1)
+    pair = torch.stack([row.long(), perm.long()], 1).view(-1)
+    if pair.numel() == 0 or int(pair.max()) < 2**31:
+        pair = pair.int()
+    return Relation(source, target, colptr, pair, 2)
+
+
+def _own_copy(row: Tensor) -> Tensor:
+    """Copies checked ids, which their owner might change; as int32 if they fit."""
+    narrow = row.numel() == 0 or int(row.max()) < 2**31
+    return row.to(torch.int32 if narrow else torch.int64, copy=True).contiguous()
+
+
+def _check_length(of: str, count: int, name: str, values: Tensor | None) -> None:
+    if values is not None and values.numel() != count:
+        raise ValueError(f"there are {values.numel()} {name} for {count} {of}")
+
+
+def _offsets(target: Tensor, size: int) -> Tensor:
+    colptr = torch.zeros(size + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(target, minlength=size), 0, out=colptr[1:])
+    return colptr
+
+
+def _dtype(store: Any) -> torch.dtype:
+    edges = store.edge_index if "edge_index" in store else None
+    return (
+        torch.int32 if edges is not None and edges.dtype == torch.int32 else torch.int64
+    )
+
+
+def _size(n: int | None) -> int:
+    if n is None:
+        raise ValueError("the number of nodes is unknown; set data.num_nodes")
+    return int(n)
+
+
+@contextmanager
+def said_of(edge_type: EdgeType | None) -> Iterator[None]:
+    """Names the edge type in what is raised about it."""
+    try:
+        yield
+    except ValueError as error:
+        if edge_type is None:
+            raise
+        raise ValueError(f"edge type {edge_type}: {error}") from error

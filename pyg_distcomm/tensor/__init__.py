@@ -1,0 +1,1 @@
+"""Spreads tensors over ranks by rows, and dispatches torch functions on them."""

@@ -1,0 +1,624 @@
+"""The rule of DistTensor, applied: what is local, what is global, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import autograd, random
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor import (
+    foreach,
+    gather_by_id,
+    gradients,
+    losses,
+    reductions,
+    sizes,
+)
+from pyg_distcomm.tensor.dropout import keyed_dropout
+from pyg_distcomm.tensor.getitem import check_writes
+from pyg_distcomm.tensor.gradients import call_local, meet_all
+from pyg_distcomm.tensor.op_tables import (
+    BY_DIM,
+    FACTS,
+    NEW,
+    ROWWISE,
+    SIZES,
+    WEIGHTED,
+    WHOLE,
+    base_name,
+)
+from pyg_distcomm.tensor.recurrent import RECURRENT, recurrent
+from pyg_distcomm.tensor.row_sharded import (
+    WAYS_OUT,
+    RowShardedTensor,
+    fit_plain,
+    tree_map,
+    unsupported_op,
+)
+from pyg_distcomm.tensor.shape_ops import SHAPING, UnsupportedOp
+from pyg_distcomm.tensor.transposed import multiplied, transposed
+
+
+def _first(args: Any, kwargs: Any) -> RowShardedTensor:
+    for value in args:
+        if isinstance(value, RowShardedTensor):
+            return value
+    found: list[RowShardedTensor] = []
+    tree_map(
+        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
+        (args, kwargs),
+    )
+    return found[0]
+
+
+def apply(func: Callable, args: Any, kwargs: Any) -> Any:
+    name = base_name(func)
+    if name in SIZES:
+        return sizes.size_of(name, func, args, kwargs)
+    if name in FACTS:
+        return call_local(func, args, kwargs)
+    if name.startswith(("_foreach_", "_fused_")):
+        return foreach.apply(func, args, kwargs)
+    check_writes(func, args)
+    args, kwargs = _met(name, args, kwargs)
+    if name in _SPECIAL:
+        return _SPECIAL[name](func, args, kwargs)
+    if name in losses.LOSSES:
+        return _loss(func, args, kwargs)
+    if name in BY_DIM:
+        return _by_dim(name, func, args, kwargs)
+    if name in ROWWISE:
+        return _rowwise(func, args, kwargs)
+    if name in WHOLE:
+        return gathered(func, args, kwargs)
+    raise unsupported_op(f"{name}()")
+
+
+def _met(name: str, args: Any, kwargs: Any) -> Any:
+    """Tells the ranks which plain tensors meet row-cut ones; see `averaging.py`."""
+    found = _first(args, kwargs)
+    mesh = found.rows.mesh
+    if mesh.size == 1 or name in _SILENT:
+        return args, kwargs
+    return meet_all(found, name, args, kwargs)
+
+
+# autograd's own, and what does not look at the values of its plain operands
+_SILENT = frozenset(
+    "requires_grad= grad grad= backward register_hook zeros_like ones_like empty_like".split()
+)
+
+
+def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
+    if base_name(func) == "where" and len(args) + len(kwargs) == 1:
+        return gathered(func, args, kwargs)
+    if _writes_whole(func, args, kwargs):
+        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+    rows, width = _aligned_rows(func, args, kwargs)
+    args, kwargs = _aligned(func, (args, kwargs), rows, width)
+    wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
+        "requires_grad", False
+    )
+    first = _first(args, kwargs)
+    out = _wrapped(call_local(func, args, kwargs), first)
+    if base_name(func) in _COPIES and hasattr(first, "_counts"):
+        version, counts = first._counts
+        if version == first._version and out is not first:
+            out._counts = out._version, counts
+    return out.requires_grad_() if wants_gradient else out
+
+
+_COPIES = frozenset("to cpu cuda clone contiguous detach bool pin_memory".split())
+
+
+def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
+    """Whether row-cut values are written into an ordinary tensor, which has all rows."""
+    name = getattr(func, "__name__", "")
+    inplace = name.endswith("_") and not name.startswith("_")
+    target = args[0] if inplace and args else kwargs.get("out")
+    if not isinstance(target, Tensor) or isinstance(target, RowShardedTensor):
+        return False
+    if _first(args, kwargs).reads_local or "out" in kwargs:
+        raise unsupported_op(
+            f"{name}() that writes row-cut values into an ordinary tensor"
+        )
+    return True
+
+
+def _gathered(value: Any) -> Any:
+    if not isinstance(value, RowShardedTensor):
+        return value
+    return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
+
+
+def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
+    """The rows all operands share, and how many dims the widest has."""
+    found: list[RowShardedTensor] = []
+    tree_map(
+        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
+        (args, kwargs),
+    )
+    rows = found[0].rows
+    for other in found[1:]:
+        if not rows.same_as(other.rows):
+            raise TypeError(
+                f"{base_name(func)}() got tensors cut differently: {rows} and "
+                f"{other.rows}; pick the same rows of both, or {WAYS_OUT}"
+            )
+    return rows, max(t.dim() for t in found)
+
+
+def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
+    name = base_name(func)
+    if name in WEIGHTED:  # their other operands are weights
+        weights = _at(tree, 1, "weight")
+        plain = not isinstance(_at(tree, 0, "input"), RowShardedTensor)
+        if name in ("linear", "embedding", "prelu") and (
+            plain or isinstance(weights, RowShardedTensor)
+        ):
+            raise unsupported_op(f"{name}() with row-cut weights")
+        if name == "embedding" and tree[1].get("max_norm") is not None:
+            raise unsupported_op(
+                "embedding(max_norm=...), which changes rows of its weights,"
+            )
+        return tree
+
+    like = _first(*tree)
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if isinstance(value, RowShardedTensor):
+            if value.dim() < width:
+                raise unsupported_op(
+                    f"{name}() of a {value.dim()}-d and a {width}-d row-cut tensor, whose "
+                    "rows would meet columns (add .unsqueeze(-1)),"
+                )
+            return value
+        return fit_plain(value, like, width, name)
+
+    return tree_map(fit, tree)
+
+
+def _at(tree: Any, place: int, name: str) -> Any:
+    args, kwargs = tree
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _wrapped(out: Any, like: RowShardedTensor) -> Any:
+    if isinstance(
+        out, RowShardedTensor
+    ):  # an in-place operation returns what it was given
+        return out
+    if isinstance(out, Tensor):
+        return like.wrap(out, like.rows)
+    if isinstance(out, (tuple, list)):  # torch.return_types.* take one sequence, too
+        return type(out)([_wrapped(part, like) for part in out])
+    return out
+
+
+def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(x, RowShardedTensor):
+        raise unsupported_op(f"{name}() of an ordinary tensor by a row-cut one")
+    if name in ("max", "min") and _is_pairwise(args, kwargs):
+        return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
+    place, default = BY_DIM[name]
+    dim = _dim_of(name, args, kwargs, place, default)
+    if isinstance(dim, str):
+        raise unsupported_op(f"{name}() without dim")
+    dims = _normal_dims(dim, x.dim())
+    if 0 not in dims:
+        return _rowwise(func, args, kwargs)
+    return _reduce(func, x, dims, dim, args, kwargs)
+
+
+def _is_pairwise(args: Any, kwargs: Any) -> bool:
+    return "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
+
+
+_MANY_DIMS = frozenset("sum mean amax amin flip var std any all".split())
+
+
+def _dim_of(name: str, args: Any, kwargs: Any, place: int, default: Any) -> Any:
+    for key in ("dim", "dims", "axis"):
+        if key in kwargs:
+            return kwargs[key]
+    if len(args) > place and not isinstance(args[place], bool):
+        tail = args[place:]
+        several = len(tail) > 1 and all(type(d) is int for d in tail)
+        return list(tail) if several and name in _MANY_DIMS else args[place]
+    return default
+
+
+def _normal_dims(dim: Any, ndim: int) -> list[int]:
+    if dim is None or (isinstance(dim, (tuple, list)) and len(dim) == 0):
+        return list(range(ndim))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    for d in dims:
+        if not -ndim <= d < ndim:
+            raise IndexError(
+                f"dimension {d} is out of range for a tensor of {ndim} dimensions"
+            )
+    return sorted({d % ndim for d in dims})
+
+
+def _reduce(
+    func: Callable,
+    x: RowShardedTensor,
+    dims: list[int],
+    dim: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    local, rows, name = x.to_local(), x.rows, base_name(func)
+    keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
+    if name in ("max", "min", "argmax", "argmin"):
+        return _extreme(name, local, rows, dim, keepdim)
+    if name in reductions.SCALED and dims == [0]:
+        out = reductions.SCALED[name](local, rows, kwargs, args)
+        return out if name == "logsumexp" else x.wrap(out, rows)
+    if name in WHOLE:
+        return gathered(func, args, kwargs)
+    if name not in reductions.GLOBAL:
+        raise unsupported_op(f"{name}() over the rows")
+    extra = {
+        k: kwargs[k] for k in ("dtype", "p", "correction", "unbiased") if k in kwargs
+    }
+    if name in ("var", "std"):  # (unbiased) or (dim, unbiased, keepdim)
+        flags = [a for a in args[1:] if isinstance(a, bool)]
+        extra.update({"unbiased": flags[0]} if flags else {})
+        keepdim = bool(kwargs.get("keepdim", len(flags) > 1 and flags[1]))
+    if name == "linalg_norm" and len(dims) > 1 and (len(args) > 1 or "ord" in kwargs):
+        raise unsupported_op("linalg.norm(ord=...) of a matrix that is cut by rows")
+    if name in ("norm", "vector_norm", "linalg_norm"):
+        extra["p"] = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    if keepdim and name != "count_nonzero":
+        extra["keepdim"] = True
+    return reductions.GLOBAL[name](local, rows, dims, **extra)
+
+
+def _third_bool(args: Any, place: int) -> bool:
+    return len(args) > place + 1 and args[place + 1] is True
+
+
+def _extreme(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> Any:
+    op = name.removeprefix("arg")
+    if dim is None and (op == name or local.dim() == 1):
+        if op == name:
+            return reductions.extreme(local, rows, list(range(local.dim())), False, op)
+        return reductions.extreme_at(local, rows, False, op).indices
+    if dim is None:
+        return _flat_argument(local, rows, op)
+    found = reductions.extreme_at(local, rows, keepdim, op)
+    return found if op == name else found.indices
+
+
+def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
+    """Returns the place of the extreme value in the flattened whole tensor."""
+    width = local.shape[1:].numel()
+    best = reductions.extreme_at(local, rows, False, op)
+    values = best.values.flatten()
+    column = values.argmax() if op == "max" else values.argmin()
+    return best.indices.flatten()[column] * width + column
+
+
+def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
+    rows, width = _aligned_rows(func, args, kwargs)
+    name, fitted = func.__name__, func.__name__ in losses.ELEMENTWISE
+    if fitted:
+        args, kwargs = _aligned(func, (args, kwargs), rows, width)
+
+    def fit(value: Any, place: Any) -> Any:
+        if isinstance(value, RowShardedTensor):
+            return value.to_local()
+        if fitted or place not in _ROW_OPERANDS:
+            return value
+        if isinstance(value, Tensor) and value.dim():
+            return fit_plain(value, like, value.dim(), name)
+        return value
+
+    like = _first(args, kwargs)
+    out, per_row = losses.global_loss(
+        func,
+        [fit(value, place) for place, value in enumerate(args)],
+        {key: fit(value, key) for key, value in kwargs.items()},
+        rows,
+    )
+    return _first(args, kwargs).wrap(out, rows) if per_row and out.dim() else out
+
+
+_ROW_OPERANDS = (0, 1, "input", "target", "input1", "input2", "anchor", "positive")
+
+
+def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
+    name = base_name(func)
+    if name in _PRODUCTS and (found := multiplied(name, args, kwargs)) is not None:
+        return found
+    if name in _PRODUCTS:
+        _check_product(name, args)
+    _aligned_rows(func, args, kwargs) if name not in _JOINS else None
+    first = _first(args, kwargs)
+    if name in _JOINS:
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
+            return gather_by_id.joined(list(args[0] if args else kwargs["tensors"]))
+        rows, _ = _aligned_rows(func, args, kwargs)
+        if (
+            name == "stack"
+            and dim % (first.dim() + 1) == 0
+            and rows.stacked is not None
+        ):
+            return rows.stacked(*(args[0] if args else kwargs["tensors"]))
+        args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
+    if name in _SIZED:
+        args = (first, *sizes.with_local_size(first, args[1:]))
+        kwargs = {k: sizes.with_local_size(first, (v,))[0] for k, v in kwargs.items()}
+    if name in _TURNED and (turned := transposed(name, args, kwargs)) is not None:
+        return turned
+    if name == "one_hot":
+        args, kwargs = _with_classes(args, kwargs)
+    if name == "expand_as":  # an ordinary tensor has a row for each row
+        most = max(arg.dim() for arg in args)
+        args = [
+            a if isinstance(a, RowShardedTensor) else fit_plain(a, first, most, name)
+            for a in args
+        ]
+        x, other = (_unwrapped(arg) for arg in args)
+        if not isinstance(args[0], RowShardedTensor) or x.dim() == other.dim():
+            return first.wrap(x.expand_as(other), first.rows)
+    local_args, local_kwargs = tree_map(_unwrapped, (args, kwargs))
+    try:
+        out = SHAPING[name](func, *local_args, **local_kwargs)
+    except UnsupportedOp:
+        raise unsupported_op(f"{name}() that moves rows or mixes them") from None
+    return first.wrap(out, first.rows)
+
+
+_PRODUCTS = frozenset("matmul mm mv addmm bmm baddbmm".split())
+_JOINS = frozenset("cat concat concatenate stack".split())
+_SIZED = frozenset("view reshape expand broadcast_to".split())
+_TURNED = frozenset("t T mT transpose swapaxes swapdims permute".split())
+
+
+def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gives one_hot the number of classes of the whole tensor, where it has none."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if classes >= 0 or args[0].rows.mesh.local_sizes:
+        return args, kwargs
+    return (args[0], int(args[0].max()) + 1), {}
+
+
+def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on all rows, gathered on every rank; collective.
+
+    What has a row for each row of a whole tensor comes out row-cut, the rest ordinary.
+    """
+    x = _first(args, kwargs)
+    if x.reads_local:
+        raise unsupported_op(f"{base_name(func)}() over the rows")
+    args, kwargs = tree_map(_gathered, (args, kwargs))
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)([cut(v) for v in value])
+        many = isinstance(value, Tensor) and value.dim() and x.rows.whole
+        if not many or value.size(0) != x.rows.total:
+            return value
+        return x.wrap(value[x.rows.gid.to(value.device)], x.rows)
+
+    return cut(func(*args, **kwargs))
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.to_local() if isinstance(value, RowShardedTensor) else value
+
+
+def _check_product(name: str, args: Any) -> None:
+    bias, left, right = args if len(args) == 3 else (None, *args[-2:])
+    if isinstance(right, RowShardedTensor) and not _batched(left, right):
+        raise unsupported_op(f"{name}() that sums over rows")
+    if not isinstance(left, RowShardedTensor):
+        raise unsupported_op(f"{name}() that sums over rows")
+    if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
+        raise unsupported_op(f"{name}() with a row-cut bias of {bias.dim()} dims")
+
+
+def _batched(left: Any, right: Any) -> bool:
+    """Whether a product multiplies the matrices of each row."""
+    return isinstance(left, RowShardedTensor) and left.dim() == right.dim() > 2
+
+
+def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
+    x, name, rows = _first(args, kwargs), func.__name__, _first(args, kwargs).rows
+    if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
+        return gathered(func, args, kwargs)
+    wants_gradient = kwargs.pop("requires_grad", False)
+    how = {k: kwargs.pop(k) for k in _LIKE if k in kwargs}
+    like = torch.empty_like(x.to_local().detach(), **how)
+    if not x.reads_local:
+
+        def draw(block: Tensor) -> Tensor:
+            return func(block, *args[1:], **kwargs)
+
+        out = random.rows_drawn(draw, like, rows.count, rows.place)
+    elif name not in ("rand_like", "randn_like") or not like.is_floating_point():
+        raise unsupported_op(f"{name}() inside a layer")
+    else:
+        keyed = random.keyed_uniform if name == "rand_like" else random.keyed_normal
+        out = keyed(rows.mesh.next_key(), rows.gid.to(x.device), like)
+    noise = x.wrap(out, rows)
+    if name.endswith("_"):
+        return x.copy_(noise)
+    return noise.requires_grad_() if wants_gradient else noise
+
+
+_LIKE = ("dtype", "device", "layout", "memory_format")
+
+
+def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
+    raise TypeError(
+        "make edges sparse by T.ToSparseTensor, or before pdc.partition, which takes "
+        "data.adj_t: torch's own sparse tensors are whole on every rank"
+    )
+
+
+def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Dropout: drawn by (seed, call, row id, column)."""
+    x = _first(args, kwargs)
+    local, gid = x.to_local(), x.rows.gid.to(x.device)
+    p, training, inplace = _dropout_arguments(args, kwargs)
+    if not training or p == 0:
+        return x
+    out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())
+    return x.copy_(out) if inplace else x.wrap(out, x.rows)
+
+
+def _dropout_arguments(args: Any, kwargs: Any) -> tuple[float, bool, bool]:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    given.update({("training" if k == "train" else k): v for k, v in kwargs.items()})
+    p = float(given.get("p", 0.5))
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p, bool(given.get("training", True)), bool(given.get("inplace", False))
+
+
+def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
+    bound = inspect.signature(torch.nn.functional.batch_norm).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x = given.pop("input")
+    if not given.pop("training"):
+        local = torch.nn.functional.batch_norm(x.to_local(), training=False, **given)
+    else:
+        local = reductions.batch_norm(x.to_local(), x.rows, **given)
+    return x.wrap(local, x.rows)
+
+
+def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Contracts dims of each row, if rows keep one letter of their own, in front."""
+    equation, *operands = args
+    flat = (
+        operands[0]
+        if len(operands) == 1 and not isinstance(operands[0], Tensor)
+        else operands
+    )
+    terms, _, out = str(equation).replace(" ", "").partition("->")
+    rows, _ = _aligned_rows(func, flat, {})
+    row = out[:1]
+    for term, operand in zip(terms.split(","), flat, strict=True):
+        inside = term[1:] if isinstance(operand, RowShardedTensor) else term
+        if not row.isalpha() or row in inside or (inside != term and term[0] != row):
+            raise unsupported_op("einsum() that moves rows or mixes them")
+    return _first(flat, {}).wrap(call_local(func, args, kwargs), rows)
+
+
+def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Scatters within each row, or rows to the rows that an index names."""
+    names = ("input", "dim", "index", "src", "reduce")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target: Tensor = given["self" if "self" in given else "input"]
+    dim = given["dim"]
+    if not isinstance(dim, int):
+        raise unsupported_op(f"{base_name(func)}() over named dims")
+    if dim % target.dim() != 0:
+        return _rowwise(func, args, kwargs)
+    return gather_by_id.scattered(func, {**given, "input": target})
+
+
+def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Rows of a table, ordinary or row-cut, at row-cut integer numbers of them."""
+    table, key, dim = args[0], args[-1], 0
+    if base_name(func) == "index_select":
+        dim, key = (_at((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index")))
+        if isinstance(table, RowShardedTensor) and dim % table.dim() != 0:
+            return _shape(func, args, kwargs)
+        if isinstance(table, RowShardedTensor):
+            return table[key]
+    plain = isinstance(table, Tensor) and not isinstance(table, RowShardedTensor)
+    if plain and isinstance(key, tuple) and isinstance(key[-1], RowShardedTensor):
+        return _columns_at(table, key)
+    if (
+        not plain
+        or not isinstance(key, RowShardedTensor)
+        or dim % max(table.dim(), 1) != 0
+    ):
+        raise unsupported_op(f"{base_name(func)}() that moves rows or mixes them")
+    if key.dtype in (
+        torch.bool,
+        torch.uint8,
+    ):  # rows of the whole tensor, kept by a mask
+        whole = fit_plain(table, key, table.dim(), "x[mask]")
+        return key.wrap(whole, key.rows)[key]
+    return key.wrap(table[key.to_local()], key.rows)
+
+
+def _columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
+    """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
+    *front, last = key
+    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+        raise unsupported_op("x[...] that moves rows or mixes them")
+    if all(isinstance(k, int) for k in front):
+        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
+    raise unsupported_op("x[...] that moves rows or mixes them")
+
+
+def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
+    """Writes to an ordinary tensor at row-cut places: on all ranks, all of them."""
+    table, key, value = args
+    if isinstance(table, RowShardedTensor):
+        table[key] = value
+        return
+    call_local(func, (table, tree_map(_gathered, key), _gathered(value)), {})
+
+
+def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Returns all rows as a numpy array or as lists, on every rank; collective."""
+    return func(args[0].full_tensor(), *args[1:], **kwargs)
+
+
+def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
+    x, name = _first(args, kwargs), base_name(func)
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):
+            return value
+        return fit_plain(value, x, x.dim(), name)
+
+    if any(isinstance(v, Tensor) and v.dim() != x.dim() for v in args):
+        return False
+    args = [fit(v) for v in args]
+    shapes = {sizes.local_shape(v) for v in args if isinstance(v, RowShardedTensor)}
+    same = len(shapes) <= 1 and call_local(func, args, kwargs)
+    return reductions.agree_all(same, x.rows)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(SHAPING, _shape),
+    "dropout": _keyed,
+    "_convert_indices_from_coo_to_csr": _compressed,
+    **dict.fromkeys(random.DRAWS, _drawn),
+    **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),
+    **dict.fromkeys(("getitem", "index_select"), _looked_up),
+    **dict.fromkeys(
+        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce"),
+        _scattered,
+    ),
+    "setitem": _assigned,
+    **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
+    "einsum": _einsum,
+    **dict.fromkeys(RECURRENT, recurrent),
+    "requires_grad=": gradients.requires_grad,
+    "detach_": gradients.detach_,
+    "backward": gradients.backward,
+    "register_hook": gradients.register_hook,
+    **dict.fromkeys(("grad", "grad="), gradients.grad),
+    **dict.fromkeys(("equal", "allclose"), _compare_all),
+    "batch_norm": _batch_norm,
+}

@@ -1,0 +1,143 @@
+"""DistTensor: a tensor whose rows are spread over the ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.tensor import dispatch, getitem, indexing
+from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    check_saved,
+    unsupported_op,
+)
+
+
+@eager
+class DistTensor(RowShardedTensor):
+    """A tensor cut by rows: this rank holds some rows, full width.
+
+    The rule: *an operation that works row by row is local; an operation that reduces
+    over nodes is global; what the rule cannot decide raises a TypeError.*
+
+    So `x.relu()`, `lin(x)`, `x[mask]`, `x.argmax(-1)` stay here, while `x.sum()`,
+    `x.mean(0)`, `F.cross_entropy(x, y)` and batch norm return what they would on one
+    process, equal on all ranks.
+
+    It reads as the whole tensor: `shape`, `size()`, `len` and `numel` are those of all
+    ranks together. So a plain tensor of n rows, equal on all ranks (`torch.zeros(n)`, a
+    mask, `torch.randperm(n)`), means rows by global id, and `x.new_zeros(n, k)` is
+    row-cut. This rank's sizes are those of `.to_local()`, and `from_local` is the way
+    back. Sizes and `repr` never communicate, but for the length of rows that a computed
+    mask keeps: the first question for it is one small all-reduce.
+
+    `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those
+    ids, cut into equal blocks (as x is, if there are as many); with a DistTensor of ids,
+    each rank gets those it asks for. `x[mask]` costs nothing. Noise is what one process
+    draws; dropout is keyed by row id.
+
+    Gradients: see [Note: gradients] in `adjoint.py`; `x.grad` of a leaf is exact.
+    `torch.save` and pickling are refused on several ranks: save `x.full_tensor()`.
+
+    Shapes: `[n, ...]`, of which `to_local()` `[n_i, ...]` is on rank i.
+    """
+
+    def full_tensor(self) -> Tensor:
+        """Returns all rows, in original order, on every rank; collective."""
+        return indexing.gather_all(self.to_local(), self.rows)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Applies the rule to one torch function."""
+        return dispatch.apply(func, args, kwargs or {})
+
+    def __getitem__(self, key: Any) -> Any:
+        return getitem.get(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        getitem.put(self, key, value)
+
+    def __iter__(self) -> Any:
+        raise unsupported_op("iterating over rows")
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    def __deepcopy__(self, memo: dict) -> DistTensor:
+        if id(self) not in memo:
+            local = self.to_local().detach().clone()
+            twin = DistTensor.wrap(local, self.rows)
+            if self.requires_grad:
+                twin.requires_grad_()
+            memo[id(self)] = twin
+        twin = memo[id(self)]
+        twin.__dict__.update(
+            {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "rows"}
+        )
+        return twin
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        check_saved(self.rows.mesh.size, "this rank's rows")
+        return self.to_local().detach().__reduce_ex__(protocol)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all rows as an array, on every rank; collective."""
+        found = self.full_tensor().detach().numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        local, rows = self.to_local().detach(), self.rows
+        count = rows.total if rows.whole else vars(rows).get("count", rows.known)
+        here, width = tuple(local.shape), ", ".join(map(str, local.shape[1:]))
+        whole = f"[{'?' if count is None else count}{', ' * bool(width)}{width}]"
+        kind = str(local.dtype).removeprefix("torch.")
+        return (
+            f"{type(self).__name__}({whole} of {kind}, {list(here)} on rank "
+            f"{rows.mesh.rank}/{rows.mesh.size}: {local})"
+        )
+
+
+def _operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def operate(self: DistTensor, other: Any) -> Any:
+        if other is None:
+            return NotImplemented  # x == None is False, x + None a TypeError
+        return function(other, self) if swapped else function(self, other)
+
+    return operate
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "pow": torch.pow,
+    "matmul": torch.matmul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+}
+# Tensor's own operators turn a TypeError into Python's "unsupported operand", which
+# would hide what the rule has to say
+for _name, _function in _OPERATORS.items():
+    setattr(DistTensor, f"__{_name}__", _operator(_function, swapped=False))
+    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(DistTensor, f"__r{_name}__", _operator(_function, swapped=True))

@@ -1,0 +1,402 @@
+"""Gathers rows by the ids of nodes, and scatters rows to the nodes that ids name.
+
+With ids v_1 .. v_k, cut over the ranks, and x with a row for each node:
+
+    gather   y_i = x[v_i]
+    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum, mean)
+
+A distinct row of another rank travels once, as in the halo of a layer, and the exchange is
+planned once for ids that do not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
+
+_KEPT = 8  # plans per set of nodes
+
+
+@dataclass(frozen=True, eq=False)
+class IdPlan:
+    """The exchange between the nodes of all ranks and a list of ids on each.
+
+    Shapes (this rank; n own rows, h ghosts, k ids): slot [k], in 0 .. n+h-1.
+    Price: h f words to gather or scatter at width f.
+    """
+
+    halo: Halo
+    slot: Tensor
+    own: int
+
+    @staticmethod
+    def build(gid: Tensor, rows: Rows) -> IdPlan:
+        """Plans for ids `[k]` of the rows of a whole tensor; collective."""
+        gid, mesh, owners = gid.cpu(), rows.mesh, rows.owners
+        owner = owners.owner_of(gid)
+        away = owner != mesh.rank
+        slot = torch.empty_like(gid)
+        slot[~away] = torch.searchsorted(rows.place, gid[~away])
+        ghost, where = torch.unique(gid[away], return_inverse=True)
+        ghost_owner = owners.owner_of(ghost)
+        order = torch.argsort(ghost_owner, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        slot[away] = place[where] + len(rows)
+        counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
+        halo = Halo.build(ghost[order], counts, rows.place, mesh.world)
+        return IdPlan(halo, slot, len(rows))
+
+    def to(self, device: torch.device) -> IdPlan:
+        """Returns the plan with its indices on a device."""
+        return IdPlan(self.halo.to(device), self.slot.to(device), self.own)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`."""
+        if not self.halo.silent:
+            flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+            ghosts = autograd.exchange(flat, self.halo)
+            x = torch.cat([x, ghosts.view(-1, *x.shape[1:])])
+        return x.index_select(0, self.slot)
+
+    def scatter_add(self, y: Tensor) -> Tensor:
+        """Returns sums `[n, ...]` for own rows, of rows `y` `[k, ...]` at the ids."""
+        sums = y.new_zeros((self.own + self.halo.num_ghosts, *y.shape[1:]))
+        sums = sums.index_add(0, self.slot, y)
+        if self.halo.silent:
+            return sums
+        flat = sums.flatten(1) if sums.dim() > 1 else sums.unsqueeze(1)
+        own, ghosts = flat[: self.own], flat[self.own :]
+        out = autograd.exchange_transpose(ghosts, own, self.halo)
+        return out.view(-1, *y.shape[1:])
+
+    def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:
+        """Returns the largest (or smallest) values for own rows, without gradient.
+
+        Args:
+            y: rows at the ids.
+            start: own rows to begin with `[n, ...]`.
+            op: "amax" or "amin".
+        """
+        worst = -math.inf if op == "amax" else math.inf
+        if not y.is_floating_point():
+            info = torch.iinfo(y.dtype)
+            worst = info.min if op == "amax" else info.max
+        part = y.new_full((self.halo.num_ghosts, *y.shape[1:]), worst)
+        best = _extremes(torch.cat([start, part]), self.slot, y, op)
+        own, ghosts = best[: self.own], best[self.own :]
+        if self.halo.silent:
+            return own
+        halo = self.halo
+        sides = halo.recv_counts, halo.send_counts, halo.axis
+        came = collectives.all_to_all(
+            ghosts, *sides, "halo_transpose", halo.most
+        ).wait()
+        return _extremes(own, halo.send_slot, came, op)
+
+
+def plan_of(ids: RowShardedTensor, rows: Rows) -> IdPlan:
+    """Returns the plan of row-cut ids, built when they are first seen; collective."""
+    local = ids.to_local()
+    return kept(local, rows, lambda: IdPlan.build(local.long(), rows).to(local.device))
+
+
+def kept(ids: Tensor, rows: Rows, build: Callable[[], Any]) -> Any:
+    """Returns what is planned from ids `[k]` that have not changed, or builds it."""
+    if ids.is_inference():  # has no version to know it by
+        return build()
+    storage = ids.untyped_storage()
+    key = storage._cdata, ids.storage_offset(), ids.stride(), len(ids), ids._version
+    plans = rows.plans
+    if key not in plans:
+        plans[key] = storage, build()  # the storage, too: no other takes its address
+        if len(plans) > _KEPT:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return plans[key][1]
+
+
+def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
+    """Returns `x[ids]`, cut as the ids are; collective.
+
+    Raises:
+        IndexError: on all ranks, if an id is out of range.
+    """
+    local = ids.to_local()
+    if local.dim() != 1 or local.is_floating_point():
+        raise unsupported_op(
+            f"x[idx] with row-cut idx of {local.dim()} dims and {local.dtype}"
+        )
+    if x.rows.partition is None and not x.reads_local:  # nobody knows who has them
+        whole = autograd.all_gather(x.to_local(), x.rows.gid, x.rows.mesh.world)
+        return x.wrap(whole.index_select(0, local.long()), ids.rows)
+    if x.rows.mesh.size == 1 and x.rows.whole and x.rows.partition is not None:
+        return x.wrap(x.to_local().index_select(0, local.long()), ids.rows)
+    return x.wrap(plan_of(ids, x.rows).gather(x.to_local()), ids.rows)
+
+
+def joined(tensors: list[Any]) -> RowShardedTensor:
+    """Returns tensors one after the other, each rank with its rows of each.
+
+    Ordinary tensors among them are cut into equal blocks.
+    """
+    like = next(t for t in tensors if isinstance(t, RowShardedTensor))
+    mesh, device = like.rows.mesh, like.device
+    parts: list[Tensor] = []
+    gids: list[Tensor] = []
+    before = 0
+    for t in tensors:
+        if isinstance(t, RowShardedTensor):
+            parts.append(t.to_local())
+            gids.append(before + t.rows.place)
+            before += t.rows.count
+        else:
+            block = Rows.blocks(t.size(0), mesh)
+            parts.append(t[block.gid.to(t.device)].to(device))
+            gids.append(before + block.gid)
+            before += t.size(0)
+    of = next(
+        (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
+        like.rows,
+    )
+    rows = Rows(torch.cat(gids), before, mesh, None, nodes=of.nodes, stacked=of.stacked)
+    return like.wrap(torch.cat(parts), rows)
+
+
+def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
+    """Returns the rows here of `x`, cut otherwise; collective.
+
+    Both hold the same number of rows, in the same order. Price: the first time, the
+    numbers of all rows on every rank.
+    """
+    if x.rows.same_as(rows):
+        return x.to_local()
+    plans, key = rows.plans, id(x.rows)
+    if key not in plans:
+        mesh, before = rows.mesh, x.rows
+        sizes = [
+            row[0] for row in collectives.all_gather_counts([len(before)], mesh.world)
+        ]
+        every = collectives.all_gather_rows(before.place, sizes, mesh.world, op="plan")
+        owner = torch.empty_like(every)
+        owner[every] = torch.arange(mesh.size).repeat_interleave(torch.tensor(sizes))
+        home = Rows(
+            before.place, len(every), mesh, Partition.from_owner(owner, mesh.size)
+        )
+        order = torch.argsort(before.place)
+        plan = IdPlan.build(rows.place, replace(home, gid=before.place[order]))
+        plans[key] = before, (plan.to(x.device), order.to(x.device))
+    plan, order = plans[key][1]
+    return plan.gather(x.to_local()[order])  # type: ignore[no-any-return]
+
+
+def scattered(func: Callable, given: dict[str, Any]) -> Any:
+    """Scatters rows to the rows that an index names, and returns the target.
+
+    A row-cut target gets what is for its rows from all ranks; an ordinary one is the same
+    on all ranks, before and after.
+
+    Raises:
+        TypeError: if the index is not one id for each row.
+    """
+    name = func.__name__
+    target, index = given["input"], given["index"]
+    source = given.get("src", given.get("source", given.get("value")))
+    op = _reduction(name, given)
+    if op == "prod":
+        return _gathered_product(func, given)
+    if not isinstance(index, RowShardedTensor):
+        index, source = _cut_alike(index, source, target, name)
+    ids = _one_per_row(index, name)
+    rows = _source_rows(source, index, target, name)
+    if "alpha" in given:
+        rows = rows * given["alpha"]
+    include = given.get("include_self", True)
+    if isinstance(target, RowShardedTensor):
+        out = _to_owners(target, ids, rows, op, include)
+    else:
+        out = _to_all(target, ids, rows, op, include)
+    if name.endswith("_"):
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.copy_(target, out)
+        return target
+    return (
+        target.wrap(out, target.rows) if isinstance(target, RowShardedTensor) else out
+    )
+
+
+def _reduction(name: str, given: dict[str, Any]) -> str:
+    op = given.get("reduce")
+    if op is None:
+        op = "sum" if "add" in name else "replace"
+    op = {"add": "sum", "max": "amax", "min": "amin"}.get(op, op)
+    op = "prod" if op in ("mul", "multiply") else op
+    if op not in ("sum", "amax", "amin", "mean", "prod"):
+        raise unsupported_op(
+            f"{name}() that {op}s rows, in an order that ranks do not share,"
+        )
+    return str(op)
+
+
+def _gathered_product(func: Callable, given: dict[str, Any]) -> Any:
+    """Multiplies rows by what is scattered to them, with all rows on every rank."""
+    target, out_of_place = given["input"], func.__name__.removesuffix("_")
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, RowShardedTensor):
+            return value
+        rows = value.rows
+        return autograd.all_gather(value.to_local(), rows.gid, rows.mesh.world)
+
+    everywhere = {k: full(v) for k, v in given.items() if k not in ("input", "self")}
+    start = full(target).clone()  # which is kept for the gradient
+    out = getattr(torch.Tensor, out_of_place)(start, **everywhere)
+    if isinstance(target, RowShardedTensor):
+        out = target.wrap(out[target.rows.place.to(out.device)], target.rows)
+    if not func.__name__.endswith("_"):
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.copy_(target, out)
+    return target
+
+
+def _cut_alike(index: Tensor, source: Any, target: Any, name: str) -> tuple[Any, Any]:
+    """Cuts an ordinary index: as its source, or into blocks."""
+    like = source if isinstance(source, RowShardedTensor) else target
+    if isinstance(source, RowShardedTensor):
+        rows = source.rows
+        cut = fit_plain(index, source, index.dim(), name)
+    else:
+        rows = Rows.blocks(index.size(0), target.rows.mesh)
+        cut = index[rows.gid.to(index.device)]
+        if isinstance(source, Tensor) and source.dim():
+            source = source[rows.gid.to(source.device)]
+            source = like.wrap(source, rows)
+    return like.wrap(cut, rows), source
+
+
+def _one_per_row(index: RowShardedTensor, name: str) -> RowShardedTensor:
+    """Returns the ids `[k]` of an index that was expanded over the columns."""
+    local = index.to_local()
+    if local.dim() == 1:
+        return index
+    same = all(
+        s == 0 or n == 1
+        for s, n in zip(local.stride()[1:], local.shape[1:], strict=True)
+    )
+    if not same:
+        raise unsupported_op(
+            f"{name}() with an index that differs from column to column"
+        )
+    return index.wrap(local.flatten(1)[:, 0], index.rows)
+
+
+def _source_rows(
+    source: Any, index: RowShardedTensor, target: Any, name: str
+) -> Tensor:
+    if not isinstance(source, Tensor) or not source.dim():
+        shape = (len(index.rows), *_shape(target)[1:])
+        base = target if not isinstance(target, RowShardedTensor) else target.to_local()
+        return base.new_ones(shape) * source
+    if isinstance(source, RowShardedTensor):
+        if not source.rows.same_as(index.rows):
+            raise TypeError(
+                f"{name}() got values cut as {source.rows} for ids cut as {index.rows}; "
+                "pick the same rows of both"
+            )
+        return source.to_local()
+    return fit_plain(source, index, source.dim(), name)
+
+
+def _shape(x: Tensor) -> torch.Size:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape
+
+
+def _to_owners(
+    target: RowShardedTensor,
+    ids: RowShardedTensor,
+    source: Tensor,
+    op: str,
+    include: bool,
+) -> Tensor:
+    start = target.to_local()
+    plan = plan_of(ids, target.rows)
+    if op == "sum" and include:
+        return start + plan.scatter_add(source.to(start.dtype))
+    hits = plan.scatter_add(start.new_ones(len(source)))
+    hits = hits.view(-1, *([1] * (start.dim() - 1)))
+    if op == "sum":
+        return torch.where(hits > 0, plan.scatter_add(source.to(start.dtype)), start)
+    if op == "mean":
+        sums = plan.scatter_add(source) + (start if include else 0)
+        return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
+    first = _beginning(start.detach(), hits, op, include)
+    best = plan.scatter_extreme(source.detach(), first, op)
+    best = torch.where((hits > 0) | bool(include), best, start.detach())
+    if not source.requires_grad:
+        return best
+    mine = source == plan.gather(best)
+    ties = plan.scatter_add(mine.to(source.dtype)).clamp(min=1)
+    picked = plan.scatter_add(torch.where(mine, source, 0)) / ties
+    return torch.where((hits > 0) & (best == picked.detach()), picked, best)
+
+
+def _to_all(
+    target: Tensor, ids: RowShardedTensor, source: Tensor, op: str, include: bool
+) -> Tensor:
+    """Scatters into an ordinary tensor: local results, reduced over the ranks."""
+    axis, index = ids.rows.mesh.world, ids.to_local()
+    zeros = torch.zeros_like(target, requires_grad=False)
+
+    def summed(values: Tensor) -> Tensor:
+        into = zeros if values.dim() == zeros.dim() else zeros[(..., 0)]
+        return autograd.all_reduce(
+            into.to(values.dtype).index_add(0, index, values), axis
+        )
+
+    if op == "sum" and include:
+        return target + summed(source.to(target.dtype))
+    ones = source.new_ones(source.shape)
+    hits = summed(ones)
+    if op == "sum":
+        return torch.where(hits > 0, summed(source.to(target.dtype)), target)
+    if op == "mean":
+        sums = summed(source) + (target if include else 0)
+        return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), target)
+    first = _beginning(target.detach(), hits, op, include)
+    best = _extremes(first, index, source.detach(), op)
+    best = collectives.all_reduce(best, axis, op[1:])
+    best = torch.where((hits > 0) | bool(include), best, target.detach())
+    if not source.requires_grad:
+        return best
+    mine = source == best.index_select(0, index)
+    ties = summed(mine.to(source.dtype)).clamp(min=1)
+    picked = summed(torch.where(mine, source, 0)) / ties
+    return torch.where((hits > 0) & (best == picked.detach()), picked, best)
+
+
+def _extremes(start: Tensor, index: Tensor, rows: Tensor, op: str) -> Tensor:
+    """Returns `start` with the rows at an index taken into its maxima or minima."""
+    wide = index.view(-1, *([1] * (rows.dim() - 1))).expand_as(rows)
+    return start.scatter_reduce(0, wide, rows, op)
+
+
+def _beginning(start: Tensor, hits: Tensor, op: str, include: bool) -> Tensor:
+    if include:
+        return start
+    if start.is_floating_point():
+        return torch.full_like(start, -math.inf if op == "amax" else math.inf)
+    info = torch.iinfo(start.dtype)
+    return torch.full_like(start, info.min if op == "amax" else info.max)

@@ -1,0 +1,257 @@
+"""x[key] and x[key] = value of row-cut tensors: masks stay here, ids travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm import autograd
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor import gather_by_id, indexing
+from pyg_distcomm.tensor.row_sharded import (
+    Picker,
+    RowShardedTensor,
+    fit_plain,
+    unsupported_op,
+)
+
+
+def get(x: RowShardedTensor, key: Any) -> Any:
+    first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    if isinstance(first, Picker):
+        return first.pick(x, rest)
+    if first is Ellipsis:
+        if isinstance(key, tuple) and len(rest) < x.dim():
+            return _columns(x, key)
+        raise unsupported_op("x[...] that reaches the rows")
+    listed = any(not isinstance(r, (int, slice, type(None), type(...))) for r in rest)
+    if listed and not isinstance(first, slice) and len(rest) == 1 and x.dim() > 1:
+        return _entries(_take_rows(x, first), rest[0])
+    if listed and (
+        any(isinstance(r, RowShardedTensor) for r in rest)
+        or not isinstance(first, slice)
+    ):
+        raise unsupported_op("indexing rows and columns by tensors together")
+    taken = _take_rows(x, first)
+    out = _columns(taken, (slice(None), *rest)) if rest else taken
+    if out is not x and isinstance(out, RowShardedTensor):  # where torch returns a view
+        out._is_copy = isinstance(first, slice) and (
+            first != slice(None) or hasattr(x, "_is_copy")
+        )
+    return out
+
+
+def check_writes(func: Callable, args: Any) -> None:
+    """Refuses a torch function that writes to a copy of some rows."""
+    if args and isinstance(args[0], RowShardedTensor) and _writes(func):
+        check_writable(args[0])
+
+
+def _writes(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in _READ
+    if name in ("requires_grad_", "detach_"):
+        return False
+    return bool(name.endswith("_")) and not name.startswith("_")
+
+
+_READ = ("__invert__", "__index__", "__int__")
+
+
+def check_writable(x: RowShardedTensor) -> None:
+    """Refuses to write to a copy of some rows, which is a view of them in torch."""
+    if getattr(x, "_is_copy", False):
+        raise ValueError(  # after a TypeError, Python computes v + y for v += y
+            "write x[a:b] = value, or take x[a:b].clone() first: rows a to b of a row-cut "
+            "tensor are a copy, and what is written to them would not reach x"
+        )
+
+
+def _entries(x: RowShardedTensor, columns: Any) -> RowShardedTensor:
+    """Returns `x[arange(n), columns]`: one entry of each row, or one row of it."""
+    if not isinstance(columns, RowShardedTensor):
+        columns = torch.as_tensor(columns, device=x.device)
+    if columns.dim() != 1 or columns.dtype not in (torch.int64, torch.int32):
+        raise unsupported_op("indexing rows and columns by tensors together")
+    if not isinstance(columns, RowShardedTensor):
+        columns = fit_plain(columns, x, 1, "x[rows, columns]").expand(len(x.rows))
+    elif not columns.rows.same_as(x.rows):
+        raise TypeError(f"x[rows, columns]: {x.rows} rows and {columns.rows} columns")
+    else:
+        columns = columns.to_local()
+    local = x.to_local()
+    return x.wrap(local[torch.arange(len(local), device=x.device), columns], x.rows)
+
+
+def _columns(x: RowShardedTensor, key: Any) -> RowShardedTensor:
+    if isinstance(key, tuple) and len(key) > 1 and key[1] is None and x.dim() == 0:
+        raise unsupported_op("x[...]")
+    out = x.wrap(x.to_local()[key], x.rows)
+    version, counts = getattr(x, "_counts", (None, None))
+    one = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
+    if one and isinstance(counts, list) and version == x._version:
+        out._counts = out._version, counts[key[1]]
+    return out
+
+
+def _take_rows(x: RowShardedTensor, key: Any) -> Any:
+    if isinstance(key, slice) and key == slice(None):
+        return x
+    if isinstance(key, (type(None), bool)):
+        raise unsupported_op(f"x[{key}], which drops or adds the row dimension,")
+    if isinstance(key, (int, np.integer)) or _is_scalar(key):
+        return _one_row(x, int(key))
+    if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
+        return _masked(x, key)
+    if isinstance(key, RowShardedTensor):
+        return gather_by_id.gather(x, key)
+    count = x.rows.total if x.rows.whole else x.rows.count
+    idx = indexing.ids_of(key, count)
+    if idx.dtype == torch.bool:
+        return _masked(x, idx)
+    if idx.dim() != 1 or idx.is_floating_point():
+        raise unsupported_op(
+            f"x[idx] with idx of shape {tuple(idx.shape)} and {idx.dtype}"
+        )
+    if x.rows.partition is None and x.rows.mesh.size > 1 and not x.reads_local:
+        return _of_gathered(x, idx)
+    local, rows = indexing.take_same(x.to_local(), x.rows, idx)
+    return x.wrap(local, rows)
+
+
+def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
+    """Returns rows of a selection, or of values per edge, by their place among all rows.
+
+    No rank knows who has them, so all of them are gathered.
+    """
+    whole = indexing.gather_all(x.to_local(), x.rows)
+    block = Rows.blocks(len(idx), x.rows.mesh)
+    return x.wrap(whole[idx[block.gid].to(whole.device)], block)
+
+
+def _one_row(x: RowShardedTensor, place: int) -> Tensor:
+    """Returns one row of the whole tensor on all ranks."""
+    count = x.rows.count
+    if not -count <= place < count:
+        raise IndexError(f"index {place} is out of range for a tensor of {count} rows")
+    hit = (x.rows.place == place % count).to(x.device)
+    local = x.to_local()[hit].sum(0, dtype=x.dtype)
+    return autograd.all_reduce(local, x.rows.mesh.world)
+
+
+def _is_scalar(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.dim() == 0
+
+
+def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
+    if mask.dim() != 1:
+        raise unsupported_op("x[mask] with a mask that is not one bool per row")
+    if not isinstance(mask, RowShardedTensor):
+        whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
+        mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
+        mask._counts = mask._version, whole
+    elif not x.rows.same_as(mask.rows):
+        raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+    return x.wrap(x.to_local()[mask.to_local()], _selected(mask))
+
+
+def _selected(mask: RowShardedTensor) -> Rows:
+    """The rows a mask keeps, remembered on the mask so that their count is asked once."""
+    if mask.is_inference():  # has no version to remember it by
+        return mask.rows.select(mask.to_local(), getattr(mask, "_counts", (0, None))[1])
+    version = mask._version
+    known = getattr(mask, "_kept", None)
+    if known is None or known[0] != version:
+        count = _counted(mask)
+        known = mask._kept = (version, mask.rows.select(mask.to_local(), count))
+    rows: Rows = known[1]
+    return rows
+
+
+def _counted(mask: RowShardedTensor) -> int | None:
+    """Returns how many rows a mask keeps on all ranks, where it is known as it stands."""
+    version, count = getattr(mask, "_counts", (None, None))
+    known = count if version == mask._version and isinstance(count, int) else None
+    if mask.rows.mesh.size == 1:
+        return int(mask.to_local().sum())
+    return known
+
+
+def put(x: RowShardedTensor, key: Any, value: Any) -> None:
+    check_writable(x)
+    first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    if isinstance(first, (list, int, np.ndarray, np.integer)):
+        first = torch.as_tensor(first).view(-1) if type(first) is not bool else first
+    masked = (
+        isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1
+    )
+    if (
+        isinstance(key, RowShardedTensor)
+        and key.dtype == torch.bool
+        and key.dim() == x.dim() > 1
+    ):
+        _put_entries(x, key, value)
+        return
+    if masked:
+        mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
+        value = _cut_for(value, x, mask.rows, rest)
+        if any(not isinstance(r, (int, slice)) for r in rest):
+            raise unsupported_op("x[mask, columns] = value with a list of columns")
+        plain = not isinstance(first, RowShardedTensor)
+        first = fit_plain(first, x, 1, "x[mask]") if plain else first.to_local()
+    elif isinstance(first, slice) and first == slice(None):
+        value = _cut_for(value, x, x.rows, rest)
+    elif isinstance(first, (Tensor, slice)) and not isinstance(first, RowShardedTensor):
+        ids = indexing.ids_of(first, x.rows.count)
+        first, value = _here(x, ids, value)
+    else:
+        raise unsupported_op(
+            "x[key] = value, unless key is a mask, ids or [:, columns],"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.__setitem__(x, (first, *rest), value)
+
+
+def _put_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> None:
+    """Writes a number to the entries that a mask of all of x keeps."""
+    if isinstance(value, Tensor) and value.dim():
+        raise unsupported_op("x[mask of entries] = value with more than one number")
+    if not mask.rows.same_as(x.rows):
+        raise TypeError(
+            f"x[mask] = value: x has {x.rows}, but the mask has {mask.rows}"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.__setitem__(x, mask.to_local(), value)
+
+
+def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
+    """Returns the places of ids that are here, and the rows of a value for them."""
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise unsupported_op("x[ids] = value, where ids are no list,")
+    if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
+        value = indexing.gather_all(value.to_local(), value.rows)
+    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
+    place, order = x.rows.place.sort()
+    at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))
+    here = (place[at] == ids) if len(place) else torch.zeros_like(ids, dtype=torch.bool)
+    many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
+    if many and len(ids) > 1:
+        value = value[here.to(value.device)]
+    return order[at[here]] if len(place) else ids[:0], value
+
+
+def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]) -> Any:
+    """Returns the rows here of a value that is written to rows of x."""
+    if isinstance(value, RowShardedTensor):
+        if not value.rows.same_as(rows):
+            raise TypeError(f"the value has {value.rows}, but its place has {rows}")
+        return value.to_local()
+    if not isinstance(value, Tensor) or x.reads_local:
+        return value
+    width = x.dim() - sum(isinstance(r, int) for r in rest)
+    return fit_plain(value, rows, width, "x[mask] = value")

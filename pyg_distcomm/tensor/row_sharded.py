@@ -1,0 +1,151 @@
+"""RowShardedTensor: what every row-cut tensor has, without the rule for its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor.eager import eager
+
+WAYS_OUT = (
+    "use .to_local() for this rank's rows or .full_tensor() for all of them "
+    "(both return an ordinary tensor)"
+)
+
+
+class RowShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds some rows (abstract; see `DistTensor`)."""
+
+    rows: Rows
+    _kept: tuple[int, Rows]  # what this mask keeps, at a version of it
+    _counts: tuple[
+        int, Any
+    ]  # how many rows this mask (or each column) keeps on all ranks
+    _is_copy: bool  # of a range of rows: see `picking.check_writable`
+    _inside = False  # a layer
+    _spread = True  # over the ranks, and so no plain operand
+
+    @property
+    def reads_local(self) -> bool:
+        """Whether sizes and plain operands are this rank's, as inside a layer."""
+        return self._inside or self.rows.mesh.local_sizes
+
+    @classmethod
+    def wrap(cls, local: Tensor, rows: Rows) -> Self:
+        """Returns `local` `[len(rows), ...]` as this rank's part of a row-cut tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(local.shape)
+        if not shape or shape[0] != len(rows):
+            raise ValueError(
+                f"local tensor of shape {list(shape)} must have one row for each of this "
+                f"rank's {len(rows)} rows"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = local.as_subclass(cls)
+        out.rows = rows
+        return out
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's rows as an ordinary tensor, differentiably."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+@eager
+class Picker(torch.Tensor):
+    """Row numbers that know by themselves which rows of a row-cut tensor they pick."""
+
+    _spread = True
+
+    def pick(self, x: RowShardedTensor, rest: tuple[Any, ...]) -> Tensor:
+        """Returns `x[self, *rest]`."""
+        raise NotImplementedError
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies `fn` to the leaves of arguments: torch's own, but a tenth of its time."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([tree_map(fn, value) for value in tree])
+    if kind is dict:
+        return {key: tree_map(fn, value) for key, value in tree.items()}
+    return fn(tree)
+
+
+def unsupported_op(what: str) -> TypeError:
+    """Returns the error of an operation that the rule cannot decide."""
+    return TypeError(
+        f"{WAYS_OUT}: {what} is neither row by row nor a reduction over rows, so a "
+        "DistTensor cannot decide what it means on a spread-out tensor"
+    )
+
+
+def check_saved(ranks: int, what: str) -> None:
+    """Refuses to save a part of a tensor as if it were the whole.
+
+    Raises:
+        TypeError: if there are several ranks.
+    """
+    if ranks > 1:
+        raise TypeError(
+            "save t.full_tensor(), which all ranks have to call, or t.to_local() for "
+            f"{what}: torch.save and pickle would keep a part of a row-cut tensor alone. "
+            "pdc.save_checkpoint saves models and optimizers"
+        )
+
+
+def fit_plain(
+    value: Tensor, like: RowShardedTensor | Rows, width: int, name: str
+) -> Tensor:
+    """Returns the rows here of a plain operand that meets row-cut ones.
+
+    A plain tensor holds the rows of all ranks, in the order of their ids: `[n, ...]` beside
+    `[n, ...]`, and `[k, ...]` beside a selection of k rows. One row is replicated. In a
+    backward pass, and inside a layer, plain tensors are this rank's rows.
+
+    Args:
+        value: the operand.
+        like: the row-cut operand, or its rows.
+        width: the dims of the row-cut operands; with fewer, `value` has columns alone.
+        name: the operation.
+
+    Raises:
+        TypeError: if it has another number of rows.
+    """
+    if value.dim() < width or value.size(0) == 1:
+        return value
+    rows = like if isinstance(like, Rows) else like.rows
+    inside = rows.mesh.local_sizes if isinstance(like, Rows) else like.reads_local
+    count = value.size(0)
+    if value.dim() == width:
+        if count == len(rows) and (inside or torch._C._current_graph_task_id() != -1):
+            return value
+        if rows.whole and count == rows.total:
+            return value[rows.gid.to(value.device)]
+        if not rows.whole and not inside and count == rows.count:
+            return value[rows.place.to(value.device)]
+    raise TypeError(_misfit(value, rows, width, name, inside))
+
+
+def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> str:
+    count = len(rows) if inside else rows.count
+    told = (
+        f"{name}() got a plain tensor of shape {list(value.shape)} beside a row-cut one of "
+        f"{count} rows"
+    )
+    if value.dim() == width and value.size(0) == len(rows) and not inside:
+        return (
+            "make this rank's rows row-cut by pdc.from_local(t, like=x): "
+            + told
+            + f" ({len(rows)} of "
+            "them here), and a plain tensor means the rows of all ranks"
+        )
+    return (
+        f"give one row (the same for all) or {count} (in the order of their ids): {told}; "
+        "or make it part of the Data before pdc.partition"
+    )

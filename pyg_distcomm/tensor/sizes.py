@@ -1,0 +1,247 @@
+"""Sizes of row-cut tensors, which are the whole tensor's, and new tensors made by size."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor.gradients import call_local
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+
+class NumRows(int):
+    """A number of rows inside a layer: this rank's as a size, that of all ranks in a formula.
+
+    So `x.new_zeros(x.size(0), k)` has this rank's rows, and `x.sum(0) / x.size(0)`,
+    `x.size(0) ** -0.5` and `1.0 * x.size(0)` are what they are on one process. Sums and
+    products with whole numbers, as of `x.size(0) * heads`, are sizes still.
+    """
+
+    rows: Rows
+    total: int
+
+    @staticmethod
+    def of(rows: Rows, times: int = 1) -> NumRows:
+        """Returns the number of rows here, or a multiple of it."""
+        return NumRows._made(len(rows) * times, rows.total * times, rows)
+
+    @staticmethod
+    def _made(here: int, total: int, rows: Rows) -> NumRows:
+        out = NumRows(here)
+        out.rows, out.total = rows, total
+        return out
+
+    def _with(self, other: Any, op: Callable[[Any, Any], Any]) -> Any:
+        if not isinstance(other, int):
+            return op(self.total, other)
+        total = op(self.total, getattr(other, "total", other))
+        return NumRows._made(op(int(self), int(other)), total, self.rows)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(other, operator.mul)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._with(other, operator.floordiv)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.total
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.total / getattr(other, "total", other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.total
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        return self.total**other
+
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        return other**self.total
+
+    def __float__(self) -> float:
+        return float(self.total)
+
+    def __neg__(self) -> Any:
+        return -self.total
+
+    def __mod__(self, other: Any) -> Any:
+        return self.total % other
+
+    def __rshift__(self, other: Any) -> Any:
+        return self.total >> other
+
+    def __abs__(self) -> Any:
+        return self.total
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        return round(self.total, ndigits)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(other, operator.ge)
+
+    def _compared(self, other: Any, op: Callable[[Any, Any], bool]) -> bool:
+        """Compares sizes as sizes here, and with a number as one process does."""
+        if isinstance(other, NumRows):
+            return op(int(self), int(other))
+        return op(self.total, other)
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def totalled(value: Any) -> Any:
+    """Returns an operand of a formula, a number of rows as that of all ranks."""
+    return value.total if isinstance(value, NumRows) else value
+
+
+def local_shape(x: RowShardedTensor) -> torch.Size:
+    """Returns the shape of this rank's rows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape
+
+
+def global_shape(x: RowShardedTensor) -> torch.Size:
+    """Returns the shape of the whole tensor; see `Rows.count` for when ranks are asked."""
+    local = local_shape(x)
+    if x.reads_local:
+        return local
+    return torch.Size((x.rows.count, *local[1:]))
+
+
+def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    """Answers shape, size, len, numel and nbytes of a row-cut tensor."""
+    x = args[0]
+    if isinstance(x, RowShardedTensor) and x._inside:
+        return _size_inside(name, func, args, kwargs)
+    if not isinstance(x, RowShardedTensor) or x.reads_local:
+        return call_local(func, args, kwargs)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "size" and dim is not None:
+        local = local_shape(x)
+        return x.rows.count if dim in (0, -len(local)) else local[dim]
+    if name == "len":
+        return x.rows.count
+    shape = global_shape(x)
+    if name in ("shape", "size"):
+        return shape
+    return math.prod(shape) * (x.element_size() if name == "nbytes" else 1)
+
+
+def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    """Answers for a tensor inside a layer, which counts as this rank's rows."""
+    found, rows = call_local(func, args, kwargs), args[0].rows
+    if not rows.whole or len(rows) == rows.total:
+        return found
+    if isinstance(found, torch.Size):
+        return torch.Size((NumRows.of(rows), *found[1:]))
+    if name == "size":
+        dim, ndim = (
+            args[1] if len(args) > 1 else kwargs["dim"],
+            len(local_shape(args[0])),
+        )
+        return found if dim % ndim else NumRows.of(rows)
+    if name == "len":
+        return found  # Python makes it an int
+    return NumRows.of(rows, found // len(rows)) if len(rows) else found
+
+
+def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Makes x.new_zeros(n, ...) and its like row-cut, if n is the number of x's rows.
+
+    For values per edge, also if n is the number of nodes (and not of edges). Any other
+    first size gives an ordinary tensor, equal on all ranks. So `new_zeros(64, 64)` of 64
+    rows is row-cut, even where the second 64 is a width.
+    """
+    x, *rest = args
+    if not isinstance(x, RowShardedTensor):
+        return call_local(func, args, kwargs)
+    listed = bool(rest) and not isinstance(rest[0], int)
+    full = func.__name__ == "new_full"
+    sizes = list(rest[0]) if listed else rest[: 1 if full else None]
+    sizes = sizes or list(kwargs.get("size", ()))
+    if x.reads_local:
+        found = call_local(func, args, kwargs)
+        return _wrapped_inside(x, found, sizes)
+    rows = rows_of_length(x, sizes[0]) if sizes else None
+    if rows is None:
+        return call_local(func, args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k != "size"}
+    wants_gradient = kwargs.pop("requires_grad", False)
+    values = rest[1:] if full and rest else ()
+    local = call_local(func, (x, (len(rows), *sizes[1:]), *values), kwargs)
+    out = x.wrap(local, rows)
+    return out.requires_grad_() if wants_gradient else out
+
+
+def _wrapped_inside(x: RowShardedTensor, found: Tensor, sizes: Any) -> Tensor:
+    """Returns a new tensor inside a layer, row-cut if its first size counts x's rows."""
+    if not sizes or not is_count_of(sizes[0], x.rows):
+        return found
+    wants_gradient = found.requires_grad
+    out = x.wrap(found.detach(), x.rows)
+    return out.requires_grad_() if wants_gradient else out
+
+
+def is_count_of(size: Any, rows: Rows) -> bool:
+    """Says whether a size inside a layer is the number of rows, and no multiple of it."""
+    return isinstance(size, NumRows) and (int(size), size.total) == (
+        len(rows),
+        rows.total,
+    )
+
+
+def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:
+    """Returns the rows that a first size stands for beside `x`, if it does for any."""
+    rows = x.rows
+    of_nodes = rows.nodes is not None and count == rows.nodes.total
+    if count == rows.count:
+        return None if of_nodes else rows  # which of the two it means is not known
+    return rows.nodes if of_nodes else None
+
+
+def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
+    """Returns sizes in which the whole tensor's number of rows is replaced by this rank's.
+
+    Args:
+        x: whose rows the first size counts.
+        sizes: for `view`, `expand` and their like, or a dtype.
+    """
+    if x.reads_local or not sizes:
+        return sizes
+    first = sizes[0]
+    if type(first) is int:
+        if first != -1 and first == x.rows.count:
+            return (local_shape(x)[0], *sizes[1:])
+        return sizes
+    if isinstance(first, (tuple, list)) and first and type(first[0]) is int:
+        return ((*with_local_size(x, tuple(first)),), *sizes[1:])
+    return sizes
+
+
+def like_of(x: Tensor) -> Tensor:
+    """Returns an ordinary tensor of the dtype and device of a row-cut one, of no rows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach()[:0].as_subclass(torch.Tensor)
