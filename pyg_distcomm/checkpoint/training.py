@@ -206,7 +206,7 @@ def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
             warnings.simplefilter("ignore")
             dcp.load(  # type: ignore[attr-defined]
                 state,
-                storage_reader=_Reader(str(folder)),
+                storage_reader=_MetadataReader(str(folder)),
                 planner=_Planner(),
                 no_dist=True,
             )
@@ -216,7 +216,7 @@ def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
     return None
 
 
-class _Reader(FileSystemReader):
+class _MetadataReader(FileSystemReader):
     """Reads .metadata as data; torch's own reader unpickles it, and falls back on others."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

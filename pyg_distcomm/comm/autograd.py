@@ -1,4 +1,4 @@
-"""Collectives as autograd functions, each beside its transpose.
+"""Wraps collectives as autograd functions, each beside its transpose.
 
 [Note: gradients] A global sum is an all-reduce forward and an all-reduce backward.
 Every rank then holds the whole loss, and what reaches a rank's own rows is P times the
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.halo.link import Link
 
 
 class _AllReduce(torch.autograd.Function):
@@ -29,31 +28,6 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return all_reduce(g, ctx.axis), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
-        ctx.link, ctx.shape = link, x.shape
-        return link.begin(x)()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        _check_twice(ctx.link)
-        return exchange_transpose(g, g.new_zeros(ctx.shape), ctx.link), None
-
-
-class _ExchangeTranspose(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, out: Tensor, link: Link) -> Tensor:
-        ctx.link = link
-        arrive = link.begin_transpose(g.contiguous())
-        return arrive(out.clone())
-
-    @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        _check_twice(ctx.link)
-        return exchange(x.contiguous(), ctx.link), x, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -83,28 +57,9 @@ SUMMED: tuple[type, ...] = tuple(
 )
 
 
-def _check_twice(link: Link) -> None:
-    """Refuses to record what a coded or late exchange does to a gradient."""
-    if torch.is_grad_enabled() and not link.is_exact:
-        raise RuntimeError(
-            "differentiate twice over exact exchanges only: create_graph=True met "
-            f"{link}, which is coded or late; use link='exact' for this layer"
-        )
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sums `x` over an axis; the gradient is summed over it too."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
-
-
-def exchange(x: Tensor, link: Link) -> Tensor:
-    """Returns the ghosts of own rows `x`; the gradient sends sums back to them."""
-    return _Exchange.apply(x, link)
-
-
-def exchange_transpose(g: Tensor, out: Tensor, link: Link) -> Tensor:
-    """Returns `out` plus the sums that the other ranks hold for own rows."""
-    return _ExchangeTranspose.apply(g, out, link)
 
 
 def all_to_all(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops
 
-from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
 from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.link import Link, exchange, exchange_transpose
 from pyg_distcomm.halo.link_cost import DEGREES
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
@@ -53,7 +53,7 @@ class LocalGraph:
             return x
         if x.dim() == 1:
             return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
-        return torch.cat([x, autograd.exchange(x, self.halo if link is None else link)])
+        return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
@@ -62,7 +62,7 @@ class LocalGraph:
         if self.halo.silent:
             return own
         link = self.halo if link is None else link
-        return autograd.exchange_transpose(ghosts, own, link)
+        return exchange_transpose(ghosts, own, link)
 
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same of what the graph says of nodes: the same in every epoch."""

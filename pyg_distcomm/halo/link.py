@@ -1,9 +1,10 @@
-"""Link: the abstract pair of a row exchange and its transpose."""
+"""Defines Link, a row exchange and its transpose, and applies it under autograd."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,3 +63,47 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def to(self, device: torch.device) -> Link:
         """Returns the same link with its indices on another device."""
+
+
+def exchange(x: Tensor, link: Link) -> Tensor:
+    """Returns the ghosts of own rows `x`; the gradient sends sums back to them."""
+    return _Exchange.apply(x, link)
+
+
+def exchange_transpose(g: Tensor, out: Tensor, link: Link) -> Tensor:
+    """Returns `out` plus the sums that the other ranks hold for own rows."""
+    return _ExchangeTranspose.apply(g, out, link)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link, ctx.shape = link, x.shape
+        return link.begin(x)()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange_transpose(g, g.new_zeros(ctx.shape), ctx.link), None
+
+
+class _ExchangeTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, out: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        arrive = link.begin_transpose(g.contiguous())
+        return arrive(out.clone())
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        _check_twice(ctx.link)
+        return exchange(x.contiguous(), ctx.link), x, None
+
+
+def _check_twice(link: Link) -> None:
+    """Refuses to record what a coded or late exchange does to a gradient."""
+    if torch.is_grad_enabled() and not link.is_exact:
+        raise RuntimeError(
+            "differentiate twice over exact exchanges only: create_graph=True met "
+            f"{link}, which is coded or late; use link='exact' for this layer"
+        )

@@ -46,8 +46,8 @@ class LinkPolicy:
     Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
     Ranks agree once in a training pass, on one byte, and in each call of an evaluation or
     of a layer that is new: whether one evaluates. More would hold up what is late.
-    Memory: the exact link's, `price().kept` (see `StaleBuffer`), and at most the messages of one
-    exchange; those of a few bits, and now, take less than the exact link alone.
+    Memory: the exact link's, `price().kept` (see `StaleBuffer`), and at most the messages of
+    one exchange; those of a few bits, and now, take less than the exact link alone.
     Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
     grid, and in exact evaluation.
 

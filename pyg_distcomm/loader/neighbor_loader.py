@@ -39,7 +39,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
     Of a share, from `pdc.partition`, the minibatches are the same, bit for bit, and all
     ranks sample together, each its own: they build the loader together, and take the same
     number of minibatches. Seeds are ids of the whole graph, or the share's own masks.
-    PrefetchQueue are sampled, and their rows fetched, by threads on process groups of their own.
+    Bulks are sampled, and their rows fetched, by threads on process groups of their own.
     Price: see `PartitionedNeighborSampler` and `DistFeatureStore`.
 
     Args:

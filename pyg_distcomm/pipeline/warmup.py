@@ -100,7 +100,7 @@ def leaves(values: Values) -> Values:
 
 
 def _copies(values: Values) -> Values:
-    """Returns copies of rows, into which layers may write, as those of `StageTensors.unpack`."""
+    """Returns copies of rows, into which layers may write."""
     return _mapped(lambda value: value.clone(), values)
 
 

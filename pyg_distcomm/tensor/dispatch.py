@@ -19,7 +19,7 @@ from pyg_distcomm.tensor import (
     reductions,
     sizes,
 )
-from pyg_distcomm.tensor.dropout import keyed_dropout
+from pyg_distcomm.tensor.dropout import dropout
 from pyg_distcomm.tensor.getitem import check_writes
 from pyg_distcomm.tensor.gradients import call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
@@ -36,24 +36,13 @@ from pyg_distcomm.tensor.recurrent import RECURRENT, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     RowShardedTensor,
+    first_sharded,
     fit_plain,
     tree_map,
     unsupported_op,
 )
 from pyg_distcomm.tensor.shape_ops import SHAPING, UnsupportedOp
 from pyg_distcomm.tensor.transposed import multiplied, transposed
-
-
-def _first(args: Any, kwargs: Any) -> RowShardedTensor:
-    for value in args:
-        if isinstance(value, RowShardedTensor):
-            return value
-    found: list[RowShardedTensor] = []
-    tree_map(
-        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
-        (args, kwargs),
-    )
-    return found[0]
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -81,7 +70,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _met(name: str, args: Any, kwargs: Any) -> Any:
     """Tells the ranks which plain tensors meet row-cut ones; see `averaging.py`."""
-    found = _first(args, kwargs)
+    found = first_sharded(args, kwargs)
     mesh = found.rows.mesh
     if mesh.size == 1 or name in _SILENT:
         return args, kwargs
@@ -104,7 +93,7 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
     )
-    first = _first(args, kwargs)
+    first = first_sharded(args, kwargs)
     out = _wrapped(call_local(func, args, kwargs), first)
     if base_name(func) in _COPIES and hasattr(first, "_counts"):
         version, counts = first._counts
@@ -123,7 +112,7 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
     target = args[0] if inplace and args else kwargs.get("out")
     if not isinstance(target, Tensor) or isinstance(target, RowShardedTensor):
         return False
-    if _first(args, kwargs).reads_local or "out" in kwargs:
+    if first_sharded(args, kwargs).reads_local or "out" in kwargs:
         raise unsupported_op(
             f"{name}() that writes row-cut values into an ordinary tensor"
         )
@@ -168,7 +157,7 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
             )
         return tree
 
-    like = _first(*tree)
+    like = first_sharded(*tree)
 
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -323,14 +312,14 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
             return fit_plain(value, like, value.dim(), name)
         return value
 
-    like = _first(args, kwargs)
+    like = first_sharded(args, kwargs)
     out, per_row = losses.global_loss(
         func,
         [fit(value, place) for place, value in enumerate(args)],
         {key: fit(value, key) for key, value in kwargs.items()},
         rows,
     )
-    return _first(args, kwargs).wrap(out, rows) if per_row and out.dim() else out
+    return first_sharded(args, kwargs).wrap(out, rows) if per_row and out.dim() else out
 
 
 _ROW_OPERANDS = (0, 1, "input", "target", "input1", "input2", "anchor", "positive")
@@ -343,7 +332,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in _PRODUCTS:
         _check_product(name, args)
     _aligned_rows(func, args, kwargs) if name not in _JOINS else None
-    first = _first(args, kwargs)
+    first = first_sharded(args, kwargs)
     if name in _JOINS:
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
@@ -399,7 +388,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
 
     What has a row for each row of a whole tensor comes out row-cut, the rest ordinary.
     """
-    x = _first(args, kwargs)
+    x = first_sharded(args, kwargs)
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
     args, kwargs = tree_map(_gathered, (args, kwargs))
@@ -436,7 +425,11 @@ def _batched(left: Any, right: Any) -> bool:
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
-    x, name, rows = _first(args, kwargs), func.__name__, _first(args, kwargs).rows
+    x, name, rows = (
+        first_sharded(args, kwargs),
+        func.__name__,
+        first_sharded(args, kwargs).rows,
+    )
     if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
         return gathered(func, args, kwargs)
     wants_gradient = kwargs.pop("requires_grad", False)
@@ -469,26 +462,6 @@ def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _keyed(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Dropout: drawn by (seed, call, row id, column)."""
-    x = _first(args, kwargs)
-    local, gid = x.to_local(), x.rows.gid.to(x.device)
-    p, training, inplace = _dropout_arguments(args, kwargs)
-    if not training or p == 0:
-        return x
-    out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())
-    return x.copy_(out) if inplace else x.wrap(out, x.rows)
-
-
-def _dropout_arguments(args: Any, kwargs: Any) -> tuple[float, bool, bool]:
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
-    given.update({("training" if k == "train" else k): v for k, v in kwargs.items()})
-    p = float(given.get("p", 0.5))
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return p, bool(given.get("training", True)), bool(given.get("inplace", False))
-
-
 def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     bound = inspect.signature(torch.nn.functional.batch_norm).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -516,7 +489,7 @@ def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
         inside = term[1:] if isinstance(operand, RowShardedTensor) else term
         if not row.isalpha() or row in inside or (inside != term and term[0] != row):
             raise unsupported_op("einsum() that moves rows or mixes them")
-    return _first(flat, {}).wrap(call_local(func, args, kwargs), rows)
+    return first_sharded(flat, {}).wrap(call_local(func, args, kwargs), rows)
 
 
 def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -584,7 +557,7 @@ def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
-    x, name = _first(args, kwargs), base_name(func)
+    x, name = first_sharded(args, kwargs), base_name(func)
 
     def fit(value: Any) -> Any:
         if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):
@@ -601,7 +574,7 @@ def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SHAPING, _shape),
-    "dropout": _keyed,
+    "dropout": dropout,
     "_convert_indices_from_coo_to_csr": _compressed,
     **dict.fromkeys(random.DRAWS, _drawn),
     **dict.fromkeys(NEW, lambda f, a, k: sizes.new_by_size(f, a, k)),

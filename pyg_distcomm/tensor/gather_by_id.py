@@ -22,6 +22,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.halo.link import exchange, exchange_transpose
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
 
@@ -66,7 +67,7 @@ class IdPlan:
         """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`."""
         if not self.halo.silent:
             flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-            ghosts = autograd.exchange(flat, self.halo)
+            ghosts = exchange(flat, self.halo)
             x = torch.cat([x, ghosts.view(-1, *x.shape[1:])])
         return x.index_select(0, self.slot)
 
@@ -78,7 +79,7 @@ class IdPlan:
             return sums
         flat = sums.flatten(1) if sums.dim() > 1 else sums.unsqueeze(1)
         own, ghosts = flat[: self.own], flat[self.own :]
-        out = autograd.exchange_transpose(ghosts, own, self.halo)
+        out = exchange_transpose(ghosts, own, self.halo)
         return out.view(-1, *y.shape[1:])
 
     def scatter_extreme(self, y: Tensor, start: Tensor, op: str) -> Tensor:

@@ -149,3 +149,16 @@ def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> s
         f"give one row (the same for all) or {count} (in the order of their ids): {told}; "
         "or make it part of the Data before pdc.partition"
     )
+
+
+def first_sharded(args: Any, kwargs: Any) -> RowShardedTensor:
+    """Returns the first row-sharded operand of a call."""
+    for value in args:
+        if isinstance(value, RowShardedTensor):
+            return value
+    found: list[RowShardedTensor] = []
+    tree_map(
+        lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
+        (args, kwargs),
+    )
+    return found[0]
