@@ -649,7 +649,7 @@ def wins(fastest):
     data, first = GRAPHS["undirected"](), torch.distributed.get_rank() == 0
     auto, module = (
         importlib.import_module(f"pyg_distcomm.plan.{name}")
-        for name in ("auto", "race")
+        for name in ("auto", "autotune")
     )
 
     def once(work, there):

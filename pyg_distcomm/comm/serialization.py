@@ -140,7 +140,7 @@ def _parts(value: Any) -> tuple[str, Any]:
     )
 
 
-_OURS = f"{__package__}."
+_OURS = "pyg_distcomm."
 
 
 def _raw(value: Any) -> np.ndarray:

@@ -17,10 +17,10 @@ from torch._dynamo import config, disable, trace_rules
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-for _path in sorted(Path(__file__).parent.iterdir()):
+for _path in sorted(Path(__file__).parents[1].iterdir()):
     if _path.stem not in ("__init__", "nn") and _path.stem.isidentifier():
         if _path.suffix == ".py" or (_path / "__init__.py").exists():
-            trace_rules.add(f"{__package__}.{_path.stem}")
+            trace_rules.add(f"pyg_distcomm.{_path.stem}")
 
 
 def eager(kind: Kind) -> Kind:
