@@ -121,7 +121,8 @@ def _check(widths: Sequence[int], *counts: int) -> None:
 def _uncounted(mesh: Mesh) -> Mesh:
     """The same mesh with a ledger of its own."""
     ledger = Ledger()
-    axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in AXES}
+    names = (*AXES, "control")
+    axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in names}
     return replace(mesh, ledger=ledger, **axes)
 
 
