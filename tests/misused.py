@@ -139,6 +139,89 @@ CASES["a method is not known on one rank"] = CASES.pop("method differs in partit
 differs("method", lambda: "random", lambda: "block", "partition")
 
 
+@case(says="same level of data.z: it is node on rank 0, and edge on rank 1")
+def levels_differ():
+    import torch
+
+    data = graph()
+    data.edge_index = data.edge_index[:, :240]
+    data.z = torch.arange(240.0)
+    names = {"edge_attrs" if me() else "node_attrs": ["z"]}
+    shared_out(data=data, **names)
+
+
+@case(says="same data.kinds: it is 3 on rank 0, and 4 on rank 1")
+def plain_values_differ():
+    data = graph()
+    data.kinds = 3 + me()
+    shared_out(data=data)
+
+
+@case(says="same data.names: ")
+def lists_differ():
+    data = graph()
+    data.names = ["a", "b", "c"][: 2 + me()]
+    shared_out(data=data)
+
+
+@case()
+def a_large_sparse_attribute():
+    import torch
+
+    data = graph()
+    ends = data.edge_index * 1000
+    data.near = torch.sparse_coo_tensor(ends, torch.ones(ends.size(1)), (240_000,) * 2)
+    shared_out(data=data)
+
+
+@case(says="same data.near: ")
+def sparse_attributes_differ():
+    import torch
+
+    data = graph()
+    value = torch.ones(data.edge_index.size(1))
+    value[3] += me()
+    data.near = torch.sparse_coo_tensor(data.edge_index, value, (240, 240))
+    shared_out(data=data)
+
+
+def typed():
+    import torch
+    from torch_geometric.data import HeteroData
+
+    draw = torch.Generator().manual_seed(0)
+    data = HeteroData()
+    data["a"].x = torch.randn(50, 3, generator=draw)
+    data["a", "to", "a"].edge_index = torch.randint(0, 50, (2, 200), generator=draw)
+    return data
+
+
+@case(says="same method: it is random on rank 0, and block on rank 1")
+def methods_of_typed_graphs_differ():
+    shared_out(data=typed(), method=["random", "block"][me()])
+
+
+@case(says=r"same method\['a'\]: ")
+def owners_of_typed_graphs_differ():
+    import torch
+
+    owner = torch.arange(50) % 2
+    shared_out(data=typed(), method={"a": owner.flip(0) if me() else owner})
+
+
+@case(says="same META.json: ", files=("p0", "p1"))
+def folders_differ():
+    import pyg_distcomm as pdc
+    from pyg_distcomm.partition.cutters import cut
+    from pyg_distcomm.partition.folder import write_folder
+
+    mesh, data = started(), graph()
+    data.x[3] += me()
+    parts = cut(data.edge_index, 240, 2, "random")
+    write_folder(f"p{me()}", data, parts)
+    pdc.load_partition(f"p{me()}", mesh)
+
+
 @case(says="num_nodes|nodes")
 def one_rank_has_a_node_more():
     trained(data=graph(240 + me()))
