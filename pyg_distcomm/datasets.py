@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.partition.arrays import check_saved
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
@@ -187,12 +190,16 @@ def _from_file(path: Path) -> Data:
 
 
 def _from_pt(path: Path) -> Data:
+    if zipfile.is_zipfile(path):
+        check_saved(path)
     try:
         with allowing(DATA):
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as err:
         lines = [line.strip() for line in str(err).splitlines() or ["empty"]]
         told = [line for line in lines if "Unsupported" in line] or lines
+        if (found := re.search(r"GLOBAL (\S+)", str(err))) is not None:
+            told = [f"it holds {found[1]}, which is not read; save tensors in a Data"]
         raise ValueError(f"{path}: cannot be read: {told[0]}") from None
     except Exception as err:  # what unpickling makes of other files
         raise ValueError(

@@ -633,3 +633,28 @@ def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
     for text in said:
         assert float(text.split("TOLD ")[1].split()[0]) < 6 + SOON
     assert "store does not answer" in said[1]
+
+
+# Restarts ----------------------------------------------------------------------------
+
+
+@pytest.mark.subprocess
+def test_a_run_that_torchrun_restarts_ends_in_the_bits_of_a_straight_one(tmp_path):
+    ends = []
+    for kills in ((), ("1", "4")):
+        folder = tmp_path / str(len(kills))
+        folder.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "--max-restarts", "2", "restarted.py"]
+        done = subprocess.run(
+            [*command, str(folder), *kills],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ROOT / "tests",
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        ends.append([line for line in done.stdout.splitlines() if "ENDS" in line])
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 import worlds
 from torch.distributed.checkpoint import FileSystemReader
@@ -21,6 +22,7 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.checkpoint import atomic
+from pyg_distcomm.partition import arrays
 from pyg_distcomm.partition.arrays import sha256
 
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
@@ -45,7 +47,7 @@ def load(path):
     return epoch
 
 
-def killed_at(step, path, epoch, options):
+def killed_at(step, path, epoch, options, write):
     """Saves in a process that ends at a step of its own on the disk; whether it did."""
     child = os.fork()
     if child:
@@ -60,37 +62,78 @@ def killed_at(step, path, epoch, options):
 
     sys.addaudithook(count)
     try:
-        save(path, epoch, **options)
+        write(path, epoch, **options)
     finally:
         os._exit(0)
 
 
-def campaign(folder, exchanged):
-    path, steps = Path(folder) / "ckpt", 0
+def save_pipeline(path, epoch, **options):
+    mesh = pdc.init()
+    pipe = pdc.Pipeline([model_of(epoch)], mesh, chunks=1)
+    pipe.epoch = epoch
+    pipe.save(path, **options)
+
+
+def load_pipeline(path):
+    pipe = pdc.Pipeline([model_of(-1)], pdc.init(), chunks=1)
+    pipe.load(path)
+    (weight, _) = pipe.layers.parameters()
+    assert torch.equal(weight, torch.full((2, 2), float(pipe.epoch)))
+    return pipe.epoch
+
+
+def campaign(folder, exchanged, kind, keep):
+    """Kills a save at each of its steps; what was there before, or it, is there after."""
+    path, steps = Path(folder) / "run", 0
+    write, read = {
+        "checkpoint": (save, load),
+        "pipeline": (save_pipeline, load_pipeline),
+    }[kind]
     if not exchanged:
-        atomic._EXCHANGE = -1  # as on a file system that can not
+        arrays._EXCHANGE = -1  # as on a file system that can not
+    places = [path, *(path.with_name(f"run.{k}") for k in range(1, keep))]
     while True:
         for other in path.parent.iterdir():
             atomic.shutil.rmtree(other)
-        save(path, 1)
-        if not killed_at(steps, path, 2, {}):
+        for epoch in range(1, keep + 1):
+            write(path, epoch, keep=keep)
+        if not killed_at(steps, path, keep + 1, {"keep": keep}, write):
             break
-        assert load(path) in (1, 2)
+        last = read(path)
+        assert last in (keep, keep + 1)
         assert path.exists() or not exchanged
         gone = not path.exists()
-        save(path, 3)
-        assert load(path) == 3
-        names = sorted(p.name for p in path.parent.iterdir())
-        assert names == ["ckpt", "ckpt.1"][: 1 + gone], (steps, names)
-        assert not gone or load(path.with_name("ckpt.1")) in (1, 2)
+        write(path, keep + 2, keep=keep)
+        assert read(path) == keep + 2
+        names = {p.name for p in path.parent.iterdir()}
+        if not gone:
+            assert names <= {p.name for p in places}, (steps, names)
+            kept = [read(p) for p in places if p.exists()]
+            assert kept == [keep + 2, *range(last, 0, -1)][:keep], (steps, kept)
+        else:
+            assert read(path.with_name("run.1")) in (keep, keep + 1)
         steps += 1
-    assert load(path) == 2
+    assert read(path) == keep + 1
     print("steps", steps)
 
 
-@pytest.mark.parametrize("exchanged", [True, False])
-def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path, exchanged):
-    run = [sys.executable, "-W", "ignore", __file__, str(tmp_path), str(int(exchanged))]
+@pytest.mark.parametrize(
+    ("exchanged", "kind", "keep"),
+    [
+        (True, "checkpoint", 1),
+        (False, "checkpoint", 1),
+        (True, "checkpoint", 3),
+        (True, "pipeline", 1),
+        tiers.rarely(False, "checkpoint", 3),
+        tiers.rarely(False, "pipeline", 1),
+        tiers.rarely(True, "pipeline", 2),
+    ],
+)
+def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(
+    tmp_path, exchanged, kind, keep
+):
+    how = [str(tmp_path), str(int(exchanged)), kind, str(keep)]
+    run = [sys.executable, "-W", "ignore", __file__, *how]
     out = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     assert int(out.stdout.split()[-1]) > 15
@@ -293,4 +336,4 @@ def test_a_disk_without_room_is_named_and_what_was_there_stays(tmp_path):
 
 
 if __name__ == "__main__":
-    campaign(sys.argv[1], bool(int(sys.argv[2])))
+    campaign(sys.argv[1], bool(int(sys.argv[2])), sys.argv[3], int(sys.argv[4]))

@@ -112,7 +112,7 @@ def damage(folder: Path, *patterns: str) -> str | None:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = type(error).__name__
         return f"{mark}: damaged, or not written to its end ({why})"
-    names = {*sums, *os.listdir(folder)}
+    names = {*sums, *os.listdir(folder)} - {MARK}
     asked = {n for n in names if any(fnmatch.fnmatch(n, one) for one in patterns)}
     for path in [folder / name for name in sorted(asked)]:
         if not path.is_file():
@@ -164,7 +164,7 @@ def _begin(place: Path, aside: Path, kind: str, keep: int) -> None:
                 "and would be replaced; or move it away"
             )
     place.parent.mkdir(parents=True, exist_ok=True)
-    _clear(place, kind)
+    _clear(place, kind, keep)
     aside.mkdir()
     (aside / MARK).write_text(json.dumps({"kind": kind}))
 
@@ -209,16 +209,31 @@ def _leftovers(place: Path, state: str) -> list[Path]:
     return [one for one in found if _OWNER.search(one.name)]
 
 
-def _clear(place: Path, kind: str) -> None:
-    """Takes away what killed saves have left, but the last whole folder."""
+def _clear(place: Path, kind: str, keep: int) -> None:
+    """Takes away what killed saves have left, but the last whole folder.
+
+    Of a save that was killed before what it replaced had its number, that gets it now.
+    """
     last = find(place)
     if last != place:
         os.rename(last, place)
         os.rename(place, _free(place))
+    replaced = [one for state in ("ready", "old") for one in _leftovers(place, state)]
+    for left in replaced if keep > 1 else []:
+        if _is_over(left) and _is_ours(left, kind) and _is_older(left, place):
+            _move(left, _kept(place, 1), left)
     for state in ("writing", "ready", "old", "removing"):
         for left in _leftovers(place, state):
             if _is_over(left) and _is_ours(left, kind, half=True):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_older(left: Path, place: Path) -> bool:
+    """Says whether a whole folder was written before the one that is in its place."""
+    marks = [folder / MARK for folder in (left, place)]
+    if not all(mark.is_file() for mark in marks) or damage(left, "*") is not None:
+        return False
+    return marks[0].stat().st_mtime_ns < marks[1].stat().st_mtime_ns
 
 
 def _free(place: Path) -> Path:

@@ -72,6 +72,7 @@ def save_checkpoint(
             f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
         )
     _check_extra(extra)
+    _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
     state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
@@ -110,6 +111,7 @@ def load_checkpoint(
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
     """
     model = bare(model)
+    _check_optimizer(model, optimizer)
     state = _state(mesh, model, optimizer, extra)
     folder = _found(path, mesh)
     collectives.agree(_try_load(folder, state), mesh.world)
@@ -156,6 +158,22 @@ def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
         problem = f"cannot load the link of checkpoint {path}: {error}"
     collectives.agree(problem, mesh.world)
     link.load_state_dict(state)
+
+
+def _check_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuses an optimizer that trains what the model does not hold."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = {id(p) for p in model.parameters()}
+    for number, group in enumerate(groups):
+        strange = [p for p in group["params"] if id(p) not in held]
+        if strange:
+            raise ValueError(
+                f"give the optimizer of this model: {len(strange)} of the parameters in "
+                f"its group {number} (first of shape {list(strange[0].shape)}) are not "
+                f"the {type(model).__name__}'s"
+            )
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

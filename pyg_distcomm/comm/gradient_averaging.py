@@ -299,9 +299,10 @@ class Averager:
         mine = [marks.get(k, 0) for k in range(known)]
         every = collectives.all_gather_counts(mine, self._control)
         kinds = [{row[k] for row in every} for k in range(known)]
-        bad = [k for k, kind in enumerate(kinds) if 2 in kind and kind != {2}]
+        # one by one on one rank is one by one on all; a leaf that is not reached has no turn
+        bad = [k for k, kind in enumerate(kinds) if kind >= {0, 2}]
         if bad:
-            ranks = [r for r, row in enumerate(every) if row[bad[0]] == 2]
+            ranks = [r for r, row in enumerate(every) if row[bad[0]]]
             raise RuntimeError(
                 "reach the same parameters on all ranks: a backward pass (with hooks, "
                 "create_graph=True, or torch.autograd.grad) reaches parameter number "

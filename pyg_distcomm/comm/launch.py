@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -52,12 +53,12 @@ def launch(
         threads: torch threads per rank; the machine's cores are shared out if None.
 
     Raises:
-        TypeError: if `fn` cannot be sent to another process (a notebook's own
-            function, a lambda); the message says what to do.
+        ValueError: if a number is out of range.
+        TypeError: if an argument has another type, or `fn` cannot be sent to another
+            process (a notebook's own function, a lambda); the message says what to do.
         Exception: the first rank's error, of its own kind, with rank and traceback.
     """
-    if nprocs < 1:
-        raise ValueError(f"nprocs={nprocs} must be at least 1")
+    _check(fn, nprocs, timeout, threads)
     _check_importable(fn, args)
     context: Any = multiprocessing.get_context(
         "forkserver" if sys.platform == "linux" else "spawn"
@@ -87,6 +88,22 @@ def launch(
     finally:
         _stop(ranks, _GRACE)
     return results
+
+
+def _check(fn: Any, nprocs: Any, timeout: Any, threads: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"launch takes a function, got {fn!r}; call launch(fn, nprocs)")
+    counts = {"nprocs": nprocs, **({} if threads is None else {"threads": threads})}
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not number:
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if number and not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
 
 
 def _check_importable(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -213,16 +230,21 @@ def _ending(code: int | None) -> str:
 
 
 def _first_cause(failures: dict[int, Any]) -> BaseException:
-    # ranks that only heard of the failure name another rank in their message
+    # ranks that only heard of the failure name another rank in their message, or come from
+    # a collective of the script's own, which lost one; failures are in order of arrival
     heard = ("failed with", "lost another rank", "waited")
-    own = [r for r, f in sorted(failures.items()) if not _mentions(f, heard)]
-    rank = own[0] if own else min(failures)
+    own = [r for r, f in failures.items() if not _mentions(f, heard)]
+    first = [r for r in own if not _LOST.search(str(failures[r][1]))]
+    rank = (first or own or sorted(failures))[0]
     kind, error, story = failures[rank]
     text = f"rank {rank} failed with {kind}\n--- traceback of rank {rank} ---\n{story}"
     if error is None:
         return RankError(text)
     error.__cause__ = RankError(text)
     return error  # type: ignore[no-any-return]
+
+
+_LOST = re.compile(r"gloo|Connection (closed|reset) by peer|NCCL|waiting for a store")
 
 
 def _mentions(failure: Any, words: tuple[str, ...]) -> bool:

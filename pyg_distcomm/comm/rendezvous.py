@@ -45,6 +45,9 @@ def join(backend: str, timeout: float) -> None:
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
             f"before pdc.init, was not started, or cannot reach {where}. {error}"
         ) from None
+    # an agent's store outlives its ranks: addresses of those before a restart are in it
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"pyg_distcomm/attempt/{attempt}", store)  # type: ignore[attr-defined]
     arrive(DeadlineStore(store), "run", rank, size, timeout)
     if "gloo" in backend:
         _choose_interface(DeadlineStore(store), rank, size, timeout)

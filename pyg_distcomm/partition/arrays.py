@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +169,27 @@ def _as_numpy(tensor: Tensor) -> np.ndarray:
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits: np.ndarray = plain.view(width[plain.element_size()]).numpy()
         return bits.view(stored)
+
+
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error)
+
+
+def check_saved(path: Path) -> None:
+    """Refuses a file of torch.save that is damaged, or a program; torch looks at neither.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            names = [name.partition("/")[2] for name in archive.namelist()]
+    except (*_BAD_ZIP, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if damaged is not None:
+        raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in names):
+        raise ValueError(
+            f"{path}: holds TorchScript, which is a program and is not run; save tensors "
+            "with torch.save"
+        )

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ FORMAT = "pyg-distcomm partition"
 VERSION = 1
 META = "META.json"
 OWNER = "owner.npy"
+
+_KNOWN = re.compile(r"META\.json|owner\.npy|part_\d{5,}|graph__.*\.npy")
 
 Verify = Literal["sizes", "checksums"]
 
@@ -51,7 +54,7 @@ def folder_meta(folder: str | Path) -> Meta:
     meta = load_json(path)
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path}: not a {FORMAT} (format {meta.get('format')!r})")
-    if meta.get("version") != VERSION:
+    if meta.get("version") != VERSION or meta["version"] is True:
         raise ValueError(
             f"{path}: version {meta.get('version')!r}, but this package reads version "
             f"{VERSION}; write the folder again with `pyg-distcomm partition`"
@@ -119,10 +122,15 @@ def check_target(out: Path, force: bool) -> None:
         return
     if not force:
         raise ValueError(f"{out}: exists already; give another name, or force=True")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / META).is_file()):
+    if not out.is_dir() or (any(out.iterdir()) and not is_folder(out)):
         raise ValueError(
             f"{out}: is not a partition folder, so it is not replaced; remove it first"
         )
+    for path in out.iterdir():
+        if not _KNOWN.fullmatch(path.name):
+            raise ValueError(
+                f"{path}: no file of a partition, so {out} is not replaced; move it away"
+            )
 
 
 @contextlib.contextmanager

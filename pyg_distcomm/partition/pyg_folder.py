@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.partition.arrays import check_saved
 from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import META, load_json
 from pyg_distcomm.partition.partition import Partition
@@ -200,6 +201,7 @@ def _load(path: Path) -> Any:
         raise ValueError(
             f"{path}: cannot be read: truncated, or not saved by torch.save"
         )
+    check_saved(path)
     try:
         if path.name == "edge_feats.pt":
             return torch.load(path, "cpu", _TENSORS_ONLY, weights_only=False)

@@ -10,6 +10,7 @@ import torch
 
 Meta = dict[str, Any]
 
+_STRUCTURE = ("edge_index", "num_nodes", "num_edges")
 _KINDS = ("node", "edge", "graph")
 _MOST = 2**53  # a number that JSON keeps
 _SUM = re.compile(r"[0-9a-f]{64}")
@@ -37,6 +38,9 @@ def _problems(meta: Meta) -> Iterator[str]:
         if not isinstance(meta[name], dict):
             yield f"{name} is {meta[name]!r}, wanted a dict"
     yield from _wrong_report(meta)
+    for name, value in meta["values"].items():
+        if name in _STRUCTURE or name in meta["attributes"]:
+            yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
     for name, attr in meta["attributes"].items():
         yield from _wrong_attribute(name, attr, meta)
     for name, file in meta["files"].items():
@@ -48,22 +52,46 @@ def _is_count(value: Any) -> bool:
 
 
 def _wrong_report(meta: Meta) -> Iterator[str]:
-    parts, report = meta["num_parts"], meta["report"]
+    yield from _wrong_counts("report", meta["report"], meta)
+    before = meta["report"].get("before")
+    if before is not None:
+        if not isinstance(before, dict):
+            yield f"report.before is {str(before)[:80]}, wanted a dict or null"
+            return
+        yield from _wrong_counts("report.before", before, meta)
+        if before.get("before") is not None:
+            yield "report.before has a report before it, wanted null"
+
+
+def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
+    parts = meta["num_parts"]
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
         counts = report[name]
         fits = isinstance(counts, list) and len(counts) == parts
         if not fits or not all(map(_is_count, counts)):
-            yield f"report.{name} is {str(counts)[:80]}, wanted {parts} counts"
+            yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
     for name in ("nodes", "edges"):
         total = meta[f"num_{name}"]
         if sum(report[name]) != total:
-            yield f"num_{name} is {total}, but parts have {sum(report[name])}"
+            yield f"num_{name} is {total}, but {where} has {sum(report[name])}"
     known = {"nodes", "edges", "train", "edge_cut", "halo_rows", "send_rows", "before"}
     known |= {"grid", "blocks", "block_send", "block_halo"}
     if strange := set(report) - known:
-        yield f"report has the unknown field {min(strange)!r}"
-    if not _is_count(report["edge_cut"]):
-        yield f"report.edge_cut is {report['edge_cut']!r}, wanted a count"
+        yield f"{where} has the unknown field {min(strange)!r}"
+    cut = report["edge_cut"]
+    if not _is_count(cut) or cut > meta["num_edges"]:
+        yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
+    grid = report.get("grid") or []
+    if (
+        not isinstance(grid, list)
+        or len(grid) not in (0, 3)
+        or not all(map(_is_count, grid))
+    ):
+        yield f"{where}.grid is {str(grid)[:80]}, wanted three counts"
+    for name in ("blocks", "block_send", "block_halo"):
+        counts = report.get(name) or []
+        if not isinstance(counts, list) or not all(map(_is_count, counts)):
+            yield f"{where}.{name} is {str(counts)[:80]}, wanted counts"
 
 
 def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
