@@ -396,3 +396,27 @@ def test_a_pass_costs_two_words_and_the_parameters():
     assert rows["all_reduce", "control"] == (1, 2)
     assert rows["all_reduce", "data"][1] == used
     assert set(rows) == {("all_reduce", "control"), ("all_reduce", "data")}
+
+
+def _watched_on_one_rank(method):
+    """A hook that looks at a gradient, on rank 0 alone, changes nothing."""
+    mesh = worlds.mesh()
+    (_, share), seen = share_of("undirected"), []
+    found = []
+    for watch in (False, True):
+        net = net_of(nn)
+        if watch and mesh.rank == 0:
+            getattr(net.conv2.lin_l.weight, method)(lambda x: seen.append(1))
+        loss_of(net(share.x, share.edge_index), share).backward()
+        found.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert len(seen) == (mesh.rank == 0)
+    assert len(found[0]) == len(found[1])
+    for plain, watched in zip(*found, strict=True):
+        torch.testing.assert_close(watched, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+def test_one_rank_may_watch_a_gradient(method):
+    worlds.run(_watched_on_one_rank, 2, method)

@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 
@@ -186,3 +189,59 @@ def test_on_another_number_of_ranks_only_rounding_differs(tmp_path):
     for size in (1, 3):
         got = worlds.run(_goes_on, size, path, 4)[0]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(16, 32), GCNConv(32, 3)
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+def _minibatches(path):
+    """Saves inside an epoch of minibatches, goes on, and goes on again from the file."""
+    draw = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, 300, (2, 2000), generator=draw)
+    data = Data(x=torch.rand(300, 16, generator=draw), edge_index=edges)
+    data.y = torch.arange(300) % 3
+    ends = []
+    for again in (False, True):
+        mesh = worlds.mesh()
+        torch.manual_seed(0)
+        model = pdc.replicate(Plain(), mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        loader = DistNeighborLoader(data, [5, 5], batch_size=16, seed=0, shuffle=True)
+        if again:
+            state = pdc.load_checkpoint(
+                path, mesh, model, optimizer, loader=loader.state_dict()
+            )
+            loader.load_state_dict(state["loader"])
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+            optimizer.step()
+            if number == 1 and not again:
+                state = loader.state_dict()
+                pdc.save_checkpoint(path, mesh, model, optimizer, loader=state)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("size", [3, tiers.rarely(2), tiers.rarely(4)])
+def test_minibatches_go_on_bit_for_bit(tmp_path, size):
+    worlds.run(_minibatches, size, str(tmp_path / "run"))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    mesh, net = pdc.init(), torch.nn.Linear(2, 2)
+    own = torch.optim.Adam(net.parameters())
+    other = torch.optim.Adam(torch.nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match=r"first of shape \[3, 3\].* not the Linear's"):
+        pdc.save_checkpoint(tmp_path / "run", mesh, net, other)
+    assert not list(tmp_path.iterdir())
+    pdc.save_checkpoint(tmp_path / "run", mesh, net, own)
+    with pytest.raises(ValueError, match="give the optimizer of this model"):
+        pdc.load_checkpoint(tmp_path / "run", mesh, net, other)

@@ -354,3 +354,12 @@ def test_cora_travels_less_than_when_cut_at_random(cora, method, share, num_part
     assert figures.edge_cut < share * random.edge_cut
     assert figures.node_imbalance < 1.1
     assert figures.edge_imbalance < 1.2
+
+
+@pytest.mark.parametrize("how", ["ldg", "metis", "stream", "refine"])
+def test_ids_that_do_not_fit_in_32_bits_are_refused(how):
+    given = {"method": "block", "refine": True} if how == "refine" else {"method": how}
+    with pytest.raises(
+        ValueError, match=rf"{how}.* at most 2147483647 nodes, got 2147"
+    ):
+        cut(torch.tensor([[0, 2**31 - 1], [2**31 - 1, 5]]), 2**31, 2, **given)

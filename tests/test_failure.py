@@ -92,6 +92,31 @@ def test_launch_explains_what_it_cannot_send():
         pdc.launch(lambda: 1, 2)
     with pytest.raises(ValueError, match="at least 1"):
         pdc.launch(_returns, 0)
+    for how, kind in {
+        ("nprocs", "2"): TypeError,
+        ("nprocs", True): TypeError,
+        ("threads", -1): ValueError,
+        ("threads", 1.5): TypeError,
+        ("timeout", "x"): TypeError,
+        ("timeout", 0): ValueError,
+    }.items():
+        name, value = how
+        with pytest.raises(kind, match=f"{name} must be .*got {value!r}"):
+            pdc.launch(_returns, **{"nprocs": 2, name: value})
+    with pytest.raises(TypeError, match="takes a function, got 5"):
+        pdc.launch(5, 2)
+
+
+def _fails_beside_a_collective_of_the_scripts_own():
+    mesh = pdc.init(timeout=20)
+    if mesh.rank == 1:
+        raise LookupError("mine")
+    torch.distributed.barrier()
+
+
+def test_launch_raises_the_cause_and_not_what_gloo_makes_of_it():
+    with pytest.raises(LookupError, match="mine"):
+        pdc.launch(_fails_beside_a_collective_of_the_scripts_own, 2, timeout=300)
 
 
 @pytest.mark.subprocess

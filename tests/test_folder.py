@@ -1,9 +1,11 @@
 import dataclasses
 import json
 import os
+import random
 import re
 import shutil
 import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -331,6 +333,18 @@ def fields(meta):
         yield f"report.{name}", meta | {"report": meta["report"] | {name: 7}}
         left = {k: v for k, v in meta["report"].items() if k != name}
         yield f"has no '{name}'", meta | {"report": left}
+        before = meta["report"] | {"before": meta["report"] | {name: 7}}
+        yield f"report.before.{name}", meta | {"report": before}
+    for name, value in {
+        "before": 3,
+        "edge_cut": E + 1,
+        "grid": [4, -1, 1],
+        "blocks": "many",
+        "block_send": [1.5],
+    }.items():
+        yield f"report.{name}", meta | {"report": meta["report"] | {name: value}}
+    for name in ("x", "edge_index"):
+        yield f"values.{name}", meta | {"values": meta["values"] | {name: 5}}
     yield "unknown field 'more'", meta | {"report": meta["report"] | {"more": 1}}
     x = meta["attributes"]["x"]
     for key, value in {
@@ -464,6 +478,15 @@ def test_force_does_not_remove_what_is_no_partition(tmp_path):
                 tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
             )
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "home" / META).write_text('{"title": "years of work"}')
+    write_folder(tmp_path / "out", data, cut(data.edge_index, N, 2, "block"))
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    for name, words in (("home", "is not a partition"), ("out", "no file of a part")):
+        with pytest.raises(ValueError, match=words):
+            write_folder(
+                tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
+            )
+        assert (tmp_path / name / "thesis.tex").read_text() == "years of work"
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -748,6 +771,51 @@ def test_pygs_files_run_no_code(by_pyg, name, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=name):
         read_pyg_folder(folder, 1)
     assert not (tmp_path / "owned").exists()
+
+
+class Program(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ran = torch.zeros(1)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[torch.Tensor, bool]:
+        return (self.ran, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, bool]):
+        assert False, "TorchScript ran"  # noqa: B011, PT015
+        self.ran, self.training = state[0], state[1]
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("name", PYG_FILES)
+def test_pygs_files_run_no_torchscript(by_pyg, name):
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    torch.jit.save(torch.jit.script(Program()), folder / name)
+    with pytest.raises(ValueError, match=rf"{name}: holds TorchScript"):
+        read_pyg_folder(folder, 1)
+
+
+def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    draw = random.Random(0)
+    for name in PYG_FILES:
+        path = folder / name
+        whole = path.read_bytes()
+        with zipfile.ZipFile(path) as archive:
+            entry = max(archive.infolist(), key=lambda info: info.file_size)
+        begin = whole.index(entry.filename.encode()) + len(entry.filename)
+        for _ in range(6):
+            bad = bytearray(whole)
+            place = begin + 64 + draw.randrange(entry.file_size - 64)
+            bad[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(bad)
+            with pytest.raises(ValueError, match=name):
+                read_pyg_folder(folder, 1)
+        path.write_bytes(whole)
 
 
 def test_a_share_is_frozen(written):

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+import tiers
 import torch
 from torch import Tensor
 
@@ -646,3 +647,43 @@ def test_places_of_ids(total, share):
         kernels.rank_select_index(gid, total)(gid), torch.arange(len(gid))
     )
     assert kernels.rank_select_index(gid, total)(ids[:0]).shape == (0,)
+
+
+# Sizes past 2^31 ----------------------------------------------------------------------
+
+ROWS, WIDTH = 2**22 + 5, 520  # 2^31 numbers and more; only touched rows take memory
+
+
+def untouched(rows, width):
+    return torch.empty(rows, width)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rows_beyond_two_to_the_31_numbers_are_found(index_dtype):
+    x = untouched(ROWS, WIDTH)
+    assert x.numel() > 2**31
+    ids = torch.tensor([ROWS - 1, 3, ROWS - 2], dtype=index_dtype)
+    values = torch.rand(3, WIDTH)
+    x[ids.long()] = values
+    assert torch.equal(kernels.gather_rows(x, ids), values)
+    rowptr = torch.tensor([0, 2, 2, 3], dtype=index_dtype)
+    want = torch.stack([values[0] + values[1], torch.zeros(WIDTH), values[2]])
+    assert torch.equal(kernels.spmm(rowptr, ids, None, x), want)
+    g = torch.rand(3, WIDTH)
+    ends = torch.stack([(g[0] * values[0]).sum(), (g[0] * values[1]).sum()])
+    got = kernels.sddmm(rowptr, ids, g, x)
+    torch.testing.assert_close(got[:2], ends)
+    kernels.scatter_add_rows(x, ids, g)
+    assert torch.equal(x[ids.long()], values + g)
+
+
+@tiers.rare
+def test_a_transpose_holds_rows_beyond_two_to_the_31():
+    rows = 2**31 + 3
+    rowptr = torch.zeros(rows + 1, dtype=torch.int32)  # 8 GB of zeros, not written to
+    rowptr[-1] = 2
+    col = torch.tensor([1, 0], dtype=torch.int32)
+    rowptr_t, row_t, perm = kernels.csr_transpose(rowptr, col, 2)
+    assert rowptr_t.tolist() == [0, 1, 2]
+    assert row_t.tolist() == [rows - 1, rows - 1]
+    assert perm.tolist() == [1, 0]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyg_distcomm.kernels.reference import MAX_INT32
 from pyg_distcomm.partition.edges import (
     capacities,
     fill_empty,
@@ -79,6 +80,7 @@ def cut(
     """
     num_parts = check_num_parts(num_parts)
     check_edge_index(edge_index, num_nodes)
+    check_nodes_fit(num_nodes, method, refine)
     grid = check_grid(grid, num_parts)
     if not isinstance(method, str):
         found = Partition.from_owner(method, num_parts, num_nodes)
@@ -91,6 +93,17 @@ def cut(
         return found
     limit = max(balance, BALANCE)
     return refined(edge_index, found, train_mask=train_mask, balance=limit, grid=grid)
+
+
+def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
+    """Refuses a graph whose node ids the compiled cutters cannot hold."""
+    if num_nodes > MAX_INT32 and (refine or method in ("ldg", "metis", "stream")):
+        what = "refine=True" if refine else f"method {method!r}"
+        raise ValueError(
+            f"{what} holds ids of nodes in 32 bits, and takes at most {MAX_INT32} nodes, "
+            f'got {num_nodes}; use "block" or "random" without refine, or give the part '
+            "of each node"
+        )
 
 
 def check_method(method: str) -> str:

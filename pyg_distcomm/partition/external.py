@@ -21,7 +21,7 @@ from tqdm import tqdm
 from pyg_distcomm.partition.arrays import ArrayFile, flush_files, write_array
 from pyg_distcomm.partition.attribute_levels import Kind, shape_kinds
 from pyg_distcomm.partition.columns import Column, RowReader, torch_name
-from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.cutters import METHODS, check_nodes_fit, cut
 from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
 from pyg_distcomm.partition.layout import (
     OWNER,
@@ -95,6 +95,7 @@ def partition_files(
             edge_files=edge_files,
         )
         kinds = _kinds(graph, node_attrs, (*edge_attrs, *(edge_files or ())))
+        check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
         figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
         put_in_place(aside, out, force)
