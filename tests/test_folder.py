@@ -4,11 +4,16 @@ import os
 import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import warnings
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.distributed import Partitioner
@@ -511,6 +516,61 @@ def test_a_failure_leaves_nothing_and_keeps_what_was(tmp_path, monkeypatch, forc
         assert verify_folder(out) == []
 
 
+STEPS = "os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
+
+
+def killed_at(step, out, data, parts):
+    """Writes in a process that ends at a step of its own on the disk; whether it did."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = [step]
+
+    def count(event, args):
+        if event in STEPS and args and out.parent.name in str(args[0]):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    try:
+        write_folder(out, data, parts, force=True)
+    finally:
+        os._exit(0)
+
+
+def campaign(folder, exchanged):
+    """Kills a writer at each of its steps; the folder is the old or the new one."""
+    out, step = Path(folder) / "out", 0
+    data = Data(x=torch.rand(N, 3), edge_index=graph().edge_index)
+    old, new = (cut(data.edge_index, N, parts, "block") for parts in (2, 3))
+    if not exchanged:
+        arrays._EXCHANGE = -1  # as on a file system that can not
+    write_folder(out, data, old)
+    while killed_at(step, out, data, new):
+        if exchanged:
+            assert folder_meta(out)["num_parts"] in (2, 3), step
+        elif not out.exists():
+            with pytest.raises(ValueError, match="a killed writer left it at"):
+                folder_meta(out)
+        write_folder(out, data, old, force=True)
+        assert os.listdir(folder) == ["out"], (step, os.listdir(folder))
+        assert folder_meta(out)["num_parts"] == 2
+        assert verify_folder(out) == []
+        step += 1
+    assert folder_meta(out)["num_parts"] == 3
+    print("steps", step)
+
+
+@tiers.rare
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path, exchanged):
+    run = [sys.executable, "-W", "ignore", __file__, str(tmp_path), str(int(exchanged))]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout.split()[-1]) > 8
+
+
 def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
     data = graph()
     out = tmp_path / "out"
@@ -518,7 +578,7 @@ def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
     real = os.rename
 
     def refuses(source, target):
-        if str(source).endswith(".tmp"):
+        if ".ready-" in str(source):
             raise OSError("refused")
         return real(source, target)
 
@@ -822,3 +882,7 @@ def test_a_share_is_frozen(written):
     share = read_part(written[0], 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         share.part = 3
+
+
+if __name__ == "__main__":
+    campaign(sys.argv[1], bool(int(sys.argv[2])))

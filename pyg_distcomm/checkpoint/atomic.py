@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import glob
 import json
 import os
-import re
-import secrets
 import shutil
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +23,15 @@ from pathlib import Path
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.partition.arrays import exchange, sha256, told
+from pyg_distcomm.partition.aside import (
+    beside,
+    clear,
+    in_state,
+    is_over,
+    leftovers,
+    new_token,
+    newest,
+)
 
 MARK = ".pyg_distcomm.json"
 # what each kind of folder holds: a file that has to be there, and all that may be
@@ -35,8 +40,6 @@ _CONTENTS = {
     "pipeline": ("model.pt", (MARK, "model.pt", "rows*.pt")),
 }
 _PATIENCE = 5.0  # seconds in which another host's folder shows on a shared disk
-_FORGOTTEN = 86400.0  # seconds after which another host's unfinished save is removed
-_OWNER = re.compile(r"\.(?:writing|ready|old|removing)-(.+)-(\d+)-[0-9a-f]{8}$")
 
 
 @contextlib.contextmanager
@@ -59,9 +62,8 @@ def whole_folder(
     """
     place = Path(os.path.realpath(path))
     _agree_on(os.path.abspath(path), keep, axis)
-    token = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    token = str(collectives.broadcast_object(token, axis))
-    aside = _beside(place, "writing", token)
+    token = str(collectives.broadcast_object(new_token(), axis))
+    aside = beside(place, "writing", token)
     first = axis.rank == 0
     collectives.agree(
         _tried(lambda: _begin(place, aside, kind, keep), aside, first), axis
@@ -82,11 +84,7 @@ def find(path: str | Path) -> Path:
     place = Path(os.path.realpath(path))
     if place.exists():
         return place
-    for state in ("ready", "old"):
-        left = sorted(_leftovers(place, state), key=lambda p: p.stat().st_mtime)
-        if left:
-            return left[-1]
-    return place
+    return newest(place) or place
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -196,17 +194,8 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
     return not names or (known and (half or needed in names or MARK in names))
 
 
-def _beside(place: Path, state: str, token: str) -> Path:
-    return place.with_name(f".{place.name}.{state}-{token}")
-
-
 def _kept(place: Path, number: int) -> Path:
     return place.with_name(f"{place.name}.{number}")
-
-
-def _leftovers(place: Path, state: str) -> list[Path]:
-    found = place.parent.glob(f".{glob.escape(place.name)}.{state}-*")
-    return [one for one in found if _OWNER.search(one.name)]
 
 
 def _clear(place: Path, kind: str, keep: int) -> None:
@@ -218,14 +207,11 @@ def _clear(place: Path, kind: str, keep: int) -> None:
     if last != place:
         os.rename(last, place)
         os.rename(place, _free(place))
-    replaced = [one for state in ("ready", "old") for one in _leftovers(place, state)]
+    replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]
     for left in replaced if keep > 1 else []:
-        if _is_over(left) and _is_ours(left, kind) and _is_older(left, place):
+        if is_over(left) and _is_ours(left, kind) and _is_older(left, place):
             _move(left, _kept(place, 1), left)
-    for state in ("writing", "ready", "old", "removing"):
-        for left in _leftovers(place, state):
-            if _is_over(left) and _is_ours(left, kind, half=True):
-                shutil.rmtree(left, ignore_errors=True)
+    clear(place, lambda left: _is_ours(left, kind, half=True))
 
 
 def _is_older(left: Path, place: Path) -> bool:
@@ -249,22 +235,6 @@ def _free(place: Path) -> Path:
     return free
 
 
-def _is_over(left: Path) -> bool:
-    """Says whether nobody writes a folder any more."""
-    host, pid = _OWNER.findall(left.name)[0]
-    if host != socket.gethostname():
-        return time.time() - left.stat().st_mtime > _FORGOTTEN
-    if pid == str(os.getpid()):
-        return True
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it is another user's, and alive
-        pass
-    return False
-
-
 def _finish(place: Path, aside: Path, keep: int) -> None:
     mark = json.loads((aside / MARK).read_text())
     files = sorted(file for file in aside.iterdir() if file.name != MARK)
@@ -273,7 +243,7 @@ def _finish(place: Path, aside: Path, keep: int) -> None:
     for file in aside.iterdir():
         _sync(file)
     _sync(aside)
-    ready = aside.with_name(aside.name.replace(".writing-", ".ready-"))
+    ready = in_state(aside, "ready")
     os.rename(aside, ready)
     if not os.path.lexists(place):
         os.rename(ready, place)
@@ -292,7 +262,7 @@ def _move(source: Path, target: Path, ready: Path) -> None:
     """Renames a folder; one in its way is removed under a name of its own."""
     if source.exists():
         if target.exists():
-            removed = ready.with_name(ready.name.replace(".ready-", ".removing-"))
+            removed = in_state(ready, "removing")
             os.rename(target, removed)
             os.rename(source, target)
             shutil.rmtree(removed)

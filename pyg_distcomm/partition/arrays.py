@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_distcomm.partition.aside import in_state
+
 CHUNK = 1 << 20
 _AT_CWD, _EXCHANGE = -100, 2  # of renameat2
 
@@ -128,8 +130,7 @@ def exchange(ready: Path, place: Path) -> None:
             return
     except (OSError, AttributeError):
         pass
-    name = ready.name.replace(".ready-", ".old-")
-    old = ready.with_name(name if name != ready.name else f"{name}.old")
+    old = in_state(ready, "old")
     os.rename(place, old)
     try:
         os.rename(ready, place)

@@ -9,7 +9,6 @@ is counted by reading the parts back, one after another.
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from pyg_distcomm.partition.layout import (
     OWNER,
     check_target,
     file_name,
+    new_aside,
     part_name,
     put_in_place,
     write_meta,
@@ -80,8 +80,8 @@ def partition_files(
         raise ValueError(
             f"unknown partition method {method!r}; give one of {', '.join(METHODS)}"
         )
+    aside = new_aside(out)
     check_target(out, force)
-    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
     spool = aside / "spool"
     with written(aside, out):
         spool.mkdir(parents=True)

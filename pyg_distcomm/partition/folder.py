@@ -15,7 +15,6 @@ An edge and its attributes live with the owner of its target.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from pyg_distcomm.partition.layout import (
     check_target,
     file_name,
     folder_meta,
+    new_aside,
     part_name,
     put_in_place,
     write_meta,
@@ -101,11 +101,11 @@ def write_folder(
     is neither a dense tensor nor a plain value.
     """
     out = Path(out)
+    aside = new_aside(out)
     check_target(out, force)
     kinds = attribute_kinds(data, node_attrs, edge_attrs)
     source = _Source(data, _edges(data, partition), partition, kinds)
     figures = report(source.edge_index, partition, _train_mask(source), grid)
-    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
     with written(aside, out):
         aside.mkdir(parents=True)
         _write_all(aside, source, figures)

@@ -14,6 +14,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from pyg_distcomm.partition.arrays import exchange, fsync_folder, sha256, told
+from pyg_distcomm.partition.aside import beside, clear, in_state, new_token, newest
 from pyg_distcomm.partition.schema import Meta, problem_of
 
 FORMAT = "pyg-distcomm partition"
@@ -108,7 +109,9 @@ def load_json(path: Path) -> Meta:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: missing") from None
+        last = None if path.parent.exists() else newest(path.parent)
+        advice = f"; a killed writer left it at {last}: rename that" if last else ""
+        raise ValueError(f"{path}: missing{advice}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     if not isinstance(meta, dict):
@@ -152,9 +155,34 @@ def written(aside: Path, out: Path) -> Iterator[None]:
 def put_in_place(aside: Path, out: Path, force: bool) -> None:
     """Renames a finished folder to `out`; what was there before stays until then."""
     check_target(out, force)  # again: someone else may have written it meanwhile
-    if out.exists():
-        exchange(aside, out)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.rename(out)
+    ready = in_state(aside, "ready")
+    aside.rename(ready)
+    try:
+        if out.exists():
+            exchange(ready, out)
+            shutil.rmtree(ready, ignore_errors=True)
+        else:
+            ready.rename(out)
+    except BaseException:
+        shutil.rmtree(ready, ignore_errors=True)
+        raise
     fsync_folder(out.parent)
+
+
+def new_aside(out: Path) -> Path:
+    """Names where a folder is written, and removes what killed writers have left there."""
+    last = None if out.exists() else newest(out)
+    if last is not None and is_folder(last):  # killed between two renames
+        last.rename(out)
+    clear(
+        out,
+        lambda left: left.is_dir() and set(os.listdir(left)) <= _WRITTEN | _parts(left),
+    )
+    return beside(out, "writing", new_token())
+
+
+_WRITTEN = {META, OWNER, "spool"}
+
+
+def _parts(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if _KNOWN.fullmatch(name)}
