@@ -11,6 +11,7 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import differing
 
@@ -51,7 +53,7 @@ _SELECTION = (
 
 
 def _exchange(
-    question: str, details: dict[str, str], word: int, mesh: Mesh
+    question: str, details: dict[str, str], word: int, mesh: Mesh, axis: Any = None
 ) -> list[int]:
     """Returns a word of each rank, all of which have to be at the same question.
 
@@ -63,11 +65,12 @@ def _exchange(
         details: what has to be the same on all ranks, by name.
         word: this rank's.
         mesh: the ranks.
+        axis: that they exchange over; None is the control axis.
 
     Raises:
         ValueError: on all ranks, naming what differs.
     """
-    axis = mesh.control  # which a chunk's mesh refuses
+    axis = mesh.control if axis is None else axis  # which a chunk's mesh refuses
     text = repr((question, details)).encode()
     mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
     rows = collectives.all_gather_counts([mark, word], axis)
@@ -159,6 +162,7 @@ class Comparer:
         self._seen: Any = WeakTensorKeyDictionary()
         self._given: Any = weakref.WeakKeyDictionary()
         self._calls: set[Any] = set()
+        self._calls_ledger = Ledger()
 
     def check_given(
         self, owner: Any, value: Any, told: Callable[[], dict[str, str]]
@@ -212,7 +216,10 @@ class Comparer:
             self._calls.clear()
         self._calls.add((name, operands))
         shown = ", ".join(map(str, operands))
-        _exchange(_OPERATION, {"operation": f"{name}({shown})"}, 0, self._mesh)
+        details = {"operation": f"{name}({shown})"}
+        # not in the mesh's ledger, whose first epoch has its price, too
+        axis = replace(self._mesh.control, ledger=self._calls_ledger)
+        _exchange(_OPERATION, details, 0, self._mesh, axis)
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.
