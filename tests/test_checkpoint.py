@@ -230,9 +230,8 @@ def _minibatches(path):
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("size", [3, tiers.rarely(2), tiers.rarely(4)])
-def test_minibatches_go_on_bit_for_bit(tmp_path, size):
-    worlds.run(_minibatches, size, str(tmp_path / "run"))
+def test_minibatches_go_on_bit_for_bit(tmp_path):
+    worlds.run(_minibatches, 2, str(tmp_path / "run"))
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path):

@@ -45,24 +45,6 @@ class Alone(_Transparent, torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-class _FixedBuckets:
-    """A reducer of DDP that keeps the buckets that it was made with.
-
-    DDP's own makes new ones after the first backward pass. On three ranks and more that
-    changes in which order a gradient is added up, so that a run which goes on from a
-    checkpoint would have other bits than one that was never interrupted.
-    """
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-
 class Replicated(_Transparent, DistributedDataParallel):
     """DistributedDataParallel that shows its module's attributes, and can be copied.
 
@@ -77,6 +59,7 @@ class Replicated(_Transparent, DistributedDataParallel):
     """
 
     armed = False  # whether DDP averages the gradients of the next backward pass
+    regroups: bool | None = None  # whether DDP does so in the next; None before any
 
     def __init__(
         self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
@@ -89,12 +72,17 @@ class Replicated(_Transparent, DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
+        if self.regroups and torch.is_grad_enabled():
+            self.regroups = False
+            self._meet()
         self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
         return super().forward(*args, **kwargs)
 
     def ran(self) -> None:
         """Notes that all gradients of a backward pass have come."""
         self.armed = False
+        if self.regroups is None:  # in the order of the first, unless it may change
+            self.regroups = self.static_graph or not self.find_unused_parameters
 
     def _meet(self) -> None:
         """Waits for all ranks where DDP would without our deadline, in steps of its own."""
@@ -154,8 +142,6 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         out = Replicated(model, mesh, kwargs)
     out.register_comm_hook(_Averager(mesh.data, out), _average)
-    reducer: Any = _FixedBuckets(out.reducer)
-    out.reducer = reducer
     return out
 
 
