@@ -42,8 +42,9 @@ def count_rows(here: int, mesh: Mesh) -> int:
     """
     if mesh.size == 1:
         return here
+    axis = mesh.control  # which a chunk's mesh refuses
     mesh.questions += 1
-    counts = _exchange(_SELECTION, {"number": str(mesh.questions)}, here, mesh)
+    counts = _exchange(_SELECTION, {"number": str(mesh.questions)}, here, mesh, axis)
     return sum(counts)
 
 
@@ -70,7 +71,7 @@ def _exchange(
     Raises:
         ValueError: on all ranks, naming what differs.
     """
-    axis = mesh.control if axis is None else axis  # which a chunk's mesh refuses
+    axis = mesh.control if axis is None else axis
     text = repr((question, details)).encode()
     mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
     rows = collectives.all_gather_counts([mark, word], axis)
