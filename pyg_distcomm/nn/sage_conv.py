@@ -72,8 +72,7 @@ class DistSAGEConv(SAGEConv):
             source = self.lin(source).relu()
         out = self._aggregated(source, edge_index)
         if self.root_weight and root is not None:
-            own = edge_index.check_nodes(root, "x[1]")
-            out = out + self.lin_r(DistTensor.wrap(own, edge_index.nodes))
+            out = out + self.lin_r(edge_index.as_nodes(root, "x[1]"))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:
