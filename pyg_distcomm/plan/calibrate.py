@@ -123,7 +123,7 @@ def _uncounted(mesh: Mesh) -> Mesh:
     ledger = Ledger()
     names = (*AXES, "control")
     axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in names}
-    return replace(mesh, ledger=ledger, **axes)
+    return replace(mesh, ledger=ledger, compared=None, **axes)
 
 
 def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
