@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.partition.arrays import check_saved
+from pyg_distcomm.partition.arrays import check_saved, is_archive
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
@@ -190,7 +189,7 @@ def _from_file(path: Path) -> Data:
 
 
 def _from_pt(path: Path) -> Data:
-    if zipfile.is_zipfile(path):
+    if is_archive(path):
         check_saved(path)
     try:
         with allowing(DATA):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -173,6 +174,7 @@ def _as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 _BAD_ZIP = (zipfile.BadZipFile, zlib.error)
+_BAD_VALUES = (RuntimeError, OSError, ValueError, struct.error)
 
 
 def check_saved(path: Path) -> None:
@@ -185,8 +187,12 @@ def check_saved(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
             names = [name.partition("/")[2] for name in archive.namelist()]
-    except (*_BAD_ZIP, EOFError, NotImplementedError, RuntimeError) as error:
+        # torch has a reader of its own, which can be given another table of contents
+        records = torch._C.PyTorchFileReader(str(path)).get_all_records()
+    except (*_BAD_ZIP, EOFError, NotImplementedError, *_BAD_VALUES) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+    if sorted(records) != sorted(names):
+        raise ValueError(f"{path}: cannot be read: its tables of contents differ")
     if damaged is not None:
         raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
     if any(name == "constants.pkl" or name.startswith("code/") for name in names):
@@ -194,3 +200,11 @@ def check_saved(path: Path) -> None:
             f"{path}: holds TorchScript, which is a program and is not run; save tensors "
             "with torch.save"
         )
+
+
+def is_archive(path: Path) -> bool:
+    """Returns whether a file is a zip archive, also a damaged one."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True

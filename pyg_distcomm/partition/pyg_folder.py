@@ -9,14 +9,13 @@ from __future__ import annotations
 import collections
 import pickle
 import types
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.arrays import check_saved
+from pyg_distcomm.partition.arrays import check_saved, is_archive
 from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import META, load_json
 from pyg_distcomm.partition.partition import Partition
@@ -197,7 +196,7 @@ def _tensor(value: Any, path: Path) -> Tensor:
 def _load(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: missing")
-    if not zipfile.is_zipfile(path):  # torch's formats before 1.6 are not worth a risk
+    if not is_archive(path):  # torch's formats before 1.6 are not worth a risk
         raise ValueError(
             f"{path}: cannot be read: truncated, or not saved by torch.save"
         )
