@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.chain import Chain
+from pyg_distcomm.halo.codecs.composed import Chain
 from pyg_distcomm.halo.codecs.quantise import Quantise
 
 BITS = (1, 2, 4, 8)

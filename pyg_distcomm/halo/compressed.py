@@ -24,13 +24,18 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.price import Price
-from pyg_distcomm.halo.codec import Codec, CodecState, RngKey
-from pyg_distcomm.halo.codecs.plain import Plain
-from pyg_distcomm.halo.codecs.residual import fresh_state
+from pyg_distcomm.halo.codec import (
+    Codec,
+    CodecState,
+    RngKey,
+    fresh_state,
+    pack,
+    packed_bytes,
+)
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.halo.link_cost import Load
-from pyg_distcomm.halo.packing import pack, parcel_bytes
 from pyg_distcomm.halo.staleness import Message, StaleBuffer, Timing
 
 
@@ -73,9 +78,9 @@ class Direction:
     def price(self, codec: Codec, width: int, dtype: torch.dtype) -> Price:
         """Returns the price in words of one byte; the most, if sizes depend on values."""
         there = Load(self.counts, self.axis.size - 1, width, dtype)
-        sizes = parcel_bytes(codec, self.counts, width, dtype)
+        sizes = packed_bytes(codec, self.counts, width, dtype)
         messages = sum(1 for size in sizes if size)
-        messages += 0 if codec.sized else self.axis.size - 1
+        messages += 0 if codec.fixed_size else self.axis.size - 1
         here = self.load(width, dtype).bytes(codec)
         return Price(here, there.bytes(codec), messages)
 
@@ -98,8 +103,8 @@ def send(
         codec, x, way.counts, draw, index=way.index, state=state, where=where
     )
     op = "halo_transpose" if way.sums else "halo"
-    if codec.sized:
-        from_sizes = parcel_bytes(codec, way.from_counts, x.size(1), x.dtype)
+    if codec.fixed_size:
+        from_sizes = packed_bytes(codec, way.from_counts, x.size(1), x.dtype)
     else:
         told, ones = torch.tensor(sizes), [1] * way.axis.size
         ahead = collectives.all_to_all(told, ones, ones, way.axis, op, 1)

@@ -12,7 +12,7 @@ import torch
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.plain import Plain
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.compressed import answering
 from pyg_distcomm.halo.link_cost import (
     Line,
@@ -77,7 +77,7 @@ class Forecast:
             used = (
                 self._codec(record, e, back) for e in (epoch,) for back in (False, True)
             )
-            exact = exact and (once or all(codec.sized for codec in used))
+            exact = exact and (once or all(codec.fixed_size for codec in used))
             loads = [load for load in record.loads if load is not None]
             before = lines.get(key[:3])
             kept = 0 if once else self._kept(key, record, epoch)

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyg_distcomm.comm import random
 from pyg_distcomm.halo.chunked import ChunkedHalo
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.plain import Plain
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.compressed import CompressedLink, Direction
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import Link

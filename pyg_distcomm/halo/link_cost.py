@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 
 from pyg_distcomm.comm.ledger import Short, format_table
-from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.packing import header_bytes, parcel_bytes
+from pyg_distcomm.halo.codec import Codec, header_bytes, packed_bytes
 
 RecordKey: TypeAlias = tuple[int, int, int, int]  # place, number, name, piece
 NAMES = ("ghost", "out", "sums", "far")
@@ -41,7 +40,7 @@ class Load:
 
     def payload(self, codec: Codec) -> int:
         """Returns the bytes of the messages alone."""
-        return sum(parcel_bytes(codec, self.counts, self.width, self.dtype))
+        return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
 
     @property
     def rows_bytes(self) -> int:

@@ -15,7 +15,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.adaptive import Adaptive, LossTrend, bits_of, with_bits
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.plain import Plain
+from pyg_distcomm.halo.codecs.quantise import Plain
 from pyg_distcomm.halo.cost_model import Forecast
 from pyg_distcomm.halo.layer_exchange import LayerExchange
 from pyg_distcomm.halo.link_cost import LinkPrice

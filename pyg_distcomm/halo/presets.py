@@ -6,10 +6,8 @@ import torch
 
 from pyg_distcomm.halo.adaptive import Adaptive
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.mask import ColumnMask
-from pyg_distcomm.halo.codecs.plain import Cast, Plain
-from pyg_distcomm.halo.codecs.quantise import Quantise
-from pyg_distcomm.halo.codecs.rows import RowSample
+from pyg_distcomm.halo.codecs.mask import ColumnMask, RowSample
+from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Linear, Schedule
 

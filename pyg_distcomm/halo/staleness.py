@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.collectives import Pending
-from pyg_distcomm.halo.codec import Codec, CodecState, RngKey
-from pyg_distcomm.halo.packing import unpack
+from pyg_distcomm.halo.codec import Codec, CodecState, RngKey, unpack
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,9 @@ import torch
 
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.codec import Codec, CodecState
-from pyg_distcomm.halo.codecs.chain import Chain
-from pyg_distcomm.halo.codecs.mask import ColumnMask
-from pyg_distcomm.halo.codecs.plain import Cast, Plain
-from pyg_distcomm.halo.codecs.quantise import Quantise
-from pyg_distcomm.halo.codecs.residual import Residual
-from pyg_distcomm.halo.codecs.rows import RowSample
+from pyg_distcomm.halo.codecs.composed import Chain, Residual
+from pyg_distcomm.halo.codecs.mask import ColumnMask, RowSample
+from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap, TopK
 from pyg_distcomm.halo.schedule import Budget, Fixed, Ramp, RateScheduler
 from pyg_distcomm.halo.staleness import Message, StaleBuffer

@@ -66,7 +66,7 @@ def _known_size(wire: Wire) -> Codec:
         wire = wire.codec
     codec = codec_of(wire)
     last = codec.last if isinstance(codec, Chain) else codec
-    if not codec.sized or codec.stateful or isinstance(last, RowSample):
+    if not codec.fixed_size or codec.stateful or isinstance(last, RowSample):
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
             "on values, remembers rows, or leaves some out; choose 'fp16', 'bf16', 'int8' "

@@ -17,9 +17,8 @@ import torch
 
 from pyg_distcomm.halo.chunked import MOST
 from pyg_distcomm.halo.codec import HEADER, Codec
-from pyg_distcomm.halo.codecs.names import CODECS
-from pyg_distcomm.halo.codecs.plain import Cast, Plain
-from pyg_distcomm.halo.codecs.quantise import Quantise
+from pyg_distcomm.halo.codecs import CODECS
+from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import answering
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -62,7 +61,7 @@ class Coding:
     @property
     def sized(self) -> bool:
         """Whether bytes are exact; otherwise they are the most there can be."""
-        return self.rows.sized and self.gradients.sized
+        return self.rows.fixed_size and self.gradients.fixed_size
 
     @property
     def exact(self) -> bool:
@@ -175,7 +174,7 @@ class Writing:
         found = {}
         for w in {int(w) for w in width.ravel()}:
             message = partial(codec.wire_bytes, width=w, dtype=dtype)
-            found[w] = _coded(side, codec.sized, message)
+            found[w] = _coded(side, codec.fixed_size, message)
         every = [found[int(w)] for w in width.ravel()]
         asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
         return asking, asked, ahead
@@ -194,7 +193,7 @@ class Writing:
             each = width * self.dtype.itemsize
             return side.ghosts * each, side.lent * each
         message = partial(codec.wire_bytes, width=width, dtype=self.dtype)
-        told = 0 if codec.sized else chunks * others * HEADER
+        told = 0 if codec.fixed_size else chunks * others * HEADER
 
         def most(rows: int) -> int:
             if not rows:
