@@ -385,6 +385,35 @@ def header_bytes(codec: Codec, peers: int) -> int:
     return 0 if codec.fixed_size else HEADER * peers
 
 
+@dataclass(frozen=True)
+class Load:
+    """Describes what one exchange receives: rows from each peer, and their shape.
+
+    Args:
+        counts: rows from each rank of the axis.
+        peers: how many other ranks it has.
+        width, dtype: the shape of a row.
+    """
+
+    counts: tuple[int, ...]
+    peers: int
+    width: int
+    dtype: torch.dtype
+
+    def bytes(self, codec: Codec) -> int:
+        """Returns the bytes received, with headers; an upper bound if not `fixed_size`."""
+        return self.payload(codec) + header_bytes(codec, self.peers)
+
+    def payload(self, codec: Codec) -> int:
+        """Returns the bytes of the messages alone."""
+        return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
+
+    @property
+    def rows_bytes(self) -> int:
+        """The bytes of the unchanged rows."""
+        return sum(self.counts) * self.width * self.dtype.itemsize
+
+
 def pack(
     codec: Codec,
     x: Tensor,

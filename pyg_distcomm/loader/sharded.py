@@ -58,7 +58,7 @@ def _known_size(wire: Wire) -> Codec:
             link that is late or changes from epoch to epoch.
     """
     if isinstance(wire, LinkPolicy):
-        if wire.timing.is_late or wire.pace is not None or wire.trend is not None:
+        if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
             raise ValueError(
                 f"rows are fetched once, and ahead of training, so that {wire!r} cannot be "
                 "late, nor follow a schedule; give a link without these, or its codec"

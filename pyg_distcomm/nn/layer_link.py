@@ -12,7 +12,7 @@ from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, settings_of
-from pyg_distcomm.halo.layer_exchange import LayerExchange
+from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.local_blocks import Wrap
 

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from pyg_distcomm.halo.chunked import MOST
 from pyg_distcomm.halo.codec import HEADER, Codec
 from pyg_distcomm.halo.codecs import CODECS
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
-from pyg_distcomm.halo.compressed import answering
+from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.plan.block_traffic import Array, Side
 from pyg_distcomm.plan.training import ProductShape
@@ -54,9 +54,9 @@ class Coding:
             ValueError, TypeError: for what is none, with what there is.
         """
         link = asked if isinstance(asked, LinkPolicy) else _link_of(asked)
-        rows, own = link.forecast.codecs_at(link.epoch)
+        rows, own = link.codecs_at(link.epoch)
         name = asked if isinstance(asked, str) else _name_of(link, rows, own)
-        return Coding(name, link, rows, answering(rows, rows, own))
+        return Coding(name, link, rows, gradient_codec(rows, rows, own))
 
     @property
     def sized(self) -> bool:
@@ -226,7 +226,7 @@ def _coded(
     total = np.zeros_like(pairs.want)
     others = pairs.want.shape[1] - 1
     ahead = np.zeros_like(total)
-    for number in range(MOST):
+    for number in range(MAX_CHUNKS):
         rows = pairs.of_piece(number)
         counts, where = np.unique(rows, return_inverse=True)
         sizes = [message(int(n)) if n else 0 for n in counts]
