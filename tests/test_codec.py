@@ -525,7 +525,7 @@ def test_what_a_residual_refuses():
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=str)
-def test_parcels_are_cut_where_both_ends_think(codec):
+def test_messages_are_split_alike_on_both_ends(codec):
     n, f, counts = 50, 19, [7, 0, 13, 1]
     x = rows(m=n, f=f).relu()
     index = torch.randint(0, n, (sum(counts),))
@@ -552,7 +552,7 @@ def test_parcels_are_cut_where_both_ends_think(codec):
     assert torch.equal(got[7:20], alone)
 
 
-def test_parcels_without_rows():
+def test_packing_no_rows():
     message, sizes = pack(Bitmap(), torch.empty(0, 4), [0, 0])
     assert (len(message), sizes) == (0, [0, 0])
     out = torch.empty(0, 4)

@@ -440,7 +440,8 @@ def pack(
             of earlier peers, so reset it on both ends.
     """
     sizes = packed_bytes(codec, counts, x.size(1), x.dtype)
-    total = sum(sizes) if codec.fixed_size else 0
+    fixed = codec.fixed_size
+    total = sum(sizes) if fixed else 0
     out = torch.empty(total, dtype=torch.uint8, device=x.device)
     parts, filled = [], 0
     for (begin, end), size in zip(_ranges(counts), sizes, strict=True):
@@ -452,14 +453,13 @@ def pack(
             rows[0],
             None if draw is None else draw.part(begin, end),
             index=rows[1],
-            out=out[filled : filled + size] if codec.fixed_size else None,
+            out=out[filled : filled + size] if fixed else None,
             state=None if state is None else state.part(begin, end),
             where=where,
         )
         parts.append(message)
         filled += len(message)
-    packed = out if codec.fixed_size else torch.cat(parts)
-    return packed, [len(part) for part in parts]
+    return (out if fixed else torch.cat(parts)), [len(part) for part in parts]
 
 
 def unpack(

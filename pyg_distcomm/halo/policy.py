@@ -37,8 +37,9 @@ from pyg_distcomm.halo.state import (
     LinkState,
 )
 
-_STATE = {"epoch", "pace", "solved", "trend"}  # and what `LinkState` saves
-_STATE |= {"last", "active", "parts_of", "mark", "constant", "kept"}
+_STATE = frozenset(
+    "epoch pace solved trend last active parts_of mark constant kept".split()
+)
 _PICKS = {"random": "epoch", "prefix": "prefix", "block": "block"}
 
 
@@ -183,23 +184,25 @@ class LinkPolicy:
         known = any(key[:2] == call for key in state.exchanges)
         return None if known else exchange.whole("the last one")
 
-    def begin_parts(self, nodes: Rows) -> None:
-        """Begins an epoch of a pipeline, on the ranks of all its stages; see `part`."""
+    def begin_pipeline(self, nodes: Rows) -> None:
+        """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`."""
         if nodes.mesh.size > 1 and not self.is_exact:
-            self.state.begin_parts(nodes, self.epoch)
+            self.state.begin_pipeline(nodes, self.epoch)
 
-    def part(self, place: int, name: str, number: int, last: bool) -> LayerExchange:
+    def begin_chunk(
+        self, boundary: int, name: str, number: int, last: bool
+    ) -> LayerExchange:
         """Returns the call of a chunk of rows in training, of a link that is not exact.
 
         Args:
-            place: the number of the boundary, among those of all stages.
+            boundary: its number, among those of all stages.
             name: the name of its layer in messages.
             number: the number of the chunk.
             last: whether it is the last boundary.
         """
-        self.state.layers.setdefault(place, LayerState(name)).name = name
-        self.state.calls[place, number] = None
-        call = self._call((place, number), trains=True)
+        self.state.layers.setdefault(boundary, LayerState(name)).name = name
+        self.state.calls[boundary, number] = None
+        call = self._call((boundary, number), trains=True)
         return call.whole("the last one") if last and self.exact_last else call
 
     def _call(self, call: CallKey, *, trains: bool) -> LayerExchange:
@@ -257,12 +260,12 @@ class LinkPolicy:
                 own = own.with_rate(rate)
         return codec.with_rate(rate), own
 
-    def keep(self, layer: Any, nodes: Rows, trains: bool) -> None:
+    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
         """Records that a layer's product is computed exactly, to be cached."""
         if nodes.mesh.size > 1:
             self.state.cache(layer, self.epoch if trains else None)
 
-    def had_kept(self, layer: Any, trains: bool) -> bool:
+    def was_constant(self, layer: Any, trains: bool) -> bool:
         """Tells whether a layer's input had been seen before a restart."""
         return self.state.number_of(layer, trains) in self.state.constant
 
@@ -308,7 +311,7 @@ class LinkPolicy:
                 self.trend.step(value)
         state.end_epoch(self.exact_last)
         if scheduler is not None:
-            budget, used = scheduler.schedule, state.active or state.in_parts
+            budget, used = scheduler.schedule, state.active or state.in_pipeline
             if isinstance(budget, Budget) and used and axis is not None:
                 model = self.cost_model
                 scheduler.solve(model.bytes_of(axis, budget.ramp.epochs))
@@ -337,7 +340,7 @@ class LinkPolicy:
     def cost_model(self) -> LinkCostModel:
         """The cost model of the exchanges seen so far."""
         state = self.state
-        parts = state.nodes is None or state.in_parts
+        parts = state.nodes is None or state.in_pipeline
         first = self.epoch == 0 and bool(state.calls)
         return LinkCostModel(
             state.exchanges,

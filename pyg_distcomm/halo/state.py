@@ -127,7 +127,7 @@ class LinkState:
         active: calls of the last epoch.
         last: the call that is exact.
         evaluates: whether ranks last agreed that one of them evaluates.
-        parts_of: the epoch that a pipeline began last, which uses the link by chunks.
+        pipeline_epoch: the epoch that a pipeline began last, which uses the link by chunks.
         constant: layers whose inputs had been seen before the run was restored.
         saved: restored buffers that have not been used yet.
         mark: identifies the rank and partition of restored buffers; see `mark_of`.
@@ -143,7 +143,7 @@ class LinkState:
     active: tuple[CallKey, ...] = ()
     last: CallKey | None = None
     evaluates: bool = False
-    parts_of: int | None = None
+    pipeline_epoch: int | None = None
     constant: set[int] = field(default_factory=set)
     saved: dict[tuple[ExchangeKey, bool], Mapping[str, Any]] = field(
         default_factory=dict
@@ -179,9 +179,9 @@ class LinkState:
             )
 
     @property
-    def in_parts(self) -> bool:
+    def in_pipeline(self) -> bool:
         """Whether a pipeline uses the link."""
-        return self.parts_of is not None
+        return self.pipeline_epoch is not None
 
     @property
     def axis(self) -> Axis | None:
@@ -189,7 +189,7 @@ class LinkState:
         if self.nodes is None:
             return None
         mesh = self.nodes.mesh
-        return mesh.everyone if self.in_parts else mesh.world
+        return mesh.everyone if self.in_pipeline else mesh.world
 
     @property
     def buffers(self) -> list[tuple[ExchangeKey, bool, StaleBuffer]]:
@@ -201,16 +201,16 @@ class LinkState:
             if (buffer := exchange.buffers[backward]) is not None
         ]
 
-    def begin_parts(self, nodes: Rows, epoch: int) -> None:
+    def begin_pipeline(self, nodes: Rows, epoch: int) -> None:
         """Begins an epoch of a pipeline; collective over its stage at first.
 
         Raises:
             ValueError: if the epoch has begun already.
         """
         self.bind(nodes)
-        if self.parts_of == epoch:
+        if self.pipeline_epoch == epoch:
             raise ValueError(f"a pipeline {PROBLEMS[REPEATS]}")
-        self.parts_of = epoch
+        self.pipeline_epoch = epoch
 
     def number_of(self, layer: Any, trains: bool, name: str = "") -> int:
         """Returns the number of a layer, the one it will have if it does not train yet.
@@ -263,7 +263,7 @@ class LinkState:
         if not training:
             return EVALUATES
         every = self.exchanges.items()
-        repeats = any(key.layer == number and one.answered for key, one in every)
+        repeats = any(one.answered and key.layer == number for key, one in every)
         return REPEATS if repeats else TRAINS
 
     def _digest(self, number: int | None) -> int:
@@ -339,7 +339,7 @@ class LinkState:
     def end_epoch(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and drops unused buffers."""
         used = sum(layer.used for layer in self.layers.values())
-        many = max(len(self.calls), used) > 1 and not self.in_parts
+        many = max(len(self.calls), used) > 1 and not self.in_pipeline
         self.active = tuple(self.calls)
         if exact_last and self.last is None and self.calls and many:
             self.last = self.active[-1]
@@ -354,7 +354,7 @@ class LinkState:
         )
         cached = {n for n, one in self.layers.items() if one.cached_at is not None}
         unused = {key.layer for key, _ in self.saved} - cached - self.constant
-        if unused and self.calls and not self.in_parts:  # a stage gets those of all
+        if unused and self.calls and not self.in_pipeline:  # a stage gets those of all
             warnings.warn(
                 f"the late and residual rows saved of layers {sorted(unused)}, in the order "
                 "of their first use, are dropped: the first epoch did not use them; run the "
@@ -411,7 +411,7 @@ class LinkState:
         return {
             "last": self.last,
             "active": self.active,
-            "parts_of": self.parts_of,
+            "parts_of": self.pipeline_epoch,
             "mark": self.mark if nodes is None or self.restored else mark_of(nodes),
             "constant": self.constants,
             "kept": [*saved, *map(dict, self.saved.values())],
@@ -423,7 +423,7 @@ class LinkState:
         last = None if state["last"] is None else tuple(state["last"])
         active = tuple((layer, number) for layer, number in state["active"])
         read = LinkState(mark=state["mark"], restored=True, active=active, last=last)
-        read.parts_of = state["parts_of"]
+        read.pipeline_epoch = state["parts_of"]
         read.constant = {int(number) for number in state["constant"]}
         for one in state["kept"]:
             *key, backward = one["of"]

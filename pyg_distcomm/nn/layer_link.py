@@ -82,9 +82,9 @@ class LayerLink:
         if self.link is None or not self.is_coded:
             return False
         trains = self.layer.training and torch.is_grad_enabled()
-        return self.link.had_kept(self.layer, trains)
+        return self.link.was_constant(self.layer, trains)
 
     def keep(self, graded: bool) -> None:
         """Tells the link that a product is made to be kept, where gradients are on or not."""
         if self.link is not None:
-            self.link.keep(self.layer, self.nodes, self.layer.training and graded)
+            self.link.note_cached(self.layer, self.nodes, self.layer.training and graded)

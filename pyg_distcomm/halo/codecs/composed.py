@@ -168,6 +168,8 @@ class Residual(Codec):
         gain: the factor of a difference; None is 1, or 1/8 where numbers have one bit.
     """
 
+    stateful = True
+
     inner: Codec
     gain: float | None = None
 
@@ -196,11 +198,6 @@ class Residual(Codec):
     def unbiased(self) -> bool:
         """Whether the inner codec is, at gain 1."""
         return self.inner.unbiased and self.factor == 1.0
-
-    @property
-    def stateful(self) -> bool:
-        """True."""
-        return True
 
     @property
     def inside(self) -> tuple[Codec, ...]:

@@ -55,6 +55,8 @@ class ColumnMask(ColumnReducer):
         scaled: scales received numbers by f / k, which makes them unbiased.
     """
 
+    linear = True  # for each key
+
     rate: float
     pick: str = "epoch"
     block: int = 64
@@ -68,11 +70,6 @@ class ColumnMask(ColumnReducer):
             )
         if self.block < 1:
             raise ValueError(f"a block has 1 id or more, got block={self.block!r}")
-
-    @property
-    def linear(self) -> bool:
-        """True, for each key."""
-        return True
 
     @property
     def unbiased(self) -> bool:
@@ -163,6 +160,8 @@ class RowSample(Codec):
         values: the codec of the rows that travel.
     """
 
+    keyed = True
+
     rate: float
     scaled: bool = True
     values: Codec = field(default_factory=Plain)
@@ -184,11 +183,6 @@ class RowSample(Codec):
     def unbiased(self) -> bool:
         """Whether rows are scaled and their values unbiased."""
         return self.scaled and self.values.unbiased
-
-    @property
-    def keyed(self) -> bool:
-        """True."""
-        return True
 
     @property
     def zero_fills(self) -> bool:

@@ -29,15 +29,7 @@ class Plain(ColumnReducer):
     Price: f numbers a row.
     """
 
-    @property
-    def linear(self) -> bool:
-        """True: it is the identity."""
-        return True
-
-    @property
-    def unbiased(self) -> bool:
-        """True: it is the identity."""
-        return True
+    linear = unbiased = True
 
     def narrowed(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Returns the width and type unchanged."""

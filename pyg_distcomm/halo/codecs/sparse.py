@@ -33,20 +33,8 @@ class Bitmap(Codec):
     on values, so a header of 8 bytes goes ahead of each message.
     """
 
-    @property
-    def linear(self) -> bool:
-        """True: it is the identity."""
-        return True
-
-    @property
-    def unbiased(self) -> bool:
-        """True: it is the identity."""
-        return True
-
-    @property
-    def fixed_size(self) -> bool:
-        """False: sizes depend on values."""
-        return False
+    linear = unbiased = True
+    fixed_size = False
 
     def wire_bytes(
         self, rows: int, width: int, dtype: torch.dtype = torch.float32

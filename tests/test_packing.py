@@ -1,4 +1,4 @@
-"""Messages of codecs between ranks: bytes on the wire are those foretold."""
+"""Packs messages of codecs between ranks: bytes on the wire are those predicted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def _exchange(size):
             message, sizes = pack(codec, x, send, draw, index=index, state=here)
             axis.ledger.reset()
             told = packed_bytes(codec, recv, F, x.dtype)
-            cuts = told if codec.fixed_size else collectives.exchange_counts(sizes, axis)
+            cuts = (
+                told if codec.fixed_size else collectives.exchange_counts(sizes, axis)
+            )
             got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()
             assert all(a <= b for a, b in zip(cuts, told, strict=True))
             assert axis.ledger.bytes("halo") == sum(cuts)
