@@ -15,8 +15,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
 from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.halo.link import Link, exchange, exchange_transpose
-from pyg_distcomm.halo.link_cost import DEGREES
+from pyg_distcomm.halo.link import DEGREES, Link, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.edge_routing import EdgeRoute

@@ -58,7 +58,7 @@ def _known_size(wire: Wire) -> Codec:
             link that is late or changes from epoch to epoch.
     """
     if isinstance(wire, LinkPolicy):
-        if wire.timing.is_late or wire.pace is not None or wire.trend is not None:
+        if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
             raise ValueError(
                 f"rows are fetched once, and ahead of training, so that {wire!r} cannot be "
                 "late, nor follow a schedule; give a link without these, or its codec"
@@ -66,7 +66,7 @@ def _known_size(wire: Wire) -> Codec:
         wire = wire.codec
     codec = codec_of(wire)
     last = codec.last if isinstance(codec, Chain) else codec
-    if not codec.sized or codec.stateful or isinstance(last, RowSample):
+    if not codec.fixed_size or codec.stateful or isinstance(last, RowSample):
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
             "on values, remembers rows, or leaves some out; choose 'fp16', 'bf16', 'int8' "

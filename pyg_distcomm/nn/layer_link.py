@@ -12,7 +12,7 @@ from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, settings_of
-from pyg_distcomm.halo.layer_exchange import LayerExchange
+from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.local_blocks import Wrap
 
@@ -82,9 +82,9 @@ class LayerLink:
         if self.link is None or not self.is_coded:
             return False
         trains = self.layer.training and torch.is_grad_enabled()
-        return self.link.had_kept(self.layer, trains)
+        return self.link.was_constant(self.layer, trains)
 
     def keep(self, graded: bool) -> None:
         """Tells the link that a product is made to be kept, where gradients are on or not."""
         if self.link is not None:
-            self.link.keep(self.layer, self.nodes, self.layer.training and graded)
+            self.link.note_cached(self.layer, self.nodes, self.layer.training and graded)

@@ -168,7 +168,7 @@ class ChunkPass:
             return link
         place = self.before + list(self.sites).index(key)
         last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
-        call = self.link.part(place, f"layer {key[0]}", chunk, last)
+        call = self.link.begin_chunk(place, f"layer {key[0]}", chunk, last)
         exactly = self.sites[key].exactly
         return (call.whole(exactly) if exactly else call).wrap(link, 0)
 

@@ -268,7 +268,7 @@ class Pipeline(torch.nn.Module):
         assert self._run is not None
         assert self._boundary is not None
         if self._run.link is not None:
-            self._run.link.begin_parts(self._run.plan.topology.nodes)
+            self._run.link.begin_pipeline(self._run.plan.topology.nodes)
         self._run.epoch = self.epoch
         again = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_distcomm.comm.mesh import Grid
-from pyg_distcomm.halo.chunked import MOST, ROWS
+from pyg_distcomm.halo.halo import CHUNK_ROWS, MAX_CHUNKS
 from pyg_distcomm.ops.cover import PACKING, offloaded_nonzeros
 
 Array = NDArray[Any]
@@ -72,7 +72,7 @@ class Side:
         exchanges as many messages as there are pieces with rows.
         """
         most = want.sum(2).max(1, initial=0)
-        count = np.where(pieces, np.clip(most // ROWS, 1, MOST), 1)
+        count = np.where(pieces, np.clip(most // CHUNK_ROWS, 1, MAX_CHUNKS), 1)
         parts = np.minimum(want, count[:, None, None])
         ends = want.sum(2), want.sum(1), parts.sum(2), parts.sum(1)
         return Side(*ends, Pairs(want, count))

@@ -233,7 +233,7 @@ class Staged:
         ends = writing.in_chunks(side, width, self.chunks, self.ways - 1)
         rows = side.ghosts * row, side.lent * row
         peers = side.sources if back else side.readers
-        if codec is not None and not codec.sized:  # sizes go ahead
+        if codec is not None and not codec.fixed_size:  # sizes go ahead
             peers = peers + self.ways - 1
         if back:
             ends, rows = ends[::-1], rows[::-1]
