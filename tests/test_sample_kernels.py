@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+
+import numpy as np
 import pytest
 import torch
 
-from pyg_distcomm.kernels import sample_reference
+from pyg_distcomm.kernels import sample_jit, sample_reference
 from pyg_distcomm.kernels.minibatch import (
     Relation,
     Request,
@@ -14,6 +18,7 @@ from pyg_distcomm.kernels.minibatch import (
 )
 from pyg_distcomm.kernels.sample import Sampler
 
+NORESERVE = 0x4000  # of Linux; named by mmap from Python 3.13 on
 INDEX = {"int32": torch.int32, "int64": torch.int64}
 
 
@@ -157,3 +162,26 @@ def test_unweighted_node_is_named():
         assert (
             draw(Request(((0, torch.tensor([1])),), ((-1,),), 3)).edge[0].numel() == 2
         )
+
+
+def untouched(count, values, at):
+    """Returns `count` int64 on pages that nothing has touched, but for values `at`."""
+    pages = mmap.mmap(-1, 8 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    out = np.frombuffer(pages, np.int64)
+    out[at : at + len(values)] = values
+    return out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reserves 70 GB of addresses")
+def test_a_frontier_of_more_than_2_to_31_nodes():
+    size, draws, nodes = 100, 80, 3  # so many draws that a table finds repeats
+    found = []
+    for at in (0, 2**31):
+        columns = [[7, 8, 9], [0] * nodes, [size] * nodes, [0, draws, 2 * draws, 240]]
+        node, low, high, start = (untouched(at + 4, c, at) for c in columns)
+        ends = np.array([at, at + nodes])
+        out, keys = np.empty(nodes * draws, np.int64), np.array([0, 5], np.uint64)
+        sample_jit.draw(keys, ends, node, None, low, high, start, False, out, 0, 1, 2)
+        assert all(len(set(row)) == draws for row in out.reshape(nodes, draws))
+        found.append(out)
+    assert np.array_equal(*found)

@@ -147,7 +147,7 @@ def draw(
     widest = 0
     for i in range(head, tail):
         widest = max(widest, high[i] - low[i] if start[i + 1] - start[i] > FEW else 0)
-    taken = np.zeros(widest, np.int32)  # the last node, from 1, that took this entry
+    taken = np.zeros(widest, np.int64)  # the last node, from 1, that took this entry
     batch = begin
     for i in range(head, tail):
         while i >= ends[batch]:
