@@ -10,7 +10,7 @@ import pytest
 import tiers
 import torch
 import worlds
-from batches import hetero
+from batches import full_disk, hetero
 from problems import GRAPHS, owners
 from torch_geometric.data import TensorAttr
 from torch_geometric.data.feature_store import AttrView
@@ -445,6 +445,27 @@ def _mapped(c, folder):
 def test_rows_may_stay_on_disk(world, tmp_path):
     size, c = world
     worlds.run(_mapped, size, c, str(tmp_path))
+
+
+def _on_a_full_disk(c, folder):
+    road = channel(c)
+    rank, size = road.world.rank, road.world.size
+    store = DistFeatureStore(road, folder=folder)
+    store.add_group(None, torch.arange(rank, 6000, size), 6000)
+    own = torch.ones(len(store._shelves[None].own))
+    with (
+        full_disk(4096 if rank == size - 1 else None),
+        pytest.raises(ValueError, match=rf"{folder}/.*nodes__x.npy: .*make room"),
+    ):
+        store.add(None, "x", own)
+    assert not os.listdir(f"{folder}/rank_{rank:05d}")
+    store.add(None, "x", own)
+    assert float(store[None, "x", None].sum()) == 6000
+
+
+def test_a_full_disk_is_told_to_all_ranks(world, tmp_path):
+    size, c = world
+    worlds.run(_on_a_full_disk, size, c, str(tmp_path))
 
 
 def _beside(c):

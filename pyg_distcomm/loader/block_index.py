@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import uuid
@@ -130,14 +131,37 @@ def as_rows(values: Any) -> Tensor:
     return values.detach().cpu().contiguous()
 
 
-def on_disk(values: Tensor, folder: str | Path, kind: str, name: str) -> Tensor:
-    """Writes rows to a .npy file, aside and renamed, and returns them mapped from it."""
-    path = Path(folder) / file_name(kind, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def on_disk(
+    values: Tensor, folder: Path, kind: str, name: str, channel: ProcessGrid
+) -> Tensor:
+    """Writes rows to a .npy file, aside and renamed, and maps them; collective.
+
+    Raises:
+        ValueError: on all ranks, if one cannot write its file; none then replaces its own.
+    """
+    path = folder / file_name(kind, name)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    problem = None
     try:
-        write_array(aside, values)
-        os.replace(aside, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_array(aside, values)
+        except OSError as error:
+            problem = _unwritten(path, error)
+        collectives.agree(problem, channel.world)
+        try:
+            os.replace(aside, path)
+        except OSError as error:
+            problem = _unwritten(path, error)
+        collectives.agree(problem, channel.world)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
     return read_array(path, dtype_name(values.dtype), list(values.shape))
+
+
+def _unwritten(path: Path, error: OSError) -> str:
+    return (
+        f"the feature store cannot write its rows to {path}: {error.strerror or error}; make "
+        "room or allow writing there, give another folder, or leave folder out"
+    )

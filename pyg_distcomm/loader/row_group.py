@@ -122,8 +122,8 @@ def add_rows(
     Price: the rows of a block that other ranks of it own, as bytes.
 
     Raises:
-        ValueError, TypeError: on all ranks, if sizes or types do not fit, or a codec
-            cannot send what is in the rows.
+        ValueError, TypeError: on all ranks, if sizes or types do not fit, a codec cannot
+            send what is in the rows, or a rank cannot write its file.
     """
     rows, problem = _checked(shelf, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
@@ -142,7 +142,7 @@ def add_rows(
         rows = gather_block(rows, counts, order, channel)
     if folder is not None:
         kind = "nodes" if shelf.group is NODES else str(shelf.group)
-        rows = on_disk(rows, folder, kind, name)
+        rows = on_disk(rows, folder, kind, name, channel)
     shelf.values[name], shelf.codecs[name] = rows, codec
 
 
