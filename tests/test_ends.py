@@ -108,6 +108,21 @@ def test_a_writer_that_is_killed_is_not_waited_for_for_ever(stopped):
         assert "signal 9" in str(caught.value)
 
 
+def _calls_shared_late():
+    from pyg_distcomm.loader import shared
+
+    mesh = pdc.init(timeout=DEADLINE)
+    if mesh.rank:
+        time.sleep(2 * DEADLINE)
+        return
+    with pytest.raises(RankError, match=r"have not come .*All ranks have to call sha"):
+        shared(graph)
+
+
+def test_a_rank_that_does_not_call_shared_is_named():
+    pdc.launch(_calls_shared_late, 2, timeout=120)
+
+
 def _large():
     data = graph()
     data.x = torch.rand(200, 100_000)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from batches import all_same, graph, hetero, same
+from batches import all_same, full_disk, graph, hetero, same
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
 
@@ -415,3 +415,36 @@ def _shared_as_data(place):
 
 def test_a_shared_graph_is_read_as_data(tmp_path):
     assert worlds.run(_shared_as_data, 2, str(tmp_path / "ran")) == [False, False]
+
+
+def _shared_from_nothing():
+    rank = worlds.mesh().rank
+    for source in (None, 5):
+        with pytest.raises(TypeError, match=rf"rank 0: .* got {type(source).__name__}"):
+            shared(source if rank == 0 else graph)
+    with pytest.raises(
+        RuntimeError, match="must return a Data or HeteroData, got None"
+    ):
+        shared(lambda: None)
+
+
+def test_shared_needs_a_graph():
+    worlds.run(_shared_from_nothing, 2)
+    with pytest.raises(TypeError, match="got NoneType"):
+        shared(None)
+    with pytest.raises(TypeError, match="must return a Data"):
+        shared(lambda: None)
+
+
+def _shared_on_a_full_disk(folder):
+    rank = worlds.mesh().rank
+    with (
+        full_disk(4096 if rank == 0 else None),
+        pytest.raises(RuntimeError, match=rf"written to {folder}: .*make room"),
+    ):
+        shared(graph, folder=folder)
+    assert not os.listdir(folder)
+
+
+def test_shared_says_that_a_disk_is_full(tmp_path):
+    worlds.run(_shared_on_a_full_disk, 2, str(tmp_path))

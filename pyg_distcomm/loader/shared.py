@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from pyg_distcomm.kernels.minibatch import Relation
 from pyg_distcomm.loader.registry import Notes, World, place
 from pyg_distcomm.sampling.graph_source import read_topology, remember
 
+CALLING = "All ranks have to call shared(), since one of each host loads the graph"
 LOADING = (
     "All ranks have to call shared(), and the one that loads the graph is not done"
 )
@@ -59,17 +60,24 @@ def shared(
             folder). It has to be on a local disk, and hold the graph.
 
     Raises:
+        TypeError: on all ranks, if a rank gives something else as `source`.
         RuntimeError: if the rank that loads fails; on all ranks, with its message.
         RankError: if it has shown no sign of life for the `timeout` of `pdc.init`. It may
             take longer than that to load.
     """
-    world = World.now()
+    world, problem = World.now(), _not_a_source(source)
     if world.size == 1:
+        if problem is not None:
+            raise TypeError(problem)
         return _graph(source)
     name = place()
     hosts = Notes(world, f"{name} host")
-    hosts.leave({"host": socket.gethostname()})
-    names = [note["host"] for note in hosts.collect("find the ranks of its host")]
+    hosts.leave({"host": socket.gethostname(), "problem": problem})
+    notes = hosts.collect("find the ranks of its host", CALLING)
+    for rank, note in enumerate(notes):
+        if note["problem"] is not None:
+            raise TypeError(f"rank {rank}: {note['problem']}")
+    names = [note["host"] for note in notes]
     leader = names.index(names[world.rank])
     written, mapped = Notes(world, f"{name} written"), Notes(world, f"{name} mapped")
     file: Any = None
@@ -82,11 +90,12 @@ def shared(
         notes = written.collect("get the graph of its host", LOADING)
         _raise_first(notes)
         graph = _mapped(notes[leader]["file"], mapped)
-        _raise_first(mapped.collect("see its host's graph mapped"))
+        _raise_first(mapped.collect("see its host's graph mapped", CALLING))
         return graph
     finally:
         if file is not None:
-            file.close()
+            with contextlib.suppress(OSError):  # of what a full disk did not take
+                file.close()
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,61 @@ class _OnDisk:
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
 
 
+def _not_a_source(source: Any) -> str | None:
+    """Returns why a source cannot give a graph, or None."""
+    if isinstance(source, (Data, HeteroData)) or callable(source):
+        return None
+    return (
+        "shared takes a Data or HeteroData, or a function that returns one, got "
+        f"{type(source).__name__}; pass dataset[0], or lambda: dataset[0]"
+    )
+
+
 def _graph(source: Any) -> Any:
     """Returns the graph, loaded if need be; PyG's graphs can be called as well."""
-    return source if isinstance(source, (Data, HeteroData)) else source()
+    graph = source if isinstance(source, (Data, HeteroData)) else source()
+    if not isinstance(graph, (Data, HeteroData)):
+        raise TypeError(
+            "the function given to shared must return a Data or HeteroData, got "
+            f"{type(graph).__name__}; return dataset[0]"
+        )
+    return graph
+
+
+class _Output:
+    """Passes writes on to a file, and keeps the error that torch.save would hide."""
+
+    def __init__(self, file: Any) -> None:
+        self.write_error: OSError | None = None
+        self._file = file
+
+    def write(self, part: Any) -> int:
+        try:
+            return int(self._file.write(part))
+        except OSError as error:
+            self.write_error = self.write_error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(graph: Any, file: Any, folder: str) -> None:
+    """Writes a graph; says where and why if the disk does not take it."""
+    output = _Output(file)
+    try:
+        try:
+            torch.save(graph, cast("IO[bytes]", output))
+            output.flush()
+        except RuntimeError:
+            if output.write_error is None:
+                raise
+            raise output.write_error from None
+    except OSError as error:
+        raise OSError(
+            f"the graph cannot be written to {folder}: {error.strerror or error}; make room "
+            "there, or give shared(..., folder=...) a local disk that holds the graph"
+        ) from None
 
 
 def _written(source: Any, folder: str | None, notes: Notes) -> Any:
@@ -131,9 +192,9 @@ def _written(source: Any, folder: str | None, notes: Notes) -> Any:
         relations = list(
             zip(topology.edge_types, topology.graph.relations, strict=True)
         )
-        file, path = _nameless(folder or _roomy(data) or tempfile.gettempdir())
-        torch.save((data, relations), file)
-        file.flush()
+        folder = folder or _roomy(data) or tempfile.gettempdir()
+        file, path = _nameless(folder)
+        _save((data, relations), file, folder)
         notes.leave({"file": path})
     except Exception as error:
         notes.leave({"error": f"{type(error).__name__}: {error}"})
