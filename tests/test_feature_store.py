@@ -20,11 +20,9 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.block_index import Index
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
-from pyg_distcomm.loader.quiver import QuiverFeature
-from pyg_distcomm.loader.row_group import RowGroup
+from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word

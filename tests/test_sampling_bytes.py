@@ -19,7 +19,7 @@ from pyg_distcomm.sampling.partitioned_layers import (
     layer_counts_price,
     sums_price,
 )
-from pyg_distcomm.sampling.row_request import counts_price, errand_price
+from pyg_distcomm.sampling.row_service import counts_price, errand_price
 
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]

@@ -16,7 +16,7 @@ from pyg_distcomm.loader.feature_store import (
 from pyg_distcomm.loader.layer_loader import (
     DistLayerLoader as DistLayerLoader,
 )
-from pyg_distcomm.loader.link_neighbor_loader import (
+from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import (

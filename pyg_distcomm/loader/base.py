@@ -12,15 +12,20 @@ from torch.utils.data import RandomSampler
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.batch_sharding import BatchSharding, Epochs, Numbered
-from pyg_distcomm.loader.buffers import Buffers
-from pyg_distcomm.loader.bulk_builder import BulkBuilder
-from pyg_distcomm.loader.collate import Collator
-from pyg_distcomm.loader.epoch import IndexSampler, Positions, Progress, Tracked
+from pyg_distcomm.loader.collate import Buffers, Collator
+from pyg_distcomm.loader.epoch import (
+    BatchSharding,
+    Epochs,
+    IndexSampler,
+    Numbered,
+    Positions,
+    Progress,
+    Tracked,
+)
 from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.phases import Phases
-from pyg_distcomm.loader.prefetch import PrefetchQueue
+from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, World, launched, place
 from pyg_distcomm.sampling import KeyedNeighborSampler
 

@@ -21,10 +21,9 @@ from pyg_distcomm.loader.cache_policy import (
     inclusion_probabilities,
     out_degrees,
 )
-from pyg_distcomm.loader.quiver import QuiverFeature
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
-from pyg_distcomm.loader.row_group import Group, own_rows
+from pyg_distcomm.loader.row_group import Group, QuiverFeature, own_rows
 from pyg_distcomm.loader.sharded import RowsAttr, ShardedStore, Wire
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor

@@ -14,10 +14,13 @@ from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
-from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
-from pyg_distcomm.loader.partitioned_source import PartitionedSource
+from pyg_distcomm.loader.partitioned_source import (
+    PartitionedOptions,
+    PartitionedSource,
+    gathered,
+)
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix
+from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.layer_graph import (
     MOST_ROWS,

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from pyg_distcomm.comm.process_grid import (
     check_replication,
     new_process_grid,
 )
+from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import named_seeds, seed_ids
+from pyg_distcomm.loader.options import LoaderOptions, named_seeds, seed_ids
 from pyg_distcomm.loader.phases import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
-from pyg_distcomm.sampling.graph_block import mesh_of
+from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling.graph_block import is_share, mesh_of
+from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # Stores of the shares that are alive: loaders for training and evaluation keep one.
@@ -365,3 +369,126 @@ def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
                 f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
                 f"{every[0].get(name)}; give all ranks the same"
             )
+
+
+TOPOLOGIES = ("auto", "partitioned", "replicated")
+
+
+@dataclass(frozen=True)
+class PartitionedOptions:
+    """Where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
+
+    topology: str = "auto"
+    replication: int | None = None
+    sample_at: str = "owner"
+    features: DistFeatureStore | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(
+                f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
+            )
+        if self.sample_at not in PLACES:
+            raise ValueError(
+                f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
+            )
+
+        if not isinstance(self.features, (DistFeatureStore, type(None))):
+            raise TypeError(
+                "features must be a DistFeatureStore, got "
+                f"{type(self.features).__name__}"
+            )
+
+    def told(
+        self, extras: LoaderOptions, dataloader: dict[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        """Returns what all ranks have to give alike."""
+        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
+        own = {**vars(self), "features": self.features is not None}
+        return {**options, **loading, **vars(extras), **own}
+
+    def wanted(self, data: Any) -> bool:
+        """Tells whether a graph is spread; refuses options that need one that is."""
+        if is_share(data):
+            return True
+        if isinstance(data, (Data, HeteroData)) and any(
+            isinstance(value, DistTensor) for s in data.stores for value in s.values()
+        ):
+            raise ValueError(
+                "this share of pdc.partition has no edges of any type to be sampled; load "
+                "the whole graph, or batches of its rows"
+            )
+        used = {
+            "topology='partitioned'": self.topology == "partitioned",
+            f"replication={self.replication}": self.replication is not None,
+            "sample_at='requester'": self.sample_at == "requester",
+            "features": self.features is not None,
+        }
+        asked = [name for name, given in used.items() if given]
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
+                f"{type(data).__name__} that each rank holds whole; pass "
+                "data = pyg_distcomm.partition(data, mesh)"
+            )
+        return False
+
+    @staticmethod
+    def check(sampler: Any, extras: LoaderOptions, dataloader: dict[str, Any]) -> None:
+        """Refuses what cannot be done by all ranks together."""
+        if sampler is not None:
+            raise ValueError(
+                "neighbor_sampler was given, but a partitioned graph is sampled by all "
+                "ranks together; leave it out"
+            )
+        if dataloader.get("num_workers", 0):
+            raise ValueError(
+                f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
+                "and its rows are fetched by threads of this process, which talk to the "
+                "other ranks; leave num_workers out"
+            )
+        if extras.split is False:
+            raise ValueError(
+                "split=False is for a loader of one rank's own, but a partitioned graph "
+                "is sampled by all ranks together; leave it out"
+            )
+
+    def sampler(
+        self,
+        spread: PartitionedSource,
+        num_neighbors: Any,
+        options: dict[str, Any],
+        seed: int | None,
+    ) -> Any:
+        """Returns what samples the share, or a copy of its edges; collective."""
+        seed = fresh_seed() if seed is None else seed
+        if options["subgraph_type"] == "bidirectional":
+            spread.learn_edge_owners()  # the target of an edge turned round is its source
+        if self.topology == "replicated":
+            names = [options["time_attr"], options["weight_attr"]]
+            data = gathered(spread.data, [name for name in names if name is not None])
+            return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
+        return PartitionedNeighborSampler(
+            spread.data,
+            num_neighbors,
+            channel=spread.sampling,
+            sample_at=self.sample_at,
+            seed=seed,
+            **options,
+        )
+
+
+def gathered(data: Data | HeteroData, names: list[str]) -> Any:
+    """Returns the edges of a share on every rank, and a few attributes; collective."""
+    whole: Any = type(data)()
+    for part in data.stores:
+        key = getattr(part, "_key", None)
+        out = whole if key is None else whole[key]
+        if "num_nodes" in part:
+            out.num_nodes = part.num_nodes
+        for name, value in part.items():
+            if isinstance(value, DistEdgeIndex):
+                out[name] = value.full_tensor().contiguous()
+            elif isinstance(value, DistTensor) and name in names:
+                out[name] = torch.as_tensor(value.full_tensor())
+    return whole

@@ -18,12 +18,18 @@ from pyg_distcomm.comm.price import Price, exchange_price
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.halo.codecs import Chain, Codec, Plain, RowSample, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.loader.block_index import Index
 from pyg_distcomm.loader.cache_policy import hottest, rows_kept
-from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
-from pyg_distcomm.loader.fetch_message import FetchedColumn, message_bytes
+from pyg_distcomm.loader.fetch import (
+    Fetch,
+    FetchedColumn,
+    Pool,
+    Wanted,
+    ids_of,
+    message_bytes,
+)
 from pyg_distcomm.loader.row_group import (
     Group,
+    Index,
     RowGroup,
     add_rows,
     learn_owners,

@@ -6,9 +6,9 @@ columns of a layer, v a row and u a column.
 """
 
 from pyg_distcomm.sampling import algebra as algebra
+from pyg_distcomm.sampling.algebra import BulkMatrix as BulkMatrix
+from pyg_distcomm.sampling.algebra import BulkNodes as BulkNodes
 from pyg_distcomm.sampling.algebra import Sample as Sample
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix as BulkMatrix
-from pyg_distcomm.sampling.bulk_matrix import BulkNodes as BulkNodes
 from pyg_distcomm.sampling.layer_graph import LayerEdges as LayerEdges
 from pyg_distcomm.sampling.layer_graph import LayerGraph as LayerGraph
 from pyg_distcomm.sampling.layer_graph import LocalLayerGraph as LocalLayerGraph

@@ -32,7 +32,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.bulk_matrix import (
+from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
     check_nodes,

@@ -37,8 +37,7 @@ from pyg_distcomm.kernels.minibatch import (
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
 from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
-from pyg_distcomm.sampling.remote_rows import RemoteRows
-from pyg_distcomm.sampling.row_request import RowQuery
+from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery
 
 PLACES = ("owner", "requester")
 

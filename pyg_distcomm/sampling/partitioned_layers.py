@@ -22,17 +22,16 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.price import Price
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.algebra import add
-from pyg_distcomm.sampling.bulk_matrix import (
+from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
+    add,
     check_nodes,
     offsets,
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
-from pyg_distcomm.sampling.remote_rows import RemoteRows
-from pyg_distcomm.sampling.row_request import RowQuery, RowRequest
+from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest
 from pyg_distcomm.sampling.rules import Rule
 
 

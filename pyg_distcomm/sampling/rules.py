@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
 SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
 
