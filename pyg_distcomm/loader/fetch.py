@@ -17,6 +17,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of, words_of
+from pyg_distcomm.sampling.row_service import RowRound
 
 Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
 
@@ -67,10 +68,10 @@ def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
     return torch.cat([p for one in zip(*parts, strict=True) for p in one]).to(kind)
 
 
-def unpack_ids(ids: Tensor, asked: Counts) -> list[Tensor]:
+def unpack_ids(ids: Sequence[Tensor], asked: Counts) -> list[Tensor]:
     """Returns what was asked of each group, rank by rank: the reverse of `pack_ids`."""
-    sizes = [count for one in zip(*asked, strict=True) for count in one]
-    parts = ids.long().split(sizes)
+    by_rank = zip(ids, zip(*asked, strict=True), strict=True)
+    parts = [part for one, sizes in by_rank for part in one.long().split(sizes)]
     return [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
 
 
@@ -216,13 +217,13 @@ class Fetch:
         asks, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
         if axis.size > 1:
-            asked = self._agree(asks, problem)
-            places, gids = self._served(asks, asked)
-            pending = collectives.all_to_all(
+            turn = self._agree(asks, problem)
+            asked: Counts = turn.table[:, 1:].t().tolist()
+            places, gids = self._served(turn, asks, asked)
+            pending = turn.send_rows(
                 self._packed(places, gids, asked),
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
-                axis,
                 "fetch_rows",
             )
         elif problem is not None:
@@ -297,35 +298,31 @@ class Fetch:
 
     # Exchanges ------------------------------------------------------------------------
 
-    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> Counts:
-        """Tells each rank how many rows are wanted of it; returns what it is asked for."""
+    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> RowRound:
+        """Begins a round: sends each rank the number of rows that are asked of it."""
         axis = self.channel.row
         spoken = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
         head = torch.full((axis.size,), spoken if problem is None else _BAD)
         table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
-        ones = [1] * axis.size
-        got = collectives.all_to_all(table, ones, ones, axis, "plan", 1).wait()
-        if problem is not None or bool((got[:, 0] != spoken).any()):
+        turn = RowRound(axis, table)
+        if problem is not None or bool((turn.table[:, 0] != spoken).any()):
             collectives.agree(problem, axis)
             raise ValueError(
                 "the ranks fetch different attributes at the same time; give all ranks "
                 "the same `attrs`"
             )
-        counts: Counts = got[:, 1:].t().tolist()
-        return counts
+        return turn
 
     def _served(
-        self, asks: Sequence[GroupQuery], asked: Counts
+        self, turn: RowRound, asks: Sequence[GroupQuery], asked: Counts
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sends ids to where their rows are; returns places and ids of those asked here."""
-        axis = self.channel.row
-        ids = collectives.all_to_all(
+        ids = turn.send_ids(
             pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
             [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
             [sum(one) for one in zip(*asked, strict=True)],
-            axis,
             "fetch_ids",
-        ).wait()
+        )
         places, gids = [], unpack_ids(ids, asked)
         for shelf, part in zip(self.shelves, gids, strict=True):
             place, here = shelf.index.places(part)

@@ -1,8 +1,8 @@
-r"""KeyedLayerSampler: layer-wise sampling, many minibatches at a time.
+r"""Samples minibatches layer by layer, many at a time, and weighs their edges.
 
-[Note: weights of a sampled layer] The layer of a minibatch has rows v, columns u that were drawn with chances p_u = P_u / sum
-P, and wants z_v = sum over u of Ahat[v, u] x_u. It computes the sum over its columns of
-Ahat[v, u] f_u x_u, with a factor f_u for each column:
+[Note: weights of a sampled layer] The layer of a minibatch has rows v, and columns u drawn
+with chances p_u = P_u / sum P. It estimates z_v = sum over u of Ahat[v, u] x_u by the sum
+over its columns of Ahat[v, u] f_u x_u, with a factor f_u for each column:
 
     None            f = 1
     "normalized"    f = 1 / p_u, then each row divided by its sum: [Zou19]'s own code.

@@ -5,7 +5,7 @@ whoever multiplies them; sums of weights come back, one partial row for each min
 are added up. At the owner, every block multiplies what it holds. At the requester, as in
 the Graph Partitioned algorithm of [Tripathy24], the c ranks of a process row share out
 the rows of A: each brings a part for all of them, once each, multiplies, and the partial
-rows are added up over the process row ([Note: rows over the process row] in far_rows.py says
+rows are added up over the process row ([Note: rows over the process row] in row_service.py says
 what differs). Weights are integers, so that all orders of adding give the same bits, and
 draws are made from equal rows by equal keys.
 """
@@ -31,7 +31,7 @@ from pyg_distcomm.sampling.algebra import (
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
-from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest
+from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
 
 
@@ -159,20 +159,17 @@ class PartitionedLayerGraph:
         self._round = None
         wanted = turn.errand.sent > 0  # [peers, k]
         sizes = cols.ptr.diff() * wanted
-        axis = self._axis
-        ones = [1] * axis.size
-        coming = collectives.all_to_all(sizes, ones, ones, axis, "plan", 1).wait()
+        columns = RowRound(self._axis, sizes)
+        coming = columns.table
         places = [_ranges(cols.ptr, row) for row in wanted]
-        got = collectives.all_to_all(
+        theirs = columns.send_ids(
             cols.id[torch.cat(places)].to(self._far.word),
             sizes.sum(1).tolist(),
             coming.sum(1).tolist(),
-            axis,
             "columns",
-        ).wait()
-        theirs = got.long().split(coming.sum(1).tolist())
+        )
         messages = [
-            self._edges(turn.server, asked, BulkNodes(ids, offsets(counts)))
+            self._edges(turn.server, asked, BulkNodes(ids.long(), offsets(counts)))
             for asked, ids, counts in zip(turn.received, theirs, coming, strict=True)
         ]
         found = turn.errand.exchange(messages, "edges")

@@ -1,4 +1,10 @@
-"""Rows of a partitioned graph: asked of the ranks that have them, answered, fetched.
+"""Sends ids to the ranks that hold their rows, and brings the rows back.
+
+[Note: row service] A `RowRound` is three exchanges over an axis: how many ids each rank asks
+of each other, the ids, and the answers. All that looks rows up by id runs on it: node-wise
+and layer-wise samplers of a partitioned graph (`RemoteRows`), which draw from the rows or
+bring them whole, and the feature store (`loader.fetch`). What a message holds is settled by
+whoever asks; where it goes, and when, is settled here.
 
 [Note: rows over the process row] In the Graph Partitioned algorithm of [Tripathy24] the c
 ranks of a process row hold the same rows of Q. Each multiplies by a c-th of the blocks of A,
@@ -100,6 +106,53 @@ def counts_price(segments: int, ranks: int) -> Price:
     return Price(words=(segments + 2) * (ranks - 1))
 
 
+class RowRound:
+    """Runs the exchanges of one round: counts when it is made, then ids, then answers.
+
+    Args:
+        axis: the ranks that ask each other.
+        table: `[ranks, w]` int64, a row for each rank: how many ids are asked of it, and
+            what it has to know to read them.
+    """
+
+    def __init__(self, axis: Axis, table: Tensor) -> None:
+        self.axis = axis
+        ones = [1] * axis.size
+        self.table: Tensor = collectives.all_to_all(
+            table, ones, ones, axis, "plan", 1
+        ).wait()
+
+    def send_ids(
+        self, ids: Tensor, sent: Sequence[int], coming: Sequence[int], op: str
+    ) -> list[Tensor]:
+        """Sends ids, sorted by rank; returns those that each rank asks for here."""
+        got = collectives.all_to_all(ids, list(sent), list(coming), self.axis, op)
+        return list(got.wait().split(list(coming)))
+
+    def send_rows(
+        self, rows: Tensor, sent: Sequence[int], coming: Sequence[int], op: str
+    ) -> collectives.Pending:
+        """Starts to send answers of sizes that both ends know from the counts."""
+        return collectives.all_to_all(rows, list(sent), list(coming), self.axis, op)
+
+    def send_parts(
+        self, messages: Sequence[Tensor], op: str
+    ) -> tuple[list[Tensor], Tensor]:
+        """Sends answers of any size, whose sizes go first; a rank's own does not travel.
+
+        Returns:
+            the answer of each rank, and all those of other ranks, in rank order.
+        """
+        rank = self.axis.rank
+        coming = collectives.exchange_counts([len(m) for m in messages], self.axis)
+        own, coming[rank] = messages[rank], 0
+        away = [own[:0] if i == rank else m for i, m in enumerate(messages)]
+        received = collectives.all_to_all_parts(away, coming, self.axis, op).wait()
+        parts = list(received.split(coming))
+        parts[rank] = own
+        return parts, received
+
+
 class RowRequest:
     """One round over an axis: ids went out when it was made, `reply` brings answers.
 
@@ -120,7 +173,7 @@ class RowRequest:
         peers: Sequence[Tensor],
         word: torch.dtype,
     ) -> None:
-        self._axis, self._word = axis, word
+        self._word = word
         sizes = torch.tensor([w.node.numel() for w in wishes], dtype=torch.int64)
         self._first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         peer = torch.cat([torch.empty(0).long(), *peers])
@@ -131,17 +184,15 @@ class RowRequest:
         self._counts = each.view(axis.size, segments)
         flags = _flags(wishes)
         table = torch.cat([self._counts, torch.full((axis.size, 1), flags)], 1)
-        ones = [1] * axis.size
-        theirs = collectives.all_to_all(table, ones, ones, axis, "plan", 1).wait()
+        self._round = RowRound(axis, table)
+        theirs = self._round.table
         message = _packed(wishes, flags, word).index_select(0, self._order)
         sent = self._counts.sum(1) * message.size(1)
         widths = torch.tensor([_width(int(row[-1]), word) for row in theirs])
         coming = theirs[:, :-1].sum(1) * widths
-        flat = message.view(-1)
-        got = collectives.all_to_all(
-            flat, sent.tolist(), coming.tolist(), axis, "frontier"
+        parts = self._round.send_ids(
+            message.view(-1), sent.tolist(), coming.tolist(), "frontier"
         )
-        parts = got.wait().split(coming.tolist())
         kinds = [w.relation for w in wishes]
         self.received = [
             _unpacked(part, row[:-1].tolist(), int(row[-1]), kinds)
@@ -172,14 +223,7 @@ class RowRequest:
         self, messages: Sequence[Tensor], op: str = "samples"
     ) -> tuple[list[Tensor], Tensor]:
         """Does as `exchange`; returns also all that came from others, in rank order."""
-        rank = self._axis.rank
-        coming = collectives.exchange_counts([len(m) for m in messages], self._axis)
-        own, coming[rank] = messages[rank], 0  # it stays where it is
-        away = [own[:0] if i == rank else m for i, m in enumerate(messages)]
-        far = collectives.all_to_all_parts(away, coming, self._axis, op).wait()
-        found = list(far.split(coming))
-        found[rank] = own
-        return found, far
+        return self._round.send_parts(messages, op)
 
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
