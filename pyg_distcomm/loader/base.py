@@ -26,7 +26,7 @@ from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.phases import Phases
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
-from pyg_distcomm.loader.registry import Notes, World, launched, place
+from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 
@@ -102,7 +102,8 @@ class BulkLoading(_PyGLoader):
         self.__dict__["dataset"] = Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
-        self._place = "" if extras.split is False else place()
+        kind = f"{type(self).__qualname__}{tuple(options)}"
+        self._place = None if extras.split is False else Place.next(kind)
         self._dealt: BatchSharding | None = None
         self._notes: Notes | None = None
         self._join()
@@ -227,7 +228,7 @@ class BulkLoading(_PyGLoader):
         return out
 
     def _sample(self, inputs: Any) -> Any:
-        raise NotImplementedError
+        return self.node_sampler.sample_from_nodes(inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
@@ -298,7 +299,7 @@ class BulkLoading(_PyGLoader):
     def _join(self) -> World:
         """Leaves a note for the other ranks, once there are any."""
         world = World.now()
-        if self._notes is None and world.size > 1 and self._extras.split is not False:
+        if self._notes is None and world.size > 1 and self._place is not None:
             mesh = latest_mesh() if self.spread is None else self.spread.mesh
             self._notes = Notes(world, self._place, mesh)
             if self.seed is None:

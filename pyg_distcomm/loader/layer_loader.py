@@ -154,9 +154,6 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         self.data, inputs = data, self.input_data
         self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
 
-    def _sample(self, inputs: Any) -> Any:
-        return self.node_sampler.sample_from_nodes(inputs)
-
     def pyg_filter_fn(self, out: Any) -> Any:
         """PyG's `filter_fn`, for edges of which some are loops without an id."""
         real = copy.copy(out)

@@ -158,9 +158,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         self.data, inputs = data, self.input_data
         self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
 
-    def _sample(self, inputs: Any) -> Any:
-        return self.node_sampler.sample_from_nodes(inputs)
-
 
 class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     r"""Loads minibatches around edges, as PyG's `LinkNeighborLoader` does.

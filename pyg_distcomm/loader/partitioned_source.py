@@ -310,13 +310,14 @@ def _num_nodes(part: Any, edges: Any) -> int | None:
 
 
 def _marks(data: Data | HeteroData) -> list[Any]:
-    """Returns what tells whether the rows of a share are the same as before."""
-    return [
-        (name, weakref.ref(value), 0 if value.is_inference() else value._version)
-        for part in data.stores
-        for name, value in part.items()
-        if isinstance(value, DistTensor)
-    ]
+    """Returns what shows whether the rows of a share are the same as before."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            (name, weakref.ref(value), 0 if value.is_inference() else value._version)
+            for part in data.stores
+            for name, value in part.items()
+            if isinstance(value, DistTensor)
+        ]
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
