@@ -1,4 +1,4 @@
-"""Loaders of minibatches: every name of `torch_geometric.loader`.
+"""Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader, and
 all else is PyG's own.

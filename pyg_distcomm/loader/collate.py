@@ -80,7 +80,7 @@ Pools: TypeAlias = dict[int, tuple[Callable[[Tensor], Tensor], Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """One attribute whose rows are gathered here.
+    """Describes one attribute whose rows the collator gathers.
 
     Args:
         store: the key of its store in a HeteroData; None in a Data.
@@ -96,7 +96,7 @@ class Attribute:
 
 
 class Collator:
-    """Assembles minibatches of one loader, as its data is now.
+    """Collates the minibatches of one loader, as its data is now.
 
     Args:
         loader: a loader of this package.
@@ -124,7 +124,7 @@ class Collator:
 
     @property
     def pooled(self) -> bool:
-        """Whether rows are fetched once for a whole bulk: from disk, or other ranks."""
+        """Returns whether rows are fetched once for a whole bulk: from disk, or other ranks."""
         return any(not isinstance(rows.values, Tensor) for rows in self._rows)
 
     def fetch(self, outs: list[Any]) -> Pools:

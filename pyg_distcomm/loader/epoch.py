@@ -1,6 +1,6 @@
 """Shares the minibatches of an epoch out over the ranks, and tracks an epoch's progress.
 
-[Note: dealing] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
+[Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
 Batch t goes to rank t mod P, so that an epoch can go on with another number of ranks
 after any round. Lists that the script has split itself stay split: batch i of rank r
 then has number i P + r. A batch's number, not its rank, keys its draws.
@@ -26,7 +26,7 @@ _ORDER, _DRAWS = 0x0D, 0xD4
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """One minibatch to sample: what travels to whoever samples it.
+    """Describes one minibatch to sample, for the thread or worker that samples it.
 
     Args:
         positions: of its inputs in the loader's list.
@@ -41,7 +41,7 @@ class Numbered:
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """How batches are shared out among the ranks.
+    """Assigns the batches of an epoch to ranks.
 
     Args:
         rank: this rank.
@@ -65,7 +65,7 @@ class BatchSharding:
         left = max(self.batches[0] - start, 0)
         return -(-left // self.size) if self.even == "pad" else left // self.size
 
-    def mine(self, start: int) -> Iterator[tuple[int, int, bool]]:
+    def of_rank(self, start: int) -> Iterator[tuple[int, int, bool]]:
         """Yields this rank's batches: (place in its list, global number, a repeat?)."""
         for i in range(self.rounds(start)):
             if self.split:
@@ -82,7 +82,7 @@ class BatchSharding:
 
 
 class Epochs:
-    """The batches of any epoch of a loader, as a function of its seed.
+    """Lists the batches of any epoch of a loader, as a function of its seed.
 
     Args:
         count: number of inputs.
@@ -114,27 +114,29 @@ class Epochs:
         return math.floor(full) if self.drop_last else math.ceil(full)
 
     def batches(
-        self, seed: int, epoch: int, deal: BatchSharding, start: int
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
     ) -> Iterator[Numbered]:
         """Yields this rank's batches of an epoch, from global batch `start` on."""
         if self.given is not None:
-            yield from self._given(seed, epoch, deal, start)
+            yield from self._given(seed, epoch, sharding, start)
             return
         order = torch.arange(self.count)
         if self.shuffle:
-            shuffler = deal.rank if deal.split else 0
+            shuffler = sharding.rank if sharding.split else 0
             order = keyed_permutation(fold(seed, epoch, _ORDER, shuffler), self.count)
         positions = order.numpy()
-        for place, number, padding in deal.mine(start):
-            mine = positions[place * self.batch_size : (place + 1) * self.batch_size]
-            yield Numbered(mine, fold(seed, epoch, _DRAWS, number), padding)
+        for place, number, padding in sharding.of_rank(start):
+            inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]
+            yield Numbered(inputs, fold(seed, epoch, _DRAWS, number), padding)
 
     def _given(
-        self, seed: int, epoch: int, deal: BatchSharding, start: int
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
     ) -> Iterator[Numbered]:
         """Numbers the script's own batches; those before `start` are passed over."""
-        rounds = deal.rounds(start) if deal.size > 1 and deal.batches else None
-        skipped = start // deal.size
+        rounds = (
+            sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
+        )
+        skipped = start // sharding.size
         first = np.empty(0, np.int64)
         i = skipped
         for place, index in enumerate(self.given):
@@ -144,10 +146,10 @@ class Epochs:
                 continue
             if rounds is not None and i - skipped >= rounds:
                 return
-            key = fold(seed, epoch, _DRAWS, i * deal.size + deal.rank)
+            key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
             yield Numbered(np.asarray(index, dtype=np.int64), key)
             i += 1
-        key = fold(seed, epoch, _DRAWS, deal.rank)
+        key = fold(seed, epoch, _DRAWS, sharding.rank)
         while rounds is not None and i - skipped < rounds:
             yield Numbered(first, key, padding=True)
             i += 1
@@ -155,7 +157,7 @@ class Epochs:
 
 @dataclass
 class Progress:
-    """How far the epoch under way has come."""
+    """Records how many batches of the current epoch were yielded."""
 
     epoch: int
     start: int
@@ -164,7 +166,7 @@ class Progress:
 
 
 class Positions(Sequence[int]):
-    """The positions of a list, handed to a worker with what travels beside them."""
+    """Stands for the positions of a list, and passes a `Numbered` on to a worker."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -180,7 +182,7 @@ class Positions(Sequence[int]):
 
 
 class IndexSampler:
-    """The batches of the epoch that begins next, as torch's DataLoader asks for them."""
+    """Yields the batches of the next epoch, as torch's DataLoader asks for them."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -189,14 +191,14 @@ class IndexSampler:
         return self._loader._plan()
 
     def __len__(self) -> int:
-        deal = self._loader._deal()
-        if deal.batches:
-            return deal.rounds(0)
+        sharding = self._loader._sharding()
+        if sharding.batches:
+            return sharding.rounds(0)
         return len(self._loader._epochs.given)  # raises what the script's own raise
 
 
 class Tracked:
-    """An iterator over one epoch that tells its loader how far it has come."""
+    """Iterates over one epoch, and records its progress and its phases."""
 
     def __init__(
         self, inner: Iterator[Any], progress: Progress, length: int, phases: Phases

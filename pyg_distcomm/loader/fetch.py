@@ -1,4 +1,4 @@
-"""One fetch of rows by id: three exchanges over the blocks of a channel."""
+"""Fetches rows of a feature store by id, in one round of the row service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
 
 @dataclass(frozen=True, eq=False)
 class FetchedColumn:
-    """One attribute that travels.
+    """Encodes and decodes the rows of one attribute that travels.
 
     Args:
         group: the number of its group.
@@ -133,7 +133,7 @@ _BAD = -1  # in the place of a checksum: this rank cannot ask for what it wants
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Distinct rows of one group, in the order in which they came.
+    """Holds the distinct rows of one group, in the order in which they arrived.
 
     Shapes (u ids): ids `[u]` ascending; place `[u]`, where each is in the rows;
     rows name -> `[v, ...]`, v >= u.
@@ -151,7 +151,7 @@ class Pool:
 
     @cached_property
     def _look_up(self) -> Callable[[Tensor], Tensor]:
-        """An index of a bit for each id there could be, unless ids are few among them."""
+        """Returns a rank-select index, or a binary search where ids are sparse."""
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
         if len(self.ids) == 0 or total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
@@ -165,7 +165,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class GroupQuery:
-    """What one fetch wants of one group: its distinct ids, sorted by where they are.
+    """Lists the distinct ids that one fetch needs of one group, sorted by where they are.
 
     Shapes (u ids):
         ids     [u]  ascending
@@ -183,12 +183,12 @@ class GroupQuery:
 
     @property
     def away(self) -> Tensor:
-        """The ids that travel, block by block."""
+        """Returns the ids that travel, block by block."""
         return self.ids[self.order[len(self.order) - sum(self.counts) :]]
 
     @property
     def place(self) -> Tensor:
-        """Where each id is in the order."""
+        """Returns the position of each id in the order."""
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(len(self.order))
         return place
@@ -196,16 +196,16 @@ class GroupQuery:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """The exchange of some attributes.
+    """Fetches rows of some attributes; collective.
 
     Args:
         channel: its row axis holds all blocks between its ranks.
-        shelves: the groups of the store, in the same order on all ranks.
-        columns: the attributes to bring, likewise; `group` numbers the shelves.
+        row_groups: the groups of the store, in the same order on all ranks.
+        columns: the attributes to bring, likewise; `group` numbers the row_groups.
     """
 
     channel: ProcessGrid
-    shelves: Sequence[RowGroup]
+    row_groups: Sequence[RowGroup]
     columns: Sequence[FetchedColumn]
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
@@ -234,17 +234,17 @@ class Fetch:
 
     def plan(self, wanted: Wanted) -> tuple[list[GroupQuery], str | None]:
         """Returns what is wanted of each group, or why it cannot be had."""
-        groups = [shelf.group for shelf in self.shelves]
+        groups = [row_group.group for row_group in self.row_groups]
         unknown = [group for group in wanted if group not in groups]
         problem = None
         if unknown:
             problem = f"no group {unknown[0]!r} in the store; there are {groups}"
         asks = []
-        for number, shelf in enumerate(self.shelves):
+        for number, row_group in enumerate(self.row_groups):
             ask = self._nothing
             try:
-                if problem is None and shelf.group in wanted:
-                    ask = self._planned(number, shelf, wanted[shelf.group])
+                if problem is None and row_group.group in wanted:
+                    ask = self._planned(number, row_group, wanted[row_group.group])
             except ValueError as error:
                 problem = str(error)
             asks.append(ask)
@@ -256,39 +256,39 @@ class Fetch:
         return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
 
     def _planned(
-        self, number: int, shelf: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
+        self, number: int, row_group: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
     ) -> GroupQuery:
-        group = shelf.group
-        ids = _vector(asked, f"ids of group {group!r}", shelf.total)
-        _check_range(ids, shelf.total, f"ids of group {group!r}")
-        unique = distinct(ids, shelf.total)
+        group = row_group.group
+        ids = _vector(asked, f"ids of group {group!r}", row_group.total)
+        _check_range(ids, row_group.total, f"ids of group {group!r}")
+        unique = distinct(ids, row_group.total)
         if not any(column.group == number for column in self.columns):
             order = torch.arange(len(unique))  # nothing of them is ours to bring
             return replace(self._nothing, ids=unique, order=order)
         if isinstance(asked, tuple):
             owner = _owners_of(unique, ids, asked[1])
             _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
-        elif shelf.owners is not None:
-            owner = shelf.owners.owner_of(unique)
+        elif row_group.owners is not None:
+            owner = row_group.owners.owner_of(unique)
         else:
             raise ValueError(
                 f"who owns which id of group {group!r} is not known; give (ids, owners), "
                 "or call learn_owners(group) before"
             )
-        return self._sorted(shelf, unique, owner // self.channel.replication)
+        return self._sorted(row_group, unique, owner // self.channel.replication)
 
-    def _sorted(self, shelf: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
+    def _sorted(self, row_group: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
         own = block == self.channel.block
         home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
-        here, found = shelf.index.places(ids[home])
+        here, found = row_group.index.places(ids[home])
         if not bool(found.all()):
             bad = int(ids[home[~found]][0])
             raise ValueError(
-                f"id {bad} of group {shelf.group!r} is not here, as the owner given with "
+                f"id {bad} of group {row_group.group!r} is not here, as the owner given with "
                 "it says"
             )
-        kept, found = shelf.cached.places(ids[rest])
+        kept, found = row_group.cached.places(ids[rest])
         hot, cold = rest[found], rest[~found]
         cold = cold[torch.argsort(block[cold], stable=True)]
         counts = torch.bincount(block[cold], minlength=self.channel.row.size).tolist()
@@ -324,10 +324,10 @@ class Fetch:
             "fetch_ids",
         )
         places, gids = [], unpack_ids(ids, asked)
-        for shelf, part in zip(self.shelves, gids, strict=True):
-            place, here = shelf.index.places(part)
+        for row_group, part in zip(self.row_groups, gids, strict=True):
+            place, here = row_group.index.places(part)
             if not bool(here.all()):
-                raise self._misled(shelf, int(part[~here][0]))
+                raise self._misled(row_group, int(part[~here][0]))
             places.append(place)
         return places, gids
 
@@ -340,9 +340,9 @@ class Fetch:
             self._tell(error)
             raise
 
-    def _misled(self, shelf: RowGroup, gid: int) -> ValueError:
+    def _misled(self, row_group: RowGroup, gid: int) -> ValueError:
         error = ValueError(
-            f"id {gid} of group {shelf.group!r} was asked of rank "
+            f"id {gid} of group {row_group.group!r} was asked of rank "
             f"{self.channel.world.rank}, which does not have it: the owner given with it "
             "is wrong"
         )
@@ -356,8 +356,8 @@ class Fetch:
 
     @property
     def id_type(self) -> torch.dtype:
-        """The type in which ids travel."""
-        big = any(shelf.total >= 2**31 for shelf in self.shelves)
+        """Returns the dtype in which ids travel."""
+        big = any(row_group.total >= 2**31 for row_group in self.row_groups)
         return torch.int64 if big else torch.int32
 
     # After ----------------------------------------------------------------------------
@@ -373,14 +373,14 @@ class Fetch:
         whole: list[Tensor] = []
         away: list[Tensor] = []
         for column in self.columns:
-            ask, shelf = asks[column.group], self.shelves[column.group]
+            ask, row_group = asks[column.group], self.row_groups[column.group]
             here, kept = len(ask.here), len(ask.here) + len(ask.kept)
             rows = column.values
             if not direct[column.group]:
                 rows = rows.new_empty((len(ask.ids), *rows.shape[1:]))
                 take_rows(column.values, ask.here, rows[:here])
                 if kept > here:
-                    take_rows(shelf.hot[column.name], ask.kept, rows[here:kept])
+                    take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
             whole.append(rows)
             away.append(rows[:0] if direct[column.group] else rows[kept:])
         if pending is not None:
@@ -388,17 +388,19 @@ class Fetch:
             gids = [ask.away for ask in asks]
             unpack_rows(pending.wait(), self.columns, counts, gids, away)
         pools: dict[Group, Pool] = {}
-        for number, (shelf, ask) in enumerate(zip(self.shelves, asks, strict=True)):
-            if shelf.group in wanted:
+        for number, (row_group, ask) in enumerate(
+            zip(self.row_groups, asks, strict=True)
+        ):
+            if row_group.group in wanted:
                 pairs = zip(self.columns, whole, strict=True)
                 rows_of = {c.name: rows for c, rows in pairs if c.group == number}
                 place = ask.here if direct[number] else ask.place
-                pools[shelf.group] = Pool(ask.ids, place, rows_of)
+                pools[row_group.group] = Pool(ask.ids, place, rows_of)
         return pools
 
     def _direct(self, number: int, ask: GroupQuery) -> bool:
-        """Whether a group's rows are all here, and can be read where they are."""
-        alone = not self.shelves[number].foreign
+        """Returns whether a group's rows are all here, and can be read in place."""
+        alone = not self.row_groups[number].foreign
         return alone and 0 < len(ask.here) == len(ask.ids)
 
 

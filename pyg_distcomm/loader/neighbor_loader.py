@@ -1,4 +1,4 @@
-"""DistNeighborLoader: PyG's NeighborLoader, in bulks, on any number of ranks."""
+"""Loads minibatches of sampled neighbourhoods, of nodes or of links, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
-        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
         options = {
             "replace": replace,
@@ -122,20 +122,24 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
         }
         whole = data
-        place = PartitionedOptions(topology, replication, sample_at, features)
-        if place.wanted(data):
-            place.check(neighbor_sampler, extras, kwargs)
-            told = place.told(
-                extras,
+        partitioned = PartitionedOptions(topology, replication, sample_at, features)
+        if partitioned.wanted(data):
+            partitioned.check(neighbor_sampler, loader_options, kwargs)
+            replicated_args = partitioned.replicated_args(
+                loader_options,
                 kwargs,
                 num_neighbors=num_neighbors,
                 own_transform=transform_sampler_output is not None,
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = PartitionedSource(data, replication, features, told)
+            self.spread = PartitionedSource(
+                data, replication, features, replicated_args
+            )
             input_time = self.spread.plain(input_time, "input_time")
-            neighbor_sampler = place.sampler(self.spread, num_neighbors, options, seed)
+            neighbor_sampler = partitioned.sampler(
+                self.spread, num_neighbors, options, seed
+            )
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
             whole = self.spread.hollow
         else:
@@ -156,7 +160,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
+        self._set_up(
+            loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
+        )
 
 
 class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
@@ -204,7 +210,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         split: bool | str = "auto",
         **kwargs: Any,
     ) -> None:
-        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
         edge_label_index = checked_links(data, edge_label_index)
         neighbor_sampler = keyed_sampler(
@@ -239,7 +245,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         )
         inputs = self.input_data
         listed = [inputs.row, inputs.col, inputs.label, inputs.time, inputs.input_type]
-        self._set_up(extras, listed, kwargs)
+        self._set_up(loader_options, listed, kwargs)
 
     def _sample(self, inputs: Any) -> Any:
         return self.link_sampler.sample_from_edges(

@@ -1,4 +1,4 @@
-"""A graph that is spread over the ranks, as a loader needs it."""
+"""Gives a loader the shape, the rows and the process groups of a partitioned graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _stores: Any = WeakIdKeyDictionary()
 
 
 class PartitionedSource:
-    """A share of a graph: its shape for PyG, its rows for a bulk, its channels.
+    """Holds a share of a graph for a loader: its shape for PyG, its row stores, its channels.
 
     All ranks build it together. Its channels are closed with it.
 
@@ -45,7 +45,7 @@ class PartitionedSource:
         data: from `pdc.partition` or `pdc.load_partition`.
         replication: c, how many ranks hold each block; see `new_process_grid`.
         features: where rows are fetched from (default: a store of the share's own rows).
-        arguments: what all ranks have to give alike.
+        arguments: those that must be the same on all ranks.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -75,7 +75,7 @@ class PartitionedSource:
         self._read_rows()
 
     def _read_rows(self) -> None:
-        """Takes up the rows of the share, and of the store that was given; collective."""
+        """Reads the rows of the share, and of the store that was given; collective."""
         self._marks = _marks(self.data)
         if self._given is None:
             found = [_kept_store(self.data, self._marks, self.fetching)]
@@ -92,9 +92,9 @@ class PartitionedSource:
 
     def _over_channel(self, store: DistFeatureStore) -> DistFeatureStore:
         """Returns a store that fetches over this spread's channel."""
-        mine = copy.copy(store)
-        mine.channel = self.fetching
-        return mine
+        over = copy.copy(store)
+        over.channel = self.fetching
+        return over
 
     def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
         """Returns which attributes a store brings, those of the stores before it apart."""
@@ -124,7 +124,7 @@ class PartitionedSource:
         return taken
 
     def refresh(self) -> None:
-        """Takes up rows that have changed on any rank; collective, once an epoch."""
+        """Reads rows again that have changed on any rank; collective, once an epoch."""
         same = [_same(self._marks, _marks(self.data))]
         found = collectives.all_gather_counts(
             [int(one) for one in same], self.fetching.world
@@ -135,7 +135,7 @@ class PartitionedSource:
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
         """Returns seeds as ids of the whole graph; masks may be spread like the graph.
 
-        Where nodes have times, the sampler is told those of the seeds.
+        Where nodes have times, the sampler gets those of the seeds.
         """
         with alike(self.mesh.world):
             name, ids = named_seeds(self.data, given)
@@ -147,15 +147,15 @@ class PartitionedSource:
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             self._check_mask(ids, name)
-        told = getattr(sampler, "set_seed_times", None)
+        set_times = getattr(sampler, "set_seed_times", None)
         clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
         of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
-        if told is not None and times is None and of_nodes:
+        if set_times is not None and times is None and of_nodes:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
             with alike(self.mesh.world):
                 every = every if ids is None else every[ids]
-            told(name, every, time[every])
+            set_times(name, every, time[every])
         if name is None:
             return ids
         return name if ids is None else (name, ids)
@@ -224,7 +224,7 @@ class PartitionedSource:
 
 @contextmanager
 def alike(world: collectives.Axis | None) -> Iterator[None]:
-    """Has what one rank raises in a block raised by all of them, each after the block."""
+    """Raises on all ranks, after the block, what one rank raises in it."""
     failed = None
     try:
         yield
@@ -359,10 +359,10 @@ def _check_features(features: DistFeatureStore, c: int, asked: int | None) -> in
 
 
 def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
-    told = {name: repr(value) for name, value in arguments.items()}
-    every = collectives.all_gather_object(told, world)
+    own = {name: repr(value) for name, value in arguments.items()}
+    every = collectives.all_gather_object(own, world)
     for rank, theirs in enumerate(every):
-        differ = [name for name in told if theirs.get(name) != every[0].get(name)]
+        differ = [name for name in own if theirs.get(name) != every[0].get(name)]
         if differ:
             name = differ[0]
             raise ValueError(
@@ -377,7 +377,7 @@ TOPOLOGIES = ("auto", "partitioned", "replicated")
 
 @dataclass(frozen=True)
 class PartitionedOptions:
-    """Where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
+    """Checks where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
 
     topology: str = "auto"
     replication: int | None = None
@@ -400,13 +400,13 @@ class PartitionedOptions:
                 f"{type(self.features).__name__}"
             )
 
-    def told(
-        self, extras: LoaderOptions, dataloader: dict[str, Any], **options: Any
+    def replicated_args(
+        self, loader_options: LoaderOptions, dataloader: dict[str, Any], **options: Any
     ) -> dict[str, Any]:
-        """Returns what all ranks have to give alike."""
+        """Returns the arguments that must be the same on all ranks."""
         loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
         own = {**vars(self), "features": self.features is not None}
-        return {**options, **loading, **vars(extras), **own}
+        return {**options, **loading, **vars(loader_options), **own}
 
     def wanted(self, data: Any) -> bool:
         """Tells whether a graph is spread; refuses options that need one that is."""
@@ -435,7 +435,9 @@ class PartitionedOptions:
         return False
 
     @staticmethod
-    def check(sampler: Any, extras: LoaderOptions, dataloader: dict[str, Any]) -> None:
+    def check(
+        sampler: Any, loader_options: LoaderOptions, dataloader: dict[str, Any]
+    ) -> None:
         """Refuses what cannot be done by all ranks together."""
         if sampler is not None:
             raise ValueError(
@@ -448,7 +450,7 @@ class PartitionedOptions:
                 "and its rows are fetched by threads of this process, which talk to the "
                 "other ranks; leave num_workers out"
             )
-        if extras.split is False:
+        if loader_options.split is False:
             raise ValueError(
                 "split=False is for a loader of one rank's own, but a partitioned graph "
                 "is sampled by all ranks together; leave it out"

@@ -1,4 +1,4 @@
-"""PrefetchQueue: minibatches made many at a time, in background threads, ahead of training."""
+"""Builds bulks of minibatches in background threads, ahead of training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
 
 
 class PrefetchQueue:
-    """Minibatches in order, made a bulk at a time, each stage in a thread of its own.
+    """Yields minibatches in order, made a bulk at a time, each stage in its own thread.
 
     Dropped, exhausted or interrupted, it stops its threads.
 
@@ -101,7 +101,7 @@ class PrefetchQueue:
 
 
 class _Line:
-    """PrefetchQueue on their way from the thread that makes them to the one that asks."""
+    """Passes bulks from the thread of one stage to the next."""
 
     def __init__(
         self, room: int, stop: threading.Event, drain: bool, last: bool
@@ -192,7 +192,7 @@ MOST_SPREAD = 16  # where each bulk costs messages, more of them do
 
 
 class BulkBuilder:
-    """Makes the bulks of one epoch.
+    """Builds the bulks of one epoch: samples, fetches, collates, and chooses their size.
 
     What a script has written itself (a transform of the sampler's output, a subclass) runs
     in the thread that asks for minibatches; so does all that is not on the CPU.
@@ -223,21 +223,21 @@ class BulkBuilder:
         elif two:
             stages = [self._sampled, self._assembled]
         if self._spread is not None:
-            stages = [self._told(stage) for stage in stages]
+            stages = [self._reporting(stage) for stage in stages]
         return stages
 
     def size(self, stopped: Callable[[], bool]) -> int:
         """Returns the size of the next bulk: as asked, or what the budget holds.
 
-        With a graph that is spread, all ranks agree on it, or to end: 0.
+        For a partitioned graph, all ranks agree on it; 0 ends the epoch.
         """
-        asked = self._loader._extras.bulk_size
+        asked = self._loader._loader_options.bulk_size
         fits = int(asked) if asked != "auto" else self._fitting()
         if self._spread is None:
             return fits
         world = self._spread.sampling.world
-        told = collectives.all_gather_counts([int(stopped()), fits], world)
-        gone = [rank for rank, (stop, _) in enumerate(told) if stop]
+        sizes = collectives.all_gather_counts([int(stopped()), fits], world)
+        gone = [rank for rank, (stop, _) in enumerate(sizes) if stop]
         if gone and world.rank not in gone:
             if world.watch is not None:
                 world.watch.listen()  # it may have failed, and say why next
@@ -246,7 +246,7 @@ class BulkBuilder:
                 f"and rank {world.rank} did not; all ranks sample a partitioned graph "
                 "together, so all have to take the same number of minibatches"
             )
-        return 0 if gone else min(fits for _, fits in told)
+        return 0 if gone else min(fits for _, fits in sizes)
 
     def _fitting(self) -> int:
         most = MOST * self._width
@@ -260,7 +260,7 @@ class BulkBuilder:
         room = min(BUDGET, _free_memory() // 8)
         # beside those that wait: one in use, one in the making, and the rows for it
         beside = 2 if self._spread is None else 3
-        fits = room // (size * (self._loader._extras.prefetch + beside))
+        fits = room // (size * (self._loader._loader_options.prefetch + beside))
         return max(self._width, min(most, fits))
 
     # Stages: a bulk for a bulk --------------------------------------------------------
@@ -332,16 +332,16 @@ class BulkBuilder:
         self._weigh(found)
         return found
 
-    def _told(self, stage: Stage) -> Stage:
+    def _reporting(self, stage: Stage) -> Stage:
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-            with self._telling():
+            with self._report_failure():
                 return stage(bulk, stopped)
 
         return work
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Has the other ranks told what goes wrong in a block."""
+    def _report_failure(self) -> Iterator[None]:
+        """Reports an error in a block to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -359,10 +359,10 @@ class BulkBuilder:
         return found
 
     def finish(self, out: Any) -> Any:
-        """Does what is left to the thread that asks: the script's own functions."""
+        """Runs the script's own functions, in the thread that iterates."""
         if self._spread is None:
             return self._finished(out)
-        with self._telling():
+        with self._report_failure():
             return self._finished(out)
 
     def _finished(self, out: Any) -> Any:

@@ -27,7 +27,7 @@ from pyg_distcomm.comm.failure import DeadlineStore, RankError
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 
 PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
-_BEAT = 0.5  # seconds between the signs of life of a rank that others wait for
+_BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 OWN = (
     "A loader shares its batches out over the ranks, so all have to build it; for a loader "
     "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
@@ -40,7 +40,7 @@ _history: list[tuple[str, str]] = []
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The ranks of torch's default process group, or one."""
+    """Describes the ranks of torch's default process group, or a single one."""
 
     rank: int
     size: int
@@ -121,7 +121,7 @@ class Notes:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Gives signs of life in a block that leads to this rank's note, and may be slow."""
+        """Sends heartbeats during a slow block that ends in this rank's note."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -180,13 +180,13 @@ class Notes:
         return self.collect(doing)
 
     def _passed(self, rank: int) -> bool:
-        """Tells whether a rank has begun an epoch that comes after this loader."""
+        """Returns whether a rank has begun an epoch later than this loader."""
         later = [key for what, key in _history[self._born :] if what == "begun"]
         after = later[:_WITNESSES]
         return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
-        """Waits for notes until there has been enough of it; returns who is missing."""
+        """Waits for notes until `enough`; returns the ranks whose notes are missing."""
         begin, pause, alive = time.monotonic(), 1e-3, ""
         while True:
             ranks = range(self.world.size)
@@ -203,7 +203,7 @@ class Notes:
             pause = min(2 * pause, 0.1)
 
     def _signs(self, ranks: list[int]) -> str:
-        """Returns the signs of life of ranks that have any."""
+        """Returns the heartbeats of ranks that have sent any."""
         keys = [f"alive/{rank}" for rank in ranks]
         there = [key for key in keys if self._store.check([key])]
         return " ".join(key + self._store.get(key).decode() for key in there)

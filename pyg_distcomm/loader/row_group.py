@@ -1,4 +1,4 @@
-"""Shelves: what a rank of a feature store holds of one group, and how it gets there."""
+"""Holds the rows of a feature store's group that are on this rank, and loads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Values = Tensor | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Which ids are in a block, and where.
+    """Finds the ids of a block.
 
     Args:
         gid: ids of the rows here, `[m]`, ascending.
@@ -193,12 +193,12 @@ class QuiverFeature:
 
     @property
     def shape(self) -> torch.Size:
-        """Rows and width of the whole tensor."""
+        """Returns rows and width of the whole tensor."""
         return torch.Size(self._tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
+        """Returns the dtype."""
         dtype: torch.dtype = getattr(self._tensor, "dtype", torch.float32)
         return dtype
 
@@ -227,7 +227,7 @@ def _no_ids() -> Tensor:
 
 @dataclass(eq=False)
 class RowGroup:
-    """One group: the rows of this rank's block, and those of others in the cache.
+    """Holds one group: the rows of this rank's block, and cached rows of other blocks.
 
     Args:
         group: its name.
@@ -255,12 +255,12 @@ class RowGroup:
 
     @property
     def total(self) -> int:
-        """The number of ids."""
+        """Returns the number of ids."""
         return self.index.total
 
     @property
     def names(self) -> list[str]:
-        """The attributes there are."""
+        """Returns the names of the attributes."""
         return [*self.values, *self.foreign]
 
 
@@ -271,7 +271,7 @@ def make_row_group(
     owners: Partition | None,
     channel: ProcessGrid,
 ) -> RowGroup:
-    """Makes the empty shelf of a group from the ids this rank owns; collective.
+    """Makes an empty group from the ids this rank owns; collective.
 
     Raises:
         ValueError: on all ranks, if ids are missing, repeated or out of order.
@@ -301,14 +301,14 @@ def _counts(gid: Tensor, channel: ProcessGrid) -> list[int]:
 
 
 def add_rows(
-    shelf: RowGroup,
+    row_group: RowGroup,
     name: str,
     values: Any,
     channel: ProcessGrid,
     codec: Codec,
     folder: Path | None,
 ) -> None:
-    """Puts one attribute on a shelf, from the rows this rank owns; collective.
+    """Adds one attribute to a group, from the rows this rank owns; collective.
 
     Price: the rows of a block that other ranks of it own, as bytes.
 
@@ -316,7 +316,7 @@ def add_rows(
         ValueError, TypeError: on all ranks, if sizes or types do not fit, a codec cannot
             send what is in the rows, or a rank cannot write its file.
     """
-    rows, problem = _checked(shelf, name, values)
+    rows, problem = _checked(row_group, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
     collectives.agree(problem, channel.world)
     specs = collectives.all_gather_object(spec, channel.world)
@@ -328,13 +328,13 @@ def add_rows(
     if not isinstance(codec, Plain):
         collectives.agree(_unwritable(name, rows, codec), channel.world)
     if channel.col.size > 1:
-        counts = _counts(shelf.own, channel)
-        order = torch.argsort(_all_owned(shelf.own, channel))
+        counts = _counts(row_group.own, channel)
+        order = torch.argsort(_all_owned(row_group.own, channel))
         rows = gather_block(rows, counts, order, channel)
     if folder is not None:
-        kind = "nodes" if shelf.group is NODES else str(shelf.group)
+        kind = "nodes" if row_group.group is NODES else str(row_group.group)
         rows = on_disk(rows, folder, kind, name, channel)
-    shelf.values[name], shelf.codecs[name] = rows, codec
+    row_group.values[name], row_group.codecs[name] = rows, codec
 
 
 def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
@@ -371,42 +371,44 @@ def _lost(rows: Tensor, codec: Codec) -> Tensor:
     return ~(fine | back.isnan() & rows.isnan()).all(1)
 
 
-def own_rows(shelf: RowGroup, values: Any) -> Any:
+def own_rows(row_group: RowGroup, values: Any) -> Any:
     """Returns this rank's own rows of values that have one for every id there is."""
-    if len(values) == shelf.total != len(shelf.own):
-        return values[shelf.own]
+    if len(values) == row_group.total != len(row_group.own):
+        return values[row_group.own]
     return values
 
 
-def _checked(shelf: RowGroup, name: str, values: Any) -> tuple[Tensor, str | None]:
+def _checked(row_group: RowGroup, name: str, values: Any) -> tuple[Tensor, str | None]:
     try:
         rows = as_rows(values)
     except TypeError as error:
         return torch.empty(0), f"attribute {name!r}: {error}"
-    if len(rows) == len(shelf.own):
+    if len(rows) == len(row_group.own):
         return rows, None
     return rows, (
-        f"attribute {name!r} of group {shelf.group!r} has {len(rows)} rows, but "
-        f"{len(shelf.own)} ids are owned here"
+        f"attribute {name!r} of group {row_group.group!r} has {len(rows)} rows, but "
+        f"{len(row_group.own)} ids are owned here"
     )
 
 
-def learn_owners(shelf: RowGroup, channel: ProcessGrid) -> Partition:
+def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
     """Finds which block holds which id, once; collective over the blocks.
 
     Returns a partition among ranks, of which each block's first stands for all of it.
     Price: the ids of all other blocks. It holds one byte an id, up to 256 ranks.
     """
-    if shelf.owners is None:
+    if row_group.owners is None:
         counts = [
             row[0]
-            for row in collectives.all_gather_counts([len(shelf.index)], channel.row)
+            for row in collectives.all_gather_counts(
+                [len(row_group.index)], channel.row
+            )
         ]
         every = collectives.all_gather_rows(
-            shelf.index.gid, counts, channel.row, "build"
+            row_group.index.gid, counts, channel.row, "build"
         )
         block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        owner = torch.empty(shelf.total, dtype=torch.int64)
+        owner = torch.empty(row_group.total, dtype=torch.int64)
         owner[every] = block * channel.replication
-        shelf.owners = Partition.from_owner(owner, channel.world.size)
-    return shelf.owners
+        row_group.owners = Partition.from_owner(owner, channel.world.size)
+    return row_group.owners

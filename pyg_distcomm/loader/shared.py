@@ -1,4 +1,4 @@
-"""One copy of a graph for all ranks of a host."""
+"""Maps one copy of a graph into all ranks of a host."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def shared(
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A memory-mapped array of the graph: its file is mapped again by each rank."""
+    """Describes a memory-mapped array of the graph; each rank maps its file again."""
 
     file: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Sampling of minibatches: the sampler behind the loaders, usable by itself.
+"""Samples minibatches; the samplers behind the loaders can be used by themselves.
 
 Letters: n nodes, E edges, k fan-out, t the number of a minibatch in its epoch. In the
 algebra: k minibatches in a bulk, m rows of a stacked matrix, s draws of a row, R rows and C

@@ -1,4 +1,4 @@
-"""Sampling as sparse algebra: the operators of [Tripathy24] on stacked minibatches.
+"""Implements sampling as sparse algebra, with the operators of [Tripathy24].
 
     P   = product(Q, A)            what each row may draw, and its weight
     P   = norm(P)                  the same as probabilities
@@ -46,7 +46,7 @@ class BulkNodes:
 
     @property
     def batch(self) -> Tensor:
-        """The minibatch of each node [total]."""
+        """Returns the minibatch of each node [total]."""
         return torch.repeat_interleave(self.ptr.diff())
 
     def split(self) -> list[Tensor]:
@@ -59,7 +59,7 @@ class BulkNodes:
 
 @dataclass(frozen=True, eq=False)
 class BulkMatrix:
-    """A sparse matrix whose m rows belong to k minibatches, one after the other.
+    """Holds a sparse matrix whose m rows belong to k minibatches, one after the other.
 
     Args:
         rowptr: [m + 1] int64, from 0.
@@ -107,22 +107,22 @@ class BulkMatrix:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, m."""
+        """Returns the number of rows, m."""
         return len(self.rowptr) - 1
 
     @property
     def nnz(self) -> int:
-        """The number of entries."""
+        """Returns the number of entries."""
         return len(self.col)
 
     @property
     def row(self) -> Tensor:
-        """The row of each entry [nnz]."""
+        """Returns the row of each entry [nnz]."""
         return torch.repeat_interleave(self.rowptr.diff())
 
     @property
     def values(self) -> Tensor:
-        """The value of each entry [nnz], ones written out."""
+        """Returns the value of each entry [nnz], ones included."""
         return torch.ones_like(self.col) if self.value is None else self.value
 
     def with_value(self, value: Tensor | None) -> BulkMatrix:
@@ -175,7 +175,7 @@ FIXED = 40  # bits of the largest weight in a row of floats
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What was drawn from the rows of P.
+    """Holds the columns drawn from the rows of P.
 
     Args:
         matrix: Q': the columns drawn, ascending in a row; its value says how often where
@@ -307,7 +307,7 @@ def sample(
 
 
 class SharedRow:
-    """One row of weights [1, n] that many keys draw from, as `sample` does.
+    """Draws from one row of weights [1, n] by many keys, as `sample` does.
 
     Its tree is built once, O(nnz); after that a draw costs 2 log2(nnz) steps. Any number
     of threads may draw at once.

@@ -1,4 +1,4 @@
-"""The block of a partitioned graph that a rank samples for the others."""
+"""Reads the block of a partitioned graph that a rank samples for the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 @dataclass(frozen=True, eq=False)
 class GraphBlock:
-    """The nodes of one block of a 1.5D grid, and the edges into them.
+    """Holds the nodes of one block of a 1.5D grid, and the edges into them.
 
     Rank q of P holds block q // c: what ranks q' with q' // c the same own between them.
 

@@ -134,7 +134,7 @@ Csc = tuple[
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What a pair of stores says of a graph, types as numbers."""
+    """Describes the graph of a pair of stores, with types as numbers."""
 
     sizes: tuple[int, ...]
     node_types: list[Any]
@@ -239,7 +239,7 @@ _built: Any = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class SampledTopology:
-    """A graph ready to be sampled, and the names of its types.
+    """Holds a graph ready to be sampled, and the names of its types.
 
     Args:
         graph: what the kernels read.

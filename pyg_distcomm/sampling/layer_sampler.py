@@ -150,7 +150,7 @@ _CALL = 0x6C617965  # folded into the keys of calls that bring no key
 
 @dataclass
 class LayerSamplerOutput(SamplerOutput):
-    """A `SamplerOutput` whose edges have weights.
+    """Extends `SamplerOutput` by weights of edges.
 
     Args:
         edge_weight: [E] float32, for a layer that takes `edge_weight` (GCNConv with
@@ -162,7 +162,7 @@ class LayerSamplerOutput(SamplerOutput):
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of a bulk: its columns, and the edges from them to its rows."""
+    """Holds one layer of a bulk: its columns, and the edges from them to its rows."""
 
     rows: BulkNodes
     cols: BulkNodes

@@ -1,4 +1,4 @@
-"""KeyedNeighborSampler: PyG's sampler, with our kernels and keyed draws."""
+"""Samples neighbourhoods as PyG's sampler does, with compiled kernels and keyed draws."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_top
 
 
 class KeyedNegatives(NegativeSampling):
-    """A `NegativeSampling` whose draws are a function of a key and of their order."""
+    """Draws negative samples as a function of a key and of their order."""
 
     def __init__(self, like: NegativeSampling, key: int) -> None:
         super().__init__(like.mode, like.amount, like.src_weight, like.dst_weight)
@@ -181,13 +181,13 @@ class KeyedNeighborSampler(NeighborSampler):
 
     @property
     def row(self) -> Tensor:
-        """The sources of the edges, by target, as PyG's sampler has them."""
+        """Returns the sources of the edges, by target, as PyG's sampler has them."""
         relation = self._topology.graph.relations[0]
         return relation.row[:: relation.stride]
 
     @property
     def is_hetero(self) -> bool:
-        """Whether nodes or edges have types."""
+        """Returns whether nodes or edges have types."""
         return self._topology.edge_types != [None]
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:

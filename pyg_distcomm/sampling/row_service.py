@@ -3,8 +3,8 @@
 [Note: row service] A `RowRound` is three exchanges over an axis: how many ids each rank asks
 of each other, the ids, and the answers. All that looks rows up by id runs on it: node-wise
 and layer-wise samplers of a partitioned graph (`RemoteRows`), which draw from the rows or
-bring them whole, and the feature store (`loader.fetch`). What a message holds is settled by
-whoever asks; where it goes, and when, is settled here.
+bring them whole, and the feature store (`loader.fetch`). Callers decide what a
+message holds; this module decides the order of the exchanges.
 
 [Note: rows over the process row] In the Graph Partitioned algorithm of [Tripathy24] the c
 ranks of a process row hold the same rows of Q. Each multiplies by a c-th of the blocks of A,
@@ -51,12 +51,12 @@ from pyg_distcomm.kernels.minibatch import (
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock
 
-_NAMED, _TIMED, _FLOAT = 1, 2, 4  # what stands beside the ids of a message
+_NAMED, _TIMED, _FLOAT = 1, 2, 4  # columns beside the ids of a message
 
 
 @dataclass(frozen=True, eq=False)
 class RowQuery:
-    """Nodes whose in-edges in one relation are wanted: a segment of a message.
+    """Lists nodes whose in-edges in one relation are needed: a segment of a message.
 
     Shapes: node [m] gids; name, limit [m] or None, as in `HopDraw`.
     """
@@ -69,7 +69,7 @@ class RowQuery:
 
 @dataclass(frozen=True, eq=False)
 class RowReply:
-    """In-edges that came back, as rows in the order in which they arrived.
+    """Holds in-edges received, as rows in the order in which they arrived.
 
     Shapes: offset [m + 1]; pair [2 t], a source and an edge id each; columns [t] each;
     slot [m], the row of each node in the order of asking.
@@ -81,10 +81,10 @@ class RowReply:
     slot: Tensor
 
 
-def errand_price(
+def request_price(
     asked: int, asked_by_others: int, drawn: int, id_words: int = 1, columns: int = 0
 ) -> Price:
-    """Prices what one errand brings this rank, in words of 4 bytes (8 if ids need them).
+    """Prices what one request brings this rank, in words of 4 bytes (8 if ids need them).
 
         received = id_words asked_by_others + asked + (2 + columns) drawn
 
@@ -96,12 +96,12 @@ def errand_price(
 
 
 def counts_price(segments: int, ranks: int) -> Price:
-    """Prices the counts of one errand over an axis of `ranks`, in words of 8 bytes.
+    """Prices the counts of one request over an axis of `ranks`, in words of 8 bytes.
 
         received = (segments + 2) (ranks - 1)
 
-    How many nodes come in each segment and what stands beside them, and how long an
-    answer is.
+    These are the number of nodes of each segment, the flags of columns beside them, and
+    the length of an answer.
     """
     return Price(words=(segments + 2) * (ranks - 1))
 
@@ -154,46 +154,46 @@ class RowRound:
 
 
 class RowRequest:
-    """One round over an axis: ids went out when it was made, `reply` brings answers.
+    """Asks other ranks for in-edges: sends node ids when made, and `reply` returns rows.
 
     All ranks of the axis give as many segments, for the same relations in the same
-    order. Price: see `errand_price` and `counts_price`.
+    order. Price: see `request_price` and `counts_price`.
 
     Args:
         axis: the ranks that ask each other.
-        wishes: what this rank wants; a segment may be empty.
-        peers: for each wish, which rank of the axis has each node's row.
+        queries: what this rank wants; a segment may be empty.
+        peers: for each query, which rank of the axis has each node's row.
         word: int32, or int64 where ids need it: the type of all that travels.
     """
 
     def __init__(
         self,
         axis: Axis,
-        wishes: Sequence[RowQuery],
+        queries: Sequence[RowQuery],
         peers: Sequence[Tensor],
         word: torch.dtype,
     ) -> None:
         self._word = word
-        sizes = torch.tensor([w.node.numel() for w in wishes], dtype=torch.int64)
+        sizes = torch.tensor([w.node.numel() for w in queries], dtype=torch.int64)
         self._first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         peer = torch.cat([torch.empty(0).long(), *peers])
-        segments = len(wishes)
+        segments = len(queries)
         segment = torch.repeat_interleave(torch.arange(segments), sizes)
         _, _, self._order = kernels.coo_to_csr(peer, peer, axis.size)
         each = torch.bincount(peer * segments + segment, minlength=axis.size * segments)
         self._counts = each.view(axis.size, segments)
-        flags = _flags(wishes)
+        flags = _flags(queries)
         table = torch.cat([self._counts, torch.full((axis.size, 1), flags)], 1)
         self._round = RowRound(axis, table)
         theirs = self._round.table
-        message = _packed(wishes, flags, word).index_select(0, self._order)
+        message = _packed(queries, flags, word).index_select(0, self._order)
         sent = self._counts.sum(1) * message.size(1)
         widths = torch.tensor([_width(int(row[-1]), word) for row in theirs])
         coming = theirs[:, :-1].sum(1) * widths
         parts = self._round.send_ids(
             message.view(-1), sent.tolist(), coming.tolist(), "frontier"
         )
-        kinds = [w.relation for w in wishes]
+        kinds = [w.relation for w in queries]
         self.received = [
             _unpacked(part, row[:-1].tolist(), int(row[-1]), kinds)
             for part, row in zip(parts, theirs, strict=True)
@@ -201,18 +201,18 @@ class RowRequest:
 
     @property
     def sent(self) -> Tensor:
-        """How many nodes of each segment were asked of each rank [ranks, segments]."""
+        """Returns how many nodes of each segment are asked of each rank [ranks, segments]."""
         return self._counts
 
     @property
     def first(self) -> list[int]:
-        """Where each segment's nodes begin in the order of asking, and where all end."""
+        """Returns the offsets of segments in the order of asking, [segments + 1]."""
         found: list[int] = self._first.tolist()
         return found
 
     @property
     def asked(self) -> list[Tensor]:
-        """The places, in the order of asking, of the nodes asked of each rank."""
+        """Returns the positions, in the order of asking, of the nodes asked of each rank."""
         return list(self._order.split(self._counts.sum(1).tolist()))
 
     def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
@@ -316,9 +316,9 @@ def _fresh(total: int) -> tuple[NDArray[np.int64], int]:
     return np.empty(total, np.int64), 0
 
 
-def _flags(wishes: Sequence[RowQuery]) -> int:
-    named = any(w.name is not None for w in wishes)
-    limits = [w.limit for w in wishes if w.limit is not None]
+def _flags(queries: Sequence[RowQuery]) -> int:
+    named = any(w.name is not None for w in queries)
+    limits = [w.limit for w in queries if w.limit is not None]
     floats = any(limit.is_floating_point() for limit in limits)
     return _NAMED * named + _TIMED * bool(limits) + _FLOAT * floats
 
@@ -332,12 +332,14 @@ def _width(flags: int, word: torch.dtype) -> int:
     return 1 + bool(flags & _NAMED) + timed
 
 
-def _packed(wishes: Sequence[RowQuery], flags: int, word: torch.dtype) -> Tensor:
+def _packed(queries: Sequence[RowQuery], flags: int, word: torch.dtype) -> Tensor:
     """Writes ids, and what goes with them, as rows of words [m, width]."""
     none = torch.empty(0).long()
-    columns = [torch.cat([none, *(w.node for w in wishes)]).to(word).unsqueeze(1)]
+    columns = [torch.cat([none, *(w.node for w in queries)]).to(word).unsqueeze(1)]
     if flags & _NAMED:
-        names = [torch.zeros_like(w.node) if w.name is None else w.name for w in wishes]
+        names = [
+            torch.zeros_like(w.node) if w.name is None else w.name for w in queries
+        ]
         columns.append(torch.cat([none, *names]).to(word).unsqueeze(1))
     if flags & _TIMED:
         kind = torch.float64 if flags & _FLOAT else torch.int64
@@ -345,7 +347,7 @@ def _packed(wishes: Sequence[RowQuery], flags: int, word: torch.dtype) -> Tensor
             torch.zeros(len(w.node), dtype=kind)
             if w.limit is None
             else w.limit.to(kind)
-            for w in wishes
+            for w in queries
         ]
         every = torch.cat([none.to(kind), *limits])
         columns.append(every.view(word).view(len(every), -1))
@@ -355,7 +357,7 @@ def _packed(wishes: Sequence[RowQuery], flags: int, word: torch.dtype) -> Tensor
 def _unpacked(
     part: Tensor, counts: Sequence[int], flags: int, kinds: Sequence[int]
 ) -> list[RowQuery]:
-    """Reads what `_packed` wrote, for one rank, as its wishes."""
+    """Reads what `_packed` wrote, for one rank, as its queries."""
     rows = part.view(sum(counts), -1) if len(part) else part.view(0, 1)
     none: list[Tensor | None] = [None] * len(counts)
     nodes = rows[:, 0].long().split(list(counts))
@@ -372,7 +374,7 @@ def _unpacked(
 
 
 class RemoteRows:
-    """The rows of all blocks, as one rank can reach them.
+    """Draws from, and fetches, the rows of all blocks.
 
     Args:
         block: what this rank holds.
@@ -386,40 +388,40 @@ class RemoteRows:
         self.word = torch.int64 if wide else torch.int32
         self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
 
-    def ask(self, wishes: Sequence[RowQuery]) -> RowRequest:
+    def ask(self, queries: Sequence[RowQuery]) -> RowRequest:
         """Sends ids to the ranks of the process column that have their rows."""
-        return self._errand(self.channel.row, wishes, self.block.block_of)
+        return self._request(self.channel.row, queries, self.block.block_of)
 
-    def _errand(
+    def _request(
         self,
         axis: Axis,
-        wishes: Sequence[RowQuery],
+        queries: Sequence[RowQuery],
         whom: Callable[[int, Tensor], Tensor],
     ) -> RowRequest:
-        """Begins an errand to whoever has, or brings, the rows of nodes of a type."""
+        """Begins a request to the ranks that hold, or fetch, the rows of nodes."""
         peers = [
             whom(kind, torch.cat([w.node for w in some]))
             for kind, some in groupby(
-                wishes, lambda w: self.relations[w.relation].target
+                queries, lambda w: self.relations[w.relation].target
             )
         ]
-        return RowRequest(axis, wishes, peers, self.word)
+        return RowRequest(axis, queries, peers, self.word)
 
     def place_of(self, r: int, node: Tensor) -> Tensor:
         """Returns where nodes that were asked of this rank have their rows."""
         return self.block.place_of(self.relations[r].target, node)
 
     def answer(self, asks: list[tuple[int, HopDraw]], whole: bool = False) -> Tensor:
-        """Draws what one rank asks of this one; see `errand.answer`."""
+        """Draws what one rank asks of this one; see `answer`."""
         try:
             return answer(self.relations, asks, self._sampler, self.word, whole)
         except UnweightedNode as error:
             raise self.unweighted(error, error.relation) from None
 
-    def draws(self, errand: RowRequest, messages: Sequence[Tensor]) -> Draws:
+    def draws(self, request: RowRequest, messages: Sequence[Tensor]) -> Draws:
         """Answers every rank by a message; returns the draws that this one asked for."""
-        found, far = errand.arrived(messages)
-        parts = list(zip(found, errand.asked, strict=True))
+        found, far = request.arrived(messages)
+        parts = list(zip(found, request.asked, strict=True))
         draws: Draws = self._sampler.locate(parts, self.channel.row.rank, far)
         return draws
 
@@ -437,7 +439,7 @@ class RemoteRows:
         With c copies of a block, the ranks of a process row pool what they want; see
         [Note: rows over the process row].
 
-        Price: `errand_price` and `counts_price` on each axis. In the process row, it asks
+        Price: `request_price` and `counts_price` on each axis. In the process row, it asks
         for the distinct rows that others are to bring; in the process column, for those
         that it is to bring for any of the process row and does not hold.
 
@@ -447,15 +449,15 @@ class RemoteRows:
         none = torch.empty(0).long()
         every = torch.cat([none, *(n for n in nodes if n is not None)])
         wanted, where = torch.unique(every, return_inverse=True)
-        errand = self.ask_twins([RowQuery(r, wanted)])
-        asked = [theirs[0].node for theirs in errand.received]
+        request = self.ask_twins([RowQuery(r, wanted)])
+        asked = [theirs[0].node for theirs in request.received]
         pool, places = torch.unique(torch.cat(asked), return_inverse=True)
         answers = self._column(r, pool)
         if self.channel.col.size > 1:
-            shelf = self._shelf(r, answers)
+            arrived = self._arrived(r, answers)
             messages = [
                 answer(
-                    [shelf],
+                    [arrived],
                     [(0, everything(node, answers.slot[place]))],
                     self._sampler,
                     self.word,
@@ -465,42 +467,42 @@ class RemoteRows:
                     asked, places.split([len(a) for a in asked]), strict=True
                 )
             ]
-            answers = errand.reply(messages, self._columns(r))
+            answers = request.reply(messages, self._columns(r))
         sizes = [0 if n is None else len(n) for n in nodes]
-        return self._shelf(r, answers), list(answers.slot[where].split(sizes))
+        return self._arrived(r, answers), list(answers.slot[where].split(sizes))
 
-    def ask_twins(self, wishes: Sequence[RowQuery]) -> RowRequest:
-        """Tells each rank of the process row which rows it is to bring for all of them.
+    def ask_twins(self, queries: Sequence[RowQuery]) -> RowRequest:
+        """Asks each rank of the process row for the rows that it fetches for all of them.
 
         See `GraphBlock.twin_of`.
         """
-        return self._errand(self.channel.col, wishes, self.block.twin_of)
+        return self._request(self.channel.col, queries, self.block.twin_of)
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
         answers = self._column(r, nodes)
-        shelf = self._shelf(r, answers)
+        arrived = self._arrived(r, answers)
         start, entry, _ = self._sampler.draw_rows(
-            shelf, None, everything(nodes, answers.slot), _as_array
+            arrived, None, everything(nodes, answers.slot), _as_array
         )
         picked = torch.from_numpy(entry)
-        weight = None if shelf.weight is None else shelf.weight[picked]
-        pair = shelf.row.view(-1, 2)[picked].view(-1)
+        weight = None if arrived.weight is None else arrived.weight[picked]
+        pair = arrived.row.view(-1, 2)[picked].view(-1)
         return replace(
-            shelf, colptr=torch.from_numpy(start), row=pair, weight=weight, time=None
+            arrived, colptr=torch.from_numpy(start), row=pair, weight=weight, time=None
         )
 
     def _column(self, r: int, wanted: Tensor) -> RowReply:
-        errand = self.ask([RowQuery(r, wanted)])
+        request = self.ask([RowQuery(r, wanted)])
         messages = [
             self.answer(
-                [(r, everything(wish.node, self.place_of(r, wish.node)))], whole=True
+                [(r, everything(query.node, self.place_of(r, query.node)))], whole=True
             )
-            for (wish,) in errand.received
+            for (query,) in request.received
         ]
-        return errand.reply(messages, self._columns(r))
+        return request.reply(messages, self._columns(r))
 
-    def _shelf(self, r: int, answers: RowReply) -> Relation:
+    def _arrived(self, r: int, answers: RowReply) -> Relation:
         """Returns rows that have arrived as a relation of their own."""
         columns, own = list(answers.columns), self.relations[r]
         weight = None if own.weight is None else columns.pop(0)
