@@ -248,6 +248,158 @@ def a_tensor_of_local_rows():
     (data.x[:, 0] + torch.ones(len(data.x.to_local()))).sum()
 
 
+# Operations that differ between ranks --------------------------------------------------
+
+ALIKE = "all ranks in the same order"
+
+
+def operations(name, first, second, says=ALIKE, **how):
+    """Makes a case of ranks that call different things with `torch`, the package and x."""
+
+    def run():
+        import torch
+
+        import pyg_distcomm as pdc
+
+        _mesh, data = shared_out(mesh=started(**how))
+        x = data.x.detach()
+        (first if me() == 0 else second)(torch, pdc, x)
+
+    run.__name__ = name
+    case(says=says)(run)
+
+
+def rows_of(columns, dtype):
+    def make(torch, pdc, x):
+        rows = torch.ones(len(x.to_local()), columns, dtype=getattr(torch, dtype))
+        pdc.from_local(rows, like=x).full_tensor()
+
+    return make
+
+
+def rows_kept(first):
+    def mask(torch):
+        return torch.arange(240) % 2 == first
+
+    return mask
+
+
+def smoothed(amount):
+    def loss(torch, _pdc, x):
+        y = x.argmax(-1)
+        torch.nn.functional.cross_entropy(x, y, label_smoothing=amount)
+
+    return loss
+
+
+def dropped(training):
+    return lambda torch, _pdc, x: torch.nn.functional.dropout(x, training=training)
+
+
+operations("sums differ", lambda _t, _p, x: x.sum(0), lambda _t, _p, x: x.sum())
+operations(
+    "a sum and a maximum", lambda _t, _p, x: x.sum(0), lambda _t, _p, x: x.max(0)
+)
+operations(
+    "ids and all rows",
+    lambda torch, _p, x: x[torch.arange(5)],
+    lambda _t, _p, x: x.full_tensor(),
+)
+operations(
+    "a sum and the length of a selection",
+    lambda _t, _p, x: x.sum(),
+    lambda _t, _p, x: len(x[x[:, 0] > 0.5]),
+)
+operations("rows of other widths", rows_of(3, "float32"), rows_of(4, "float32"))
+operations("rows of another dtype", rows_of(3, "float32"), rows_of(3, "float64"))
+operations("rows of whole numbers", rows_of(3, "float32"), rows_of(3, "int32"))
+operations("label smoothing differs", smoothed(0.0), smoothed(0.1))
+operations("one rank drops", dropped(True), dropped(False))
+for checked in ("first", "always"):
+    operations(
+        f"masks differ, compared {checked}",
+        lambda torch, _p, x: x[rows_kept(0)(torch)].sum(),
+        lambda torch, _p, x: x[rows_kept(1)(torch)].sum(),
+        says="seed what draws this tensor",
+        check=checked,
+    )
+operations(
+    "masks of what is written differ",
+    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), 0),
+    lambda torch, _p, x: x.__setitem__(rows_kept(1)(torch), 0),
+    says="seed what draws this tensor",
+)
+operations(
+    "written values differ",
+    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.zeros(x.shape[1])),
+    lambda torch, _p, x: x.__setitem__(rows_kept(0)(torch), torch.ones(x.shape[1])),
+    says="seed what draws this tensor",
+)
+
+
+def layers_differ(name, layer, first, second, says):
+    """Makes a case of a layer whose constructor got other arguments on one rank."""
+
+    def run():
+        from pyg_distcomm import nn
+
+        _mesh, data = shared_out()
+        conv = getattr(nn, layer)(data.num_features, 8, **(second if me() else first))
+        conv(data.x, data.edge_index)
+
+    run.__name__ = name
+    case(says=says)(run)
+
+
+for setting, layer, value, other, more in (
+    ("add_self_loops", "GCNConv", True, False, {}),
+    ("normalize", "GCNConv", True, False, {"add_self_loops": False}),
+    ("aggr", "SAGEConv", "mean", "max", {}),
+    ("negative_slope", "GATConv", 0.2, 0.1, {}),
+    ("dropout", "GATConv", 0.5, 0.4, {}),
+):
+    layers_differ(
+        f"{setting} of {layer} differs",
+        layer,
+        {setting: value, **more},
+        {setting: other, **more},
+        rf"same {setting}: it is .* on rank 0, and .* on rank 1",
+    )
+
+
+@case(says="same training: it is True on rank 0, and False on rank 1")
+def one_rank_evaluates():
+    from pyg_distcomm import nn
+
+    _mesh, data = shared_out()
+    conv = nn.GCNConv(data.num_features, 8).to(data.x.dtype)
+    conv.train(me() == 0)
+    conv(data.x, data.edge_index)
+
+
+@case(says=LATE)
+def one_rank_evaluates_later():
+    from pyg_distcomm import nn
+
+    _mesh, data = shared_out()
+    conv = nn.GCNConv(data.num_features, 8).to(data.x.dtype)
+    conv(data.x, data.edge_index)
+    conv.train(me() == 0)
+    conv(data.x, data.edge_index)
+
+
+@case(says="link must be a LinkPolicy")
+def a_link_by_name():
+    shared_out(link="fast")
+
+
+@case(says="link must be a LinkPolicy")
+def a_link_of_a_layer_by_name():
+    from pyg_distcomm import nn
+
+    nn.GCNConv(8, 8, link="fast")
+
+
 # Values that are no values ------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from layers import (
     plain,
     problem,
 )
-from problems import owners
+from problems import GRAPHS, owners
 from torch.nn import Linear
 from torch_geometric import seed_everything
 
@@ -366,3 +366,31 @@ def supervised(kind):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_attention_is_supervised_as_on_one_process(kind, size):
     worlds.run(_in_doubles, size, supervised, kind)
+
+
+def _results_of_strides(kind, dtype):
+    data = GRAPHS["directed"]()
+    data.x = data.x.to(dtype)
+    mesh = worlds.mesh()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    results = []
+    for turned in (False, True):
+        local = share.x.to_local()
+        local = local.t().contiguous().t() if turned else local.contiguous()
+        assert local.is_contiguous() != turned
+        seed_everything(3)
+        conv = getattr(pdc.nn, kind)(F, 6).to(dtype)
+        x = pdc.from_local(local.requires_grad_(), like=share.x)
+        out = conv(x, share.edge_index)
+        out.sin().sum().backward()
+        grads = [p.grad for p in conv.parameters()]
+        results.append([out.to_local(), local.grad, *grads])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other), kind
+
+
+@pytest.mark.parametrize("kind", ["GCNConv", "SAGEConv", "GATConv"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_strides_of_the_input_change_no_bit(kind, size):
+    for dtype in (torch.float32, torch.float64):
+        worlds.run(_results_of_strides, size, kind, dtype)

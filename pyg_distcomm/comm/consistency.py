@@ -24,33 +24,82 @@ from pyg_distcomm.comm.serialization import differing
 _LONG = 1 << 26  # bytes up to which all of a tensor is hashed
 _ROUNDING = 1.0  # of the root of the dtype's rounding: how far processors part copies
 _PIECES = 64  # of a longer one
+_CALLS = 4096  # operations that are remembered
 
 
 def count_rows(here: int, mesh: Mesh) -> int:
     """Returns the sum of a number of rows over the ranks; collective.
 
-    Each rank also says which of its questions this is: a rank that asks alone, and meets
+    Each rank also names its question by number, so that a rank that asks alone, and meets
     another's next question, raises instead of taking the answer to that.
 
-    Price: one all-reduce of three words.
+    Price: one all-gather of two words a rank.
 
     Raises:
         ValueError: on the ranks that met, if they are not at the same question.
     """
     if mesh.size == 1:
         return here
-    axis = mesh.control  # which a chunk's mesh refuses
     mesh.questions += 1
-    turn = mesh.questions
-    told = collectives.all_reduce(torch.tensor([here, turn, turn * turn]), axis)
-    total, turns, squares = (int(v) for v in told)
-    if turns != mesh.size * turn or squares != mesh.size * turn * turn:
+    counts = _exchange(_SELECTION, {"number": str(mesh.questions)}, here, mesh)
+    return sum(counts)
+
+
+_SELECTION = (
+    "the length of a selection (len, size or shape of rows that a computed mask keeps)"
+)
+
+
+def _exchange(
+    question: str, details: dict[str, str], word: int, mesh: Mesh
+) -> list[int]:
+    """Returns a word of each rank, all of which have to be at the same question.
+
+    All exchanges over the control axis begin with this one, of one size: ranks that are
+    at different calls get an error here, where collectives of unlike sizes would abort.
+
+    Args:
+        question: what the ranks compare.
+        details: what has to be the same on all ranks, by name.
+        word: this rank's.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: on all ranks, naming what differs.
+    """
+    axis = mesh.control  # which a chunk's mesh refuses
+    text = repr((question, details)).encode()
+    mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+    rows = collectives.all_gather_counts([mark, word], axis)
+    if all(row[0] == rows[0][0] for row in rows):
+        return [row[1] for row in rows]
+    every = collectives.all_gather_object([question, details], axis)
+    for rank, (other, _) in enumerate(every):
+        if other != every[0][0]:
+            raise ValueError(
+                "run the same operations on all ranks in the same order: rank 0 is at "
+                f"{every[0][0]}, and rank {rank} at {other}"
+            )
+    if question == _SELECTION:
         raise ValueError(
-            f"rank {mesh.rank} asked for the length of a selection (len, size or shape of "
-            "rows that a computed mask keeps) that not all ranks asked for; ask on all "
-            "ranks, or use .to_local()"
+            f"not all ranks asked for {question}; ask on all ranks, or use .to_local()"
         )
-    return total
+    found = differing([details for _, details in every])
+    raise ValueError(f"{_ADVICE[question]}: {found}")
+
+
+_LAYER, _OPERATION = "the first use of a layer", "an operation over all rows"
+_PLAIN, _PARAMETER = (
+    "a plain tensor beside row-cut ones",
+    "the first use of a parameter",
+)
+_BACKWARD = "the end of a backward pass"
+_ADVICE = {
+    _LAYER: "run the same layers on all ranks in the same order",
+    _OPERATION: "run the same operations on all ranks in the same order",
+    _PLAIN: "run the same operations on all ranks in the same order",
+    _PARAMETER: "build the same model on all ranks",
+}
 
 
 def digest(x: Tensor) -> int:
@@ -109,16 +158,21 @@ class Comparer:
         self._kinds: set[Any] = set()
         self._seen: Any = WeakTensorKeyDictionary()
         self._given: Any = weakref.WeakKeyDictionary()
+        self._calls: set[Any] = set()
 
     def check_given(
         self, owner: Any, value: Any, told: Callable[[], dict[str, str]]
     ) -> None:
-        """Raises on all ranks if they gave an object, when first used, other settings.
+        """Raises on all ranks if they gave a layer, when first used, other settings.
 
-        Price: one all-gather of a word a rank, once for each owner and value.
+        Compares what the constructors of the layer, and of modules in it, were given, too.
+        A layer is compared again when it is first used in the other mode, of training
+        and evaluation.
+
+        Price: one all-gather of two words a rank, once for each owner, value and mode.
 
         Args:
-            owner: what was given the value, such as a layer.
+            owner: the layer.
             value: what it was given.
             told: returns the settings of that, by name.
 
@@ -128,19 +182,36 @@ class Comparer:
         mesh = self._mesh
         if mesh.size == 1 or mesh.check == "never":
             return
-        if owner in self._given and self._given[owner] is value:
+        compared = self._given.setdefault(owner, [])
+        mode = getattr(owner, "training", None)
+        if any(value is known and mode == then for known, then in compared):
             return
-        self._given[owner] = value
-        mine = {"type of layer": type(owner).__name__, **told()}
-        mark = hashlib.blake2b(repr(mine).encode(), digest_size=8).digest()
-        marks = collectives.all_gather_counts(
-            [int.from_bytes(mark, "little") >> 2], mesh.control
-        )
-        if any(mark != marks[0] for mark in marks):
-            found = differing(collectives.all_gather_object(mine, mesh.control))
-            raise ValueError(
-                f"run the same layers on all ranks in the same order: {found}"
-            )
+        compared[:] = [(v, m) for v, m in compared if v is value] + [(value, mode)]
+        details = {"type of layer": type(owner).__name__, **told()}
+        _exchange(_LAYER, details | _settings_in(owner), 0, mesh)
+
+    def check_call(self, name: str, operands: Any) -> None:
+        """Raises on all ranks if they do not call an operation over all rows alike.
+
+        Compares an operation when this rank first sees it with such operands. A rank that
+        has seen it before does not compare: one that has not then waits for its deadline.
+
+        Price: one all-gather of two words a rank, once for each call.
+
+        Args:
+            name: the operation.
+            operands: what describes them, the same on all ranks.
+
+        Raises:
+            ValueError: naming the operations.
+        """
+        if self._mesh.check == "never" or (name, operands) in self._calls:
+            return
+        if len(self._calls) >= _CALLS:  # of loops over scalars; on all ranks alike
+            self._calls.clear()
+        self._calls.add((name, operands))
+        shown = ", ".join(map(str, operands))
+        _exchange(_OPERATION, {"operation": f"{name}({shown})"}, 0, self._mesh)
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.
@@ -162,7 +233,8 @@ class Comparer:
         self._kinds.add(kind)
         if mesh.check == "always":
             self._seen[x] = _version(x)
-        marks = collectives.all_gather_counts([digest(x)], mesh.control)
+        details = {"operation": f"{what}()", "plain tensor": _kind_of(x)}
+        marks = _exchange(_PLAIN, details, digest(x), mesh)
         differ = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         if differ:
             raise ValueError(
@@ -188,7 +260,7 @@ class Comparer:
             len(leaves),
             *(part for k, x in leaves.items() for part in (k, digest(x))),
         ]
-        sizes = collectives.all_gather_counts([len(told)], mesh.control)
+        sizes = _exchange(_BACKWARD, {}, len(told), mesh)
         if any(size != sizes[0] for size in sizes):
             return  # passes reach unlike leaves, which is told elsewhere
         marks = collectives.all_gather_counts(told, mesh.control)
@@ -241,16 +313,8 @@ class Comparer:
         mesh = self._mesh
         if mesh.check == "never":
             return
-        shape = [x.dim(), *x.shape, *([0] * (8 - x.dim()))][:9]
-        marks = collectives.all_gather_counts(
-            [digest(x), *shape, x.element_size()], mesh.control
-        )
-        if any(mark[1:] != marks[0][1:] for mark in marks):
-            shapes = [mark[2 : 2 + mark[1]] for mark in marks]
-            raise ValueError(
-                "build the same model on all ranks: a parameter has the shapes "
-                f"{shapes} (rank by rank), or dtypes that differ"
-            )
+        details = {"shape and dtype of a parameter": _kind_of(x)}
+        marks = _exchange(_PARAMETER, details, digest(x), mesh)
         if all(mark == marks[0] for mark in marks):
             return
         first = collectives.all_reduce(
@@ -265,6 +329,28 @@ class Comparer:
         )
 
     _told = False
+
+
+def _kind_of(x: Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}".replace("torch.", "")
+
+
+def _settings_in(owner: Any) -> dict[str, str]:
+    """Returns the modes of a layer's modules, and what their constructors were given."""
+    if not isinstance(owner, torch.nn.Module):
+        return {}
+    settings = {}
+    for path, module in owner.named_modules():
+        of = f" of {path}" if path else ""
+        settings[f"training{of}"] = repr(module.training)
+        given = vars(module)
+        for kind in type(module).__mro__[:-1]:
+            code = getattr(vars(kind).get("__init__"), "__code__", None)
+            count = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+            for name in () if code is None else code.co_varnames[1:count]:
+                if isinstance(given.get(name), (bool, int, float, str)):
+                    settings[f"{name}{of}"] = repr(given[name])
+    return settings
 
 
 def _options_of(leaves: list[Tensor]) -> dict[str, str]:

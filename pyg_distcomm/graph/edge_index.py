@@ -240,7 +240,8 @@ class DistEdgeIndex(torch.Tensor):
 
     def check_nodes(self, x: Any, name: str) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
-        return self.as_nodes(x, name).to_local()
+        local = self.as_nodes(x, name).to_local()
+        return local.contiguous()  # products round by strides
 
     def as_nodes(self, x: Any, name: str) -> DistTensor:
         """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank."""

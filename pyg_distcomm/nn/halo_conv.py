@@ -314,12 +314,12 @@ def _argument(
         target = (
             target
             if target is None
-            else LayerTensor.wrap(target.to_local(), target.rows)
+            else LayerTensor.wrap(target.to_local().contiguous(), target.rows)
         )
         early = visit.source == 0 and not visit.late
         if early:
             return visit.ghosted(source), target
-        return LayerTensor.wrap(source.to_local(), source.rows), target
+        return LayerTensor.wrap(source.to_local().contiguous(), source.rows), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):

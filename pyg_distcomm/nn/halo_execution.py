@@ -85,7 +85,9 @@ class HaloVisit:
 
     def ghosted(self, x: DistTensor) -> DistTensor:
         """Returns own and ghost rows."""
-        return LayerTensor.wrap(self.here.with_ghosts(x.to_local()), self.both)
+        return LayerTensor.wrap(
+            self.here.with_ghosts(x.to_local().contiguous()), self.both
+        )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -103,13 +103,14 @@ def linear_aggregate(
         lin(x)  # takes its width from x, through its own hooks
         weight = lin.weight
     w, bias = meet(weight, mesh), meet(bias, mesh)
+    local = x.to_local().contiguous()  # products round by strides
     grad = torch.is_grad_enabled()
     keeps = ordering.keep_inputs and ordering.order != "last"
     if keeps:
 
         def exactly() -> Tensor:
             user.keep(grad)  # which is off in here
-            return _by_row(multiply, x.to_local(), None)
+            return _by_row(multiply, local, None)
 
         product = kept.product(x, exactly, user.had_kept)
         if product is not None:
@@ -120,8 +121,8 @@ def linear_aggregate(
         grad and (x.requires_grad or weight.requires_grad),
     )
     if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return F.linear(_by_row(multiply, x.to_local(), wrap), w, bias)
-    out = _by_row(multiply, F.linear(x.to_local(), w), wrap)
+        return F.linear(_by_row(multiply, local, wrap), w, bias)
+    out = _by_row(multiply, F.linear(local, w), wrap)
     return out if bias is None else out.add_(bias)  # a fresh tensor: nobody saved it
 
 

@@ -72,7 +72,8 @@ class DistSAGEConv(SAGEConv):
             source = self.lin(source).relu()
         out = self._aggregated(source, edge_index)
         if self.root_weight and root is not None:
-            out = out + self.lin_r(edge_index.as_nodes(root, "x[1]"))
+            own = edge_index.check_nodes(root, "x[1]")
+            out = out + self.lin_r(DistTensor.wrap(own, edge_index.nodes))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:

@@ -21,7 +21,7 @@ from pyg_distcomm.tensor import (
 )
 from pyg_distcomm.tensor.dropout import dropout
 from pyg_distcomm.tensor.getitem import check_writes
-from pyg_distcomm.tensor.gradients import call_local, meet_all
+from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
     FACTS,
@@ -87,6 +87,7 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     if base_name(func) == "where" and len(args) + len(kwargs) == 1:
         return gathered(func, args, kwargs)
     if _writes_whole(func, args, kwargs):
+        agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
         return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
     rows, width = _aligned_rows(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), rows, width)
@@ -246,6 +247,7 @@ def _reduce(
     kwargs: Any,
 ) -> Any:
     local, rows, name = x.to_local(), x.rows, base_name(func)
+    agree(name, x, (args, kwargs))
     keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
     if name in ("max", "min", "argmax", "argmin"):
         return _extreme(name, local, rows, dim, keepdim)
@@ -299,6 +301,8 @@ def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, width = _aligned_rows(func, args, kwargs)
+    if not any(type(v) is str and v == "none" for v in (*args, *kwargs.values())):
+        agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
     name, fitted = func.__name__, func.__name__ in losses.ELEMENTWISE
     if fitted:
         args, kwargs = _aligned(func, (args, kwargs), rows, width)
@@ -391,6 +395,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
     x = first_sharded(args, kwargs)
     if x.reads_local:
         raise unsupported_op(f"{base_name(func)}() over the rows")
+    agree(base_name(func), x, (args, kwargs))
     args, kwargs = tree_map(_gathered, (args, kwargs))
 
     def cut(value: Any) -> Any:
@@ -470,6 +475,7 @@ def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     if not given.pop("training"):
         local = torch.nn.functional.batch_norm(x.to_local(), training=False, **given)
     else:
+        agree("batch_norm", x, given)
         local = reductions.batch_norm(x.to_local(), x.rows, **given)
     return x.wrap(local, x.rows)
 
@@ -502,6 +508,7 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
         raise unsupported_op(f"{base_name(func)}() over named dims")
     if dim % target.dim() != 0:
         return _rowwise(func, args, kwargs)
+    agree(base_name(func), first_sharded(args, kwargs), given)
     return gather_by_id.scattered(func, {**given, "input": target})
 
 
@@ -548,6 +555,7 @@ def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
     if isinstance(table, RowShardedTensor):
         table[key] = value
         return
+    agree("setitem", first_sharded((key, value), {}), args)
     call_local(func, (table, tree_map(_gathered, key), _gathered(value)), {})
 
 
@@ -558,6 +566,7 @@ def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
     x, name = first_sharded(args, kwargs), base_name(func)
+    agree(name, x, (args, kwargs))
 
     def fit(value: Any) -> Any:
         if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):

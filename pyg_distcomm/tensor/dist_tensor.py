@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.tensor import dispatch, getitem, indexing
 from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     check_saved,
@@ -49,6 +50,7 @@ class DistTensor(RowShardedTensor):
 
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
+        agree("full_tensor", self, (self,))
         return indexing.gather_all(self.to_local(), self.rows)
 
     @classmethod

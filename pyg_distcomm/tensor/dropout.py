@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
+from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.row_sharded import first_sharded
 
 
@@ -37,6 +38,7 @@ def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     x = first_sharded(args, kwargs)
     local, gid = x.to_local(), x.rows.gid.to(x.device)
     p, training, inplace = _arguments(args, kwargs)
+    agree("dropout", x, (p, training))
     if not training or p == 0:
         return x
     out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())

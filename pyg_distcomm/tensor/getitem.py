@@ -12,6 +12,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, indexing
+from pyg_distcomm.tensor.gradients import agree, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
@@ -108,6 +109,7 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
         return _one_row(x, int(key))
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return _masked(x, key)
+    agree("x[ids]", x, (x, key))
     if isinstance(key, RowShardedTensor):
         return gather_by_id.gather(x, key)
     count = x.rows.total if x.rows.whole else x.rows.count
@@ -139,6 +141,7 @@ def _one_row(x: RowShardedTensor, place: int) -> Tensor:
     count = x.rows.count
     if not -count <= place < count:
         raise IndexError(f"index {place} is out of range for a tensor of {count} rows")
+    agree("x[row]", x, (x, place))
     hit = (x.rows.place == place % count).to(x.device)
     local = x.to_local()[hit].sum(0, dtype=x.dtype)
     return autograd.all_reduce(local, x.rows.mesh.world)
@@ -152,6 +155,7 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
     if mask.dim() != 1:
         raise unsupported_op("x[mask] with a mask that is not one bool per row")
     if not isinstance(mask, RowShardedTensor):
+        compare_plain(x, mask, "x[mask]")
         whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
         mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
         mask._counts = mask._version, whole
@@ -197,6 +201,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
     ):
         _put_entries(x, key, value)
         return
+    compare_plain(x, value, "setitem")
     if masked:
         mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
         value = _cut_for(value, x, mask.rows, rest)
@@ -208,6 +213,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         value = _cut_for(value, x, x.rows, rest)
     elif isinstance(first, (Tensor, slice)) and not isinstance(first, RowShardedTensor):
         ids = indexing.ids_of(first, x.rows.count)
+        compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
     else:
         raise unsupported_op(
@@ -234,6 +240,7 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     if ids.dim() != 1 or ids.is_floating_point():
         raise unsupported_op("x[ids] = value, where ids are no list,")
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
+        agree("setitem", x, (x, ids, value))
         value = indexing.gather_all(value.to_local(), value.rows)
     ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
     place, order = x.rows.place.sort()

@@ -164,6 +164,61 @@ def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[An
     return tree_map(met, (args, kwargs))
 
 
+def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
+    """Has the ranks compare an operation over the rows of all ranks, before its exchange.
+
+    Nothing is compared in a backward pass; see `Comparer.check_call` for the rest.
+
+    Args:
+        name: the operation.
+        x: a row-cut operand.
+        operands: all of its arguments, in any nesting.
+    """
+    mesh = x.rows.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.check == "never":
+        return
+    if torch._C._current_graph_task_id() == -1:
+        inside = x.reads_local  # where plain operands may be this rank's
+        comparer_of(mesh).check_call(name, () if inside else _described(operands))
+
+
+def _described(value: Any) -> Any:
+    """Returns what is the same on all ranks of an operand, hashable."""
+    if isinstance(value, (tuple, list)):
+        if len(value) > _LISTED:
+            return f"{len(value)} values"
+        return tuple([_described(v) for v in value])
+    if isinstance(value, dict):
+        return tuple([f"{k}={_described(v)}" for k, v in value.items()])
+    if isinstance(value, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
+        if isinstance(value, RowShardedTensor):
+            rows = value.rows
+            count = str(rows.total) if rows.whole else "?"
+            return f"{dtype}[{', '.join([count, *map(str, shape[1:])])}]"
+        if getattr(type(value), "_spread", False):  # its shape is this rank's
+            return f"{dtype} {type(value).__name__}"
+        return f"{dtype}[{', '.join(map(str, shape))}]"
+    value = getattr(value, "total", value)  # of a number of rows inside a layer
+    if value is None or isinstance(value, (bool, int, float, str, slice, torch.dtype)):
+        return repr(value)
+    return type(value).__name__
+
+
+_LISTED = 32  # operands of which each is compared
+
+
+def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:
+    """Has the ranks compare a plain tensor that selects, or is written to, rows of `x`."""
+    mesh = x.rows.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1 or x.reads_local:
+        return
+    plain = isinstance(value, Tensor) and not getattr(type(value), "_spread", False)
+    if plain and torch._C._current_graph_task_id() == -1:
+        comparer_of(mesh).check(value.detach(), name)
+
+
 def from_local(t: Tensor, like: RowShardedTensor) -> Any:
     """Makes this rank's rows part of a row-cut tensor; the opposite of `to_local`.
 
@@ -175,13 +230,15 @@ def from_local(t: Tensor, like: RowShardedTensor) -> Any:
 
     Raises:
         TypeError: if `like` is not row-cut.
-        ValueError: if `t` has another number of rows than `like` has on this rank.
+        ValueError: if `t` has another number of rows than `like` has on this rank; on all
+            ranks, if the first time its columns or dtype differ between them.
     """
     if not isinstance(like, RowShardedTensor) or not isinstance(t, Tensor):
         raise TypeError(
             "from_local(t, like=x) takes this rank's rows and a row-cut tensor, such as "
             f"data.x of pdc.partition; got {type(t).__name__} and {type(like).__name__}"
         )
+    agree("from_local", like, [str(t.dtype), *t.shape[1:]])
     size = like.rows.mesh.size
     if t.is_leaf and t.requires_grad and size > 1:
         t = _Share.apply(t, size)

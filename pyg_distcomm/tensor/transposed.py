@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.tensor import indexing
 from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.op_tables import FACTS, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, unsupported_op
 
@@ -89,9 +90,11 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
             right = x.wrap(right[x.rows.gid.to(right.device)], x.rows)
         if not isinstance(right, RowShardedTensor) or not right.rows.same_as(x.rows):
             return None
+        agree("matmul", x, args)
         part = x.to_local().t() @ right.to_local()
         return autograd.all_reduce(part, x.rows.mesh.world)
     if isinstance(right, Transposed):
+        agree("matmul", right.x, args)
         whole = indexing.gather_all(right.x.to_local(), right.x.rows)
         if isinstance(left, RowShardedTensor):
             return left.wrap(left.to_local() @ whole.t(), left.rows)
@@ -99,10 +102,12 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
     if isinstance(left, RowShardedTensor) and isinstance(right, RowShardedTensor):
         one = left.dim() == right.dim() == 1 and left.rows.same_as(right.rows)
         if one:
+            agree("matmul", left, args)
             part = left.to_local() @ right.to_local()
             return autograd.all_reduce(part, left.rows.mesh.world)
         square = left.dim() == 2 and right.dim() < 3 and right.rows.whole
         if square and left.size(1) == right.rows.total != right.size(-1):
+            agree("matmul", left, args)
             whole = indexing.gather_all(right.to_local(), right.rows)
             return left.wrap(left.to_local() @ whole, left.rows)
     plain = isinstance(left, Tensor) and not isinstance(left, RowShardedTensor)
@@ -111,6 +116,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         and isinstance(right, RowShardedTensor)
         and left.size(-1) == right.rows.count
     ):
+        agree("matmul", right, args)
         cut = left.index_select(-1, right.rows.place.to(left.device))
         return autograd.all_reduce(cut @ right.to_local(), right.rows.mesh.world)
     return None
