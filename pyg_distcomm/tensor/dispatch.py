@@ -250,7 +250,7 @@ def _reduce(
     agree(name, x, (args, kwargs))
     keepdim = bool(kwargs.get("keepdim", _third_bool(args, BY_DIM[name][0])))
     if name in ("max", "min", "argmax", "argmin"):
-        return _extreme(name, local, rows, dim, keepdim)
+        return reductions.extreme_of(name, local, rows, dim, keepdim)
     if name in reductions.SCALED and dims == [0]:
         out = reductions.SCALED[name](local, rows, kwargs, args)
         return out if name == "logsumexp" else x.wrap(out, rows)
@@ -276,27 +276,6 @@ def _reduce(
 
 def _third_bool(args: Any, place: int) -> bool:
     return len(args) > place + 1 and args[place + 1] is True
-
-
-def _extreme(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> Any:
-    op = name.removeprefix("arg")
-    if dim is None and (op == name or local.dim() == 1):
-        if op == name:
-            return reductions.extreme(local, rows, list(range(local.dim())), False, op)
-        return reductions.extreme_at(local, rows, False, op).indices
-    if dim is None:
-        return _flat_argument(local, rows, op)
-    found = reductions.extreme_at(local, rows, keepdim, op)
-    return found if op == name else found.indices
-
-
-def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
-    """Returns the place of the extreme value in the flattened whole tensor."""
-    width = local.shape[1:].numel()
-    best = reductions.extreme_at(local, rows, False, op)
-    values = best.values.flatten()
-    column = values.argmax() if op == "max" else values.argmin()
-    return best.indices.flatten()[column] * width + column
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:

@@ -158,6 +158,28 @@ def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
     return Extreme(_squeezed(values, [0]), _squeezed(first, [0]))
 
 
+def extreme_of(name: str, local: Tensor, rows: Rows, dim: Any, keepdim: bool) -> Any:
+    """Returns what max, min, argmax or argmin do over the rows of all ranks."""
+    op = name.removeprefix("arg")
+    if dim is None and (op == name or local.dim() == 1):
+        if op == name:
+            return extreme(local, rows, list(range(local.dim())), False, op)
+        return extreme_at(local, rows, False, op).indices
+    if dim is None:
+        return _flat_argument(local, rows, op)
+    found = extreme_at(local, rows, keepdim, op)
+    return found if op == name else found.indices
+
+
+def _flat_argument(local: Tensor, rows: Rows, op: str) -> Tensor:
+    """Returns the place of the extreme value in the flattened whole tensor."""
+    width = local.shape[1:].numel()
+    best = extreme_at(local, rows, False, op)
+    values = best.values.flatten()
+    column = values.argmax() if op == "max" else values.argmin()
+    return best.indices.flatten()[column] * width + column
+
+
 def truth(x: Tensor, rows: Rows, dims: Dims, keepdim: bool, op: str) -> Tensor:
     """Returns whether any (op "max") or all (op "min") entries are true."""
     if rows.count == 0:
