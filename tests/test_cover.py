@@ -104,7 +104,7 @@ def _checked(graph, cutter, grid, halo):
         (matrix.transposed, x[1], dense.t()),
     ):
         mesh.ledger.reset()
-        z = one.matmul(at[gid])
+        z = one @ at[gid]
         assert mesh.ledger.words() == one.price(5).words
         assert mesh.ledger.messages() == one.price(5).messages
         torch.testing.assert_close(z, (truth @ at)[gid], rtol=1e-12, atol=1e-12)

@@ -167,7 +167,7 @@ class Comparer:
 
         Compares what the constructors of the layer, and of modules in it, were given, too.
         A layer is compared again when it is first used in the other mode, of training
-        and evaluation.
+        and evaluation; without a link, modes are compared, too.
 
         Price: one all-gather of two words a rank, once for each owner, value and mode.
 
@@ -183,12 +183,13 @@ class Comparer:
         if mesh.size == 1 or mesh.check == "never":
             return
         compared = self._given.setdefault(owner, [])
-        mode = getattr(owner, "training", None)
+        mode = getattr(owner, "training", None) if value is None else None
         if any(value is known and mode == then for known, then in compared):
             return
         compared[:] = [(v, m) for v, m in compared if v is value] + [(value, mode)]
         details = {"type of layer": type(owner).__name__, **told()}
-        _exchange(_LAYER, details | _settings_in(owner), 0, mesh)
+        agrees = value is not None  # a link has ranks agree on who evaluates
+        _exchange(_LAYER, details | _settings_in(owner, not agrees), 0, mesh)
 
     def check_call(self, name: str, operands: Any) -> None:
         """Raises on all ranks if they do not call an operation over all rows alike.
@@ -335,14 +336,15 @@ def _kind_of(x: Tensor) -> str:
     return f"{list(x.shape)} {x.dtype}".replace("torch.", "")
 
 
-def _settings_in(owner: Any) -> dict[str, str]:
-    """Returns the modes of a layer's modules, and what their constructors were given."""
+def _settings_in(owner: Any, modes: bool) -> dict[str, str]:
+    """Returns what the constructors of a layer's modules were given, and their modes."""
     if not isinstance(owner, torch.nn.Module):
         return {}
     settings = {}
     for path, module in owner.named_modules():
         of = f" of {path}" if path else ""
-        settings[f"training{of}"] = repr(module.training)
+        if modes:
+            settings[f"training{of}"] = repr(module.training)
         given = vars(module)
         for kind in type(module).__mro__[:-1]:
             code = getattr(vars(kind).get("__init__"), "__code__", None)
