@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
+from pyg_distcomm.partition.arrays import told
 
 Points = tuple[tuple[int, float], ...]
 Line = tuple[int, int]
@@ -229,11 +231,23 @@ class Machine:
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
-        """Writes the figures as JSON, whole or not at all."""
+        """Writes the figures as JSON, whole or not at all, and waits for the disk.
+
+        Raises:
+            ValueError: naming the file, if it cannot be written; an older one stays.
+        """
         path = Path(path)
         aside = path.with_name(f"{path.name}.part{os.getpid()}")
-        aside.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        aside.replace(path)
+        try:
+            with aside.open("w") as file:
+                file.write(json.dumps(self.to_dict(), indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise ValueError(told(error, path)) from error
 
     @staticmethod
     def load(path: str | Path) -> Machine:
