@@ -116,9 +116,9 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
         problem = _misfit(whole, _FIELDS)
         problem = problem and f"{path / _MODEL}: {problem}"
-        for name, part in parts.items():
+        for file, part in parts.items():
             wrong = _misfit(part, _ROW_FIELDS) or _misfit_sites(part["sites"])
-            problem = problem or (wrong and f"{path / name}: {wrong}")
+            problem = problem or (wrong and f"{path / file}: {wrong}")
         if problem:
             raise ValueError(f"cannot load the pipeline at {path}: {problem}")
     pipe.load_state_dict(whole["model"])
