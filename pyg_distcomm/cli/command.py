@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench, bench_gcn, doctor, plan
+from pyg_distcomm.cli import bench, doctor, plan
 from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
@@ -184,7 +184,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     for count in threads:
         print(f"\nAn epoch of a 2-layer GCN, 2^{scale} nodes, {count} thread(s)\n")
         with bench.using_threads(count):
-            print(bench_gcn.run(1 << scale, tuple(widths), repeats))
+            print(bench.run_gcn(1 << scale, tuple(widths), repeats))
     return 0
 
 

@@ -24,14 +24,18 @@ from torch_geometric.data import Data
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.pipeline import checkpoint, validation, warmup
-from pyg_distcomm.pipeline.balance import cut_layers
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.epoch import OP, Epoch, Loss, StageBuffers, gradients_added
-from pyg_distcomm.pipeline.grad_clipping import clip_grad_norm_
-from pyg_distcomm.pipeline.history import History
-from pyg_distcomm.pipeline.history_buffer import GradientRule
-from pyg_distcomm.pipeline.layer_stack import StackLayer, read_stack
+from pyg_distcomm.pipeline.epoch import (
+    OP,
+    Epoch,
+    Loss,
+    StageBuffers,
+    clip_grad_norm_,
+    gradients_added,
+)
+from pyg_distcomm.pipeline.history_buffer import GradientRule, History
+from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule, schedule_of
 from pyg_distcomm.pipeline.stage import Stage, StageTensors

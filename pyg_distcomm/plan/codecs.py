@@ -23,7 +23,7 @@ from pyg_distcomm.halo.codecs.quantise import Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import answering
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.plan.block_traffic import Array, Side
+from pyg_distcomm.plan.traffic import Array, Side
 from pyg_distcomm.plan.training import ProductShape
 
 Asked: TypeAlias = str | Codec | LinkPolicy

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
-from pyg_distcomm.plan.block_traffic import Array, Side, Sides
-from pyg_distcomm.plan.traffic import Flow
+from pyg_distcomm.plan.traffic import Array, Flow, Side, Sides
 
 POINTS = 4096  # quantiles of a power law
 
