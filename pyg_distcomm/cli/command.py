@@ -1,4 +1,4 @@
-"""The command `pyg-distcomm`."""
+"""Parses and runs the command `pyg-distcomm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `pyg-distcomm plan`."""
+"""Runs the command `pyg-distcomm plan`."""
 
 from __future__ import annotations
 

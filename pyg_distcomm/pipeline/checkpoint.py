@@ -1,4 +1,4 @@
-"""What a pipeline writes to resume bit for bit, on any number of stages."""
+"""Saves and loads a pipeline, to resume bit for bit on any number of stages."""
 
 from __future__ import annotations
 

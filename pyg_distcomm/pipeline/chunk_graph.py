@@ -1,4 +1,4 @@
-"""View: an edge_index as a layer sees it while it runs on one chunk."""
+"""Presents an edge_index to a layer that runs on one chunk."""
 
 from __future__ import annotations
 

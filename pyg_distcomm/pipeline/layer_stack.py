@@ -1,4 +1,4 @@
-"""Stack: a list of layers, the names of what they read and write, and what is refused."""
+"""Reads a stack of layers and the names of their values, and cuts it into stages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Pipeline: layers cut into stages over ranks, through which chunks of nodes stream.
+"""Trains layers cut into stages over ranks, through which chunks of nodes stream.
 
 [Note: pipeline] Layers of a deep model are shared out over stages, and the nodes of the graph
 over chunks, after [Chen23]. Each stage has the edges of the whole graph, and weights of its
 layers only. Chunk by chunk, rows go from stage to stage; a layer reads of a node's neighbours
 what this epoch has computed, or else what an earlier one had (see [Note: sites] in
-`site.py`). Every row crosses each border between stages once forward and its gradient once
+`history_buffer.py`).
+Every row crosses each border between stages once forward and its gradient once
 back, so bytes depend neither on the edges cut nor on the number of layers.
 """
 

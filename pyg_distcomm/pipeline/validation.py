@@ -1,4 +1,4 @@
-"""What a pipeline refuses, on all ranks alike."""
+"""Refuses what a pipeline cannot run, on all ranks alike."""
 
 from __future__ import annotations
 

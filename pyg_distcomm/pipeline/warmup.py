@@ -1,4 +1,4 @@
-"""What comes before training: equal weights, measures, and a pass over all nodes."""
+"""Prepares training: broadcasts weights, measures layers, and passes over all nodes once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joins the run, and with algorithm="auto" shortlists plans, times them and takes one."""
+"""Joins a run; `algorithm='auto'` shortlists plans, times them and takes the fastest."""
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def init(
         mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
-    "auto" measures links, and rates at the model's widths (see `calibrate`), plans on rank
-    0 (see `plan`), times real epochs of the best 4 exact plans, and takes the fastest. Where
-    layers are other than plain GCN and SAGE, where epochs take more than 5 s, and with a
-    `machine`, it takes the best plan untimed. `partition` follows `mesh.plan`.
+    "auto" calibrates, plans on rank 0 (see `plan`), times epochs of the best 4 exact plans,
+    and takes the fastest; see `shortlist` for when the best plan is taken untimed.
+    `partition` follows `mesh.plan`.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".

@@ -4,7 +4,8 @@ Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machi
 bandwidth and rates; they rank plans.
 
 A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
-`ops/multiply.py`), each as long as its slowest rank takes. Exchanges of one step share the
+`ops/overlapped_spmm.py`), each as long as its slowest rank takes. Exchanges of one step
+share the
 link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
 
     fiber | ghosts travel, beside sums for others, which follow, and the own columns

@@ -1,4 +1,4 @@
-"""Laws of degrees: how full a halo is, in closed form, for graphs too large to look at."""
+"""Estimates the size of halos in closed form from a graph's law of degrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines as plans know them: layers in stages, chunks of nodes, and what that costs.
+"""Prices pipelines: layers in stages, and chunks of nodes that stream through them.
 
 Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank, h ghosts.
 

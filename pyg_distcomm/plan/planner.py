@@ -1,4 +1,4 @@
-"""plan: every way to train a graph on so many ranks, with what it costs."""
+"""Plans every way to train a graph on a number of ranks, and ranks them by cost."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Side:
     def of(want: Array, pieces: bool | Array) -> Side:
         """Counts `want[line, a, b]`: rows that rank a of a line asks of its rank b.
 
-        In pieces (on each line or none), as `exchange.pieces` cuts them, a pair of ranks
+        In pieces (on each line or none), as `halo.chunked` cuts them, a pair of ranks
         exchanges as many messages as there are pieces with rows.
         """
         most = want.sum(2).max(1, initial=0)
@@ -90,7 +90,7 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """The links of a product, as `ops.tile.Links` has them, for every rank."""
+    """The links of a product, as `ops.local_blocks` has them, for every rank."""
 
     ghost: Side
     out: Side
@@ -301,7 +301,7 @@ class Flow:
     fiber      [r, s]    own rows of all ranks of a fiber
     edges      [r, s, p] edges owned, an edge living with the owner of its target
     sides      what travels
-    nonzeros   six times [r, s], as the blocks of `ops.tile.Tile`
+    nonzeros   six times [r, s], as the blocks of `ops.local_blocks`
 
     For a law of degrees all entries are means, and the same on every rank: the first two
     dims then have size 1.
