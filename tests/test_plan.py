@@ -34,7 +34,7 @@ from torch_geometric.nn import (
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import bench, main
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.price import dense_words
@@ -306,6 +306,20 @@ def uncommon(owner):
         got = late_epoch(model, share.x, share.edge_index, share.y)
         found.append(sum(got[k] for k in ("exchange", "parameters", "rest")))
     return found
+
+
+def test_a_dry_run_leaves_collectives_as_they_are():
+    before, seen = (collectives.all_reduce, autograd.all_reduce), []
+
+    class Peeking(Net):
+        def forward(self, x, edge_index):
+            seen.append((collectives.all_reduce, autograd.all_reduce))
+            out = super().forward(x, edge_index)
+            return out - out.mean(0)
+
+    read = training_of_model(Peeking([DistGCNConv(7, 4)]), 7)
+    assert seen == [before, before]
+    assert read.missing == "sums over nodes of Peeking"
 
 
 def test_a_model_is_read_as_it_runs():
