@@ -40,7 +40,7 @@ TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.registry"}
 KNOWS_PYG = {
     "loader",
     "nn",
-    "cli.bench_gcn",
+    "cli.bench",
     "cli.plan",
     "datasets",
     "partition.attribute_levels",

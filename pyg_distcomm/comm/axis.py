@@ -37,6 +37,8 @@ class Axis:
         group: their process group; None when there is nobody to talk to.
         ledger: where what travels is counted.
         watch: where failures are told and learnt.
+        observer: called in a dry run on one rank with each tensor that more ranks would
+            sum, and whether its gradient would be summed too.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     watch: FailureMonitor | None
+    observer: Callable[[Tensor, bool], None] | None = None
 
     def __post_init__(self) -> None:
         if self.watch is not None and self.group not in (None, dist.group.WORLD):

@@ -228,6 +228,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
     Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
     """
+    if axis.observer is not None:
+        axis.observer(x, False)
     pending = all_reduce_begin(x, axis, op)
     return pending.wait()
 

@@ -1,4 +1,4 @@
-"""View: an edge_index as a layer sees it while it runs on one chunk."""
+"""Presents an edge_index to a layer that runs on one chunk."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.compressibility import check_aggregations, compares
 from pyg_distcomm.nn.halo_execution import layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
-from pyg_distcomm.pipeline.history import History
-from pyg_distcomm.pipeline.history_buffer import GradientRule, HistoryBuffer, read_site
+from pyg_distcomm.pipeline.history_buffer import (
+    GradientRule,
+    History,
+    HistoryBuffer,
+    read_site,
+)
 
 _KEYED, _PLAIN = 0x919E, 0x919F  # set the keys of a pipeline apart
 

@@ -1,7 +1,7 @@
-"""Codings: how products travel by a link, as plans know it: bytes, lateness, what is kept.
+"""Prices exchanges by a link: bytes, staleness, and buffers that are kept.
 
 Bytes are exact for codecs whose sizes do not depend on values, pair of ranks by pair and
-piece by piece, as `exchange.parcel` has them; for others the most there can be.
+piece by piece, as `halo.packing` has them; for others the most there can be.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.plan.block_traffic import Array, Side
+from pyg_distcomm.plan.traffic import Array, Side
 from pyg_distcomm.plan.training import ProductShape
 
 Asked: TypeAlias = str | Codec | LinkPolicy
