@@ -253,7 +253,7 @@ def all_reduce_begin(
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis, before)
-    reduction = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
+    reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
     with guarded(axis, "all_reduce"):
         work = dist.all_reduce(out, **reduction)
     return Pending(out, x.device, axis, "all_reduce", work, traced)
