@@ -228,8 +228,6 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
     Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
     """
-    if axis.observer is not None:
-        axis.observer(x, False)
     pending = all_reduce_begin(x, axis, op)
     return pending.wait()
 
@@ -255,8 +253,9 @@ def all_reduce_begin(
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis, before)
+    reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
     with guarded(axis, "all_reduce"):
-        work = dist.all_reduce(out, _REDUCTIONS[op], group=axis.group, async_op=True)
+        work = dist.all_reduce(out, **reduction)
     return Pending(out, x.device, axis, "all_reduce", work, traced)
 
 

@@ -87,13 +87,18 @@ class OperatorKind:
     """Names a matrix that is derived from the edges.
 
     Args:
-        normalize: whether it is `D^-1/2 (A + I) D^-1/2`, of [Kipf17], instead of `A`.
-        improved, add_self_loops: as of `GCNConv`.
+        name: "sum" is `A`, and "gcn" `D^-1/2 (A + I) D^-1/2`.
+        improved, add_self_loops: of "gcn", as of `GCNConv`.
     """
 
-    normalize: bool = False
+    name: str = "sum"
     improved: bool = False
     add_self_loops: bool = False
+
+    @property
+    def normalize(self) -> bool:
+        """Whether values are normalised by degrees."""
+        return self.name == "gcn"
 
 
 @dataclass(eq=False)

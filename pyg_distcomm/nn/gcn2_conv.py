@@ -68,12 +68,11 @@ class DistGCN2Conv(GCN2Conv):
         local = edge_index.check_nodes(x, "x")
         first = edge_index.check_nodes(x_0, "x_0")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
+        kind = OperatorKind()
         if self.normalize:
             edge_index.check_loops(self)
+            kind = OperatorKind("gcn", False, self.add_self_loops)
         context = LayerContext.of(self, self.link, edge_index, weight)
-        kind = OperatorKind(
-            self.normalize, False, self.normalize and self.add_self_loops
-        )
         operator = kind, context.weight, local.dtype, context.exchange()
         mixed = context.topology.operator(*operator) @ local
         mesh = edge_index.nodes.mesh

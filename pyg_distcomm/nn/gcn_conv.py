@@ -78,7 +78,7 @@ class DistGCNConv(GCNConv):
         kind = OperatorKind()
         if self.normalize:
             edge_index.check_loops(self)
-            kind = OperatorKind(True, self.improved, self.add_self_loops)
+            kind = OperatorKind("gcn", self.improved, self.add_self_loops)
         context = LayerContext.of(self, self.link, edge_index, weight, edge_weight)
         plan = LinearProduct(context, x, kind, self.lin, self.bias)
         return plan.finish(
