@@ -66,7 +66,7 @@ def measure(codec: Codec, x: torch.Tensor, repeats: int) -> tuple[float, ...]:
     y, draw = torch.empty_like(x), RngKey(12345, torch.arange(rows))
     here, there = (fresh_state(rows, width) for _ in range(2))
     room = torch.empty(codec.wire_bytes(rows, width), dtype=torch.uint8)
-    out = room if codec.sized else None
+    out = room if codec.fixed_size else None
 
     def encode() -> torch.Tensor:
         return codec.encode(x, draw, out=out, state=here)

@@ -105,12 +105,12 @@ class Naive(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, matrix) -> Tensor:
         ctx.matrix = matrix
         ctx.save_for_backward(x, weight)
-        return matrix.matmul(x) @ weight
+        return matrix @ x @ weight
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        back = ctx.matrix.transposed.matmul(g.contiguous())
+        back = ctx.matrix.transposed @ g.contiguous()
         return back @ weight.t(), x.t() @ back, None
 
 

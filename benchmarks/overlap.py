@@ -24,7 +24,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Pending
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.halo import chunked
+from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.nn import DistGCNConv
 
 WAYS = {  # parts of sums at most, MB of a bucket, whether exchanges overlap
@@ -55,7 +55,7 @@ def in_line(wanted: bool):
 def way_of(name: str, data, widths) -> Callable[[], float]:
     """Builds one way to train; returns what trains an epoch and says how long it took."""
     most, bucket, overlapping = WAYS[name]
-    chunked.MOST, before = most, chunked.MOST
+    halos.MAX_CHUNKS, before = most, halos.MAX_CHUNKS
     mesh = pdc.init()
     share = pdc.partition(data, mesh, "random")
     x = share.x.detach().requires_grad_()
@@ -74,7 +74,7 @@ def way_of(name: str, data, widths) -> Callable[[], float]:
         return time.perf_counter() - start
 
     epoch()  # plans with as many parts as asked for
-    chunked.MOST = before
+    halos.MAX_CHUNKS = before
     return epoch
 
 

@@ -1,4 +1,4 @@
-"""Predicted seconds of an epoch against measured ones, on every grid, over shaped links.
+"""Compares estimated and measured seconds of an epoch on every grid, over shaped links.
 
     sudo python benchmarks/network.py --ranks 4 --burst 128kb -- \
         python benchmarks/planned.py [--graph rmat-16] [--widths 602 16 41] [--rates ...]
@@ -6,8 +6,8 @@
 In the same processes, some times over: `pdc.calibrate` measures, every grid is planned, and
 all grids train in turn, some epochs each; also what "auto" takes, if its halo is not "auto".
 Medians count, of predictions and of the rounds, a round being as long as its slowest rank.
-`auto` are the plans that `init("auto")` takes, one a calibration: it trains those that come
-near the best one. Bytes of the ledger must equal the plan's.
+`auto` are the plans that `init("auto")` takes, one a calibration: it times the best few.
+Bytes of the ledger must equal the plan's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.plan.autotune import race, rivals
+from pyg_distcomm.plan.auto import fastest, shortlist
 from pyg_distcomm.plan.training import training_of
 
 HEAD = (
@@ -122,9 +122,9 @@ def planned(
     machine = pdc.calibrate(mesh, sorted(set(args.widths)), rows=rows, degree=degree)
     plans = pdc.plan(data, args.widths, mesh.size, partition=partition, machine=machine)
     training = training_of(args.widths, "gcn")
-    near, edges = rivals(plans, training), data.edge_index
+    near, edges = shortlist(plans, training), data.edge_index
     if len(near) > 1 and edges is not None:
-        best = race(edges, partition, near, training, {})
+        best = fastest(edges, partition, near, training, {})
     else:
         best = plans.best
     return plans, (best.grid, best.halo)

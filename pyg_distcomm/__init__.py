@@ -19,11 +19,11 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.graph.partitioning import load_partition as load_partition
 from pyg_distcomm.graph.partitioning import partition as partition
 from pyg_distcomm.graph.partitioning import partition_report as partition_report
+from pyg_distcomm.halo.policy import BNS as BNS
+from pyg_distcomm.halo.policy import VARCO as VARCO
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
-from pyg_distcomm.halo.presets import BNS as BNS
-from pyg_distcomm.halo.presets import VARCO as VARCO
-from pyg_distcomm.halo.presets import PipeGCN as PipeGCN
-from pyg_distcomm.halo.presets import Sylvie as Sylvie
+from pyg_distcomm.halo.policy import PipeGCN as PipeGCN
+from pyg_distcomm.halo.policy import Sylvie as Sylvie
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.partition.partition import Partition as Partition

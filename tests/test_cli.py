@@ -144,11 +144,26 @@ def test_kinds_can_be_declared(tmp_path, capsys):
         ([], "COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["partition"], "required: dataset, out, --parts"),
-        (["partition", "digits", "o", "--parts", "two"], "invalid int value: 'two'"),
+        (["partition", "digits", "o", "--parts", "two"], "--parts: got 'two', wanted"),
         (["partition", "digits", "o", "--parts", "2", "--method", "x"], "'x'"),
         (["partition", "kora", "o", "--parts", "2"], "unknown data set 'kora'"),
         (["partition", "g.pt", "o", "--parts", "2"], "g.pt: missing"),
-        (["partition", "generated-50", "o", "--parts", "0"], "at least 1, got 0"),
+        (
+            ["partition", "generated-50", "o", "--parts", "0"],
+            "--parts: got '0', wanted",
+        ),
+        (["partition", "digits", "o", *"--parts 2 --seed -1".split()], "--seed: got"),
+        (["partition", "g.txt", "o", *"--parts 2 --num-nodes -3".split()], "--num-n"),
+        (
+            ["partition", "digits", "o", *"--parts 4 --grid 2 0 2".split()],
+            "--grid: got",
+        ),
+        (["plan", "digits", *"--widths 7 0 --ranks 2".split()], "--widths: got '0'"),
+        (["plan", "--nodes", "x", *"--edges 9 --widths 7 4".split()], "--nodes: got"),
+        (["plan", "digits", *"--widths 7 4 --seed -1".split()], "--seed: got"),
+        (["plan", "digits", *"--widths 7 4 --chunks 0".split()], "--chunks: got '0'"),
+        (["bench", "--repeats", "0"], "--repeats: got '0'"),
+        (["bench", "--scale", "99"], "--scale: got '99'"),
         (["inspect", "nowhere"], "nowhere: is not a folder"),
     ],
 )
@@ -157,6 +172,26 @@ def test_a_users_mistake_is_one_line_and_exits_with_2(
 ):
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
+    assert words in one_error(capsys)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--node-file", "edge_index=x.npy"], "edge_index: got a file for it"),
+        (["--node-file", "x=x.npy", "--edge-file", "x=x.npy"], "x: got a file of the"),
+        (["--node-file", "x=x.npy", "--node-file", "x=y.npy"], "two files for 'x'"),
+        (["--node-file", "x.npy"], "--node-file: got 'x.npy', wanted NAME="),
+    ],
+)
+def test_no_file_of_an_attribute_is_dropped(
+    tmp_path, monkeypatch, capsys, flags, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 0\n")
+    np.save("x.npy", np.ones((3, 2)))
+    assert main(["partition", "ring.txt", "o", "--parts", "2", *flags]) == 2
     assert words in one_error(capsys)
     assert not (tmp_path / "o").exists()
 

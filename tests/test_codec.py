@@ -8,6 +8,7 @@ import pytest
 import tiers
 import torch
 
+from pyg_distcomm.halo.codec import header_bytes, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import (
     CODECS,
     Bitmap,
@@ -23,7 +24,6 @@ from pyg_distcomm.halo.codecs import (
     codec_of,
     fresh_state,
 )
-from pyg_distcomm.halo.packing import header_bytes, pack, parcel_bytes, unpack
 from pyg_distcomm.kernels import codec_ops
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -80,7 +80,7 @@ def there_and_back(codec, x, out=None, draw=None, index=None):
     assert message.dtype == torch.uint8
     assert message.dim() == 1
     size = codec.wire_bytes(m, f, x.dtype)
-    assert len(message) == size if codec.sized else len(message) <= size
+    assert len(message) == size if codec.fixed_size else len(message) <= size
     out = torch.full((m, f), 7.0, dtype=x.dtype) if out is None else out
     assert codec.decode(message, out, draw, state=ends[1]) is out
     if codec.stateful:
@@ -129,7 +129,7 @@ def test_a_row_is_written_alike_wherever_it_lies(codec):
     k = ColumnMask(10**6).kept(32)
     assert k == 1
     assert not torch.equal(other, whole)
-    with pytest.raises(ValueError, match="give draw=Draw"):
+    with pytest.raises(ValueError, match="give draw=RngKey"):
         codec.encode(x, state=fresh_state(60, 32))
     with pytest.raises(ValueError, match="got 4 ids for 60 rows"):
         codec.encode(x, RngKey(5, gid[at]), state=fresh_state(60, 32))
@@ -525,7 +525,7 @@ def test_what_a_residual_refuses():
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=str)
-def test_parcels_are_cut_where_both_ends_think(codec):
+def test_messages_are_split_alike_on_both_ends(codec):
     n, f, counts = 50, 19, [7, 0, 13, 1]
     x = rows(m=n, f=f).relu()
     index = torch.randint(0, n, (sum(counts),))
@@ -534,8 +534,8 @@ def test_parcels_are_cut_where_both_ends_think(codec):
     message, sizes = pack(codec, x, counts, draw, index=index, state=ends[0])
     assert message.dtype == torch.uint8
     assert len(message) == sum(sizes)
-    bound = parcel_bytes(codec, counts, f, x.dtype)
-    if codec.sized:
+    bound = packed_bytes(codec, counts, f, x.dtype)
+    if codec.fixed_size:
         assert sizes == bound
         assert header_bytes(codec, 3) == 0
     else:
@@ -552,7 +552,7 @@ def test_parcels_are_cut_where_both_ends_think(codec):
     assert torch.equal(got[7:20], alone)
 
 
-def test_parcels_without_rows():
+def test_packing_no_rows():
     message, sizes = pack(Bitmap(), torch.empty(0, 4), [0, 0])
     assert (len(message), sizes) == (0, [0, 0])
     out = torch.empty(0, 4)
@@ -588,7 +588,7 @@ def test_flags():
     unbiased = [Plain(), *RANDOM, *scaled, CHAINS[1], Bitmap(), KEPT[0], KEPT[3]]
     assert [c for c in EVERY if c.unbiased] == unbiased
     assert [c for c in EVERY if c.stateful] == KEPT
-    sized = [c for c in EVERY if not c.sized]
+    sized = [c for c in EVERY if not c.fixed_size]
     assert sized == [CHAINS[2], CHAINS[3], Bitmap(), KEPT[3]]
     assert len(set(EVERY)) == len(EVERY)  # codecs are values
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo import chunked
+from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.kernels import reference
 from pyg_distcomm.ops.cover import HALOS, PACKING
 
@@ -79,13 +79,13 @@ def _contract(*args):
     In pieces of few rows, each in messages, or as they are.
     """
     *args, few = args
-    before = chunked.ROWS, collectives._MUCH
+    before = halos.CHUNK_ROWS, collectives._MUCH
     if few:
-        chunked.ROWS, collectives._MUCH = few, 1
+        halos.CHUNK_ROWS, collectives._MUCH = few, 1
     try:
         return _checked(*args)
     finally:
-        chunked.ROWS, collectives._MUCH = before
+        halos.CHUNK_ROWS, collectives._MUCH = before
 
 
 def _checked(graph, cutter, grid, halo):
@@ -104,7 +104,7 @@ def _checked(graph, cutter, grid, halo):
         (matrix.transposed, x[1], dense.t()),
     ):
         mesh.ledger.reset()
-        z = one.matmul(at[gid])
+        z = one @ at[gid]
         assert mesh.ledger.words() == one.price(5).words
         assert mesh.ledger.messages() == one.price(5).messages
         torch.testing.assert_close(z, (truth @ at)[gid], rtol=1e-12, atol=1e-12)
@@ -213,7 +213,7 @@ def test_an_unknown_halo_says_which_there_are():
 
 def _parts():
     """The backward pass of a 1D grid sends a part of its sums before the next is made."""
-    whole, chunked.ROWS = chunked.ROWS, 4
+    whole, halos.CHUNK_ROWS = halos.CHUNK_ROWS, 4
     try:
         mesh = worlds.mesh(grid=(3, 1, 1))
         share = pdc.partition(GRAPHS["directed"](), mesh, "random")
@@ -221,13 +221,13 @@ def _parts():
         x = share.x.detach().requires_grad_()
         out = edges.matmul(x)
     finally:
-        chunked.ROWS = whole
+        halos.CHUNK_ROWS = whole
     with mesh.ledger.record() as events:
         out.sum().backward()
     part = [("multiply", "out"), ("begin", "out")]
     assert events == [
         ("begin", "in"),
-        *(chunked.MOST * part),
+        *(halos.MAX_CHUNKS * part),
         ("multiply", "own"),
         ("arrive", "in"),
         ("multiply", "ghost"),

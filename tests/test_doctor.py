@@ -124,4 +124,4 @@ def test_bench_prints_both_tables(capsys):
     assert "| 1 | 4 |" in shown
     assert "PyG / ours" in shown
     assert main(["bench", "--repeats", "0"]) == 2
-    assert "must be positive" in capsys.readouterr().err
+    assert "wanted a whole number from 1" in capsys.readouterr().err

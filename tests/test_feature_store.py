@@ -20,11 +20,9 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
-from pyg_distcomm.loader.block_index import Index
 from pyg_distcomm.loader.feature_store import EDGES
 from pyg_distcomm.loader.fetch import Fetch
-from pyg_distcomm.loader.quiver import QuiverFeature
-from pyg_distcomm.loader.row_group import RowGroup
+from pyg_distcomm.loader.row_group import Index, QuiverFeature, RowGroup
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
@@ -83,7 +81,7 @@ def _fetches(graph, cutter, c):
         torch.empty(0, dtype=torch.int64) if rank % 2 else torch.arange(n),
         torch.full((7,), 3 % n),  # a hub that everybody wants
         torch.arange(n).flip(0).int(),
-        store._shelves[None].index.gid,  # nothing that travels
+        store._row_groups[None].index.gid,  # nothing that travels
     ]
     for ids in wanted:
         edges = ids[ids < e].long()
@@ -161,7 +159,7 @@ def _hetero(c):
     # without owners, once they have been looked for
     assert torch.equal(store[writes, "edge_attr", edges], found[writes]["edge_attr"])
     degree = torch.bincount(data[writes].edge_index[0], minlength=25)
-    chosen = store._shelves["author"].chosen
+    chosen = store._row_groups["author"].chosen
     best = torch.sort(degree, descending=True, stable=True).indices[:5]
     assert torch.equal(chosen, best.sort().values)
 
@@ -251,19 +249,19 @@ def _cached(c, ranking):
     store = DistFeatureStore.from_data(
         share, road, cache=0.2, ranking=given, wire="int8", **options
     )
-    shelf = store._shelves[None]
-    assert len(shelf.chosen) == round(0.2 * n)
+    row_group = store._row_groups[None]
+    assert len(row_group.chosen) == round(0.2 * n)
     if ranking != "given":
-        assert shelf.chosen[0] == 0  # the hub
-    assert not torch.isin(shelf.cached.gid, shelf.index.gid).any()
-    known = torch.cat([shelf.chosen, shelf.index.gid]).unique()
+        assert row_group.chosen[0] == 0  # the hub
+    assert not torch.isin(row_group.cached.gid, row_group.index.gid).any()
+    known = torch.cat([row_group.chosen, row_group.index.gid]).unique()
     x = store.fetch({None: known})[None]["x"]
     assert torch.equal(x, data.x[known])  # kept as they are, whatever the wire
     late = torch.arange(n * 2.0).view(n, 2)
     store.put_tensor(late, None, "late", None)  # what comes later is kept too
     assert torch.equal(store.fetch({None: known})[None]["late"], late[known])
     store.fetch({None: random_ids(rank, 20, n)})
-    return shelf.chosen.tolist()
+    return row_group.chosen.tolist()
 
 
 def test_the_cache_is_the_same_on_all_ranks(world):
@@ -315,7 +313,7 @@ def _coded(c, form):
     found = store.fetch({None: ids})[None]
     for name in ("y", "train_mask"):
         assert torch.equal(found[name], data[name])
-    here = store._shelves[None].index.gid
+    here = store._row_groups[None].index.gid
     assert torch.equal(found["x"][here], data.x[here])
     error = (found["x"] - data.x).abs()
     low, high = data.x.amin(1, keepdim=True), data.x.amax(1, keepdim=True)
@@ -341,7 +339,7 @@ def test_which_attributes_are_coded():
     store.add(None, "x", torch.rand(4, 3))
     store.add(None, "z", torch.rand(4, 3))  # nobody asked
     store.add(None, "w", torch.rand(4))  # 5 bytes in place of 4
-    codecs = store._shelves[None].codecs
+    codecs = store._row_groups[None].codecs
     assert codecs == {"x": Quantise(strict=False), "z": Plain(), "w": Plain()}
     with pytest.raises(ValueError, match="fp16, bf16, int8"):
         DistFeatureStore(channel(1), wire="zip")
@@ -424,7 +422,7 @@ def _mapped(c, folder):
     mine = np.load(path, mmap_mode="r")
     assert isinstance(mine, np.memmap)
     store = DistFeatureStore.from_cpu_tensor(mine, road)
-    values = store._shelves[None].values["x"]
+    values = store._row_groups[None].values["x"]
     if c == 1:  # not a copy
         assert values.data_ptr() == mine.__array_interface__["data"][0]
     ids = random_ids(rank, 50, n)
@@ -452,7 +450,7 @@ def _on_a_full_disk(c, folder):
     rank, size = road.world.rank, road.world.size
     store = DistFeatureStore(road, folder=folder)
     store.add_group(None, torch.arange(rank, 6000, size), 6000)
-    own = torch.ones(len(store._shelves[None].own))
+    own = torch.ones(len(store._row_groups[None].own))
     with (
         full_disk(4096 if rank == size - 1 else None),
         pytest.raises(ValueError, match=rf"{folder}/.*nodes__x.npy: .*make room"),
@@ -678,7 +676,7 @@ def _diverged():
     x = torch.arange(80.0).view(20, 4)
     store = DistFeatureStore.from_replicated(x, mesh, wire=Quantise(8))
     if mesh.rank == 1:  # changed since they were checked
-        store._shelves[None].values["x"][:, 1] = float("nan")
+        store._row_groups[None].values["x"][:, 1] = float("nan")
     with pytest.raises(ValueError, match=r"x: row 0 of a message holds nan"):
         store[torch.arange(20)]
     return True
@@ -692,8 +690,8 @@ def test_rows_that_cannot_be_written_are_told_to_those_who_wait(world):
 def test_ids_travel_in_as_few_bytes_as_they_need():
     none = torch.empty(0, dtype=torch.int64)
     for total, kind in ((2**31 - 1, torch.int32), (2**31, torch.int64)):
-        shelf = RowGroup("g", Index(none, total), none, None)
-        assert Fetch(channel(1), [shelf], []).id_type == kind
+        row_group = RowGroup("g", Index(none, total), none, None)
+        assert Fetch(channel(1), [row_group], []).id_type == kind
 
 
 def test_a_graph_that_is_not_partitioned_is_refused():
@@ -744,7 +742,7 @@ def _quiver(c):
     store = DistFeatureStore.from_data(share, road, cache=4)
     store.put_tensor(QuiverFeature(theirs, most=8), None, "q", None)
     assert store.get_tensor_size(None, "q") == (n, 4)
-    for wanted in (ids, store._shelves[None].index.gid, ids[:0]):
+    for wanted in (ids, store._row_groups[None].index.gid, ids[:0]):
         before = theirs.asked
         found = store.fetch({None: wanted})[None]
         assert torch.equal(found["q"], theirs._tensor[wanted])

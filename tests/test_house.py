@@ -40,7 +40,7 @@ TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.registry"}
 KNOWS_PYG = {
     "loader",
     "nn",
-    "cli.bench_gcn",
+    "cli.bench",
     "cli.plan",
     "datasets",
     "partition.attribute_levels",
@@ -69,8 +69,7 @@ STATE = {
     "kernels.threads._executors",
     "kernels.threads._limit",
     "loader.partitioned_source._stores",
-    "loader.registry._begun",
-    "loader.registry._built",
+    "loader.registry._history",
     "comm.mesh._LATEST",
     "comm.mesh._collected",
     "comm.p2p._idle",

@@ -16,8 +16,8 @@ from problems import GRAPHS
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Bitmap, Chain, ColumnMask, Plain, RowSample
-from pyg_distcomm.halo.link_state import LinkState
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.state import LinkState
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # exact where nothing is left out
@@ -296,10 +296,10 @@ def test_training_goes_down(layer, grid, names):
 def test_places_of_layers_are_not_used_twice():
     run = LinkState()
     layers = [torch.nn.Linear(1, 1) for _ in range(3)]
-    assert [run.place(layer) for layer in layers] == [0, 1, 2]
+    assert [run.number_of(layer, True) for layer in layers] == [0, 1, 2]
     del layers[0]  # when it is collected differs from rank to rank
     gc.collect()
-    assert run.place(torch.nn.Linear(1, 1)) == 3
+    assert run.number_of(torch.nn.Linear(1, 1), True) == 3
 
 
 def of_one_layer():
@@ -312,7 +312,7 @@ def of_one_layer():
         link.step()
         counted.append(moved(mesh))
     assert counted[0] > counted[1] == counted[2]
-    assert link.run.last is None
+    assert link.state.last is None
 
 
 def test_a_link_of_one_layer_is_not_the_last_of_many():

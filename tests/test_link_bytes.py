@@ -43,7 +43,7 @@ def priced(name, grid, keep=False, cutter="random", graph="undirected", sized=Tr
             net.eval()(share.x, share.edge_index)
             net.train()
         link.step(float(10 - t))
-    assert not link.run.records or "forward" in str(link)
+    assert not link.state.exchanges or "forward" in str(link)
 
 
 @tiers.cover(("grid", "name"), [(4, 1, 1), (2, 2, 1)], [*LINKS, *UNSIZED])
@@ -118,7 +118,7 @@ def budgeted(codec, late):
         net(share.x, share.edge_index).square().sum().backward()
         spent += moved(mesh)
         link.step()
-    return spent, total, link.pace.schedule
+    return spent, total, link.scheduler.schedule
 
 
 @pytest.mark.parametrize(("codec", "late"), [(ColumnMask(64), 0), (ColumnMask(64), 2)])
@@ -136,7 +136,7 @@ def opened(late):
     call = link.begin(net, topology.nodes, True)
     coded = call.wrap(topology.locals.halo, 0)
     coded.begin(share.x.to_local())()
-    inbox = link.run.inboxes[0, 0, 0, 0, False]
+    inbox = link.state.exchanges[0, 0, 0, 0].buffers[False]
     return coded._read.raw is None, len(inbox.messages)
 
 

@@ -96,7 +96,7 @@ def first_evaluated(evaluates):
         optimizer.step()
         link.step()
         losses.append(loss.item())
-    assert link.run.last == (1, 0)
+    assert link.state.last == (1, 0)
     return losses
 
 
@@ -137,7 +137,7 @@ def matmuls(anew):
         want = share.edge_index.matmul(x)
         right.append(bool(torch.allclose(out.full_tensor(), want.full_tensor())))
         link.step()
-    return right, len(link.run.layers)
+    return right, len(link.state.layers)
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -188,8 +188,8 @@ def counted(evaluates):
         link.step()
         if evaluates == "after":
             evaluate(share, net)
-    product = link.run.records[0, 0, 0, 0].loads[0].bytes(Plain())
-    return spent + product * bool(evaluates), str(link.pace.schedule), total
+    product = link.state.exchanges[0, 0, 0, 0].loads[0].bytes(Plain())
+    return spent + product * bool(evaluates), str(link.scheduler.schedule), total
 
 
 def test_a_budget_counts_a_product_that_an_evaluation_makes():

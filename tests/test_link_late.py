@@ -118,7 +118,7 @@ def behind():
     seen = []
     for _ in range(10):
         epoch(net, share)
-        seen.append({m.messages[0].epoch for m in link.run.inboxes.values()})
+        seen.append({m.messages[0].epoch for *_, m in link.state.buffers})
         link.step()
     return seen
 

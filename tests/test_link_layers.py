@@ -245,7 +245,7 @@ def one_layer_evaluates(before):
     for _ in range(3):  # such a layer is exact
         net(x, share.edge_index).sum().backward()
         link.step()
-    assert len(link.run.places) == 2
+    assert len(link.state.numbers) == 2
 
 
 @pytest.mark.parametrize("before", [0, 2])

@@ -9,10 +9,9 @@ from links import ONE, Net, build, epoch
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.halo.adaptive import Adaptive
 from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.halo.schedule import Fixed
+from pyg_distcomm.halo.schedule import Adaptive, Fixed
 from pyg_distcomm.nn import DistGCNConv
 
 # what is refused

@@ -62,7 +62,7 @@ def resumed_with_a_kept_product(name, done, evaluates, folder):
             optimizer.step()
             link.step(loss)
             losses.append(loss.item())
-            if len(losses) == done and not link.run.constant:
+            if len(losses) == done and not link.state.constant:
                 pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
         return losses
 

@@ -17,7 +17,7 @@ from pyg_distcomm.loader import (
     DistLinkNeighborLoader,
     DistNeighborLoader,
 )
-from pyg_distcomm.loader.buffers import Buffers
+from pyg_distcomm.loader.collate import Buffers
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
 N, E = 60, 400

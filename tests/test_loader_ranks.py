@@ -196,6 +196,22 @@ def test_a_loader_of_one_rank_needs_no_other():
     assert worlds.run(_alone, 3) == [(60, 3)] * 3
 
 
+def _built_elsewhere():
+    rank = worlds.mesh().rank
+    if rank == 0:
+        loader = nodes(batch_size=11)
+    else:  # another line, after a loader of another kind
+        nodes(batch_size=13, split=False)
+        make = nodes
+        loader = make(batch_size=11)
+    return [b.input_id for b in loader if not b.padding]
+
+
+def test_loaders_are_matched_by_their_order_and_not_by_their_line():
+    found = worlds.run(_built_elsewhere, 2)
+    assert sorted(torch.cat([i for one in found for i in one]).tolist()) == [*range(60)]
+
+
 def _missing():
     mesh = worlds.mesh()
     if mesh.rank != 0:
@@ -211,7 +227,7 @@ def _missing():
 
 def test_ranks_that_do_not_come_are_named():
     said = worlds.run(_missing, 3)[0]
-    assert "rank(s) 1, 2 have not come to test_loader_ranks.py" in said
+    assert "rank(s) 1, 2 have not come to DistNeighborLoader" in said
     assert "split=False" in said
 
 

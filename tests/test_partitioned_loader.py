@@ -217,7 +217,7 @@ def two_at_once(size):
         assert len(batch.n_id)
         assert len(more.n_id)
     later = DistNeighborLoader(share, num_neighbors=[2], batch_size=9)
-    assert later.spread.stores[0]._shelves is loader.spread.stores[0]._shelves
+    assert later.spread.stores[0]._row_groups is loader.spread.stores[0]._row_groups
 
 
 def test_loaders_of_one_share_keep_one_store_and_may_run_at_a_time():

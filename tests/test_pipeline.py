@@ -23,7 +23,7 @@ from torch_geometric.nn import (
 )
 
 import pyg_distcomm as pdc
-from pyg_distcomm.pipeline.history import History
+from pyg_distcomm.pipeline.history_buffer import History
 from pyg_distcomm.pipeline.warmup import measured_costs
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

@@ -244,7 +244,7 @@ def _spent(stages):
     ledger.reset()
     _go_on(pipe, share, opt, 12)
     link = share.edge_index.topology.link
-    return halo_bytes(ledger), link.pace.schedule, link.epoch
+    return halo_bytes(ledger), link.scheduler.schedule, link.epoch
 
 
 @tiers.parametrize("stages", [1, 2], [2])

@@ -20,9 +20,14 @@ from torch_geometric.nn import (
 )
 
 from pyg_distcomm.comm.mesh import ways_of
-from pyg_distcomm.pipeline.balance import cut_layers, supposed_costs
-from pyg_distcomm.pipeline.history import History
-from pyg_distcomm.pipeline.layer_stack import crossing, from_data, read_stack
+from pyg_distcomm.pipeline.history_buffer import History
+from pyg_distcomm.pipeline.layer_stack import (
+    crossing,
+    cut_layers,
+    from_data,
+    read_stack,
+    supposed_costs,
+)
 from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
 from pyg_distcomm.pipeline.schedule import Action, StageSchedule, fill_drain, verify
 

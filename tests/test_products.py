@@ -13,6 +13,7 @@ from problems import GRAPHS, owners, some_grids
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.price import dense_words
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.tensor.dropout import keyed_dropout
 
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -42,7 +43,7 @@ def _contract(graph, cutter, grid, width, oblivious):
     matrix = plan.valued(share.edge_weight.to_local())
 
     mesh.ledger.reset()
-    z = matrix.matmul(mine)
+    z = matrix @ mine
     assert mesh.ledger.words() == matrix.price(width).words
     assert mesh.ledger.messages() == matrix.price(width).messages
     assert mesh.ledger.bytes() == 8 * matrix.price(width).words
@@ -51,14 +52,14 @@ def _contract(graph, cutter, grid, width, oblivious):
     torch.testing.assert_close(z, (dense @ x)[rows.gid], rtol=1e-12, atol=1e-12)
 
     mesh.ledger.reset()
-    zt = matrix.transposed.matmul(y[rows.gid])
+    zt = matrix.transposed @ y[rows.gid]
     assert mesh.ledger.words() == matrix.transposed.price(width).words
     torch.testing.assert_close(zt, (dense.t() @ y)[rows.gid], rtol=1e-12, atol=1e-12)
 
     pair = torch.stack([(z * y[rows.gid]).sum(), (mine * zt).sum()])
     pair = collectives.all_reduce(pair, mesh.world)
     torch.testing.assert_close(pair[0], pair[1])
-    assert torch.equal(matrix.matmul(mine), z)  # the same bits twice
+    assert torch.equal(matrix @ mine, z)  # the same bits twice
     return matrix.price(width).words
 
 
@@ -82,7 +83,7 @@ def _dense_words(grid, oblivious):
     share = pdc.partition(data, mesh, "block", oblivious=oblivious)
     matrix = share.edge_index.topology.sum_plan().matrix
     mesh.ledger.reset()
-    matrix.matmul(share.x.to_local())
+    matrix @ share.x.to_local()
     assert size == mesh.size
     return mesh.ledger.words()
 
@@ -116,7 +117,7 @@ def _oblivious_words():
         share = pdc.partition(data, mesh, "block", oblivious=oblivious)
         matrix = share.edge_index.topology.sum_plan().matrix
         found[oblivious] = matrix.price(8).words
-        matrix.matmul(torch.ones(len(share.edge_index.nodes), 8))
+        matrix @ torch.ones(len(share.edge_index.nodes), 8)
         ops = {op for op, _ in mesh.ledger.entries}
         assert ("all_gather" in ops) == oblivious
     return found, len(share.edge_index.nodes)
@@ -285,7 +286,8 @@ def _twice():
     whole = data.x.clone().requires_grad_()
     want = penalty(whole, lambda x: dense @ x)
     mine = data.x[gid].clone().requires_grad_()
-    got = penalty(mine, lambda x: edges.topology.sum(x, None))
+    operator = edges.topology.operator(OperatorKind(), None, mine.dtype)
+    got = penalty(mine, lambda x: operator @ x)
     torch.testing.assert_close(got, want[gid], rtol=1e-9, atol=1e-9)
     keep = keyed_dropout(torch.ones_like(data.x), 0.5, torch.arange(len(whole)), 3)
     want = penalty(whole, lambda x: x * keep)

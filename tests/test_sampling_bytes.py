@@ -19,7 +19,7 @@ from pyg_distcomm.sampling.partitioned_layers import (
     layer_counts_price,
     sums_price,
 )
-from pyg_distcomm.sampling.row_request import counts_price, errand_price
+from pyg_distcomm.sampling.row_service import counts_price, request_price
 
 HOPS = [4, 3, 5]
 MORE = [*GRIDS, (6, 2), (6, 3), (8, 4)]
@@ -61,15 +61,15 @@ class Ranks:
         ]
         return torch.cat(every).unique()
 
-    def errand(self, rank, wanted, who, others):
+    def request(self, rank, wanted, who, others):
         """The price of whole rows, asked of who has them, with others asking too."""
         asked = wanted[rank][who(rank, wanted[rank]) != rank]
         asking = sum(int((who(q, wanted[q]) == rank).sum()) for q in others)
-        return errand_price(len(asked), asking, int(self.degree[asked].sum()))
+        return request_price(len(asked), asking, int(self.degree[asked].sum()))
 
     def rows(self, rank, wanted):
         """The price of distinct rows over the process column, pooled already."""
-        return self.errand(rank, wanted, self.holder, self.column(rank))
+        return self.request(rank, wanted, self.holder, self.column(rank))
 
 
 def hops(out):
@@ -92,7 +92,7 @@ def owner_price(ranks, rank, found, hop):
         for out in found[q]
     )
     words = 2 if hop == 0 else 1  # seeds that are given twice go with a number each
-    return errand_price(asked, asking, drawn, words)
+    return request_price(asked, asking, drawn, words)
 
 
 def requester_price(ranks, rank, found, hop):
@@ -102,7 +102,7 @@ def requester_price(ranks, rank, found, hop):
     }
     pools = {q: ranks.pool(q, wanted) for q in found}
     row = ranks.rows(rank, pools)
-    return row, ranks.errand(rank, wanted, ranks.bringer, ranks.twins(rank))
+    return row, ranks.request(rank, wanted, ranks.bringer, ranks.twins(rank))
 
 
 def neighbours(size, c, sample_at):

@@ -284,18 +284,67 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path):
     assert load(path) == 1
 
 
-def test_a_flipped_bit_of_a_saved_pipeline_is_found(tmp_path):
+def _trained_pipe():
     mesh, net = pdc.init(), torch.nn.Sequential(torch.nn.Linear(2, 2))
     g = torch.Generator().manual_seed(0)
     edge_index = torch.randint(0, 20, (2, 60), generator=g)
     data = Data(x=torch.randn(20, 2, generator=g), edge_index=edge_index)
     pipe = pdc.Pipeline(net, mesh, chunks=2)
     pipe.train_step(pdc.partition(data, mesh), lambda out, _: out.sum())
+    return pipe
+
+
+def test_a_flipped_bit_of_a_saved_pipeline_is_found(tmp_path):
+    pipe = _trained_pipe()
     pipe.save(tmp_path / "pipe")
     for name in flips(tmp_path / "pipe", ["model.pt", "rows0-stage0.pt"]):
         with pytest.raises(ValueError, match=f"{name}: altered since it was saved"):
             pipe.load(tmp_path / "pipe")
     pipe.load(tmp_path / "pipe")
+
+
+def test_a_machine_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, first = tmp_path / "m.json", pdc.Machine(latency=1.0)
+    first.save(path)
+    asked = []
+    monkeypatch.setattr(os, "fsync", asked.append)
+    first.save(path)
+    assert asked
+    monkeypatch.undo()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(ValueError, match=r"make room .*m\.json: File too large"):
+            pdc.Machine(latency=2.0).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert pdc.Machine.load(path) == first
+    assert [p.name for p in tmp_path.iterdir()] == ["m.json"]
+
+
+def test_a_saved_pipeline_misses_nothing(tmp_path):
+    folder, pipe = tmp_path / "pipe", _trained_pipe()
+    pipe.save(folder)
+    whole = torch.load(folder / "model.pt", weights_only=True)
+    rows = torch.load(folder / "rows0-stage0.pt", weights_only=True)
+    (folder / "rows0-stage0.pt").unlink()
+    with pytest.raises(ValueError, match=r"rows0-stage0\.pt: missing"):
+        pipe.load(folder)
+    wrong = [([1], rows), (dict(whole, epoch="x"), rows), (dict(whole, link=3), rows)]
+    wrong += [({k: v for k, v in whole.items() if k != n}, rows) for n in whole]
+    wrong += [(whole, {}), (whole, [rows]), (whole, dict(rows, sites={(0, 0): 1}))]
+    for model, part in wrong:
+        torch.save(model, folder / "model.pt")
+        torch.save(part, folder / "rows0-stage0.pt")
+        names = ("model.pt", "rows0-stage0.pt")
+        mark = {"kind": "pipeline", "files": {n: sha256(folder / n) for n in names}}
+        (folder / atomic.MARK).write_text(json.dumps(mark))
+        epoch = pipe.epoch
+        with pytest.raises(ValueError, match=r"cannot load the pipeline at .*\.pt"):
+            pipe.load(folder)
+        assert pipe.epoch == epoch
 
 
 def _differing(folder):

@@ -1,4 +1,4 @@
-"""The command `pyg-distcomm`."""
+"""Parses and runs the command `pyg-distcomm`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import NoReturn
 import torch
 
 from pyg_distcomm import kernels
-from pyg_distcomm.cli import bench, bench_gcn, doctor, plan
+from pyg_distcomm.cli import bench, doctor, plan
+from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
@@ -86,7 +87,7 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         "size: an edge list (.txt, .csv, .tsv; .gz), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--parts", type=int, required=True, help="how many")
+    parser.add_argument("--parts", type=whole(1), required=True, help="how many")
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -100,12 +101,12 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     parser.add_argument(
         "--grid",
-        type=int,
+        type=whole(1),
         nargs=3,
         metavar=("R", "S", "P"),
         help="the ranks it is for: figures of its blocks, --method permutation",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
     for kind in ("node", "edge"):
         parser.add_argument(
@@ -122,7 +123,9 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             metavar="NAME=FILE.npy",
             help=f"add an attribute of the {kind}s from a file",
         )
-    parser.add_argument("--num-nodes", type=int, help="of files, where ids do not tell")
+    parser.add_argument(
+        "--num-nodes", type=whole(0), help="of files, where ids do not tell"
+    )
     parser.add_argument(
         "--undirected", action="store_true", help="edges in files go both ways"
     )
@@ -163,19 +166,17 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "time the sparse product and a GCN epoch beside other implementations"
     parser = commands.add_parser("bench", help=text, description=text)
     parser.add_argument(
-        "--scale", type=int, default=16, help="2^N nodes, 16 edges each"
+        "--scale", type=whole(1, 30), default=16, help="2^N nodes, 16 edges each"
     )
-    parser.add_argument("--widths", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--widths", type=whole(1), nargs="+", default=[16, 64, 256])
+    parser.add_argument("--threads", type=whole(1), nargs="+", default=[1])
+    parser.add_argument("--repeats", type=whole(1), default=5)
     parser.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     widths, threads = arguments.widths, arguments.threads
     repeats, scale = arguments.repeats, arguments.scale
-    if min(*widths, *threads, repeats, scale) < 1:
-        raise ValueError("--scale, --widths, --threads and --repeats must be positive")
     about = ", ".join(f"{name} {value}" for name, value in kernels.describe().items())
     print(f"torch {torch.__version__}; {about}\n\nCSR times dense rows, float32; ")
     print("other columns are times over ours\n")
@@ -183,7 +184,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     for count in threads:
         print(f"\nAn epoch of a 2-layer GCN, 2^{scale} nodes, {count} thread(s)\n")
         with bench.using_threads(count):
-            print(bench_gcn.run(1 << scale, tuple(widths), repeats))
+            print(bench.run_gcn(1 << scale, tuple(widths), repeats))
     return 0
 
 
@@ -208,8 +209,8 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         num_nodes=arguments.num_nodes,
         undirected=arguments.undirected,
         split=arguments.split,
-        node_files=_named_files(arguments.node_file),
-        edge_files=_named_files(arguments.edge_file),
+        node_files=_named_files("--node-file", arguments.node_file),
+        edge_files=_named_files("--edge-file", arguments.edge_file),
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
         force=arguments.force,
@@ -246,12 +247,19 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
     )
 
 
-def _named_files(given: list[str]) -> dict[str, Path]:
-    pairs = [text.partition("=") for text in given]
-    for text, (name, _, file) in zip(given, pairs, strict=True):
+def _named_files(option: str, given: list[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for text in given:
+        name, _, file = text.partition("=")
         if not name or not file:
-            raise ValueError(f"got {text!r}, wanted NAME=FILE.npy")
-    return {name: Path(file) for name, _, file in pairs}
+            raise ValueError(f"{option}: got {text!r}, wanted NAME=FILE.npy")
+        if name in files:
+            raise ValueError(
+                f"{option}: got two files for {name!r}, {files[name]} and {file}; leave "
+                "one out, or give it another name"
+            )
+        files[name] = Path(file)
+    return files
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

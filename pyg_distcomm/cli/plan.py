@@ -1,4 +1,4 @@
-"""The command `pyg-distcomm plan`."""
+"""Runs the command `pyg-distcomm plan`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
+from pyg_distcomm.cli.numbers import count, seed, whole
 from pyg_distcomm.comm.mesh import ALGORITHMS
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import METHODS
@@ -46,17 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a data set's name, digits, generated-N, a .pt or .npz file, or a folder of "
         "parts; left out with --nodes and --edges",
     )
-    parser.add_argument("--nodes", type=float, help="of a graph known by its size")
-    parser.add_argument("--edges", type=float, help="an undirected edge counts twice")
+    parser.add_argument("--nodes", type=count, help="of a graph known by its size")
+    parser.add_argument("--edges", type=count, help="an undirected edge counts twice")
     parser.add_argument("--law", choices=LAWS, default="uniform", help="of its degrees")
-    parser.add_argument("--ranks", type=int, help="how many (a folder knows)")
+    parser.add_argument("--ranks", type=whole(1), help="how many (a folder knows)")
     parser.add_argument(
-        "--widths", type=int, nargs="+", required=True, help="as 602 16 41"
+        "--widths", type=whole(1), nargs="+", required=True, help="as 602 16 41"
     )
     parser.add_argument("--layers", nargs="+", choices=KINDS, default=["gcn"])
     parser.add_argument("--inputs", choices=INPUTS, default=INPUTS[0])
     parser.add_argument("--method", choices=METHODS, default="metis")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="only its grids")
     parser.add_argument(
@@ -66,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
     )
     parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
-    parser.add_argument("--chunks", type=int, help="of nodes, through the stages")
+    parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
     parser.add_argument(
-        "--skips", type=int, default=0, help="values beside x at borders"
+        "--skips", type=whole(0), default=0, help="values beside x at borders"
     )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
     parser.add_argument("--memory", help="of a rank, as 24GiB")

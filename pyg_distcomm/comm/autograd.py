@@ -59,6 +59,8 @@ SUMMED: tuple[type, ...] = tuple(
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sums `x` over an axis; the gradient is summed over it too."""
+    if axis.observer is not None:
+        axis.observer(x, True)
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 

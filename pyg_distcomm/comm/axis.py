@@ -37,6 +37,8 @@ class Axis:
         group: their process group; None when there is nobody to talk to.
         ledger: where what travels is counted.
         watch: where failures are told and learnt.
+        observer: called in a dry run on one rank with each tensor that more ranks would
+            sum, and whether its gradient would be summed too.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     watch: FailureMonitor | None
+    observer: Callable[[Tensor, bool], None] | None = None
 
     def __post_init__(self) -> None:
         if self.watch is not None and self.group not in (None, dist.group.WORLD):
@@ -135,21 +138,29 @@ def _arrived(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> b
         raise watch.broken(doing, error) from None
 
 
-def guarded(axis: Axis, op: str, act: Callable[[], Any]) -> Any:
-    """Does something with the transport; raises why, if it breaks."""
-    if axis.watch is not None and axis.watch.closed:
-        raise RankError(
-            f"{op} over a mesh that was closed; make a new one by pdc.init()"
-        )
-    if axis.watch is not None and _is_owned(axis):
-        axis.watch.threads.enter(axis.watch)
-    try:
-        return act()
-    except RuntimeError as error:
-        if axis.watch is None:
-            raise
-        reason = axis.watch.broken(f"{op} over axis {axis.name}", error)
-        axis.watch.fail(reason)
+class guarded:
+    """Begins an exchange in a block; raises why, if the transport breaks."""
+
+    __slots__ = ("_axis", "_op")
+
+    def __init__(self, axis: Axis, op: str) -> None:
+        self._axis, self._op = axis, op
+
+    def __enter__(self) -> None:
+        watch = self._axis.watch
+        if watch is not None and watch.closed:
+            raise RankError(
+                f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
+            )
+        if watch is not None and _is_owned(self._axis):
+            watch.threads.enter(watch)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        watch = self._axis.watch
+        if watch is None or not isinstance(error, RuntimeError):
+            return
+        reason = watch.broken(f"{self._op} over axis {self._axis.name}", error)
+        watch.fail(reason)
         raise reason from None
 
 

@@ -133,21 +133,17 @@ def _begun(
     small = most is not None and most * width * like.element_size() < _MUCH
     if not like.is_cuda and "gloo" in _back_ends(axis) and not small:
         places = out.split(list(recv_counts))
-        work = guarded(axis, op, lambda: _messages(places, parts, axis))
+        with guarded(axis, op):
+            work: Any = _messages(places, parts, axis)
         # the work keeps the parts, and lets go of them before anyone waits
         return Pending(out, x.device, axis, op, work, traced, into=into)
     source = torch.cat(list(parts)) if whole is None else whole
     splits = list(recv_counts), send_counts
-    work = guarded(axis, op, lambda: _collective(out, source, *splits, axis))
+    with guarded(axis, op):
+        work = dist.all_to_all_single(
+            out, source, *splits, group=axis.group, async_op=True
+        )
     return Pending(out, x.device, axis, op, work, traced, source, into)
-
-
-def _collective(
-    out: Tensor, source: Tensor, recv: list[int], send: list[int], axis: Axis
-) -> Any:
-    return dist.all_to_all_single(
-        out, source, recv, send, group=axis.group, async_op=True
-    )
 
 
 def _messages(
@@ -197,7 +193,8 @@ def _message(begin: Any, x: Tensor, peer: int, axis: Axis, op: str) -> Any:
     if not x.numel():  # both ends know, and nothing is said
         return None
     peer = _global_rank(peer, axis)
-    work = guarded(axis, op, lambda: begin(x, peer, axis.group, _TAG))
+    with guarded(axis, op):
+        work = begin(x, peer, axis.group, _TAG)
     return work if x.is_cuda else Messages([work], x)
 
 
@@ -256,13 +253,9 @@ def all_reduce_begin(
     out = _staged(x, axis)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out
     traced = note_all_reduce(x, axis, before)
-    work = guarded(
-        axis,
-        "all_reduce",
-        lambda: dist.all_reduce(
-            out, op=_REDUCTIONS[op], group=axis.group, async_op=True
-        ),
-    )
+    reduction: Any = {"op": _REDUCTIONS[op], "group": axis.group, "async_op": True}
+    with guarded(axis, "all_reduce"):
+        work = dist.all_reduce(out, **reduction)
     return Pending(out, x.device, axis, "all_reduce", work, traced)
 
 
@@ -295,11 +288,8 @@ def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, 
     larger sum, of which `before` words have left.
     """
     traced = note_all_reduce(x, axis, before)
-    work = guarded(
-        axis,
-        "all_reduce",
-        lambda: dist.all_reduce(x, group=axis.group, async_op=True),
-    )
+    with guarded(axis, "all_reduce"):
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
     future = work.get_future()
     return Pending(x, x.device, axis, "all_reduce", work, traced), future
 
@@ -362,13 +352,9 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     mine = mine if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
     traced = _note_broadcast(buffer, axis)
-    work = guarded(
-        axis,
-        "plan",
-        lambda: dist.broadcast(
-            buffer, _global_rank(0, axis), axis.group, async_op=True
-        ),
-    )
+    with guarded(axis, "plan"):
+        first = _global_rank(0, axis)
+        work = dist.broadcast(buffer, first, axis.group, async_op=True)
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
     return _heard(got)
 

@@ -452,7 +452,7 @@ def meet(x: Any, mesh: Any) -> Any:
 
     Tells the ranks of a mesh that its gradient has to be averaged, if it has one.
     """
-    if not isinstance(mesh, Mesh) or mesh.size == 1:
+    if not isinstance(mesh, Mesh) or mesh.world.size == 1:
         return x
     if isinstance(x, Tensor) and x.requires_grad:
         return averager_of(mesh).meet(x)

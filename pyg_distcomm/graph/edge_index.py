@@ -16,7 +16,7 @@ from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
-from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
@@ -230,13 +230,13 @@ class DistEdgeIndex(torch.Tensor):
         """
         local = self.check_nodes(x, "x")
         weight = self.check_edges(edge_weight, "edge_weight")
-        link, wrap = self.topology.link, None
+        link, call = self.topology.link, None
         if link is not None:
             # copies with another link share what is kept, by which they are known
             who, train = self.topology.constants, torch.is_grad_enabled()
             call = link.begin(who, self.nodes, train, name="matmul")
-            wrap = None if call is None else call.wrap
-        return DistTensor.wrap(self.topology.sum(local, weight, wrap), self.nodes)
+        matrix = self.topology.operator(OperatorKind(), weight, local.dtype, call)
+        return DistTensor.wrap(matrix @ local, self.nodes)
 
     def check_nodes(self, x: Any, name: str) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
@@ -259,7 +259,7 @@ class DistEdgeIndex(torch.Tensor):
                 f"computed from it: it is {_kind(x)}, but the edge_index is spread over "
                 f"ranks, with {self.nodes.total} nodes"
             )
-        if not x.rows.same_as(self.nodes):
+        if x.rows is not self.topology.nodes and not x.rows.same_as(self.nodes):
             if x.rows.whole and x.rows.total == self.nodes.total:
                 raise ValueError(
                     f"take {name} and the edge_index from one pdc.partition: they are "

@@ -94,11 +94,12 @@ class ProductCache:
             at_once: from the first use on, as where a run goes on that had seen them.
         """
         x, weight = inputs
-        if not (_constant(x) and _constant(weight)) or _hooked():
-            return None
-        kinds = self._known.setdefault(x, {})
-        key, now = _key(kind, weight), (x._version, _version(weight))
-        before, product = kinds.get(key, (None, None))
+        with torch._C.DisableTorchFunctionSubclass():  # facts of x, as they are
+            if not (_constant(x) and _constant(weight)) or _hooked():
+                return None
+            kinds = self._known.setdefault(x, {})
+            key, now = _key(kind, weight), (x._version, _version(weight))
+            before, product = kinds.get(key, (None, None))
         all_or_none(before not in (None, now), x.rows.mesh)
         if before != now:
             at_once = _note(self, x, key, at_once)
@@ -147,6 +148,8 @@ class Inputs:
         """Notes a new input; says if a checkpoint's run had seen it. Collective."""
         self._count += 1
         self._first.setdefault(x, self._count)
+        if not self._expected:
+            return False
         like = [_named(key), list(x.shape)]
         if not any(one[:2] == like for one in self._expected):
             return False
@@ -215,8 +218,8 @@ def all_or_none(changed: bool, mesh: Mesh) -> None:
     Collective, in the order of calls; nothing is sent where nothing has changed.
     """
     watch = mesh.world.watch
-    if watch is not None and mesh.size > 1:
-        watch.all_or_none(changed, mesh.stage.rank, mesh.size)
+    if watch is not None and mesh.world.size > 1:
+        watch.all_or_none(changed, mesh.stage.rank, mesh.world.size)
 
 
 def _constant(t: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Topology: the edges this rank owns, and everything that is planned from them once."""
+"""Plans halos and matrices of the edges that a rank owns, once."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,14 +16,13 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
 from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.halo.link import Link, exchange, exchange_transpose
-from pyg_distcomm.halo.link_cost import DEGREES
+from pyg_distcomm.halo.link import DEGREES, Link, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.ops.grid_plan import GridPlan, build_plan
-from pyg_distcomm.ops.local_blocks import Wrap
+from pyg_distcomm.ops.local_blocks import LinkWrapper
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,25 @@ class ReverseGraph:
         return self.route.carry(value).index_select(0, self.order.to(value.device))
 
 
+@dataclass(frozen=True)
+class OperatorKind:
+    """Names a matrix that is derived from the edges.
+
+    Args:
+        name: "sum" is `A`, and "gcn" `D^-1/2 (A + I) D^-1/2`.
+        improved, add_self_loops: of "gcn", as of `GCNConv`.
+    """
+
+    name: str = "sum"
+    improved: bool = False
+    add_self_loops: bool = False
+
+    @property
+    def normalize(self) -> bool:
+        """Whether values are normalised by degrees."""
+        return self.name == "gcn"
+
+
 @dataclass(eq=False)
 class Topology:
     """The edges whose targets this rank owns, and the operators derived from them.
@@ -96,6 +115,7 @@ class Topology:
         sources: which sources are here, if their type is not that of the targets.
         ordering: how layers multiply with it.
         link: how the rows of layers travel; None is exactly.
+        compared: layers that the ranks have compared, and what was compared of each.
     """
 
     source_gid: Tensor
@@ -109,9 +129,10 @@ class Topology:
     constants: ProductCache = field(default_factory=ProductCache, repr=False)
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
 
     def read_by(self, layer: Any, link: Any) -> None:
-        """Hears which layer will read, and by which link; a pipeline wants to know."""
+        """Notes which layer reads next, and by which link; for the chunks of a pipeline."""
 
     def check_one_kind(self) -> None:
         """Refuses edges between nodes of types of their own."""
@@ -208,42 +229,52 @@ class Topology:
         found: GridPlan = self._plans[key]
         return found
 
-    def sum(self, x: Tensor, weight: Tensor | None, wrap: Wrap | None = None) -> Tensor:
-        """Returns `sum_e weight_e x_source(e)` for each own node, over wrapped links."""
-        if weight is None:
-            return self.sum_plan().matrix.over(wrap).matmul(x)
-        if weight.requires_grad and torch.is_grad_enabled():
-            plan = self.sum_plan(trainable=True)
-            return plan.matmul(x, weight.to(x.dtype), wrap)
-
-        def value_of() -> tuple[GridPlan, Tensor]:
-            return self.sum_plan(), weight.detach().to(x.dtype)
-
-        return self._fixed("sum", weight, x.dtype, value_of).over(wrap).matmul(x)
-
-    def gcn(
+    def operator(
         self,
-        x: Tensor,
+        kind: OperatorKind,
         weight: Tensor | None,
-        improved: bool,
-        add_self_loops: bool,
-        wrap: Wrap | None = None,
-    ) -> Tensor:
-        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees and loops taken over all ranks."""
-        kind = ("gcn", improved, add_self_loops)
-        trainable = weight is not None and weight.requires_grad
-        if trainable and torch.is_grad_enabled():
-            link = None if wrap is None else wrap(self.locals.halo, DEGREES)
-            loops = improved, add_self_loops
-            edge_index, value = self.gcn_norm(weight, *loops, x.dtype, link)
-            plan = self._looped_plan(add_self_loops, edge_index, trainable=True)
-            return plan.matmul(x, value, wrap)
+        dtype: torch.dtype,
+        exchange: LinkWrapper | None = None,
+    ) -> GridMatrix:
+        """Returns the matrix that a layer multiplies own rows with; collective at first.
 
-        def value_of() -> tuple[GridPlan, Tensor]:
-            edge_index, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
-            return self._looped_plan(add_self_loops, edge_index), value
+        Args:
+            kind: which matrix, with degrees and loops taken over all ranks.
+            weight: of own edges `[e]`; None is 1.
+            dtype: of the rows.
+            exchange: puts other links in place of the exact ones; None is exact.
+        """
+        if weight is None and not kind.normalize:
+            return self.sum_plan().matrix.over(exchange)
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            return self._learnt(kind, weight, dtype, exchange).over(exchange)
+        return self._fixed(kind, weight, dtype).over(exchange)
 
-        return self._fixed(kind, weight, x.dtype, value_of).over(wrap).matmul(x)
+    def _learnt(
+        self,
+        kind: OperatorKind,
+        weight: Tensor,
+        dtype: torch.dtype,
+        exchange: LinkWrapper | None,
+    ) -> GridMatrix:
+        if not kind.normalize:
+            return self.sum_plan(trainable=True).with_learnt(weight.to(dtype))
+        link = None if exchange is None else exchange.wrap(self.locals.halo, DEGREES)
+        loops = kind.improved, kind.add_self_loops
+        edge_index, value = self.gcn_norm(weight, *loops, dtype, link)
+        plan = self._looped_plan(kind.add_self_loops, edge_index, trainable=True)
+        return plan.with_learnt(value)
+
+    def _valued(
+        self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
+    ) -> GridMatrix:
+        """Returns a matrix of fixed values; collective."""
+        if not kind.normalize:
+            assert weight is not None
+            return self.sum_plan().valued(weight.detach().to(dtype))
+        loops = kind.improved, kind.add_self_loops
+        edge_index, value = self.gcn_norm(weight, *loops, dtype)
+        return self._looped_plan(kind.add_self_loops, edge_index).valued(value)
 
     def _looped_plan(
         self, add_self_loops: bool, edge_index: Tensor, trainable: bool = False
@@ -271,9 +302,9 @@ class Topology:
         return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype, link)
 
     def _fixed(
-        self, kind: Any, weight: Tensor | None, dtype: torch.dtype, make: Any
+        self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
     ) -> GridMatrix:
-        """Remembers one matrix with fixed values per kind, for as long as they stand."""
+        """Remembers one matrix with fixed values per kind, until they change."""
         key = (kind, dtype)
         known = self._plans.get(key)
         tracked = weight is None or not weight.is_inference()
@@ -285,8 +316,7 @@ class Topology:
             if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
         with torch.no_grad():
-            plan, value = make()
-            matrix = plan.valued(value)
+            matrix = self._valued(kind, weight, dtype)
         if torch.is_grad_enabled():
             _ = matrix.transposed  # now, while there are no activations beside it
         memory.give_back()

@@ -1,4 +1,4 @@
-"""One seam: the Link moves rows to where they are needed, and sums back."""
+"""Moves rows between ranks: halos, codecs, staleness, and the policy of a link."""
 
 from pyg_distcomm.halo.halo import Halo as Halo
 from pyg_distcomm.halo.link import Link as Link

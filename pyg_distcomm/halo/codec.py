@@ -1,39 +1,42 @@
-"""Codec: how rows of floating-point numbers are written on the wire.
+"""Defines Codec, which writes rows as bytes, and packs the messages of an exchange.
 
-[Note: one message] What a rank sends to one peer in one exchange is a message: bytes of
-numbers and of what describes them, side by side. Its length is known on both ends from
-the number of rows, or, where it depends on values (`sized` is False), is sent ahead in
-`HEADER` bytes. `parcel.py` puts the messages for all peers into one tensor.
+[Note: one message] The bytes that one rank sends to one peer in one exchange are a message.
+Both ends know its length from the number of rows; where it depends on values (`fixed_size`
+is False), the sender sends it ahead in `HEADER` bytes. `pack` puts the messages for all
+peers side by side in one tensor.
 
-[Note: gradients] Where what arrives is a linear map C of the rows, gradients go back
+[Note: gradients] Where decode(encode(.)) is a linear map C of the rows, gradients go back
 through its transpose. Every linear codec is symmetric, so the same codec with the same
-key does both: what arrives of a gradient g is C^T g. Codecs that round are passed
-straight through, and write the gradient as rows of its own.
+key does both: a gradient g arrives as C^T g. Codecs that round pass gradients straight
+through, and write them as any other rows.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels import codec_ops
 
-HEADER = 8  # bytes of a size that is sent ahead
+HEADER = 8  # bytes of a length that is sent ahead
+Index: TypeAlias = Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class RngKey:
-    """Where the randomness of a message comes from; both ends have the same.
+    """Keys the randomness of a message; both ends have the same.
 
     Args:
-        key: of what both ends choose alike: columns. A gradient has the key of the rows
-            it answers. In [0, 2^63), as `random.fold` makes them.
+        key: the key of what both ends choose alike, as columns, in [0, 2^63), as
+            `random.fold` returns it. A gradient has the key of the rows it answers.
         gid: the global id of each row `[m]`.
-        noise: the key of rounding, which only the sender needs: it should differ between
+        noise: the key of rounding, which only the sender needs; it should differ between
             directions and, where sums are sent, between senders. The default is `key`.
     """
 
@@ -42,18 +45,22 @@ class RngKey:
     noise: int | None = None
 
     def part(self, begin: int, end: int) -> RngKey:
-        """Returns the draw of rows begin .. end-1."""
+        """Returns the key of rows begin .. end-1."""
         return RngKey(self.key, self.gid[begin:end], self.noise)
+
+    def at(self, index: Tensor) -> RngKey:
+        """Returns the key of some of the rows."""
+        return RngKey(self.key, self.gid[index], self.noise)
 
     @property
     def rounding(self) -> tuple[int, Tensor]:
-        """The key and ids that rounding is drawn from."""
+        """The key and the ids that rounding is drawn from."""
         return self.key if self.noise is None else self.noise, self.gid
 
 
 @dataclass(eq=False)
 class CodecState:
-    """What both ends remember of the rows of a link: the last values decoded, `[m, f]`."""
+    """Holds the rows decoded last, `[m, f]`, which both ends of a link keep."""
 
     last: Tensor
 
@@ -62,17 +69,68 @@ class CodecState:
         return CodecState(self.last[begin:end])
 
     def reset(self) -> None:
-        """Forgets the values: both ends must, between the same two messages."""
+        """Sets the rows to zero; both ends must, between the same two messages."""
         self.last.zero_()
+
+
+def fresh_state(
+    rows: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> CodecState:
+    """Returns the state before the first message: zeros."""
+    return CodecState(torch.zeros(rows, width, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True, eq=False)
+class CodingContext:
+    """Carries what `encode` and `decode` have checked to `_write` and `_read`.
+
+    Args:
+        codec: the codec at work.
+        rows: the number of rows of the message, m.
+        draw: the key of its randomness, or None.
+        state: the state of this end, or None.
+        where: names the layer in errors.
+    """
+
+    codec: Codec
+    rows: int
+    draw: RngKey | None
+    state: CodecState | None
+    where: str = ""
+
+    @property
+    def key(self) -> RngKey:
+        """The key of a codec that is `keyed`."""
+        return drawn(self.codec, self.draw, self.rows)
+
+    @property
+    def last(self) -> Tensor:
+        """The rows decoded last, of a codec that is `stateful`."""
+        assert self.state is not None
+        return self.state.last
+
+    def error(self, x: Tensor, index: Index, bad: int) -> ValueError:
+        """Returns the error for a row that holds a number that cannot be sent."""
+        row = x[bad if index is None else int(index[bad])]
+        worst = row[~row.isfinite()][:1].tolist() or [float(row.abs().max())]
+        place = f"{self.where}: " if self.where else ""
+        return ValueError(
+            f"{place}row {bad} of a message holds {worst[0]:g}, which {self.codec!r} cannot "
+            "write; the numbers diverged before they were sent: check the layer below, "
+            "lower the learning rate, or send them unchanged with Plain()"
+        )
 
 
 class Codec(abc.ABC):
     """Writes rows as bytes and reads them again.
 
-    A codec is a value: what changes from message to message is given with each call.
-    Rows are `[m, f]` of a floating-point type; for what rounds, computed in float32 or
+    A codec is a value: what changes from message to message is an argument of each call.
+    Rows are `[m, f]` of a floating-point type; codecs that round compute in float32 or
     float64. Every method is a plain function of tensors, without autograd, and leaves
-    torch's generators as they are.
+    torch's generators unchanged. A codec implements `wire_bytes`, `_write` and `_read`.
     """
 
     @property
@@ -82,7 +140,7 @@ class Codec(abc.ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether its mean over draws is the row."""
+        """Whether the mean over keys is the row."""
         return False
 
     @property
@@ -91,14 +149,14 @@ class Codec(abc.ABC):
         return False
 
     @property
-    def sized(self) -> bool:
+    def fixed_size(self) -> bool:
         """Whether `wire_bytes` is exact; otherwise it is a bound, and a header goes ahead."""
-        return True
+        return all(one.fixed_size for one in self.inside)
 
     @property
     def keyed(self) -> bool:
         """Whether it needs a `RngKey`."""
-        return False
+        return any(one.keyed for one in self.inside)
 
     @property
     def zero_fills(self) -> bool:
@@ -110,22 +168,22 @@ class Codec(abc.ABC):
 
     @property
     def inside(self) -> tuple[Codec, ...]:
-        """The codecs that it hands numbers to, or asks first; see `nested`."""
+        """The codecs that write numbers for this one; see `nested`."""
         return ()
 
     @abc.abstractmethod
     def wire_bytes(
         self, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> int:
-        """Returns the bytes of a message; the most there can be if not `sized`."""
+        """Returns the bytes of a message; an upper bound if not `fixed_size`."""
 
-    @abc.abstractmethod
+    @final
     def encode(
         self,
         x: Tensor,
         draw: RngKey | None = None,
         *,
-        index: Tensor | None = None,
+        index: Index = None,
         out: Tensor | None = None,
         state: CodecState | None = None,
         where: str = "",
@@ -134,17 +192,20 @@ class Codec(abc.ABC):
 
         Args:
             x: rows `[n, f]`.
-            draw: where randomness comes from, for codecs that are `keyed`.
-            index: which rows of x are sent `[m]`; all of them without it.
-            out: bytes to write into; the message is how it begins.
-            state: for codecs that are `stateful`.
-            where: which layer this is, for errors.
+            draw: the key of randomness, for codecs that are `keyed`.
+            index: the rows of x to send `[m]`; all of them by default.
+            out: bytes to write into; the message is their beginning.
+            state: the state of this end, for codecs that are `stateful`.
+            where: names the layer in errors.
 
         Raises:
             ValueError: for rows that cannot be written; nothing has changed then.
         """
+        rows = len(x) if index is None else len(index)
+        context = self._context(rows, x.size(1), draw, state, where)
+        return self._write(x, index, out, context)
 
-    @abc.abstractmethod
+    @final
     def decode(
         self,
         message: Tensor,
@@ -154,17 +215,51 @@ class Codec(abc.ABC):
         state: CodecState | None = None,
     ) -> Tensor:
         """Reads a message into `out` `[m, f]`, and returns it."""
+        context = self._context(len(out), out.size(1), draw, state)
+        return self._read(message, out, context)
+
+    @abc.abstractmethod
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
+    ) -> Tensor:
+        """Returns the message of the rows `x[index]`, at the beginning of `out` if given."""
+
+    @abc.abstractmethod
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        """Reads a message into `out`, and returns it."""
+
+    def _context(
+        self,
+        rows: int,
+        width: int,
+        draw: RngKey | None,
+        state: CodecState | None,
+        where: str = "",
+    ) -> CodingContext:
+        if self.keyed:
+            drawn(self, draw, rows)
+        if self.stateful and state is None:
+            raise ValueError(
+                f"{self!r} needs the state of this link: keep one on each end, made by "
+                "fresh_state(rows, width, dtype)"
+            )
+        if self.stateful and state and state.last.shape != (rows, width):
+            raise ValueError(
+                f"the state has rows of {list(state.last.shape)}, the message of "
+                f"{[rows, width]}; a state belongs to one link of one width"
+            )
+        return CodingContext(self, rows, draw, state, where)
 
     def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
-        """Returns C^T g `[m, f]`, what a gradient becomes; see [Note: gradients].
+        """Returns C^T g `[m, f]`, the gradient of the rows; see [Note: gradients].
 
-        C is the linear part of decode(encode(.)) for this draw, the identity in codecs
-        that round. For gradients that travel by another codec than the rows did.
+        C is the linear part of decode(encode(.)) for this key, the identity in codecs
+        that round. Used for gradients that travel by another codec than the rows did.
         """
         return g
 
     def with_rate(self, rate: float) -> Codec:
-        """Returns the same codec at another compression ratio, a schedule's.
+        """Returns the same codec at another compression ratio, set by a schedule.
 
         Raises:
             ValueError: if it has none.
@@ -175,51 +270,35 @@ class Codec(abc.ABC):
 
 
 class ColumnReducer(Codec):
-    """A codec that makes rows narrower, and leaves their numbers for another to write."""
+    """Makes rows narrower, and leaves their numbers for another codec to write."""
 
     @abc.abstractmethod
     def narrowed(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Returns the width and the type of narrow rows."""
 
     @abc.abstractmethod
-    def narrow(self, x: Tensor, draw: RngKey | None, index: Tensor | None) -> Tensor:
+    def narrow(self, x: Tensor, draw: RngKey | None, index: Index) -> Tensor:
         """Returns the narrow rows `[m, k]`."""
 
     @abc.abstractmethod
     def widen(self, y: Tensor, out: Tensor, draw: RngKey | None) -> Tensor:
-        """Puts narrow rows into `out` `[m, f]`."""
+        """Writes narrow rows into `out` `[m, f]`."""
 
     def wire_bytes(
         self, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> int:
-        """Returns the bytes of narrow rows as they are."""
+        """Returns the bytes of the narrow rows."""
         count, kind = self.narrowed(width, dtype)
         return rows * count * kind.itemsize
 
-    def encode(
-        self,
-        x: Tensor,
-        draw: RngKey | None = None,
-        *,
-        index: Tensor | None = None,
-        out: Tensor | None = None,
-        state: CodecState | None = None,
-        where: str = "",
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
     ) -> Tensor:
-        """Writes the bytes of narrow rows."""
-        return written(self.narrow(x, draw, index), out)
+        return bytes_of(self.narrow(x, context.draw, index), out)
 
-    def decode(
-        self,
-        message: Tensor,
-        out: Tensor,
-        draw: RngKey | None = None,
-        *,
-        state: CodecState | None = None,
-    ) -> Tensor:
-        """Reads narrow rows."""
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
         shape = self.narrowed(out.size(1), out.dtype)
-        return self.widen(read(message, len(out), *shape), out, draw)
+        return self.widen(matrix_of(message, len(out), *shape), out, context.draw)
 
 
 def nested(codec: Codec) -> Iterator[Codec]:
@@ -230,29 +309,35 @@ def nested(codec: Codec) -> Iterator[Codec]:
 
 
 def drawn(codec: Codec, draw: RngKey | None, rows: int) -> RngKey:
-    """Returns a draw that fits.
+    """Returns the key of a message of so many rows.
 
     Raises:
         ValueError: if there is none, or one of other rows.
     """
     if draw is None:
         raise ValueError(
-            f"{codec!r} draws at random: give draw=Draw(key, gid), the same on both ends"
+            f"{codec!r} draws at random: give draw=RngKey(key, gid), the same on both ends"
         )
     if len(draw.gid) != rows:
         raise ValueError(
-            f"a draw names the rows of its message: got {len(draw.gid)} ids for {rows} rows"
+            f"a key holds an id for each row: got {len(draw.gid)} ids for {rows} rows"
         )
     return draw
 
 
-def count_of(x: Tensor, index: Tensor | None) -> int:
-    """Returns how many rows are meant."""
-    return len(x) if index is None else len(index)
+def check_rate(rate: float) -> None:
+    """Raises a ValueError for a compression rate below 1, or one that is not finite."""
+    if not 1.0 <= rate < float("inf"):
+        raise ValueError(f"a compression rate is 1 or more, got rate={rate!r}")
+
+
+def share_of(count: int, rate: float) -> int:
+    """Returns how many of `count` are sent at a rate: min(max(round(n / rate), 1), n)."""
+    return min(max(round(count / rate), 1), count)
 
 
 def room(size: int, like: Tensor, out: Tensor | None) -> Tensor:
-    """Returns `size` bytes to write a message in: how `out` begins, if it is given."""
+    """Returns `size` bytes for a message: the beginning of `out`, if it is given."""
     if out is None:
         return torch.empty(size, dtype=torch.uint8, device=like.device)
     if out.dtype != torch.uint8 or out.dim() != 1 or len(out) < size:
@@ -263,14 +348,14 @@ def room(size: int, like: Tensor, out: Tensor | None) -> Tensor:
     return out[:size]
 
 
-def written(y: Tensor, out: Tensor | None) -> Tensor:
-    """Returns the bytes of a matrix as they are in memory, in `out` if it is given."""
+def bytes_of(y: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns the bytes of a matrix in memory, copied to `out` if it is given."""
     flat = y.contiguous().view(-1).view(torch.uint8)
     return flat if out is None else room(len(flat), y, out).copy_(flat)
 
 
-def read(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix whose bytes are given, in their memory where that can be.
+def matrix_of(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix with these bytes, in their memory where it is aligned.
 
     Raises:
         ValueError: if there are more or fewer.
@@ -281,3 +366,133 @@ def read(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     if message.storage_offset() % dtype.itemsize or not message.is_contiguous():
         message = message.clone(memory_format=torch.contiguous_format)
     return message.view(dtype).view(rows, width)
+
+
+def packed_bytes(
+    codec: Codec, counts: Sequence[int], width: int, dtype: torch.dtype
+) -> list[int]:
+    """Returns the bytes of the message for each peer; upper bounds if not `fixed_size`.
+
+        bytes[q] = codec.wire_bytes(counts[q], width, dtype)
+
+    No rows make no message.
+    """
+    return [codec.wire_bytes(count, width, dtype) if count else 0 for count in counts]
+
+
+def header_bytes(codec: Codec, peers: int) -> int:
+    """Returns the bytes of the lengths that are sent ahead to so many peers."""
+    return 0 if codec.fixed_size else HEADER * peers
+
+
+@dataclass(frozen=True)
+class Load:
+    """Describes what one exchange receives: rows from each peer, and their shape.
+
+    Args:
+        counts: rows from each rank of the axis.
+        peers: how many other ranks it has.
+        width, dtype: the shape of a row.
+    """
+
+    counts: tuple[int, ...]
+    peers: int
+    width: int
+    dtype: torch.dtype
+
+    def bytes(self, codec: Codec) -> int:
+        """Returns the bytes received, with headers; an upper bound if not `fixed_size`."""
+        return self.payload(codec) + header_bytes(codec, self.peers)
+
+    def payload(self, codec: Codec) -> int:
+        """Returns the bytes of the messages alone."""
+        return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
+
+    @property
+    def rows_bytes(self) -> int:
+        """The bytes of the unchanged rows."""
+        return sum(self.counts) * self.width * self.dtype.itemsize
+
+
+def pack(
+    codec: Codec,
+    x: Tensor,
+    counts: Sequence[int],
+    draw: RngKey | None = None,
+    *,
+    index: Index = None,
+    state: CodecState | None = None,
+    where: str = "",
+) -> tuple[Tensor, list[int]]:
+    """Writes the rows for each peer; returns the messages side by side, and their sizes.
+
+    Args:
+        codec: the codec.
+        x: rows `[n, f]`.
+        counts: how many rows go to each peer.
+        draw: the key of all the rows, in order.
+        index: the rows of x to send, in order of peers `[sum(counts)]`; all by default.
+        state: the state of all the rows, for codecs that are `stateful`.
+        where: names the layer in errors.
+
+    Raises:
+        ValueError: if rows cannot be written. Stateful codecs may have updated the state
+            of earlier peers, so reset it on both ends.
+    """
+    sizes = packed_bytes(codec, counts, x.size(1), x.dtype)
+    fixed = codec.fixed_size
+    total = sum(sizes) if fixed else 0
+    out = torch.empty(total, dtype=torch.uint8, device=x.device)
+    parts, filled = [], 0
+    for (begin, end), size in zip(_ranges(counts), sizes, strict=True):
+        if not size:
+            parts.append(out[:0])
+            continue
+        rows = (x[begin:end], None) if index is None else (x, index[begin:end])
+        message = codec.encode(
+            rows[0],
+            None if draw is None else draw.part(begin, end),
+            index=rows[1],
+            out=out[filled : filled + size] if fixed else None,
+            state=None if state is None else state.part(begin, end),
+            where=where,
+        )
+        parts.append(message)
+        filled += len(message)
+    return (out if fixed else torch.cat(parts)), [len(part) for part in parts]
+
+
+def unpack(
+    codec: Codec,
+    messages: Tensor,
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    out: Tensor,
+    draw: RngKey | None = None,
+    *,
+    state: CodecState | None = None,
+) -> Tensor:
+    """Reads the messages of all peers into `out` `[sum(counts), f]`, and returns it.
+
+    Args:
+        codec: the codec they were written with.
+        messages: the messages side by side.
+        sizes: their bytes: `packed_bytes`, or what came ahead if not `fixed_size`.
+        counts: how many rows come from each peer.
+        out: the operator's input, or a part of it.
+        draw, state: as in `pack`, of the rows in the order they arrive.
+    """
+    cuts = zip(_ranges(counts), _ranges(sizes), strict=True)
+    for (begin, end), (first, last) in cuts:
+        if end > begin:
+            codec.decode(
+                messages[first:last],
+                out[begin:end],
+                None if draw is None else draw.part(begin, end),
+                state=None if state is None else state.part(begin, end),
+            )
+    return out
+
+
+def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise([0, *accumulate(counts)]))

@@ -1,12 +1,13 @@
-"""Coded: one use of a halo by a layer: halo x codec x timing.
+"""Exchanges rows that are coded, late, or both, as one call of a layer does.
 
-[Note: coded links] A link says what a layer's rows become: a codec writes them, a timing
-says when they arrive. Operators do not know: a layer asks its policy for a call, and the
-call wraps each halo. What is kept until the next epoch is the policy's.
+[Note: coded links] A link defines what a layer receives: a codec writes rows, and a timing
+sets when they are used. Operators do not depend on either: a layer asks its policy for a
+`LayerExchange`, which wraps each halo. The policy's state holds what is kept until the
+next epoch.
 
 [Note: answers] The gradient of an exchange is masked as the rows it answers: with the rate
 and the key of the message that was read, which may be an earlier epoch's. Codecs that only
-round are passed straight through, and gradients are written at the rate of their own epoch,
+round pass gradients straight through, which are written at the rate of their own epoch,
 with noise of their own; where sums meet, each sender has its own.
 """
 
@@ -15,138 +16,103 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.price import Price
-from pyg_distcomm.halo.codec import Codec, CodecState, RngKey
-from pyg_distcomm.halo.codecs.plain import Plain
-from pyg_distcomm.halo.codecs.residual import fresh_state
-from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.halo.link import Link
-from pyg_distcomm.halo.link_cost import Load
-from pyg_distcomm.halo.packing import pack, parcel_bytes
+from pyg_distcomm.halo.codec import (
+    Codec,
+    CodecState,
+    Load,
+    RngKey,
+    fresh_state,
+    pack,
+    packed_bytes,
+)
+from pyg_distcomm.halo.codecs.quantise import Plain
+from pyg_distcomm.halo.halo import ChunkedHalo, Direction, Halo
+from pyg_distcomm.halo.link import DEGREES, Link
 from pyg_distcomm.halo.staleness import Message, StaleBuffer, Timing
+from pyg_distcomm.halo.state import CallKey, ExchangeKey, LinkState
 
 
 @dataclass(frozen=True, eq=False)
-class Direction:
-    """One direction of a halo.
+class LayerExchange:
+    """Describes how one call of a layer exchanges rows.
 
-    Shapes: index, gid [sum(counts)] rows that leave; from_gid [sum(from_counts)] rows
-    that arrive. Without an index all rows leave, in order.
+    Args:
+        state: the state of the link.
+        timing: when rows are used.
+        seed: the seed of random numbers.
+        call: the number of the layer, by first use, and of its call in this epoch.
+        epoch: this epoch.
+        codec, gradient_codec: the codecs of rows and of gradients.
+        synchronous: whether rows of this epoch are used.
+        trains: whether it updates the state; evaluation does not.
+        seeds: whether the rows, or the gradients, of this exact exchange start the state
+            of a stateful codec.
+        exactly: why rows are exact and synchronous in all epochs; empty if they are not.
     """
 
-    axis: Axis
-    index: Tensor | None
-    gid: Tensor
-    counts: tuple[int, ...]
-    from_gid: Tensor
-    from_counts: tuple[int, ...]
-    most: int
-    sums: bool
-    backward: bool
+    state: LinkState
+    timing: Timing
+    seed: int
+    call: CallKey
+    epoch: int
+    codec: Codec
+    gradient_codec: Codec | None
+    synchronous: bool
+    trains: bool
+    seeds: tuple[bool, bool]
+    exactly: str = ""
 
-    @staticmethod
-    def of(halo: Halo, sums: bool, backward: bool) -> Direction:
-        """Returns the way of rows to where they are needed, or of sums back."""
-        assert halo.send_gid is not None
-        assert halo.ghost_gid is not None
-        there = halo.send_gid, halo.send_counts
-        here = halo.ghost_gid, halo.recv_counts
-        most = halo.most or 0
-        if sums:
-            return Direction(halo.axis, None, *here, *there, most, True, backward)
-        return Direction(
-            halo.axis, halo.send_slot, *there, *here, most, False, backward
-        )
+    def whole(self, why: str) -> LayerExchange:
+        """Returns the same call for rows that must be exact and synchronous."""
+        exact = replace(self, codec=Plain(), gradient_codec=None)
+        return replace(exact, seeds=(False, False), exactly=why)
 
-    def load(self, width: int, dtype: torch.dtype) -> Load:
-        """Returns what arrives here, in numbers."""
-        return Load(self.from_counts, self.axis.size - 1, width, dtype)
+    def wrap(self, link: Link, name: int) -> Link:
+        """Returns a link of an operator as this call uses it, chunk by chunk.
 
-    def price(self, codec: Codec, width: int, dtype: torch.dtype) -> Price:
-        """Returns the price in words of one byte; the most, if sizes depend on values."""
-        there = Load(self.counts, self.axis.size - 1, width, dtype)
-        sizes = parcel_bytes(codec, self.counts, width, dtype)
-        messages = sum(1 for size in sizes if size)
-        messages += 0 if codec.sized else self.axis.size - 1
-        here = self.load(width, dtype).bytes(codec)
-        return Price(here, there.bytes(codec), messages)
+        Degrees are exact and synchronous.
+        """
+        if name >= DEGREES and not self.exactly:
+            return self.whole("degrees are").wrap(link, name)
+        if isinstance(link, ChunkedHalo):
+            parts = [self._coded(part, name, i) for i, part in enumerate(link.parts)]
+            return ChunkedHalo(tuple(parts))
+        return self._coded(link, name, 0)
 
-
-def send(
-    way: Direction,
-    x: Tensor,
-    codec: Codec,
-    epoch: int,
-    keys: tuple[int, int],
-    state: CodecState | None,
-    where: str,
-) -> Message:
-    """Starts to send rows; returns what comes from the others."""
-    key, noise = keys
-    if way.sums:
-        noise = random.fold(noise, way.axis.rank)
-    draw = RngKey(key, way.gid, noise)
-    packed, sizes = pack(
-        codec, x, way.counts, draw, index=way.index, state=state, where=where
-    )
-    op = "halo_transpose" if way.sums else "halo"
-    if codec.sized:
-        from_sizes = parcel_bytes(codec, way.from_counts, x.size(1), x.dtype)
-    else:
-        told, ones = torch.tensor(sizes), [1] * way.axis.size
-        ahead = collectives.all_to_all(told, ones, ones, way.axis, op, 1)
-        from_sizes = [int(size) for size in ahead.wait()]
-    most = codec.wire_bytes(way.most, x.size(1), x.dtype)
-    pending = collectives.all_to_all(packed, sizes, from_sizes, way.axis, op, most)
-    counts, gid = way.from_counts, way.from_gid
-    return Message(codec, epoch, key, gid, counts, from_sizes, pending)
-
-
-class Use(Protocol):
-    """What an exchange asks of the call it belongs to; see `LayerExchange`."""
+    def _coded(self, link: Link, name: int, chunk: int) -> Link:
+        if link.silent or not isinstance(link, Halo):
+            return link
+        return CompressedLink(link, self, ExchangeKey(*self.call, name, chunk))
 
     @property
-    def epoch(self) -> int: ...
-    @property
-    def codec(self) -> Codec: ...
-    @property
-    def gradient_codec(self) -> Codec | None: ...
-    @property
-    def timing(self) -> Timing: ...
-    @property
-    def fresh(self) -> bool: ...
-    @property
-    def where(self) -> str: ...
-    def key(self, name: int) -> int: ...
-    def late(self, backward: bool) -> int: ...
-    def seeds(self, backward: bool) -> bool: ...
-    def intact(self) -> Any: ...
-    def note(self, name: int, piece: int, way: Direction, x: Tensor) -> None: ...
-    def inbox(
-        self, halo: Halo, name: int, piece: int, way: Direction, x: Tensor
-    ) -> StaleBuffer: ...
+    def where(self) -> str:
+        """The name of the layer in messages."""
+        return self.state.where(self.call[0])
+
+    def late(self, backward: bool) -> int:
+        """Returns by how many epochs rows, or gradients, are late."""
+        buffered = self.trains and not self.exactly
+        return self.timing.staleness(backward) if buffered else 0
 
 
 class CompressedLink(Link):
-    """A halo as one call of a layer uses it, forward and backward.
+    """Exchanges the rows of a halo as one call of a layer does, forward and backward.
 
     Args:
-        halo: what travels.
-        call: whose exchange this is.
-        name: which of the call's.
-        piece: which part of it.
+        halo: the rows that travel.
+        use: how the call exchanges rows.
+        key: identifies the exchange.
     """
 
-    def __init__(self, halo: Halo, call: Use, name: int, piece: int) -> None:
-        self.halo, self.call, self.name, self.piece = halo, call, name, piece
+    def __init__(self, halo: Halo, use: LayerExchange, key: ExchangeKey) -> None:
+        self.halo, self.use, self.key = halo, use, key
         self.silent = halo.silent
         self._read: Message | None = None  # by the forward pass
         self._answered = False
@@ -162,8 +128,8 @@ class CompressedLink(Link):
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the call returns the ghosts of this epoch or before."""
-        read = self._begun(x.flatten(1), sums=False)
+        """Starts to send own rows; the call returns ghosts of this or an earlier epoch."""
+        read = self._start(x.flatten(1), sums=False)
 
         def arrive() -> Tensor:
             out = into
@@ -175,8 +141,8 @@ class CompressedLink(Link):
         return arrive
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send sums; the call adds those of this epoch or before."""
-        read = self._begun(g.flatten(1), sums=True)
+        """Starts to send sums; the call adds those of this or an earlier epoch."""
+        read = self._start(g.flatten(1), sums=True)
         slot = self.halo.send_slot
 
         def arrive(out: Tensor) -> Tensor:
@@ -187,103 +153,146 @@ class CompressedLink(Link):
 
         return arrive
 
-    def _begun(self, x: Tensor, sums: bool) -> Callable[[Tensor], Tensor]:
-        """Sends rows, and returns how to read those that are due."""
-        call, backward = self.call, self._read is not None
-        way = Direction.of(self.halo, sums, backward)
-        call.note(self.name, self.piece, way, x)
-        with call.intact():
+    def _start(self, x: Tensor, sums: bool) -> Callable[[Tensor], Tensor]:
+        """Sends rows, and returns a function that reads those due in this epoch."""
+        use, way, backward = self.use, self.halo.direction(sums), self._read is not None
+        late = use.late(backward)
+        if use.trains:
+            load = _received(way, x.size(1), x.dtype)
+            sent = len(way.gid)
+            use.state.note(self.key, backward, load, sent, use.exactly)
+        with use.state.guard():
             if backward:
-                return self._exchanged(*self._answer(x, way))
-            key = call.key(self.name)
-            return self._exchanged(x, way, call.codec, (key, key))
+                x, way, codec, key, noise = self._gradient(x, way, late)
+            else:
+                fold = self.key.layer, self.key.number, self.key.name
+                key = noise = random.fold(use.seed, use.epoch, *fold)
+                codec = use.codec
+            buffer = self._buffer(x, way, codec, backward)
+            if sums:
+                noise = random.fold(noise, way.axis.rank)
+            packed, sizes = pack(
+                codec,
+                x,
+                way.counts,
+                RngKey(key, way.gid, noise),
+                index=way.index,
+                state=buffer.sent if codec.stateful else None,
+                where=use.where,
+            )
+            op = "halo_transpose" if sums else "halo"
+            if codec.fixed_size:
+                from_sizes = packed_bytes(codec, way.from_counts, x.size(1), x.dtype)
+            else:
+                lengths, ones = torch.tensor(sizes), [1] * way.axis.size
+                header = collectives.all_to_all(lengths, ones, ones, way.axis, op, 1)
+                from_sizes = [int(size) for size in header.wait()]
+            most = codec.wire_bytes(way.most, x.size(1), x.dtype)
+            pending = collectives.all_to_all(
+                packed, sizes, from_sizes, way.axis, op, most
+            )
+            ghosts = way.from_gid, way.from_counts
+            new = Message(codec, use.epoch, key, *ghosts, from_sizes, pending)
+            due = buffer.push(new, late, use.synchronous)
+            buffer.trim(late)
+            if not backward:
+                self._read = due
+            if use.seeds[backward]:
+                buffer.sent = CodecState(_rows(x, way).clone())
+        return lambda out: self._finish(due, buffer, out, backward)
 
-    def _answer(
-        self, g: Tensor, way: Direction
-    ) -> tuple[Tensor, Direction, Codec, tuple[int, int]]:
-        """Returns a gradient as it is sent, and how; see [Note: answers]."""
-        call, rows = self.call, self._read
+    def _buffer(
+        self, x: Tensor, way: Direction, codec: Codec, backward: bool
+    ) -> StaleBuffer:
+        """Returns the buffer of the exchange, with states for a stateful codec."""
+        use, buffer = self.use, StaleBuffer()
+        if use.trains and not use.exactly:
+            buffer = use.state.buffer(self.key, backward, way, self.halo, x)
+        if use.synchronous:
+            buffer.drain()
+        if codec.stateful and buffer.sent is None:
+            like = x.size(1), x.dtype, x.device
+            buffer.sent = fresh_state(len(way.gid), *like)
+            buffer.received = fresh_state(len(way.from_gid), *like)
+        return buffer
+
+    def _gradient(
+        self, g: Tensor, way: Direction, late: int
+    ) -> tuple[Tensor, Direction, Codec, int, int]:
+        """Returns a gradient, its codec and its keys; see [Note: answers]."""
+        use, rows = self.use, self._read
         assert rows is not None
-        if self._answered and call.late(True):
+        if self._answered and late:
             raise ValueError(
-                f"{call.where}: a second backward pass of one forward pass would send late "
+                f"{use.where}: a second backward pass of one forward pass would send late "
                 "gradients twice; run the layer again, or use late_gradients=0"
             )
         self._answered = True
-        codec = answering(call.codec, rows.codec, call.gradient_codec)
-        if call.gradient_codec is not None and rows.codec.zero_fills:
-            g, way = _adjoint(rows, _picked(g, way), way), replace(way, index=None)
-        return g, way, codec, (rows.key, random.fold(rows.key, call.epoch, 1))
+        codec = gradient_codec(use.codec, rows.codec, use.gradient_codec)
+        if use.gradient_codec is not None and rows.codec.zero_fills:
+            g, way = _adjoint(rows, _rows(g, way), way), replace(way, index=None)
+        return g, way, codec, rows.key, random.fold(rows.key, use.epoch, 1)
 
-    def _exchanged(
-        self, x: Tensor, way: Direction, codec: Codec, keys: tuple[int, int]
-    ) -> Callable[[Tensor], Tensor]:
-        call, late = self.call, self.call.late(way.backward)
-        inbox = call.inbox(self.halo, self.name, self.piece, way, x)
-        if call.fresh:
-            inbox.drain()
-        if codec.stateful and inbox.sent is None:
-            inbox.sent = fresh_state(len(way.gid), x.size(1), x.dtype, x.device)
-            inbox.seen = fresh_state(len(way.from_gid), x.size(1), x.dtype, x.device)
-        sent = inbox.sent if codec.stateful else None
-        new = send(way, x, codec, call.epoch, keys, sent, call.where)
-        due = inbox.take(new, late, call.fresh)
-        inbox.trim(late)
-        if not way.backward:
-            self._read = due
-        if call.seeds(way.backward):
-            inbox.sent = CodecState(_picked(x, way).clone())
-
-        def read(out: Tensor) -> Tensor:
-            with call.intact():
-                due.read(out, inbox.seen if due.codec.stateful else None)
-            if due not in inbox.messages:
-                due.raw = None  # the backward pass asks only how it was written
-            if call.seeds(way.backward):
-                inbox.seen = CodecState(out.clone())
-            smooth = call.timing.smooth
-            if smooth is not None and late:
-                inbox.average(out, smooth, call.fresh)
-            return out
-
-        return read
+    def _finish(
+        self, due: Message, buffer: StaleBuffer, out: Tensor, backward: bool
+    ) -> Tensor:
+        """Reads the rows that are due into `out`, and returns it."""
+        use = self.use
+        with use.state.guard():
+            due.read(out, buffer.received if due.codec.stateful else None)
+        if due not in buffer.messages:
+            due.raw = None  # the backward pass needs only its codec and key
+        if use.seeds[backward]:
+            buffer.received = CodecState(out.clone())
+        if use.timing.smooth is not None and use.late(backward):
+            buffer.average(out, use.timing.smooth, use.synchronous)
+        return out
 
     def price(self, width: int) -> Price:
         """Returns the price of a `begin` in float32, in words of one byte."""
-        way = Direction.of(self.halo, sums=False, backward=False)
-        return way.price(self.call.codec, width, torch.float32)
+        return self._price(width, sums=False)
 
     def price_transpose(self, width: int) -> Price:
-        """Returns the price of a `begin_transpose`, likewise."""
-        way = Direction.of(self.halo, sums=True, backward=False)
-        return way.price(self.call.codec, width, torch.float32)
+        """Returns the price of a `begin_transpose` in float32, in words of one byte."""
+        return self._price(width, sums=True)
+
+    def _price(self, width: int, sums: bool) -> Price:
+        codec, way = self.use.codec, self.halo.direction(sums)
+        peers, kind = way.axis.size - 1, torch.float32
+        received = _received(way, width, kind).bytes(codec)
+        sent = Load(way.counts, peers, width, kind).bytes(codec)
+        sizes = packed_bytes(codec, way.counts, width, kind)
+        headers = 0 if codec.fixed_size else peers
+        return Price(received, sent, sum(map(bool, sizes)) + headers)
 
     def to(self, device: torch.device) -> CompressedLink:
-        """Returns the same use of a halo on another device."""
-        return CompressedLink(self.halo.to(device), self.call, self.name, self.piece)
+        """Returns the same exchange with its indices on another device."""
+        return CompressedLink(self.halo.to(device), self.use, self.key)
 
     def __repr__(self) -> str:
-        return f"Coded({self.halo}, {self.call.codec})"
+        return f"CompressedLink({self.halo}, {self.use.codec})"
 
 
-def answering(now: Codec, rows: Codec, own: Codec | None) -> Codec:
-    """Returns how a gradient is written.
+def gradient_codec(now: Codec, rows: Codec, own: Codec | None) -> Codec:
+    """Returns the codec of a gradient.
 
     Args:
         now: the codec of this epoch.
-        rows: that of the message the gradient answers.
-        own: that of gradients, if they have one.
+        rows: the codec of the message that the gradient answers.
+        own: the codec of gradients, if they have one.
     """
     if own is not None:
         return own
     if rows.zero_fills:
         return rows
-    return (
-        Plain() if now.zero_fills else now
-    )  # rows that were whole have whole gradients
+    return Plain() if now.zero_fills else now  # gradients of whole rows are whole
 
 
-def _picked(x: Tensor, way: Direction) -> Tensor:
+def _received(way: Direction, width: int, dtype: torch.dtype) -> Load:
+    return Load(way.from_counts, way.axis.size - 1, width, dtype)
+
+
+def _rows(x: Tensor, way: Direction) -> Tensor:
     return x if way.index is None else kernels.gather_rows(x, way.index)
 
 

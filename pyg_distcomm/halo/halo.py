@@ -1,8 +1,8 @@
-"""Halo: the exact link. Which rows travel is planned once, from integers."""
+"""Plans which rows travel between ranks, once and from integers, and moves them exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,24 +11,47 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.price import Price, exchange_price
+from pyg_distcomm.comm.price import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
+
+CHUNK_ROWS = (
+    8192  # of a chunk, at least: smaller ones cost more messages than they hide
+)
+MAX_CHUNKS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """Describes one direction of a halo: rows to where they are needed, or sums back.
+
+    Shapes: index, gid [sum(counts)] rows that are sent; from_gid [sum(from_counts)] rows
+    that arrive. Without an index all rows are sent, in order.
+    """
+
+    axis: Axis
+    index: Tensor | None
+    gid: Tensor
+    counts: tuple[int, ...]
+    from_gid: Tensor
+    from_counts: tuple[int, ...]
+    most: int
+    sums: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Halo(Link):
-    """The exact exchange of rows over one axis.
+    """Exchanges rows over one axis exactly.
 
     Shapes (this rank; n own rows, h ghosts, t rows to send):
-        send_slot    [t]   which own rows go out, in order of their destination
-        send_counts  how many go to each rank of the axis (none to itself)
-        recv_counts  how many come from each rank; their sum is h
+        send_slot    [t]   own rows to send, in order of their destination
+        send_counts  rows sent to each rank of the axis (none to itself)
+        recv_counts  rows received from each rank; their sum is h
         most         the most rows that any rank sends to any other
-        send_gid     [t]   ids of the rows that go out
+        send_gid     [t]   ids of the rows sent
         ghost_gid    [h]   ids of the ghosts, in order
 
     Price: h f words forward, t f words in the transpose.
-    Differs from [Tripathy20] Sec. 4.1 in moving only the rows the sparsity asks for
+    Differs from [Tripathy20] Sec. 4.1 in moving only the rows that the sparsity needs
     ([Mukhopadhyay24]), unless planned from all rows (`dense`).
     """
 
@@ -54,12 +77,12 @@ class Halo(Link):
         """Plans an exchange; collective over the axis.
 
         Args:
-            want_gid: ids of the ghost rows, grouped by the rank that has them.
-            want_counts: how many of them each rank of the axis has.
-            have_gid: ids of the rows here, in their order in memory.
+            want_gid: ids of the ghost rows, grouped by their owner.
+            want_counts: how many of them each rank of the axis owns.
+            have_gid: ids of own rows, in their order in memory.
             axis: the ranks that exchange.
-            dense: whole blocks travel, as in sparsity-oblivious products: what is wanted is
-                every row of every other rank, in their order.
+            dense: moves whole blocks, as sparsity-oblivious products do; `want_gid` then
+                has every row of every other rank, in their order.
         """
         send_counts = collectives.exchange_counts(want_counts, axis)
         asked = collectives.all_to_all(
@@ -105,11 +128,11 @@ class Halo(Link):
             plan = self.send_counts, self.recv_counts, self.axis, "halo", self.most
             pending = collectives.all_to_all(rows, *plan, into=flat)
         return lambda: (
-            pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else (pending.wait())
+            pending.wait().view(-1, *x.shape[1:]) if x.dim() > 2 else pending.wait()
         )
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send sums for the ghosts; the call adds what came into own rows."""
+        """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         if self.silent:
             return lambda out: out
         op = "reduce_scatter" if self.dense else "halo_transpose"
@@ -123,20 +146,34 @@ class Halo(Link):
 
         return arrive
 
+    def direction(self, sums: bool) -> Direction:
+        """Returns the direction of rows to where they are needed, or of sums back."""
+        assert self.send_gid is not None
+        assert self.ghost_gid is not None
+        rows = self.send_gid, self.send_counts
+        ghosts = self.ghost_gid, self.recv_counts
+        most = self.most or 0
+        if sums:
+            return Direction(self.axis, None, *ghosts, *rows, most, sums)
+        return Direction(self.axis, self.send_slot, *rows, *ghosts, most, sums)
+
     def price(self, width: int) -> Price:
         """Returns the price of one `begin` at `width` features."""
         return exchange_price(
-            self.send_counts, self.recv_counts, self.axis.rank, self._moved(width)
+            self.send_counts,
+            self.recv_counts,
+            self.axis.rank,
+            0 if self.silent else width,
         )
 
     def price_transpose(self, width: int) -> Price:
         """Returns the price of one `begin_transpose` at `width` features."""
         return exchange_price(
-            self.recv_counts, self.send_counts, self.axis.rank, self._moved(width)
+            self.recv_counts,
+            self.send_counts,
+            self.axis.rank,
+            0 if self.silent else width,
         )
-
-    def _moved(self, width: int) -> int:
-        return 0 if self.silent else width
 
     def to(self, device: torch.device) -> Halo:
         """Returns the same plan with its indices on another device."""
@@ -152,3 +189,103 @@ class Halo(Link):
             f"Halo({self.axis.name} {self.axis.rank}/{self.axis.size}, {self.num_local} "
             f"rows, sends {sum(self.send_counts)}, receives {self.num_ghosts})"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedHalo(Link):
+    """Splits one exchange, so that the first chunk travels while the next is computed.
+
+    Its ghosts are those of its links over one axis, one after another.
+
+    Price: the words of the whole, and each chunk's messages.
+    """
+
+    chunks: tuple[Link, ...]
+    silent: bool = False
+
+    @property
+    def parts(self) -> Sequence[Link]:
+        """The links of its chunks."""
+        return self.chunks
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all chunks are."""
+        return all(chunk.is_exact for chunk in self.chunks)
+
+    @property
+    def num_ghosts(self) -> int:
+        """The number of rows that arrive here."""
+        return sum(chunk.num_ghosts for chunk in self.chunks)
+
+    def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Starts to send own rows; the call returns the ghosts of all chunks."""
+        if into is None:
+            into = x.new_empty((self.num_ghosts, *x.shape[1:]))
+        pairs = zip(self.chunks, into.split(self._sizes), strict=True)
+        arrivals = [chunk.begin(x, part) for chunk, part in pairs]
+
+        def arrive() -> Tensor:
+            for arrive_chunk in arrivals:
+                arrive_chunk()
+            return into
+
+        return arrive
+
+    def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
+        """Starts to send sums for the ghosts; the call adds received sums into own rows."""
+        pairs = zip(self.chunks, g.split(self._sizes), strict=True)
+        arrivals = [chunk.begin_transpose(part) for chunk, part in pairs]
+
+        def arrive(out: Tensor) -> Tensor:
+            for arrive_chunk in arrivals:
+                arrive_chunk(out)
+            return out
+
+        return arrive
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [chunk.num_ghosts for chunk in self.chunks]
+
+    def price(self, width: int) -> Price:
+        """Returns the price of one `begin` at `width` features."""
+        return sum((chunk.price(width) for chunk in self.chunks), Price())
+
+    def price_transpose(self, width: int) -> Price:
+        """Returns the price of one `begin_transpose` at `width` features."""
+        return sum((chunk.price_transpose(width) for chunk in self.chunks), Price())
+
+    def to(self, device: torch.device) -> ChunkedHalo:
+        """Returns the same plan with its indices on another device."""
+        return ChunkedHalo(tuple(chunk.to(device) for chunk in self.chunks))
+
+    def __repr__(self) -> str:
+        return f"ChunkedHalo({', '.join(map(repr, self.chunks))})"
+
+
+def plan_link(
+    want_gid: Tensor,
+    want_counts: list[int],
+    have_gid: Tensor,
+    axis: Axis,
+    dense: bool = False,
+) -> tuple[Link, Tensor]:
+    """Plans a halo, in chunks if it is large; returns it and the ghosts' ids in order.
+
+    Collective over the axis, whose ranks take the same number of chunks. Arguments are
+    those of `Halo.build`.
+    """
+    most = max(row[0] for row in collectives.all_gather_counts([len(want_gid)], axis))
+    count = 1 if dense else min(max(most // CHUNK_ROWS, 1), MAX_CHUNKS)
+    if count == 1:
+        halo = Halo.build(want_gid, want_counts, have_gid, axis, dense)
+        return halo, want_gid
+    blocks = want_gid.split(want_counts)
+    cut = [block.split(balanced_split(len(block), count)) for block in blocks]
+    chunks, order = [], []
+    for parts in zip(*cut, strict=True):
+        gid = torch.cat(parts)
+        chunks.append(Halo.build(gid, [len(p) for p in parts], have_gid, axis))
+        order.append(gid)
+    return ChunkedHalo(tuple(chunks)), torch.cat(order)

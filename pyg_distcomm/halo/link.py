@@ -11,17 +11,21 @@ from torch import Tensor
 
 from pyg_distcomm.comm.price import Price
 
+# names of the exchanges of a layer's call: those of a product; others follow from len(NAMES)
+NAMES = ("ghost", "out", "sums", "far")
+DEGREES = 1 << 20  # from here on exchanges of degrees, which layers may cache
+
 
 class Link(abc.ABC):
-    """Moves rows owned here to where they are needed, and sums back.
+    """Moves owned rows to the ranks that need them, and sums back (abstract).
 
-    With `H` the 0/1 matrix that picks, for every rank, the rows it needs of all rows:
+    With `H` the 0/1 matrix that selects, for every rank, the rows it needs of all rows:
 
         begin(x)            ghost = H x
         begin_transpose(g)  x += H^T g
 
-    Every `begin` is followed by exactly one call of what it returned. A link is silent if
-    nothing travels on any rank of its axis.
+    Every `begin` is followed by exactly one call of the function it returned. A link is
+    silent if nothing travels on any rank of its axis.
     """
 
     silent: bool
@@ -38,14 +42,14 @@ class Link(abc.ABC):
 
     @property
     def parts(self) -> Sequence[Link]:
-        """Links that make up this one, each for the ghosts after those of the last."""
+        """The links that make up this one, their ghosts one after another."""
         return (self,)
 
     @abc.abstractmethod
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts to send own rows `[n, f]`; the call returns ghosts `[h, f]`.
 
-        They are written `into` a tensor of that shape, if one is given.
+        Ghosts are written `into` a tensor of that shape, if one is given.
         """
 
     @abc.abstractmethod
@@ -71,7 +75,7 @@ def exchange(x: Tensor, link: Link) -> Tensor:
 
 
 def exchange_transpose(g: Tensor, out: Tensor, link: Link) -> Tensor:
-    """Returns `out` plus the sums that the other ranks hold for own rows."""
+    """Returns `out` plus the other ranks' sums for own rows."""
     return _ExchangeTranspose.apply(g, out, link)
 
 
@@ -101,7 +105,7 @@ class _ExchangeTranspose(torch.autograd.Function):
 
 
 def _check_twice(link: Link) -> None:
-    """Refuses to record what a coded or late exchange does to a gradient."""
+    """Raises for a double backward pass over a coded or late exchange."""
     if torch.is_grad_enabled() and not link.is_exact:
         raise RuntimeError(
             "differentiate twice over exact exchanges only: create_graph=True met "

@@ -1,4 +1,4 @@
-"""LinkPolicy: what a user says of a link, and where training with it stands."""
+"""Defines how rows travel on a link, and the known links VARCO, Sylvie, PipeGCN and BNS."""
 
 from __future__ import annotations
 
@@ -13,61 +13,74 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.halo.adaptive import Adaptive, LossTrend, bits_of, with_bits
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs.plain import Plain
-from pyg_distcomm.halo.cost_model import Forecast
-from pyg_distcomm.halo.layer_exchange import LayerExchange
-from pyg_distcomm.halo.link_cost import LinkPrice
-from pyg_distcomm.halo.link_state import LinkState
-from pyg_distcomm.halo.schedule import Budget, Plateau, RateScheduler, Schedule
+from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, RowSample
+from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
+from pyg_distcomm.halo.schedule import (
+    Adaptive,
+    Budget,
+    Linear,
+    LossTrend,
+    Plateau,
+    RateScheduler,
+    Schedule,
+    bits_of,
+    with_bits,
+)
 from pyg_distcomm.halo.staleness import Timing
-from pyg_distcomm.halo.state_io import mark, read_solved, solved
-from pyg_distcomm.halo.validation import (
+from pyg_distcomm.halo.state import (
     EVALUATES,
     PROBLEMS,
-    check_state,
-    check_together,
+    CallKey,
+    LayerState,
+    LinkState,
 )
+
+_STATE = frozenset(
+    "epoch pace solved trend last active parts_of mark constant kept".split()
+)
+_PICKS = {"random": "epoch", "prefix": "prefix", "block": "block"}
 
 
 class LinkPolicy:
-    """How rows travel between ranks, and when they arrive: halo x codec x timing.
+    """Defines how rows travel between ranks, and when they are used.
 
     Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
-    one layer or to `convert`, it holds for all products and exchanges of layers. Own rows
-    never travel, fiber steps are exact and now, and one rank ignores it. Call
-    `link.step()` once an epoch; `print(link)` tells what was used, and what it costs.
+    one layer or to `convert`, it applies to all products and exchanges of layers. Own rows
+    never travel, fiber steps are exact and synchronous, and one rank ignores it. Call
+    `link.step()` once an epoch; `print(link)` shows the exchanges and their bytes.
 
-    Exact are: evaluation, unless `exact_eval=False`; the first epoch, which is synchronous,
-    and from then on its last exchange, unless `exact_last=False`; the product of inputs
-    that do not change, where it is kept (see `DistEdgeIndex.with_ordering`).
+    Some exchanges are exact: those of an evaluation, unless `exact_eval=False`; of the
+    first epoch, which is synchronous, and from then on its last exchange, unless
+    `exact_last=False`; and of the product of constant inputs, where it is cached (see
+    `DistEdgeIndex.with_ordering`).
 
-    Price: `price()`, bytes of an epoch, forward and backward: what the ledger counts.
-    Ranks agree once in a training pass, on one byte, and in each call of an evaluation or
-    of a layer that is new: whether one evaluates. More would hold up what is late.
+    Price: `price()`, bytes of an epoch, forward and backward, as the ledger counts them.
+    Ranks agree on one byte once in a training pass, and in each call of an evaluation or
+    of a new layer: whether one evaluates. More would delay late exchanges.
     Memory: the exact link's, `price().kept` (see `StaleBuffer`), and at most the messages of
-    one exchange; those of a few bits, and now, take less than the exact link alone.
-    Differs from [Cervino24], [Zhang23], [Wan22a] in that its parts are chosen apart, on any
-    grid, and in exact evaluation.
+    one exchange; synchronous messages of a few bits take less than the exact link alone.
+    Differs from [Cervino24], [Zhang23], [Wan22a] in that codec and timing are chosen
+    independently, on any grid, and in exact evaluation.
 
     Args:
-        codec: how rows are written.
+        codec: the codec of rows.
         schedule: the compression ratio of each epoch, for a codec that has a rate.
         late: by how many epochs rows are late.
-        late_gradients: by how many gradients are; None is as late as rows.
+        late_gradients: by how many gradients are late; None is as late as rows.
         sync_every, smooth: when epochs are synchronous, and means of rows; see `Timing`.
-        gradient_codec: how gradients are written, if not as the rows they answer. It
+        gradient_codec: the codec of gradients, if not that of the rows they answer. It
             follows the schedule if it has a rate.
-        exact_last: whether the last call is exact, of layers that make more than one, and
-            the first epoch, which also is under a `Budget`.
-        exact_eval: whether evaluation is; if not, it is coded, never late, and exact where
-            `exact_last` makes training so, in all calls of that layer.
-        adaptive: bits and timing by how the loss falls; True is `Adaptive()`.
-        seed: of random columns, rows and rounding.
+        exact_last: makes the last call exact, of layers that make more than one, and the
+            first epoch, which also is exact under a `Budget`.
+        exact_eval: makes evaluation exact; otherwise it is coded, never late, and exact
+            where `exact_last` makes training so, in all calls of that layer.
+        adaptive: sets bits and timing by the loss; True is `Adaptive()`.
+        seed: the seed of random columns, rows and rounding.
 
     Raises:
-        ValueError: for what does not go together, with the reason.
+        ValueError: for arguments that contradict each other.
     """
 
     def __init__(
@@ -95,23 +108,38 @@ class LinkPolicy:
         self.codec, self.gradient_codec = codec, gradient_codec
         self.timing = Timing(late, late_gradients, sync_every, smooth)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
-        self.pace = None if schedule is None else RateScheduler(schedule)
-        self._asked = schedule  # a budget is solved for later
+        self.scheduler = None if schedule is None else RateScheduler(schedule)
         rule = Adaptive() if adaptive is True else adaptive or None
         self.trend = None if rule is None else LossTrend(rule, bits_of(codec))
         if schedule is not None:
             codec.with_rate(1.0)  # raises for a codec without a rate
-        switches = self.timing.switches or self.trend is not None
-        check_together((codec, gradient_codec), switches, exact_eval)
+        self._check_stateful()
         self.epoch = 0
-        self.run = LinkState()
-        self._written: dict[int, tuple[Codec, Codec | None]] = {}
+        self.state = LinkState()
+        self._codecs: dict[int, tuple[Codec, Codec | None]] = {}
 
-    # what layers ask
+    def _check_stateful(self) -> None:
+        """Raises a ValueError if a codec's state would not see each message once."""
+        switches = self.timing.switches or self.trend is not None
+        for codec in (self.codec, self.gradient_codec):
+            if codec is None or not codec.stateful:
+                continue
+            if switches:
+                raise ValueError(
+                    f"{codec!r} must read all messages in order, which synchronous epochs "
+                    "between late ones do not; leave out sync_every and adaptive"
+                )
+            if not self.exact_eval:
+                raise ValueError(
+                    f"evaluation would change what {codec!r} remembers of training; use "
+                    "exact_eval=True"
+                )
+
+    # for layers
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is the exact link: rows as they are, and now."""
+        """Whether it is the exact link: unchanged rows of this epoch."""
         plain = self.codec == Plain() and self.gradient_codec in (None, Plain())
         return plain and not self.timing.is_late
 
@@ -126,131 +154,140 @@ class LinkPolicy:
         """Returns one call of a layer, or None if it is exact; collective.
 
         Args:
-            layer: whose call it is.
-            nodes, training: which nodes are where, and whether the layer trains.
-            stage: tells whether its input is kept; see `ProductCache.stage`.
-            name: what it is called, if not as its class.
+            layer: the layer.
+            nodes: the partition of nodes.
+            training: whether the layer trains.
+            stage: returns whether its input is cached; see `ProductCache.stage`.
+            name: its name in messages; by default its class.
         """
-        mesh = nodes.mesh
-        if mesh.size == 1 or self.is_exact:
+        state = self.state
+        if nodes.mesh.size == 1 or self.is_exact:
             return None
-        self.run.bind(nodes)
-        said = self.run.agreed(layer, training and torch.is_grad_enabled())
-        if said == EVALUATES:
-            place = self.run.place_of(layer)
-            if self.exact_eval or (self.run.last or (-1,))[0] == place:
+        state.bind(nodes)
+        mode = state.agree(layer, training and torch.is_grad_enabled())
+        if mode == EVALUATES:
+            number = state.number_of(layer, trains=False)
+            if self.exact_eval or (state.last or (-1,))[0] == number:
                 return None
-            return self._call(place, 0, keeps=False)
-        place = self.run.place(layer, name)
-        if said in PROBLEMS:
-            raise ValueError(f"{self.run.where(place)} {PROBLEMS[said]}")
-        self.run.train(place, stage, self.epoch)
-        number = self.run.next_call(place)
-        call = self._call(place, number, keeps=True)
-        if (place, number) != self.run.last:
-            return call
-        # where a run goes on, it is noted once, so that it has its price
-        return None if self.run.knows(place, number) else call.whole("the last one")
+            return self._call((number, 0), trains=False)
+        number = state.number_of(layer, True, name)
+        if mode in PROBLEMS:
+            raise ValueError(f"{state.where(number)} {PROBLEMS[mode]}")
+        used = state.layers[number]
+        used.first = self.epoch if used.first is None else used.first
+        used.last, used.stage = self.epoch, stage or used.stage
+        call = state.next_call(number)
+        exchange = self._call(call, trains=True)
+        if call != state.last:
+            return exchange
+        # after a restart its exchanges are recorded once, for their price
+        known = any(key[:2] == call for key in state.exchanges)
+        return None if known else exchange.whole("the last one")
 
-    def begin_parts(self, nodes: Rows) -> None:
-        """Begins an epoch of a pipeline, on the ranks of all its stages; see `part`."""
+    def begin_pipeline(self, nodes: Rows) -> None:
+        """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`."""
         if nodes.mesh.size > 1 and not self.is_exact:
-            self.run.begin_parts(nodes, self.epoch)
+            self.state.begin_pipeline(nodes, self.epoch)
 
-    def part(self, place: int, name: str, number: int, last: bool) -> LayerExchange:
+    def begin_chunk(
+        self, boundary: int, name: str, number: int, last: bool
+    ) -> LayerExchange:
         """Returns the call of a chunk of rows in training, of a link that is not exact.
 
         Args:
-            place: of the site whose rows they are, among those of all stages.
-            name: of its layer, in messages.
-            number: which chunk.
-            last: whether no site comes after it.
+            boundary: its number, among those of all stages.
+            name: the name of its layer in messages.
+            number: the number of the chunk.
+            last: whether it is the last boundary.
         """
-        self.run.layers[place] = name
-        self.run.made[place, number] = None
-        call = self._call(place, number, keeps=True)
+        self.state.layers.setdefault(boundary, LayerState(name)).name = name
+        self.state.calls[boundary, number] = None
+        call = self._call((boundary, number), trains=True)
         return call.whole("the last one") if last and self.exact_last else call
 
-    def _call(self, place: int, number: int, *, keeps: bool) -> LayerExchange:
-        first = self._exact_first and self.epoch == 0 and keeps
-        codecs = (Plain(), None) if first else self._at(self.epoch)
-        fresh = not keeps or self.synchronous
-        own = self.gradient_codec or self.codec
-        remembers = self.codec.stateful, own.stateful
-        here = {"place": place, "number": number, "epoch": self.epoch}
-        how = {"codec": codecs[0], "gradient_codec": codecs[1], "fresh": fresh}
-        facts: dict[str, Any] = {**here, **how, "keeps": keeps, "first": first}
-        where = self.run.where(place)
+    def _call(self, call: CallKey, *, trains: bool) -> LayerExchange:
+        first = self._exact_first and self.epoch == 0 and trains
+        codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
+        stateful = self.codec.stateful, (self.gradient_codec or self.codec).stateful
         return LayerExchange(
-            self.run, self.timing, self.seed, remembers, **facts, where=where
+            self.state,
+            self.timing,
+            self.seed,
+            call,
+            self.epoch,
+            codec,
+            own,
+            synchronous=not trains or self.synchronous,
+            trains=trains,
+            seeds=(first and stateful[0], first and stateful[1]),
         )
 
     @property
     def synchronous(self) -> bool:
-        """Whether this epoch waits for its own rows."""
+        """Whether this epoch uses its own rows."""
         if self.epoch == 0 or self.timing.synchronous(self.epoch):
             return True
         return self.trend is not None and self.trend.synchronous
 
-    def _at(self, epoch: int) -> tuple[Codec, Codec | None]:
+    def codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
         """Returns the codecs of rows and of gradients in an epoch."""
-        if epoch not in self._written:
-            found = self._made_for(epoch)
+        if epoch not in self._codecs:
+            codecs = self._codecs_at(epoch)
             if epoch != self.epoch:
-                return found
-            self._written[epoch] = found
-        return self._written[epoch]
+                return codecs
+            self._codecs[epoch] = codecs
+        return self._codecs[epoch]
 
-    def _made_for(self, epoch: int) -> tuple[Codec, Codec | None]:
-        pace = self.pace
-        if pace is None:
-            return self._rated(None)
+    def _codecs_at(self, epoch: int) -> tuple[Codec, Codec | None]:
+        scheduler = self.scheduler
+        if scheduler is None:
+            return self._codecs_of(None)
         if self._unsolved:
             return Plain(), None
-        now = epoch == self.epoch or isinstance(pace.schedule, Plateau)
-        return self._rated(pace.rate if now else pace.schedule.rate(epoch))
+        now = epoch == self.epoch or isinstance(scheduler.schedule, Plateau)
+        return self._codecs_of(
+            scheduler.rate if now else scheduler.schedule.rate(epoch)
+        )
 
-    def _rated(self, rate: float | None) -> tuple[Codec, Codec | None]:
+    def _codecs_of(self, rate: float | None) -> tuple[Codec, Codec | None]:
         codec, own = self.codec, self.gradient_codec
         if self.trend is not None:
             codec = with_bits(codec, self.trend.bits)
         if rate is None:
             return codec, own
         if own is not None:
-            with contextlib.suppress(ValueError):  # one without a rate stays as it is
+            with contextlib.suppress(ValueError):  # a codec without a rate is unchanged
                 own = own.with_rate(rate)
         return codec.with_rate(rate), own
 
-    def keep(self, layer: Any, nodes: Rows, trains: bool) -> None:
-        """Remembers that a layer's product is made to be kept, exactly."""
+    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
+        """Records that a layer's product is computed exactly, to be cached."""
         if nodes.mesh.size > 1:
-            self.run.keep(layer, self.epoch if trains else None)
+            self.state.cache(layer, self.epoch if trains else None)
 
-    def had_kept(self, layer: Any, trains: bool) -> bool:
-        """Tells whether a layer's input had been seen where this run goes on."""
-        place = self.run.place(layer) if trains else self.run.place_of(layer)
-        return place in self.run.constant
+    def was_constant(self, layer: Any, trains: bool) -> bool:
+        """Tells whether a layer's input had been seen before a restart."""
+        return self.state.number_of(layer, trains) in self.state.constant
 
-    # what users ask
+    # for users
 
     @property
     def settings(self) -> dict[str, str]:
-        """How it was made, and its epoch: what has to be the same on all ranks."""
-        rule = None if self.trend is None else self.trend.rule
+        """Its arguments and its epoch, which must be the same on all ranks."""
         made = {
             "codec": self.codec,
-            "schedule": self._asked,
+            "schedule": None if self.scheduler is None else self.scheduler.given,
             "timing": self.timing,
             "gradient_codec": self.gradient_codec,
             "exact_last": self.exact_last,
             "exact_eval": self.exact_eval,
-            "adaptive": rule,
+            "adaptive": None if self.trend is None else self.trend.rule,
             "seed": self.seed,
             "epoch": self.epoch,
         }
-        told = {f"link.{name}": repr(value) for name, value in made.items()}
-        told = {"link": type(self).__name__, **told}
-        return {k: re.sub(r" at 0x[0-9a-f]+", "", v) for k, v in told.items()}
+        named = {f"link.{name}": repr(value) for name, value in made.items()}
+        named = {"link": type(self).__name__, **named}
+        return {k: re.sub(r" at 0x[0-9a-f]+", "", v) for k, v in named.items()}
 
     def step(self, metric: float | Tensor | None = None) -> None:
         """Ends an epoch; on all ranks, after the optimizer's step.
@@ -259,161 +296,284 @@ class LinkPolicy:
             metric: the loss, for `Plateau` schedules and `adaptive` links; rank 0's counts.
 
         Raises:
-            ValueError: if one of these is given none.
+            ValueError: if such a link gets no metric.
         """
         value = None if metric is None else float(torch.as_tensor(metric).detach())
-        axis = self.run.axis
-        if self.trend is not None or self._goes_by_metric:
+        state, scheduler, axis = self.state, self.scheduler, self.state.axis
+        plateau = scheduler is not None and isinstance(scheduler.schedule, Plateau)
+        if self.trend is not None or plateau:
             value = value if axis is None else collectives.broadcast_object(value, axis)
             if value is None or not math.isfinite(value):
                 raise ValueError(
                     f"this link goes by the loss: link.step(loss), got {value}"
                 )
             if self.trend is not None:
-                self.trend.look(value)
-        self.run.settle(self.exact_last)
-        if self.pace is not None:
-            budget = self.pace.schedule
-            used = self.run.active or self.run.in_parts
+                self.trend.step(value)
+        state.end_epoch(self.exact_last)
+        if scheduler is not None:
+            budget, used = scheduler.schedule, state.active or state.in_pipeline
             if isinstance(budget, Budget) and used and axis is not None:
-                self.pace.solve(self.forecast.bytes_of(axis, budget.ramp.epochs))
+                model = self.cost_model
+                scheduler.solve(model.bytes_of(axis, budget.ramp.epochs))
             if self._unsolved:
-                self.pace.epoch += 1  # nothing travels
+                scheduler.epoch += 1  # nothing travels
             else:
-                self.pace.step(value)
+                scheduler.step(value)
         self.epoch += 1
-        self.run.made, self.run.met, self.run.answered = {}, set(), set()
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
-        for epoch in [e for e in self._written if e < self.epoch - reach]:
-            del self._written[epoch]
+        for epoch in [e for e in self._codecs if e < self.epoch - reach]:
+            del self._codecs[epoch]
 
     @property
     def _unsolved(self) -> bool:
-        """Whether there is a budget whose rates are not known yet: what travels is exact."""
-        return self.pace is not None and isinstance(self.pace.schedule, Budget)
+        """Whether a budget is not solved yet; exchanges are exact until then."""
+        scheduler = self.scheduler
+        return scheduler is not None and isinstance(scheduler.schedule, Budget)
 
     @property
     def _exact_first(self) -> bool:
-        return self.exact_last or isinstance(self._asked, Budget)
+        scheduler = self.scheduler
+        budget = scheduler is not None and isinstance(scheduler.given, Budget)
+        return self.exact_last or budget
 
     @property
-    def _goes_by_metric(self) -> bool:
-        return self.pace is not None and isinstance(self.pace.schedule, Plateau)
-
-    @property
-    def forecast(self) -> Forecast:
-        """What its exchanges will send, as far as is known now."""
-        run = self.run
-        return Forecast(
-            run.records,
-            run.inboxes,
-            tuple(run.made) if self.epoch == 0 else run.active,
-            {place: run.stage_of(place) for place in run.stages},
-            run.kept_at,
-            {place: first for place, (first, _) in run.began.items()},
-            run.last,
+    def cost_model(self) -> LinkCostModel:
+        """The cost model of the exchanges seen so far."""
+        state = self.state
+        parts = state.nodes is None or state.in_pipeline
+        first = self.epoch == 0 and bool(state.calls)
+        return LinkCostModel(
+            state.exchanges,
+            state.layers,
+            tuple(state.calls) if first else state.active,
+            state.last,
             self.timing,
             self._exact_first,
-            self._at,
-            self._rated,
+            self.codecs_at,
+            self._codecs_of,
             self.epoch,
             self.trend is not None and self.trend.synchronous,
-            1 if run.nodes is None or run.in_parts else run.nodes.mesh.size,
+            1 if parts or state.nodes is None else state.nodes.mesh.size,
         )
 
     def price(self, epoch: int | None = None) -> LinkPrice:
-        """Returns what an epoch of training costs this rank, by the exchanges seen so far.
+        """Returns the price of a training epoch on this rank, from the exchanges seen.
 
         Args:
-            epoch: which one; the one that is under way without it. Of a `Plateau` schedule
-                and an `adaptive` link, what is in force now is taken for all to come.
+            epoch: the epoch; by default the one in progress. Later epochs of a `Plateau`
+                schedule and an `adaptive` link are priced at the current rate and bits.
         """
-        return self.forecast.price(self.epoch if epoch is None else epoch)
+        return self.cost_model.price(self.epoch if epoch is None else epoch)
 
     @property
     def held(self) -> int:
         """The bytes that are kept from epoch to epoch now."""
-        return sum(inbox.held for inbox in self.run.inboxes.values())
+        return sum(buffer.held for _, _, buffer in self.state.buffers)
 
     def drain(self) -> None:
-        """Waits for what is under way."""
-        for inbox in self.run.inboxes.values():
-            inbox.drain()
+        """Waits for pending messages."""
+        for _, _, buffer in self.state.buffers:
+            buffer.drain()
 
     def reset(self) -> None:
         """Drops late and residual rows: the next exchanges are synchronous."""
-        self.run.forget()
+        self.state.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where training stands, with the late and residual rows of this rank.
+        """Returns the progress of training, with the late and residual rows of this rank.
 
-        Between epochs, after `step()`: an epoch that is saved half done is run again, and
-        sends twice, of which a warning tells.
+        Save between epochs, after `step()`: a run restored from within an epoch repeats
+        it, and sends its rows twice; a warning is given.
         """
-        run, nodes = self.run, self.run.nodes
+        scheduler, trend = self.scheduler, self.trend
         return {
             "epoch": self.epoch,
-            "pace": None if self.pace is None else self.pace.state_dict(),
-            "solved": None if self.pace is None else solved(self.pace, self._asked),
-            "trend": None if self.trend is None else self.trend.state_dict(),
-            "last": run.last,
-            "active": run.active,
-            "parts_of": run.parts_of,
-            "mark": run.mark if nodes is None or run.restored else mark(nodes),
-            "constant": run.constants(),
-            "kept": run.kept(),
+            "pace": None if scheduler is None else scheduler.state_dict(),
+            "solved": None if scheduler is None else scheduler.solution,
+            "trend": None if trend is None else trend.state_dict(),
+            **self.state.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes where another link stood, made with the same arguments.
+        """Restores the progress of a link made with the same arguments.
 
-        Late and residual rows are taken if each rank has its own, of the same partition,
-        found out at the first use; otherwise all ranks drop them with a warning, and the
-        next epoch is synchronous.
+        Late and residual rows are used if each rank has its own, of the same partition,
+        which is checked at the first use; otherwise all ranks drop them with a warning,
+        and the next epoch is synchronous.
 
         Raises:
             ValueError: if something is missing; nothing has changed then.
         """
         self.check_state(state)
-        nodes = self.run.nodes
-        self.run, self._written = LinkState.read(state), {}
-        if self.pace is not None:
-            self.pace.load_state_dict(state["pace"])
-            self.pace.schedule = read_solved(state["solved"], self._asked)
+        nodes = self.state.nodes
+        self.state, self._codecs = LinkState.read(state), {}
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["pace"])
+            self.scheduler.load_solution(state["solved"])
         if self.trend is not None:
             self.trend.load_state_dict(state["trend"])
         self.epoch = int(state["epoch"])
-        self.run.nodes = nodes
+        self.state.nodes = nodes
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises a ValueError for a state that is not of such a link."""
-        check_state(state, schedule=self.pace, adaptive=self.trend)
+        if _STATE - state.keys():
+            raise ValueError(
+                f"the state of a link lacks {sorted(_STATE - state.keys())}; give what "
+                "link.state_dict() returned"
+            )
+        pairs = ("schedule", self.scheduler, "pace"), ("adaptive", self.trend, "trend")
+        for name, own, key in pairs:
+            if (own is None) != (state[key] is None):
+                raise ValueError(
+                    f"of two links, the saved one and this, only one has {name}; make it "
+                    "with the same arguments"
+                )
 
     def __str__(self) -> str:
-        """Returns a table of the exchanges seen, with bytes foretold for this epoch."""
+        """Returns a table of the exchanges seen, with their bytes in this epoch."""
         parts = [f"{self!r}"]
-        if self.pace is not None:
-            parts.append(f"{self.pace}")
-        if self.run.records:
+        if self.scheduler is not None:
+            parts.append(f"{self.scheduler}")
+        if self.state.exchanges:
             parts.append(f"{self.price()}")
         return "\n".join(parts)
 
     def __repr__(self) -> str:
-        said = [f"{self.codec}"]
+        shown = [f"{self.codec}"]
         if self.gradient_codec is not None:
-            said.append(f"gradient_codec={self.gradient_codec}")
+            shown.append(f"gradient_codec={self.gradient_codec}")
         if self.timing.is_late:
-            said.append(f"{self.timing}")
+            shown.append(f"{self.timing}")
         options = ("exact_last", "exact_eval")
-        said += [f"{name}=False" for name in options if not getattr(self, name)]
-        return f"LinkPolicy({', '.join(said)})"
+        shown += [f"{name}=False" for name in options if not getattr(self, name)]
+        return f"LinkPolicy({', '.join(shown)})"
 
     def __deepcopy__(self, memo: dict) -> LinkPolicy:
         return self  # copies of a layer share their link
 
     def __getstate__(self) -> dict[str, Any]:
-        known = {"run", "_written"}
-        return {k: v for k, v in self.__dict__.items() if k not in known}
+        bound = {"state", "_codecs"}
+        return {k: v for k, v in self.__dict__.items() if k not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, run=LinkState(), _written={})
+        self.__dict__.update(state, state=LinkState(), _codecs={})
+
+
+def VARCO(
+    epochs: int,
+    c_max: float = 128.0,
+    c_min: float = 1.0,
+    slope: float = 5.0,
+    mask: str = "random",
+    *,
+    scaled: bool = False,
+    schedule: Schedule | None = None,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends a growing share of the columns ([Cervino24]).
+
+    Args:
+        epochs: the number of epochs: `link.step()` once each.
+        c_max, c_min: the first and the last compression ratio.
+        slope: how often the ramp would fit in all epochs.
+        mask: "random" columns as in the paper, the "prefix" of columns as in its scripts,
+            or random for each "block" of rows.
+        scaled: scales received columns, which makes them unbiased.
+        schedule: another schedule than the paper's, which is linear in c; it has bounds of
+            its own, so leave out c_max, c_min and slope.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    if schedule is not None and (c_max, c_min, slope) != (128.0, 1.0, 5.0):
+        raise ValueError(
+            f"{schedule!r} has ratios of its own; give c_max, c_min and slope to it, not to "
+            f"VARCO as well, which got {c_max}, {c_min} and {slope}"
+        )
+    if mask not in _PICKS:
+        raise ValueError(f"mask must be one of {', '.join(_PICKS)}, got {mask!r}")
+    if schedule is None:
+        schedule = Linear(epochs, c_max, c_min, slope)
+    return LinkPolicy(
+        ColumnMask(c_max, _PICKS[mask], scaled=scaled),
+        schedule,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def Sylvie(
+    bits: int = 1,
+    late: int = 1,
+    sync_every: int | None = None,
+    adaptive: bool | Adaptive = False,
+    *,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that sends a few bits a number, one epoch late ([Zhang23]).
+
+    Args:
+        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged.
+        late: 1 is Sylvie-A, 0 is Sylvie-S.
+        sync_every: the period of synchronous epochs: its staleness adaptor.
+        adaptive: sets bits and timing by the loss, as the later Sylvie; give the loss to
+            `link.step(loss)`.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    wide: dict[int, Codec] = {16: Cast(torch.bfloat16), 32: Plain()}
+    return LinkPolicy(
+        wide[bits] if bits in wide else Quantise(bits, "stochastic"),
+        late=late,
+        sync_every=sync_every,
+        adaptive=adaptive,
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )
+
+
+def PipeGCN(
+    smooth: float | None = None,
+    *,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+) -> LinkPolicy:
+    """Returns a link that sends unchanged rows, one epoch late ([Wan22a]).
+
+    Args:
+        smooth: the momentum of a moving average of late rows and gradients; 0.95 in the
+            paper.
+        exact_last, exact_eval: see `LinkPolicy`.
+    """
+    return LinkPolicy(
+        Plain(), late=1, smooth=smooth, exact_last=exact_last, exact_eval=exact_eval
+    )
+
+
+def BNS(
+    p: float,
+    *,
+    scaled: bool = True,
+    exact_last: bool = True,
+    exact_eval: bool = True,
+    seed: int = 0,
+) -> LinkPolicy:
+    """Returns a link that samples rows of the boundary in each epoch ([Wan22]).
+
+    Args:
+        p: the share of rows that is sent, in (0, 1].
+        scaled: scales received rows, which makes sums unbiased.
+        exact_last, exact_eval, seed: see `LinkPolicy`.
+    """
+    if not 0.0 < p <= 1.0:
+        raise ValueError(f"p is a share in (0, 1], got {p!r}")
+    return LinkPolicy(
+        RowSample(1 / p, scaled),
+        exact_last=exact_last,
+        exact_eval=exact_eval,
+        seed=seed,
+    )

@@ -1,6 +1,6 @@
-"""Schedules: the compression ratio c of each epoch.
+"""Schedules the compression ratio c of each epoch, or the bits of a codec by the loss.
 
-A schedule is a value, and c a plain function of the epoch; `RateScheduler` is what moves on. A
+A schedule is a value, and c a function of the epoch; a `RateScheduler` counts epochs. A
 ratio is 1 or more: a codec of rate c sends about 1/c of the numbers.
 """
 
@@ -10,14 +10,20 @@ import abc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+from pyg_distcomm.halo.codec import Codec
+from pyg_distcomm.halo.codecs.composed import Chain
+from pyg_distcomm.halo.codecs.quantise import Quantise
+
 BytesOf = Callable[[int, float], float]  # (epoch, rate) -> bytes of that epoch
-WITHIN = 0.01  # of its budget, that a schedule meets
+WITHIN = 0.01  # the share of its budget that a schedule may leave
+BITS = (1, 2, 4, 8)
 
 
 class Schedule(abc.ABC):
-    """The compression ratio as a function of the epoch."""
+    """Defines the compression ratio as a function of the epoch (abstract)."""
 
     @abc.abstractmethod
     def rate(self, epoch: int) -> float:
@@ -26,7 +32,7 @@ class Schedule(abc.ABC):
 
 @dataclass(frozen=True)
 class Fixed(Schedule):
-    """The same ratio in all epochs.
+    """Keeps the same ratio in all epochs.
 
     Args:
         c: the ratio.
@@ -44,7 +50,7 @@ class Fixed(Schedule):
 
 @dataclass(frozen=True)
 class Ramp(Schedule):
-    """A ratio that falls from c_max to c_min, and stays there (abstract).
+    """Lowers the ratio from c_max to c_min, and keeps it there (abstract).
 
         p(t) = min(slope t / (T - 2), 1)
 
@@ -91,13 +97,13 @@ class Ramp(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Ramp):
-    """Linear in c, as VARCO has it.
+    """Lowers c linearly, as VARCO does.
 
         c(t) = max(c_max - slope t (c_max - c_min) / (T - 2), c_min)
 
-    As the authors' code for the experiments of [Cervino24] computes it; their scripts end
-    at c_min = 1.5, the paper at 1. Most of the ramp passes at ratios that send next to
-    nothing: slope 5 with c_min = 1 saves a fifth of the numbers.
+    Follows the authors' code for the experiments of [Cervino24]; their scripts end at
+    c_min = 1.5, the paper at 1. Most of the ramp has ratios that send almost nothing:
+    slope 5 with c_min = 1 saves a fifth of the numbers.
     """
 
     slope: float = 5.0
@@ -109,7 +115,7 @@ class Linear(Ramp):
 
 @dataclass(frozen=True)
 class LinearInRate(Ramp):
-    """Linear in 1/c, the share of the numbers that is sent."""
+    """Raises 1/c, the share of the numbers that is sent, linearly."""
 
     def at(self, p: float) -> float:
         """Returns 1 / ((1 - p) / c_max + p / c_min)."""
@@ -118,7 +124,7 @@ class LinearInRate(Ramp):
 
 @dataclass(frozen=True)
 class Exponential(Ramp):
-    """The same factor each epoch."""
+    """Divides the ratio by the same factor each epoch."""
 
     def at(self, p: float) -> float:
         """Returns c_max (c_min / c_max)^p."""
@@ -127,7 +133,7 @@ class Exponential(Ramp):
 
 @dataclass(frozen=True)
 class Cosine(Ramp):
-    """Half a wave from c_max to c_min."""
+    """Lowers the ratio by half a cosine wave from c_max to c_min."""
 
     def at(self, p: float) -> float:
         """Returns c_min + (c_max - c_min) (1 + cos pi p) / 2."""
@@ -137,13 +143,13 @@ class Cosine(Ramp):
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """A ratio that falls by a factor every few epochs.
+    """Divides the ratio by a factor every few epochs.
 
         c(t) = max(c_max / factor^floor(t / every), c_min)
 
     Args:
         every: epochs between two steps.
-        factor: what c is divided by.
+        factor: the divisor of c.
         c_max, c_min: the ratio at first, and in the end.
     """
 
@@ -164,16 +170,16 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class Plateau(Schedule):
-    """A ratio that falls by a factor when a metric has stopped falling.
+    """Divides the ratio by a factor when a metric has stopped falling.
 
-    It stops when it has not fallen below (1 - threshold) of the best so far, or by that
-    much of its magnitude, for more than `patience` epochs. All ranks must give the same
-    metric to `RateScheduler.step`: a loss over all nodes, say.
+    The metric has stopped when for more than `patience` epochs it has not fallen below its
+    best by `threshold` of the best's magnitude. All ranks must give the same metric to
+    `RateScheduler.step`, as a loss over all nodes.
 
     Args:
-        patience: epochs without progress that are borne.
-        factor: what c is divided by.
-        threshold: what counts as progress.
+        patience: the number of epochs without progress that are accepted.
+        factor: the divisor of c.
+        threshold: the least relative decrease that is progress.
         c_max, c_min: the ratio at first, and in the end.
     """
 
@@ -206,16 +212,16 @@ class Plateau(Schedule):
 
 @dataclass(frozen=True)
 class Budget(Schedule):
-    """The bytes of all epochs are given; the slope of a ramp is solved for.
+    """Solves for the slope of a ramp that sends the given bytes in all epochs.
 
-    `solve` finds it by halving: the steeper a ramp, the more it sends. What is found stays
-    within the budget, and meets it to 1 % where whole columns allow that: where no slope
-    does, c_max is lowered as well. A product of inputs that do not change counts once,
-    though an evaluation may make it: rates do not depend on evaluations.
+    `solve` finds it by bisection: a steeper ramp sends more. The solution stays within the
+    budget, and meets it to 1 % where whole columns allow that: where no slope does, c_max
+    is lowered as well. A product of constant inputs counts once, though an evaluation may
+    compute it, so that rates do not depend on evaluations.
 
     Args:
         total: bytes of all epochs together.
-        ramp: the shape, with its epochs and bounds; its slope is not used.
+        ramp: the ramp, with its epochs and bounds; its slope is not used.
     """
 
     total: float
@@ -226,7 +232,7 @@ class Budget(Schedule):
             raise ValueError(f"a budget is a number of bytes, got {self.total}")
 
     def rate(self, epoch: int) -> float:
-        """Is not known before `solve`."""
+        """Raises: rates are not known before `solve`."""
         raise ValueError(
             f"{self!r} has no rates yet: solve(bytes_of) finds them from the bytes of an "
             "epoch at a rate"
@@ -250,7 +256,7 @@ class Budget(Schedule):
             return total_bytes(schedule, ramp.epochs, bytes_of)
 
         def within(start: float, end: float, make: Callable[[float], Ramp]) -> Ramp:
-            """Goes from a value within the budget towards one that may not be."""
+            """Bisects between a value within the budget and one that may not be."""
             if spent(make(end)) <= self.total:
                 return make(end)
             while abs(end - start) > 1e-12 * max(abs(end), abs(start)):
@@ -277,12 +283,12 @@ class Budget(Schedule):
 
 @dataclass(eq=False)
 class RateScheduler:
-    """Where a schedule stands: `rate` now, and `step()` once an epoch.
+    """Tracks a schedule: `rate` is the ratio now, and `step()` ends an epoch.
 
     Args:
-        schedule: what it follows.
-        epoch: of the rate that is in force.
-        falls, best, waited: of `Plateau`: steps down, best metric, epochs without progress.
+        schedule: the schedule.
+        epoch: the epoch of the rate in use.
+        falls, best, waited: for `Plateau`: steps down, best metric, epochs without progress.
     """
 
     schedule: Schedule
@@ -290,6 +296,10 @@ class RateScheduler:
     falls: int = 0
     best: float = field(default=math.inf, repr=False)
     waited: int = field(default=0, repr=False)
+    given: Schedule = field(init=False, repr=False)  # a `Budget` before it is solved
+
+    def __post_init__(self) -> None:
+        self.given = self.schedule
 
     @property
     def rate(self) -> float:
@@ -305,11 +315,11 @@ class RateScheduler:
             ValueError: if a `Plateau` is given no metric, or one that is no number.
         """
         if isinstance(self.schedule, Plateau):
-            self._look(self.schedule, metric)
+            self._measure(self.schedule, metric)
         self.epoch += 1
         return self.rate
 
-    def _look(self, plateau: Plateau, metric: float | None) -> None:
+    def _measure(self, plateau: Plateau, metric: float | None) -> None:
         if metric is None or math.isnan(metric):
             raise ValueError(
                 f"{plateau!r} goes by a metric: step(metric=loss), the same number on all "
@@ -323,12 +333,29 @@ class RateScheduler:
             self.falls, self.waited = self.falls + 1, 0
 
     def solve(self, bytes_of: BytesOf) -> None:
-        """Settles a `Budget`; other schedules stay as they are."""
+        """Solves a `Budget`; other schedules do not change."""
         if isinstance(self.schedule, Budget):
             self.schedule = self.schedule.solve(bytes_of)
 
+    @property
+    def solution(self) -> dict[str, float] | None:
+        """What was solved for, if a budget was given and is solved."""
+        if not isinstance(self.given, Budget) or isinstance(self.schedule, Budget):
+            return None
+        if isinstance(self.schedule, Ramp):
+            return {"slope": self.schedule.slope, "c_max": self.schedule.c_max}
+        return {"c": self.rate}
+
+    def load_solution(self, solution: Mapping[str, float] | None) -> None:
+        """Restores the schedule that was solved for."""
+        self.schedule = self.given
+        if solution is not None and isinstance(self.given, Budget):
+            ramp: Any = self.given.ramp
+            fixed = "c" in solution
+            self.schedule = Fixed(**solution) if fixed else replace(ramp, **solution)
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns where it stands, in plain numbers."""
+        """Returns the progress as plain numbers."""
         return {
             "epoch": self.epoch,
             "falls": self.falls,
@@ -337,7 +364,7 @@ class RateScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes where another stood.
+        """Restores the progress of another scheduler.
 
         Raises:
             ValueError: if something is missing; nothing has changed then.
@@ -359,13 +386,126 @@ class RateScheduler:
         return f"{self.schedule}, epoch {self.epoch}: {now}"
 
 
+@dataclass(frozen=True)
+class Adaptive:
+    """Sets when a link uses more bits, or fewer, by its loss.
+
+        mean = momentum mean + (1 - momentum) loss,   v = |change of mean|
+
+    Once v has fallen `window` times in a row, training settles: bits double, and exchanges
+    become synchronous. Once it has risen as often, bits halve and exchanges are late
+    again. Then counting restarts. Rank 0's loss is used.
+
+    Follows the authors' code of the later Sylvie ([Zhang23]), except that they divide v by
+    the seconds of an epoch, with which runs could not be repeated.
+
+    Args:
+        window: the number of changes in one direction that change the bits.
+        momentum: the momentum of the mean.
+        least, most: bounds of the bits.
+    """
+
+    window: int = 5
+    momentum: float = 0.9
+    least: int = 1
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                "window is 1 or more and momentum in [0, 1), got "
+                f"{self.window} and {self.momentum}"
+            )
+        if not {self.least, self.most} <= set(BITS) or self.least > self.most:
+            raise ValueError(
+                f"least and most are among {BITS}, got {self.least} and {self.most}"
+            )
+
+
+@dataclass(eq=False)
+class LossTrend:
+    """Tracks the loss of an `Adaptive` link, and its bits.
+
+    Args:
+        rule: the rule by which bits change.
+        bits: the bits of its codec, within bounds.
+        synchronous: whether its exchanges are synchronous.
+        mean: the mean loss.
+        slopes: |change of mean| of the last epochs.
+    """
+
+    rule: Adaptive
+    bits: int
+    synchronous: bool = False
+    mean: float | None = None
+    slopes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bits = min(max(self.bits, self.rule.least), self.rule.most)
+
+    def step(self, loss: float) -> None:
+        """Updates the mean and the bits with the loss of an epoch."""
+        rule, before = self.rule, self.mean
+        if before is None:
+            self.mean = loss
+            return
+        self.mean = rule.momentum * before + (1 - rule.momentum) * loss
+        self.slopes = [*self.slopes[-rule.window :], abs(self.mean - before)]
+        if len(self.slopes) <= rule.window:
+            return
+        pairs = list(pairwise(self.slopes))
+        if all(a > b for a, b in pairs):
+            self.bits, self.synchronous = min(2 * self.bits, rule.most), True
+        elif all(a < b for a, b in pairs):
+            self.bits, self.synchronous = max(self.bits // 2, rule.least), False
+        else:
+            return
+        self.slopes = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress as plain values."""
+        return {
+            "bits": self.bits,
+            "synchronous": self.synchronous,
+            "mean": self.mean,
+            "slopes": list(self.slopes),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the progress of another trend."""
+        self.bits, self.synchronous = int(state["bits"]), bool(state["synchronous"])
+        self.mean, self.slopes = state["mean"], list(state["slopes"])
+
+
+def bits_of(codec: Codec) -> int:
+    """Returns the bits of a codec that quantises.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    last = codec.last if isinstance(codec, Chain) else codec
+    if not isinstance(last, Quantise):
+        raise ValueError(
+            f"adaptive=True changes the bits of Quantise(bits), which {codec!r} is not"
+        )
+    return last.bits
+
+
+def with_bits(codec: Codec, bits: int) -> Codec:
+    """Returns the same codec with other bits."""
+    if isinstance(codec, Chain):
+        return Chain(*codec.stages, with_bits(codec.last, bits))
+    assert isinstance(codec, Quantise)
+    return replace(codec, bits=bits)
+
+
 def total_bytes(schedule: Schedule, epochs: int, bytes_of: BytesOf) -> float:
-    """Returns what a schedule sends in all epochs."""
+    """Returns the bytes that a schedule sends in all epochs."""
     return math.fsum(bytes_of(t, schedule.rate(t)) for t in range(epochs))
 
 
 def _fallen(c_max: float, c_min: float, factor: float, falls: int) -> float:
-    # beyond this many the power could overflow, and c is at its least long since
+    # beyond this many the power could overflow, and c has reached c_min before
     enough = math.ceil(math.log(c_max / c_min) / math.log(factor)) + 1
     return max(c_max / factor ** min(falls, enough), c_min)
 

@@ -1,11 +1,11 @@
-"""Timing: when the rows of an exchange arrive, and what is kept until then.
+"""Defines when the rows of an exchange are used, and buffers them until then.
 
-[Note: late rows] At epoch t an exchange late by k sends this epoch's rows and goes on with
-those of epoch t - k, which have had k epochs to travel. They are read by the codec, at
-the rate and with the key they were written with. An exchange that is new is synchronous,
-and so is one that an epoch went without, as of gradients where layers were frozen; until
-there are k earlier messages the oldest is used. In a synchronous epoch what is under way is
-waited for, and the rows of this epoch are used, which are the oldest from then on.
+[Note: late rows] At epoch t an exchange late by k sends this epoch's rows and uses those of
+epoch t - k, which have had k epochs to travel. They are read by the codec, rate and key
+that they were written with. A new exchange is synchronous, and so is one that an epoch
+went without, as gradients of frozen layers; until there are k earlier messages the oldest
+is used. A synchronous epoch waits for pending messages and uses its own rows, which are
+the oldest from then on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.collectives import Pending
-from pyg_distcomm.halo.codec import Codec, CodecState, RngKey
-from pyg_distcomm.halo.packing import unpack
+from pyg_distcomm.halo.codec import Codec, CodecState, RngKey, unpack
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How late rows and gradients are.
+    """Sets by how many epochs rows and gradients are late.
 
     Args:
         late: by how many epochs rows are late.
-        late_gradients: by how many gradients are; None is as late as rows.
+        late_gradients: by how many gradients are late; None is as late as rows.
         sync_every: epoch e, counted from 0, is synchronous where this divides e + 1, as
             in the authors' code of [Zhang23]; 1 is synchronous throughout.
         smooth: late rows are a moving average g mean + (1 - g) row with this g, as those
@@ -56,12 +55,12 @@ class Timing:
 
     @property
     def is_late(self) -> bool:
-        """Whether anything ever is."""
+        """Whether rows or gradients ever are late."""
         return max(self.staleness(False), self.staleness(True)) > 0
 
     @property
     def switches(self) -> bool:
-        """Whether late epochs and synchronous ones take turns."""
+        """Whether late epochs and synchronous ones alternate."""
         return self.sync_every not in (None, 1) and self.is_late
 
     def staleness(self, backward: bool) -> int:
@@ -80,16 +79,18 @@ class Timing:
 
 @dataclass(eq=False)
 class Message:
-    """What comes from all peers in one exchange: under way, or here.
+    """Holds the messages that all peers send in one exchange, pending or received.
 
     Args:
-        codec: how it is written.
-        epoch: of its rows.
-        key: what it was drawn with.
-        gid: the ids of its rows.
+        codec: the codec that writes them.
+        epoch: the epoch of the rows.
+        key: the key of their randomness.
+        gid: the ids of the rows.
         counts: how many rows come from each peer.
         sizes: the bytes of each peer's message.
-        pending: its exchange.
+        pending: the collective, until it is waited for.
+        raw: the received bytes.
+        decoded: whether a state has taken its part of them.
     """
 
     codec: Codec
@@ -100,52 +101,52 @@ class Message:
     sizes: list[int]
     pending: Pending | None
     raw: Tensor | None = None
-    opened: bool = False
+    decoded: bool = False
 
-    def land(self) -> Tensor:
-        """Waits until it is here, and returns its bytes."""
+    def wait(self) -> Tensor:
+        """Waits for the collective, and returns the bytes."""
         if self.pending is not None:
             self.raw, self.pending = self.pending.wait(), None
         assert self.raw is not None
         return self.raw
 
     def read(self, out: Tensor, state: CodecState | None) -> Tensor:
-        """Reads it into `out` `[rows, f]`; a state takes its part once."""
-        raw = self.land()
-        if state is not None and self.opened:
+        """Decodes the rows into `out` `[rows, f]`; a state is updated once."""
+        raw = self.wait()
+        if state is not None and self.decoded:
             return out.copy_(state.last)
-        self.opened = True
+        self.decoded = True
         draw = RngKey(self.key, self.gid)
         return unpack(self.codec, raw, self.sizes, self.counts, out, draw, state=state)
 
 
 @dataclass(eq=False)
 class StaleBuffer:
-    """What one exchange keeps, in one direction, from epoch to epoch.
+    """Keeps the messages of one exchange, in one direction, from epoch to epoch.
 
-    Its bytes, for k epochs of lateness:
+    Its bytes, for rows that are k epochs late:
 
         stateless  k messages
-        stateful   k messages, and the rows that were last sent and last read
-        smooth     and the mean of the rows read
+        stateful   k messages, and the rows last sent and last received
+        smooth     and the mean of the rows received
 
     Args:
-        messages: the last ones, the newest last.
-        sent, seen: the states of what is sent, and of what is read.
+        messages: the last messages, the newest last.
+        sent, received: the codec's states of the rows sent, and of those received.
         mean: the moving average.
-        shape: of the rows: their plan, width and type; other rows begin anew.
+        shape: the plan, width and type of the rows; the buffer is cleared for others.
         since: the epoch of the first message, or of the last synchronous one.
     """
 
     messages: list[Message] = field(default_factory=list)
     sent: CodecState | None = None
-    seen: CodecState | None = None
+    received: CodecState | None = None
     mean: Tensor | None = None
     shape: tuple[Any, int, torch.dtype] | None = None
     since: int | None = None
 
-    def meet(self, plan: Any, width: int, dtype: torch.dtype) -> None:
-        """Begins anew if what is kept is of other rows, on all ranks alike."""
+    def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
+        """Clears the buffer if it holds other rows, on all ranks alike."""
         if self.shape is None:
             self.shape = plan, width, dtype
         if self.shape[0] is None:  # restored
@@ -153,42 +154,42 @@ class StaleBuffer:
         if self.shape[0] is plan and self.shape[1:] == (width, dtype):
             return
         self.drain()
-        self.messages, self.sent, self.seen, self.mean = [], None, None, None
+        self.messages, self.sent, self.received, self.mean = [], None, None, None
         self.since = None
         self.shape = plan, width, dtype
 
-    def take(self, new: Message, late: int, fresh: bool) -> Message:
+    def push(self, new: Message, late: int, synchronous: bool) -> Message:
         """Adds a message, and returns the one to read: `late` before it, or the oldest.
 
-        A fresh one is read itself, and those before it are never read again.
+        A synchronous one is read itself, and those before it are never read again.
         """
-        if fresh:
+        if synchronous:
             self.messages, self.since = [], None
         self.messages.append(new)
         self.since = new.epoch if self.since is None else self.since
         return self.messages[max(len(self.messages) - 1 - late, 0)]
 
     def trim(self, late: int) -> None:
-        """Forgets what is not needed any more by an exchange late by so many epochs."""
+        """Drops all messages but the last `late`."""
         del self.messages[: max(len(self.messages) - late, 0)]
 
-    def average(self, rows: Tensor, smooth: float, fresh: bool) -> Tensor:
-        """Returns the moving average in place of rows, which it takes in."""
-        if self.mean is None or fresh:
+    def average(self, rows: Tensor, smooth: float, synchronous: bool) -> Tensor:
+        """Updates the moving average with rows, and writes it over them."""
+        if self.mean is None or synchronous:
             self.mean = rows.clone()
         else:
             self.mean.mul_(smooth).add_(rows, alpha=1 - smooth)
         return rows.copy_(self.mean)
 
     def drain(self) -> None:
-        """Waits for what is under way."""
+        """Waits for pending messages."""
         for message in self.messages:
-            message.land()
+            message.wait()
 
     @property
     def held(self) -> int:
-        """The bytes that are kept; those under way are counted as they will be."""
-        kept = sum(sum(message.sizes) for message in self.messages)
-        tensors = [s.last for s in (self.sent, self.seen) if s is not None]
+        """The bytes in the buffer, those of pending messages included."""
+        held = sum(sum(message.sizes) for message in self.messages)
+        tensors = [s.last for s in (self.sent, self.received) if s is not None]
         tensors += [] if self.mean is None else [self.mean]
-        return kept + sum(t.nbytes for t in tensors)
+        return held + sum(t.nbytes for t in tensors)

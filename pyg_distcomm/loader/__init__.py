@@ -1,4 +1,4 @@
-"""Loaders of minibatches: every name of `torch_geometric.loader`.
+"""Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader, and
 all else is PyG's own.
@@ -16,7 +16,7 @@ from pyg_distcomm.loader.feature_store import (
 from pyg_distcomm.loader.layer_loader import (
     DistLayerLoader as DistLayerLoader,
 )
-from pyg_distcomm.loader.link_neighbor_loader import (
+from pyg_distcomm.loader.neighbor_loader import (
     DistLinkNeighborLoader as DistLinkNeighborLoader,
 )
 from pyg_distcomm.loader.neighbor_loader import (

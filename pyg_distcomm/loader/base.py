@@ -1,4 +1,4 @@
-"""What the loaders of this package add to PyG's: bulks, keyed draws, ranks, resuming."""
+"""Adds bulks, keyed draws, sharding over ranks and resuming to PyG's loaders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from torch.utils.data import RandomSampler
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.batch_sharding import BatchSharding, Epochs, Numbered
-from pyg_distcomm.loader.buffers import Buffers
-from pyg_distcomm.loader.bulk_builder import BulkBuilder
-from pyg_distcomm.loader.collate import Collator
-from pyg_distcomm.loader.epoch import IndexSampler, Positions, Progress, Tracked
+from pyg_distcomm.loader.collate import Buffers, Collator
+from pyg_distcomm.loader.epoch import (
+    BatchSharding,
+    Epochs,
+    IndexSampler,
+    Numbered,
+    Positions,
+    Progress,
+    Tracked,
+)
 from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.phases import Phases
-from pyg_distcomm.loader.prefetch import PrefetchQueue
-from pyg_distcomm.loader.registry import Notes, World, launched, place
+from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
+from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 
@@ -49,7 +54,7 @@ _PyGLoader: Any = object  # for the type checker: PyG's loader, which stands beh
 
 
 class BulkLoading(_PyGLoader):
-    """The part that DistNeighborLoader and DistLinkNeighborLoader share.
+    """Loads the minibatches of an epoch in bulks; every loader of this package derives from it.
 
     It stands before one of PyG's loaders in a class's bases.
     """
@@ -66,14 +71,17 @@ class BulkLoading(_PyGLoader):
             self.__dict__["sampler"] = self.batch_sampler.sampler = sampler
 
     def _set_up(
-        self, extras: LoaderOptions, inputs: list[Any], dataloader: dict[str, Any]
+        self,
+        loader_options: LoaderOptions,
+        inputs: list[Any],
+        dataloader: dict[str, Any],
     ) -> None:
-        """Takes up work where PyG's constructor leaves it."""
+        """Completes the work of PyG's constructor."""
         if self.batch_size is None and dataloader.get("batch_sampler") is None:
             raise ValueError("batch_size=None asks for no batches; give a number")
-        self._extras, self._buffers = extras, Buffers()
+        self._loader_options, self._buffers = loader_options, Buffers()
         self._last: tuple[Any, list[Any]] | None = None  # the epoch before, if spread
-        self.seed, self._epoch, self._resume = extras.seed, 0, 0
+        self.seed, self._epoch, self._resume = loader_options.seed, 0, 0
         self._progress: Progress | None = None
         # torch keeps the method, and with it the loader, until a collector comes round
         self.__dict__.pop("collate_fn", None)
@@ -97,8 +105,9 @@ class BulkLoading(_PyGLoader):
         self.__dict__["dataset"] = Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
-        self._place = "" if extras.split is False else place()
-        self._dealt: BatchSharding | None = None
+        kind = f"{type(self).__qualname__}{tuple(options)}"
+        self._place = None if loader_options.split is False else Place.next(kind)
+        self._known_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
         self._join()
 
@@ -109,7 +118,7 @@ class BulkLoading(_PyGLoader):
 
     @property
     def neighbor_sampler_in_use(self) -> Any:
-        """The sampler, whichever PyG's loader calls it."""
+        """Returns the sampler, by whichever name PyG's loader has it."""
         found = getattr(self, "node_sampler", None)
         return getattr(self, "link_sampler", None) if found is None else found
 
@@ -123,10 +132,10 @@ class BulkLoading(_PyGLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """Begins the next epoch, or goes on with the one that was loaded."""
-        deal = self._deal()
+        sharding = self._sharding()
         self._progress = progress = Progress(self._epoch, self._resume)
-        length = deal.rounds(self._resume) if deal.batches else 0
-        if self._notes is not None and deal.size > 1:
+        length = sharding.rounds(self._resume) if sharding.batches else 0
+        if self._notes is not None and sharding.size > 1:
             self._notes.begin(self._epoch)
         self.phases = Phases()
         inner = super().__iter__()
@@ -145,7 +154,7 @@ class BulkLoading(_PyGLoader):
             bulk.stages(),
             bulk.finish,
             bulk.size,
-            self._extras.prefetch,
+            self._loader_options.prefetch,
             drain=self.spread is not None,
         )
         if self.spread is not None:
@@ -153,7 +162,7 @@ class BulkLoading(_PyGLoader):
         return bulks
 
     def _end_epoch(self) -> None:
-        """Waits until nothing is under way: other ranks take part in an epoch."""
+        """Waits for the threads of the epoch before, in which other ranks take part."""
         if self._last is None:
             return
         bulks, threads = self._last[0](), self._last[1]
@@ -164,7 +173,7 @@ class BulkLoading(_PyGLoader):
 
     @property
     def _customised(self) -> bool:
-        """Whether a subclass has a way of its own to sample or to assemble."""
+        """Returns whether a subclass samples or collates in its own way."""
         own = type(self)
         same = own.filter_fn is BulkLoading.filter_fn
         return not (same and own.collate_fn is BulkLoading.collate_fn)
@@ -172,7 +181,9 @@ class BulkLoading(_PyGLoader):
     def _plan(self) -> Iterator[Numbered]:
         progress = self._progress or Progress(self._epoch, self._resume)
         seed = self._agreed_seed()
-        return self._epochs.batches(seed, progress.epoch, self._deal(), progress.start)
+        return self._epochs.batches(
+            seed, progress.epoch, self._sharding(), progress.start
+        )
 
     # What PyG's loaders ask for ------------------------------------------------------
 
@@ -191,7 +202,7 @@ class BulkLoading(_PyGLoader):
         return self._finished(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """PyG's own `filter_fn`."""
+        """Calls PyG's own `filter_fn`."""
         return super().filter_fn(out)
 
     def _finished(self, data: Any, padding: bool | None) -> Any:
@@ -216,13 +227,13 @@ class BulkLoading(_PyGLoader):
         return inputs
 
     def _marked(self, out: Any, index: Numbered) -> Any:
-        deal = self._dealt
-        if deal is not None and deal.size > 1 and deal.even == "pad":
+        sharding = self._known_sharding
+        if sharding is not None and sharding.size > 1 and sharding.even == "pad":
             out.padding = index.padding
         return out
 
     def _sample(self, inputs: Any) -> Any:
-        raise NotImplementedError
+        return self.node_sampler.sample_from_nodes(inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""
@@ -237,7 +248,7 @@ class BulkLoading(_PyGLoader):
     # Epochs and ranks ----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration is; without it, epochs are counted."""
+        """Sets the epoch of the next iteration; without it, epochs are counted."""
         if int(epoch) != self._epoch:  # else go on where a loaded state left it
             self._epoch, self._resume = int(epoch), 0
         self._progress = None
@@ -248,43 +259,43 @@ class BulkLoading(_PyGLoader):
         The same on all ranks in step, and good for another number of ranks, unless the
         script has split its inputs itself.
         """
-        deal, progress = self._deal(), self._progress
+        sharding, progress = self._sharding(), self._progress
         epoch, batches = self._epoch, self._resume
         if (
             progress is not None
             and not progress.finished
             and epoch == progress.epoch + 1
         ):
-            done = progress.start + progress.rounds * deal.size
-            if not deal.batches or deal.rounds(done):
+            done = progress.start + progress.rounds * sharding.size
+            if not sharding.batches or sharding.rounds(done):
                 epoch, batches = progress.epoch, done
         state = {"seed": self._agreed_seed(), "epoch": epoch, "batches": batches}
         return {
             **state,
             "inputs": self._inputs,
-            "ranks": deal.size if deal.split else 0,
+            "ranks": sharding.size if sharding.split else 0,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up an epoch where `state_dict` left it.
+        """Resumes an epoch where `state_dict` left it.
 
         Raises:
             ValueError: if the state is of other inputs, or of lists split over another
                 number of ranks.
         """
-        deal = self._deal()
+        sharding = self._sharding()
         missing = {"seed", "epoch", "batches", "inputs"} - set(state)
         if missing:
             raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
-        if not deal.split and state["inputs"] != self._inputs:
+        if not sharding.split and state["inputs"] != self._inputs:
             raise ValueError(
                 "the state is of a loader with other inputs, batch size or shuffling; "
                 "build this one as that one was"
             )
-        if (deal.size if deal.split else 0) != state.get("ranks", 0):
+        if (sharding.size if sharding.split else 0) != state.get("ranks", 0):
             raise ValueError(
                 f"the state is of inputs split over {state.get('ranks', 0)} ranks by the "
-                f"script, and there are {deal.size}; only inputs that are the same on all "
+                f"script, and there are {sharding.size}; only inputs that are the same on all "
                 "ranks can go on with another number of them"
             )
         self.seed, self._epoch = int(state["seed"]), int(state["epoch"])
@@ -293,7 +304,7 @@ class BulkLoading(_PyGLoader):
     def _join(self) -> World:
         """Leaves a note for the other ranks, once there are any."""
         world = World.now()
-        if self._notes is None and world.size > 1 and self._extras.split is not False:
+        if self._notes is None and world.size > 1 and self._place is not None:
             mesh = latest_mesh() if self.spread is None else self.spread.mesh
             self._notes = Notes(world, self._place, mesh)
             if self.seed is None:
@@ -304,28 +315,34 @@ class BulkLoading(_PyGLoader):
                 "batches": self._epochs.length(),
                 "given": given,
             }
-            self._notes.leave({**note, "seed": self.seed, "asked": self._extras.seed})
+            self._notes.leave(
+                {**note, "seed": self.seed, "asked": self._loader_options.seed}
+            )
         return world
 
-    def _deal(self) -> BatchSharding:
-        """Returns how batches are shared out; the first call may wait for other ranks."""
-        if self._dealt is None:
+    def _sharding(self) -> BatchSharding:
+        """Returns how batches are sharded; the first call may wait for other ranks."""
+        if self._known_sharding is None:
             world = self._join()
-            if world.size == 1 and launched() > 1 and self._extras.split is not False:
+            if (
+                world.size == 1
+                and launched() > 1
+                and self._loader_options.split is not False
+            ):
                 warnings.warn(
                     f"{launched()} ranks were started, but they have not joined: call "
                     "pyg_distcomm.init() or init_process_group() before loading, or each "
                     "rank loads every batch",
                     stacklevel=4,
                 )
-            self._dealt = self._dealt_over(world)
-        return self._dealt
+            self._known_sharding = self._sharding_over(world)
+        return self._known_sharding
 
-    def _dealt_over(self, world: World) -> BatchSharding:
-        even = self._extras.even_batches
+    def _sharding_over(self, world: World) -> BatchSharding:
+        even = self._loader_options.even_batches
         if self._notes is None:
             return self._own(even)
-        whole = self._extras.split is True
+        whole = self._loader_options.split is True
         gather = self._notes.collect if whole else self._notes.collect_if_shared
         notes = gather("share out its batches")
         if notes is None:
@@ -339,8 +356,8 @@ class BulkLoading(_PyGLoader):
         self.seed = notes[0]["seed"]
         same = len({note["inputs"] for note in notes}) == 1
         split = any(note["given"] for note in notes)
-        split = split or (not same and self._extras.split == "auto")
-        if self._extras.split is True and not same:
+        split = split or (not same and self._loader_options.split == "auto")
+        if self._loader_options.split is True and not same:
             raise ValueError(
                 "split=True shares out one list over the ranks, but their lists differ; "
                 "give all ranks the same inputs, or leave split out"

@@ -1,4 +1,4 @@
-"""Which rows are asked for most: what a cache of hot nodes should hold."""
+"""Ranks nodes by how often minibatches need them, to choose the rows that a cache holds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Upstream:
 
     @property
     def in_degree(self) -> Tensor:
-        """The number of edges into each target here."""
+        """Returns the number of edges into each target here."""
         return torch.bincount(self.target, minlength=self.num_targets)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -3,11 +3,17 @@
 PyG's `filter_fn` decides what a minibatch holds, and in which order. It is run on a
 hollow copy of the data, whose tensors have no columns; the rows are then gathered into
 the places it made.
+
+[Note: fresh pages] Features of a minibatch take tens of megabytes. The system zeroes each
+fresh page before it is written, under one lock for all threads of a process: with two
+threads that takes longer than the copy itself. So memory of dropped minibatches is reused.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +25,52 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
-from pyg_distcomm.loader.buffers import Buffers
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.sampling import KeyedNeighborSampler
+
+WORTH = 1 << 20  # bytes below which fresh memory is as good
+SLACK = 1.25  # minibatches vary in size
+
+_probe = [np.empty(0)]
+_ALONE = sys.getrefcount(_probe[0])  # references to an array that only a list holds
+
+
+class Buffers:
+    """Arrays whose tensors come and go; any number of threads may take from it.
+
+    It grows to what is in use at a time, and is freed with its owner.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._lock = threading.Lock()
+
+    def empty(self, like: Tensor, rows: int) -> Tensor:
+        """Returns an uninitialised matrix [rows, like.size(1)] of the type of `like`."""
+        size = rows * like.size(1) * like.element_size()
+        if size < WORTH:
+            return like.new_empty(rows, like.size(1))
+        with self._lock:
+            # the array is referred to by the tensor for as long as its memory is
+            array = self._unused(size)
+            part = torch.from_numpy(array[:size])
+        return part.view(like.dtype).view(rows, like.size(1))
+
+    def _unused(self, size: int) -> Any:
+        for k in range(len(self._held)):
+            if sys.getrefcount(self._held[k]) == _ALONE and self._held[k].size >= size:
+                return self._held[k]
+        fresh = torch.empty(int(size * SLACK) // 64 * 64 + 64, dtype=torch.uint8)
+        # one that nobody uses and that is too small gives way
+        self._held = [a for a in self._held if not self._outgrown(a, size)]
+        self._held.append(memory.advise(fresh).numpy())
+        return self._held[-1]
+
+    @staticmethod
+    def _outgrown(array: Any, size: int) -> bool:
+        # references: the list, the loop, this call's own, and getrefcount's
+        return array.size < size and sys.getrefcount(array) <= _ALONE + 2
+
 
 _HOLLOW = torch.int8  # of tensors without columns, which PyG puts nowhere itself
 
@@ -30,7 +80,7 @@ Pools: TypeAlias = dict[int, tuple[Callable[[Tensor], Tensor], Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """One attribute whose rows are gathered here.
+    """Describes one attribute whose rows the collator gathers.
 
     Args:
         store: the key of its store in a HeteroData; None in a Data.
@@ -46,7 +96,7 @@ class Attribute:
 
 
 class Collator:
-    """Assembles minibatches of one loader, as its data is now.
+    """Collates the minibatches of one loader, as its data is now.
 
     Args:
         loader: a loader of this package.
@@ -74,7 +124,7 @@ class Collator:
 
     @property
     def pooled(self) -> bool:
-        """Whether rows are fetched once for a whole bulk: from disk, or other ranks."""
+        """Returns whether rows are fetched once for a whole bulk: from disk, or other ranks."""
         return any(not isinstance(rows.values, Tensor) for rows in self._rows)
 
     def fetch(self, outs: list[Any]) -> Pools:

@@ -1,19 +1,163 @@
-"""One epoch of a loader, as torch's DataLoader and the training loop see it."""
+"""Shares the minibatches of an epoch out over the ranks, and tracks an epoch's progress.
+
+[Note: batch sharding] An epoch is a list of batches, numbered 0 .. T-1, the same on all ranks.
+Batch t goes to rank t mod P, so that an epoch can go on with another number of ranks
+after any round. Lists that the script has split itself stay split: batch i of rank r
+then has number i P + r. A batch's number, not its rank, keys its draws.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyg_distcomm.loader.batch_sharding import Numbered
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pyg_distcomm.comm.random import fold, keyed_permutation
 from pyg_distcomm.loader.phases import Phases
+
+_ORDER, _DRAWS = 0x0D, 0xD4
+
+
+@dataclass(frozen=True, eq=False)
+class Numbered:
+    """Describes one minibatch to sample, for the thread or worker that samples it.
+
+    Args:
+        positions: of its inputs in the loader's list.
+        key: of its draws.
+        padding: whether it repeats another batch, to keep the ranks in step.
+    """
+
+    positions: NDArray[np.int64]
+    key: int
+    padding: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """Assigns the batches of an epoch to ranks.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        split: whether each rank has a list of its own.
+        batches: of the epoch; of each rank's own list, if split; none if not known.
+        even: "pad" or "drop".
+    """
+
+    rank: int
+    size: int
+    split: bool
+    batches: tuple[int, ...]
+    even: str
+
+    def rounds(self, start: int) -> int:
+        """Returns how many batches each rank gets, from global batch `start` on."""
+        if self.split:
+            most = max(self.batches) if self.even == "pad" else min(self.batches)
+            return max(most - start // self.size, 0)
+        left = max(self.batches[0] - start, 0)
+        return -(-left // self.size) if self.even == "pad" else left // self.size
+
+    def of_rank(self, start: int) -> Iterator[tuple[int, int, bool]]:
+        """Yields this rank's batches: (place in its list, global number, a repeat?)."""
+        for i in range(self.rounds(start)):
+            if self.split:
+                own, t = self.batches[self.rank], start // self.size + i
+                spare = t >= own
+                t = t % own if spare and own else t
+                yield t, t * self.size + self.rank, spare
+                continue
+            first = start + i * self.size
+            t = first + (self.rank - first) % self.size
+            spare = t >= self.batches[0]
+            t = t % self.batches[0] if spare else t
+            yield t, t, spare
+
+
+class Epochs:
+    """Lists the batches of any epoch of a loader, as a function of its seed.
+
+    Args:
+        count: number of inputs.
+        batch_size: inputs of a batch.
+        shuffle: whether each epoch has an order of its own.
+        drop_last: whether to leave out a last batch that is not full.
+        given: the script's own batches, an iterable of lists of positions, or None.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        given: Any = None,
+    ) -> None:
+        self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
+        self.drop_last, self.given = drop_last, given
+
+    def length(self) -> int | None:
+        """Returns the number of batches of an epoch, if the script's own have one."""
+        if self.given is not None:
+            try:
+                return len(self.given)
+            except (TypeError, ValueError, NotImplementedError):
+                return None
+        full = self.count / self.batch_size
+        return math.floor(full) if self.drop_last else math.ceil(full)
+
+    def batches(
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
+    ) -> Iterator[Numbered]:
+        """Yields this rank's batches of an epoch, from global batch `start` on."""
+        if self.given is not None:
+            yield from self._given(seed, epoch, sharding, start)
+            return
+        order = torch.arange(self.count)
+        if self.shuffle:
+            shuffler = sharding.rank if sharding.split else 0
+            order = keyed_permutation(fold(seed, epoch, _ORDER, shuffler), self.count)
+        positions = order.numpy()
+        for place, number, padding in sharding.of_rank(start):
+            inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]
+            yield Numbered(inputs, fold(seed, epoch, _DRAWS, number), padding)
+
+    def _given(
+        self, seed: int, epoch: int, sharding: BatchSharding, start: int
+    ) -> Iterator[Numbered]:
+        """Numbers the script's own batches; those before `start` are passed over."""
+        rounds = (
+            sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
+        )
+        skipped = start // sharding.size
+        first = np.empty(0, np.int64)
+        i = skipped
+        for place, index in enumerate(self.given):
+            if place == 0:
+                first = np.asarray(index, dtype=np.int64)
+            if place < skipped:
+                continue
+            if rounds is not None and i - skipped >= rounds:
+                return
+            key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
+            yield Numbered(np.asarray(index, dtype=np.int64), key)
+            i += 1
+        key = fold(seed, epoch, _DRAWS, sharding.rank)
+        while rounds is not None and i - skipped < rounds:
+            yield Numbered(first, key, padding=True)
+            i += 1
 
 
 @dataclass
 class Progress:
-    """How far the epoch under way has come."""
+    """Records how many batches of the current epoch were yielded."""
 
     epoch: int
     start: int
@@ -22,7 +166,7 @@ class Progress:
 
 
 class Positions(Sequence[int]):
-    """The positions of a list, handed to a worker with what travels beside them."""
+    """Stands for the positions of a list, and passes a `Numbered` on to a worker."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -38,7 +182,7 @@ class Positions(Sequence[int]):
 
 
 class IndexSampler:
-    """The batches of the epoch that begins next, as torch's DataLoader asks for them."""
+    """Yields the batches of the next epoch, as torch's DataLoader asks for them."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -47,14 +191,14 @@ class IndexSampler:
         return self._loader._plan()
 
     def __len__(self) -> int:
-        deal = self._loader._deal()
-        if deal.batches:
-            return deal.rounds(0)
+        sharding = self._loader._sharding()
+        if sharding.batches:
+            return sharding.rounds(0)
         return len(self._loader._epochs.given)  # raises what the script's own raise
 
 
 class Tracked:
-    """An iterator over one epoch that tells its loader how far it has come."""
+    """Iterates over one epoch, and records its progress and its phases."""
 
     def __init__(
         self, inner: Iterator[Any], progress: Progress, length: int, phases: Phases

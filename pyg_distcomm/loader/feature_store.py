@@ -1,4 +1,4 @@
-"""DistFeatureStore: rows of features spread over ranks, behind PyG's FeatureStore."""
+"""Implements PyG's FeatureStore over rows that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from pyg_distcomm.loader.cache_policy import (
     inclusion_probabilities,
     out_degrees,
 )
-from pyg_distcomm.loader.quiver import QuiverFeature
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
-from pyg_distcomm.loader.row_group import Group, own_rows
+from pyg_distcomm.loader.row_group import Group, QuiverFeature, own_rows
 from pyg_distcomm.loader.sharded import RowsAttr, ShardedStore, Wire
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -32,7 +31,7 @@ from pyg_distcomm.tensor.indexing import ids_of
 
 
 class DistFeatureStore(ShardedStore):
-    """Rows of named attributes of named groups, sharded over the blocks of a channel.
+    """Stores rows of named attributes of named groups, sharded over the blocks of a channel.
 
     A group is None for the nodes of a graph of one type, `EDGES` for its edges, a node
     type, or an edge type. With P ranks and replication c, block i holds what ranks
@@ -107,14 +106,14 @@ class DistFeatureStore(ShardedStore):
             raise ValueError(f"the ranks hold different attributes: {names}")
         _check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
-            if group not in store._shelves:
+            if group not in store._row_groups:
                 rows = value.rows
                 store.add_group(group, rows.gid, rows.total, rows.partition)
             store.add(group, name, value.to_local())
         if cache:
             scores = _scores(data, ranking, num_neighbors, seeds, batch_size)
             for group, score in scores.items():
-                if group in store._shelves:
+                if group in store._row_groups:
                     store.keep(group, score, cache)
         return store
 
@@ -165,15 +164,15 @@ class DistFeatureStore(ShardedStore):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of all rows of the only attribute."""
+        """Returns the shape of all rows of the only attribute."""
         return torch.Size(self._size(*self._single()))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the only attribute."""
+        """Returns the dtype of the only attribute."""
         group, name = self._single()
-        shelf = self._known(group, name)
-        source = shelf.values if name in shelf.values else shelf.foreign
+        row_group = self._known(group, name)
+        source = row_group.values if name in row_group.values else row_group.foreign
         dtype: torch.dtype = source[name].dtype
         return dtype
 
@@ -198,16 +197,16 @@ class DistFeatureStore(ShardedStore):
             raise ValueError(
                 "the store takes whole attributes; put them with index=None"
             )
-        if group not in self._shelves:
+        if group not in self._row_groups:
             self._add_group_like(group, tensor)
-        shelf = self._shelf(group)
+        row_group = self._row_group(group)
         if isinstance(tensor, QuiverFeature):
-            shelf.foreign[name] = tensor
-            shelf.values.pop(name, None)
+            row_group.foreign[name] = tensor
+            row_group.values.pop(name, None)
             return True
         if isinstance(tensor, DistTensor):
             tensor = tensor.to_local()
-        self.add(group, name, own_rows(shelf, tensor))
+        self.add(group, name, own_rows(row_group, tensor))
         return True
 
     def _add_group_like(self, group: Group, tensor: Any) -> None:
@@ -255,9 +254,9 @@ class DistFeatureStore(ShardedStore):
         wanted = {}
         for group, asked in index.items():
             for name in names[group]:
-                shelf = self._known(group, name)
+                row_group = self._known(group, name)
             self.learn_owners(group)
-            wanted[group] = _ids(asked, shelf.total)
+            wanted[group] = _ids(asked, row_group.total)
         rows = self.fetch(wanted, names)
         for group, asked in index.items():
             if isinstance(asked, int):  # one row, without its dimension
@@ -271,8 +270,13 @@ class DistFeatureStore(ShardedStore):
         return bool(self.put_tensor(tensor, attr))
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        shelf = self._known(attr.group_name, attr.attr_name)
-        for place in (shelf.values, shelf.codecs, shelf.hot, shelf.foreign):
+        row_group = self._known(attr.group_name, attr.attr_name)
+        for place in (
+            row_group.values,
+            row_group.codecs,
+            row_group.hot,
+            row_group.foreign,
+        ):
             place.pop(attr.attr_name, None)
         return True
 
@@ -283,20 +287,22 @@ class DistFeatureStore(ShardedStore):
         return (len(_ids(attr.index, total)), *rest)
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
-        shelf = self._known(group, name)
-        source = shelf.values if name in shelf.values else shelf.foreign
-        return (shelf.total, *source[name].shape[1:])
+        row_group = self._known(group, name)
+        source = row_group.values if name in row_group.values else row_group.foreign
+        return (row_group.total, *source[name].shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns what is in the store."""
         return [
             RowsAttr(group, name)
-            for group, shelf in self._shelves.items()
-            for name in shelf.names
+            for group, row_group in self._row_groups.items()
+            for name in row_group.names
         ]
 
     def __repr__(self) -> str:
-        there = {group: shelf.names for group, shelf in self._shelves.items()}
+        there = {
+            group: row_group.names for group, row_group in self._row_groups.items()
+        }
         blocks, c = self.channel.row.size, self.channel.replication
         return f"DistFeatureStore({there}, {blocks} blocks x {c})"
 

@@ -1,11 +1,12 @@
-"""One fetch of rows by id: three exchanges over the blocks of a channel."""
+"""Fetches rows of a feature store by id, in one round of the row service."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -14,17 +15,115 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
-from pyg_distcomm.loader.block_index import take_rows
-from pyg_distcomm.loader.fetch_message import (
-    Counts,
-    FetchedColumn,
-    message_bytes,
-    pack_ids,
-    pack_rows,
-    unpack_ids,
-    unpack_rows,
-)
-from pyg_distcomm.loader.row_group import Group, RowGroup
+from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of, words_of
+from pyg_distcomm.sampling.row_service import RowRound
+
+Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedColumn:
+    """Encodes and decodes the rows of one attribute that travels.
+
+    Args:
+        group: the number of its group.
+        name: of the attribute.
+        values: the rows here, `[m, ...]`.
+        codec: how they are written.
+        key: of what that draws, with the ids of rows: a row is always drawn alike.
+    """
+
+    group: int
+    name: str
+    values: Tensor
+    codec: Codec
+    key: int = 0
+
+    def bytes_of(self, count: int) -> int:
+        """Returns the bytes of `count` rows for one rank."""
+        return self.codec.wire_bytes(count, width_of(self.values), self.values.dtype)
+
+    def write(self, part: Tensor, place: Tensor, gid: Tensor) -> None:
+        """Puts the rows `gid` at `place` `[k]` into a part of a message, `[bytes_of(k)]`."""
+        words, count = words_of(self.values), len(place)
+        plain = isinstance(self.codec, Plain)
+        if plain and part.storage_offset() % words.element_size() == 0:
+            kernels.gather_rows(words, place, part.view(words.dtype).view(count, -1))
+        else:
+            rows = take_rows(self.values, place).view(count, width_of(self.values))
+            self.codec.encode(rows, self._draw(gid), out=part, where=self.name)
+
+    def read(self, part: Tensor, out: Tensor, gid: Tensor) -> None:
+        """Decodes a part of a message into contiguous rows `gid` `[k, ...]`."""
+        flat = out.view(len(out), width_of(self.values))
+        self.codec.decode(part, flat, self._draw(gid))
+
+    def _draw(self, gid: Tensor) -> RngKey | None:
+        return RngKey(self.key, gid) if self.codec.keyed else None
+
+
+def pack_ids(parts: Sequence[Sequence[Tensor]], kind: torch.dtype) -> Tensor:
+    """Returns ids by rank and within that by group, from `parts[group][rank]`."""
+    return torch.cat([p for one in zip(*parts, strict=True) for p in one]).to(kind)
+
+
+def unpack_ids(ids: Sequence[Tensor], asked: Counts) -> list[Tensor]:
+    """Returns what was asked of each group, rank by rank: the reverse of `pack_ids`."""
+    by_rank = zip(ids, zip(*asked, strict=True), strict=True)
+    parts = [part for one, sizes in by_rank for part in one.long().split(sizes)]
+    return [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
+
+
+def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]:
+    """Returns the bytes for each rank."""
+    return [
+        sum(c.bytes_of(counts[c.group][rank]) for c in columns)
+        for rank in range(len(counts[0]))
+    ]
+
+
+def pack_rows(
+    columns: Sequence[FetchedColumn],
+    places: Sequence[Tensor],
+    gids: Sequence[Tensor],
+    counts: Counts,
+) -> Tensor:
+    """Returns the message of the rows `gids[group]` at `places[group]`, rank by rank."""
+    out = torch.empty(sum(message_bytes(columns, counts)), dtype=torch.uint8)
+    for column, rows, part in _parts(columns, counts):
+        group = column.group
+        column.write(out[part], places[group][rows], gids[group][rows])
+    return out
+
+
+def unpack_rows(
+    message: Tensor,
+    columns: Sequence[FetchedColumn],
+    counts: Counts,
+    gids: Sequence[Tensor],
+    out: Sequence[Tensor],
+) -> None:
+    """Decodes a message into one tensor of rows for each column, rank by rank."""
+    place = {id(column): rows for column, rows in zip(columns, out, strict=True)}
+    for column, rows, part in _parts(columns, counts):
+        column.read(message[part], place[id(column)][rows], gids[column.group][rows])
+
+
+def _parts(
+    columns: Sequence[FetchedColumn], counts: Counts
+) -> Iterator[tuple[FetchedColumn, slice, slice]]:
+    """Yields each column's rows for each rank, and where they lie in the message."""
+    first = [[0, *accumulate(row)] for row in counts]
+    at = 0
+    for rank in range(len(counts[0])):
+        for column in columns:
+            begin, end = first[column.group][rank : rank + 2]
+            size = column.bytes_of(end - begin)
+            if size:
+                yield column, slice(begin, end), slice(at, at + size)
+            at += size
+
 
 Wanted: TypeAlias = Mapping[Group, Tensor | tuple[Tensor, Tensor]]
 
@@ -34,7 +133,7 @@ _BAD = -1  # in the place of a checksum: this rank cannot ask for what it wants
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Distinct rows of one group, in the order in which they came.
+    """Holds the distinct rows of one group, in the order in which they arrived.
 
     Shapes (u ids): ids `[u]` ascending; place `[u]`, where each is in the rows;
     rows name -> `[v, ...]`, v >= u.
@@ -52,7 +151,7 @@ class Pool:
 
     @cached_property
     def _look_up(self) -> Callable[[Tensor], Tensor]:
-        """An index of a bit for each id there could be, unless ids are few among them."""
+        """Returns a rank-select index, or a binary search where ids are sparse."""
         total = int(self.ids[-1]) + 1 if len(self.ids) else 0
         if len(self.ids) == 0 or total > SPARSE * len(self.ids):
             return partial(torch.searchsorted, self.ids)
@@ -66,7 +165,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class GroupQuery:
-    """What one fetch wants of one group: its distinct ids, sorted by where they are.
+    """Lists the distinct ids that one fetch needs of one group, sorted by where they are.
 
     Shapes (u ids):
         ids     [u]  ascending
@@ -84,12 +183,12 @@ class GroupQuery:
 
     @property
     def away(self) -> Tensor:
-        """The ids that travel, block by block."""
+        """Returns the ids that travel, block by block."""
         return self.ids[self.order[len(self.order) - sum(self.counts) :]]
 
     @property
     def place(self) -> Tensor:
-        """Where each id is in the order."""
+        """Returns the position of each id in the order."""
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(len(self.order))
         return place
@@ -97,16 +196,16 @@ class GroupQuery:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """The exchange of some attributes.
+    """Fetches rows of some attributes; collective.
 
     Args:
         channel: its row axis holds all blocks between its ranks.
-        shelves: the groups of the store, in the same order on all ranks.
-        columns: the attributes to bring, likewise; `group` numbers the shelves.
+        row_groups: the groups of the store, in the same order on all ranks.
+        columns: the attributes to bring, likewise; `group` numbers the row_groups.
     """
 
     channel: ProcessGrid
-    shelves: Sequence[RowGroup]
+    row_groups: Sequence[RowGroup]
     columns: Sequence[FetchedColumn]
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
@@ -118,13 +217,13 @@ class Fetch:
         asks, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
         if axis.size > 1:
-            asked = self._agree(asks, problem)
-            places, gids = self._served(asks, asked)
-            pending = collectives.all_to_all(
+            turn = self._agree(asks, problem)
+            asked: Counts = turn.table[:, 1:].t().tolist()
+            places, gids = self._served(turn, asks, asked)
+            pending = turn.send_rows(
                 self._packed(places, gids, asked),
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
-                axis,
                 "fetch_rows",
             )
         elif problem is not None:
@@ -135,17 +234,17 @@ class Fetch:
 
     def plan(self, wanted: Wanted) -> tuple[list[GroupQuery], str | None]:
         """Returns what is wanted of each group, or why it cannot be had."""
-        groups = [shelf.group for shelf in self.shelves]
+        groups = [row_group.group for row_group in self.row_groups]
         unknown = [group for group in wanted if group not in groups]
         problem = None
         if unknown:
             problem = f"no group {unknown[0]!r} in the store; there are {groups}"
         asks = []
-        for number, shelf in enumerate(self.shelves):
+        for number, row_group in enumerate(self.row_groups):
             ask = self._nothing
             try:
-                if problem is None and shelf.group in wanted:
-                    ask = self._planned(number, shelf, wanted[shelf.group])
+                if problem is None and row_group.group in wanted:
+                    ask = self._planned(number, row_group, wanted[row_group.group])
             except ValueError as error:
                 problem = str(error)
             asks.append(ask)
@@ -157,39 +256,39 @@ class Fetch:
         return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
 
     def _planned(
-        self, number: int, shelf: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
+        self, number: int, row_group: RowGroup, asked: Tensor | tuple[Tensor, Tensor]
     ) -> GroupQuery:
-        group = shelf.group
-        ids = _vector(asked, f"ids of group {group!r}", shelf.total)
-        _check_range(ids, shelf.total, f"ids of group {group!r}")
-        unique = distinct(ids, shelf.total)
+        group = row_group.group
+        ids = _vector(asked, f"ids of group {group!r}", row_group.total)
+        _check_range(ids, row_group.total, f"ids of group {group!r}")
+        unique = distinct(ids, row_group.total)
         if not any(column.group == number for column in self.columns):
             order = torch.arange(len(unique))  # nothing of them is ours to bring
             return replace(self._nothing, ids=unique, order=order)
         if isinstance(asked, tuple):
             owner = _owners_of(unique, ids, asked[1])
             _check_range(owner, self.channel.world.size, f"owners of group {group!r}")
-        elif shelf.owners is not None:
-            owner = shelf.owners.owner_of(unique)
+        elif row_group.owners is not None:
+            owner = row_group.owners.owner_of(unique)
         else:
             raise ValueError(
                 f"who owns which id of group {group!r} is not known; give (ids, owners), "
                 "or call learn_owners(group) before"
             )
-        return self._sorted(shelf, unique, owner // self.channel.replication)
+        return self._sorted(row_group, unique, owner // self.channel.replication)
 
-    def _sorted(self, shelf: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
+    def _sorted(self, row_group: RowGroup, ids: Tensor, block: Tensor) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by where their rows are."""
         own = block == self.channel.block
         home, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
-        here, found = shelf.index.places(ids[home])
+        here, found = row_group.index.places(ids[home])
         if not bool(found.all()):
             bad = int(ids[home[~found]][0])
             raise ValueError(
-                f"id {bad} of group {shelf.group!r} is not here, as the owner given with "
+                f"id {bad} of group {row_group.group!r} is not here, as the owner given with "
                 "it says"
             )
-        kept, found = shelf.cached.places(ids[rest])
+        kept, found = row_group.cached.places(ids[rest])
         hot, cold = rest[found], rest[~found]
         cold = cold[torch.argsort(block[cold], stable=True)]
         counts = torch.bincount(block[cold], minlength=self.channel.row.size).tolist()
@@ -199,40 +298,36 @@ class Fetch:
 
     # Exchanges ------------------------------------------------------------------------
 
-    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> Counts:
-        """Tells each rank how many rows are wanted of it; returns what it is asked for."""
+    def _agree(self, asks: Sequence[GroupQuery], problem: str | None) -> RowRound:
+        """Begins a round: sends each rank the number of rows that are asked of it."""
         axis = self.channel.row
         spoken = zlib.crc32(repr([(c.group, c.name) for c in self.columns]).encode())
         head = torch.full((axis.size,), spoken if problem is None else _BAD)
         table = torch.stack([head, *(torch.tensor(ask.counts) for ask in asks)], 1)
-        ones = [1] * axis.size
-        got = collectives.all_to_all(table, ones, ones, axis, "plan", 1).wait()
-        if problem is not None or bool((got[:, 0] != spoken).any()):
+        turn = RowRound(axis, table)
+        if problem is not None or bool((turn.table[:, 0] != spoken).any()):
             collectives.agree(problem, axis)
             raise ValueError(
                 "the ranks fetch different attributes at the same time; give all ranks "
                 "the same `attrs`"
             )
-        counts: Counts = got[:, 1:].t().tolist()
-        return counts
+        return turn
 
     def _served(
-        self, asks: Sequence[GroupQuery], asked: Counts
+        self, turn: RowRound, asks: Sequence[GroupQuery], asked: Counts
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sends ids to where their rows are; returns places and ids of those asked here."""
-        axis = self.channel.row
-        ids = collectives.all_to_all(
+        ids = turn.send_ids(
             pack_ids([ask.away.split(ask.counts) for ask in asks], self.id_type),
             [sum(one) for one in zip(*(ask.counts for ask in asks), strict=True)],
             [sum(one) for one in zip(*asked, strict=True)],
-            axis,
             "fetch_ids",
-        ).wait()
+        )
         places, gids = [], unpack_ids(ids, asked)
-        for shelf, part in zip(self.shelves, gids, strict=True):
-            place, here = shelf.index.places(part)
+        for row_group, part in zip(self.row_groups, gids, strict=True):
+            place, here = row_group.index.places(part)
             if not bool(here.all()):
-                raise self._misled(shelf, int(part[~here][0]))
+                raise self._misled(row_group, int(part[~here][0]))
             places.append(place)
         return places, gids
 
@@ -245,9 +340,9 @@ class Fetch:
             self._tell(error)
             raise
 
-    def _misled(self, shelf: RowGroup, gid: int) -> ValueError:
+    def _misled(self, row_group: RowGroup, gid: int) -> ValueError:
         error = ValueError(
-            f"id {gid} of group {shelf.group!r} was asked of rank "
+            f"id {gid} of group {row_group.group!r} was asked of rank "
             f"{self.channel.world.rank}, which does not have it: the owner given with it "
             "is wrong"
         )
@@ -261,8 +356,8 @@ class Fetch:
 
     @property
     def id_type(self) -> torch.dtype:
-        """The type in which ids travel."""
-        big = any(shelf.total >= 2**31 for shelf in self.shelves)
+        """Returns the dtype in which ids travel."""
+        big = any(row_group.total >= 2**31 for row_group in self.row_groups)
         return torch.int64 if big else torch.int32
 
     # After ----------------------------------------------------------------------------
@@ -278,14 +373,14 @@ class Fetch:
         whole: list[Tensor] = []
         away: list[Tensor] = []
         for column in self.columns:
-            ask, shelf = asks[column.group], self.shelves[column.group]
+            ask, row_group = asks[column.group], self.row_groups[column.group]
             here, kept = len(ask.here), len(ask.here) + len(ask.kept)
             rows = column.values
             if not direct[column.group]:
                 rows = rows.new_empty((len(ask.ids), *rows.shape[1:]))
                 take_rows(column.values, ask.here, rows[:here])
                 if kept > here:
-                    take_rows(shelf.hot[column.name], ask.kept, rows[here:kept])
+                    take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
             whole.append(rows)
             away.append(rows[:0] if direct[column.group] else rows[kept:])
         if pending is not None:
@@ -293,17 +388,19 @@ class Fetch:
             gids = [ask.away for ask in asks]
             unpack_rows(pending.wait(), self.columns, counts, gids, away)
         pools: dict[Group, Pool] = {}
-        for number, (shelf, ask) in enumerate(zip(self.shelves, asks, strict=True)):
-            if shelf.group in wanted:
+        for number, (row_group, ask) in enumerate(
+            zip(self.row_groups, asks, strict=True)
+        ):
+            if row_group.group in wanted:
                 pairs = zip(self.columns, whole, strict=True)
                 rows_of = {c.name: rows for c, rows in pairs if c.group == number}
                 place = ask.here if direct[number] else ask.place
-                pools[shelf.group] = Pool(ask.ids, place, rows_of)
+                pools[row_group.group] = Pool(ask.ids, place, rows_of)
         return pools
 
     def _direct(self, number: int, ask: GroupQuery) -> bool:
-        """Whether a group's rows are all here, and can be read where they are."""
-        alone = not self.shelves[number].foreign
+        """Returns whether a group's rows are all here, and can be read in place."""
+        alone = not self.row_groups[number].foreign
         return alone and 0 < len(ask.here) == len(ask.ids)
 
 

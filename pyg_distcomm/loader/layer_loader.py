@@ -1,4 +1,4 @@
-"""DistLayerLoader: minibatches sampled layer by layer, on any number of ranks."""
+"""Loads minibatches that are sampled layer by layer, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
-from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
-from pyg_distcomm.loader.partitioned_source import PartitionedSource
+from pyg_distcomm.loader.partitioned_source import (
+    PartitionedOptions,
+    PartitionedSource,
+    gathered,
+)
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix
+from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.layer_graph import (
     MOST_ROWS,
@@ -97,8 +100,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
-        extras = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        place = PartitionedOptions(topology, replication, sample_at, features)
+        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        partitioned = PartitionedOptions(topology, replication, sample_at, features)
         chosen, graph, whole = _rule(rule), data, data
         numbers = layer_numbers(num_nodes_per_layer)
         options = {
@@ -107,10 +110,10 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             "keep_batch": keep_batch,
             "method": method,
         }
-        if place.wanted(data):
-            place.check(None, extras, kwargs)
-            told = place.told(
-                extras,
+        if partitioned.wanted(data):
+            partitioned.check(None, loader_options, kwargs)
+            replicated_args = partitioned.replicated_args(
+                loader_options,
                 kwargs,
                 num_nodes_per_layer=numbers,
                 weight_attr=weight_attr,
@@ -119,10 +122,12 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = PartitionedSource(data, replication, features, told)
+            self.spread = PartitionedSource(
+                data, replication, features, replicated_args
+            )
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)
-            graph = _spread_graph(self.spread, place, chosen, weight_attr, most)
+            graph = _spread_graph(self.spread, partitioned, chosen, weight_attr, most)
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
@@ -149,10 +154,9 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._set_up(extras, [inputs.node, inputs.time, inputs.input_type], kwargs)
-
-    def _sample(self, inputs: Any) -> Any:
-        return self.node_sampler.sample_from_nodes(inputs)
+        self._set_up(
+            loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
+        )
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """PyG's `filter_fn`, for edges of which some are loops without an id."""

@@ -1,4 +1,4 @@
-"""The arguments that PyG's loaders do not have, and those that have no use here."""
+"""Checks the arguments of loaders: those that PyG lacks, seeds, links and their lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RPC_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
+    """Checks the arguments that PyG's loaders do not have; see `DistNeighborLoader`."""
 
     bulk_size: int | str = "auto"
     seed: int | None = None

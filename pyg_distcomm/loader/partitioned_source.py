@@ -1,4 +1,4 @@
-"""A graph that is spread over the ranks, as a loader needs it."""
+"""Gives a loader the shape, the rows and the process groups of a partitioned graph."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from pyg_distcomm.comm.process_grid import (
     check_replication,
     new_process_grid,
 )
+from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import named_seeds, seed_ids
+from pyg_distcomm.loader.options import LoaderOptions, named_seeds, seed_ids
 from pyg_distcomm.loader.phases import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
-from pyg_distcomm.sampling.graph_block import mesh_of
+from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling.graph_block import is_share, mesh_of
+from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # Stores of the shares that are alive: loaders for training and evaluation keep one.
@@ -33,7 +37,7 @@ _stores: Any = WeakIdKeyDictionary()
 
 
 class PartitionedSource:
-    """A share of a graph: its shape for PyG, its rows for a bulk, its channels.
+    """Holds a share of a graph for a loader: its shape for PyG, its row stores, its channels.
 
     All ranks build it together. Its channels are closed with it.
 
@@ -41,7 +45,7 @@ class PartitionedSource:
         data: from `pdc.partition` or `pdc.load_partition`.
         replication: c, how many ranks hold each block; see `new_process_grid`.
         features: where rows are fetched from (default: a store of the share's own rows).
-        arguments: what all ranks have to give alike.
+        arguments: those that must be the same on all ranks.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -71,7 +75,7 @@ class PartitionedSource:
         self._read_rows()
 
     def _read_rows(self) -> None:
-        """Takes up the rows of the share, and of the store that was given; collective."""
+        """Reads the rows of the share, and of the store that was given; collective."""
         self._marks = _marks(self.data)
         if self._given is None:
             found = [_kept_store(self.data, self._marks, self.fetching)]
@@ -88,9 +92,9 @@ class PartitionedSource:
 
     def _over_channel(self, store: DistFeatureStore) -> DistFeatureStore:
         """Returns a store that fetches over this spread's channel."""
-        mine = copy.copy(store)
-        mine.channel = self.fetching
-        return mine
+        over = copy.copy(store)
+        over.channel = self.fetching
+        return over
 
     def _taken_from(self, store: DistFeatureStore) -> dict[Any, list[str]]:
         """Returns which attributes a store brings, those of the stores before it apart."""
@@ -120,7 +124,7 @@ class PartitionedSource:
         return taken
 
     def refresh(self) -> None:
-        """Takes up rows that have changed on any rank; collective, once an epoch."""
+        """Reads rows again that have changed on any rank; collective, once an epoch."""
         same = [_same(self._marks, _marks(self.data))]
         found = collectives.all_gather_counts(
             [int(one) for one in same], self.fetching.world
@@ -131,7 +135,7 @@ class PartitionedSource:
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
         """Returns seeds as ids of the whole graph; masks may be spread like the graph.
 
-        Where nodes have times, the sampler is told those of the seeds.
+        Where nodes have times, the sampler gets those of the seeds.
         """
         with alike(self.mesh.world):
             name, ids = named_seeds(self.data, given)
@@ -143,15 +147,15 @@ class PartitionedSource:
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             self._check_mask(ids, name)
-        told = getattr(sampler, "set_seed_times", None)
+        set_times = getattr(sampler, "set_seed_times", None)
         clock = _store(self.data, name).get(getattr(sampler, "time_attr", None))
         of_nodes = isinstance(clock, DistTensor) and clock.rows.partition is not None
-        if told is not None and times is None and of_nodes:
+        if set_times is not None and times is None and of_nodes:
             time = clock.full_tensor().cpu()
             every = torch.arange(len(time))
             with alike(self.mesh.world):
                 every = every if ids is None else every[ids]
-            told(name, every, time[every])
+            set_times(name, every, time[every])
         if name is None:
             return ids
         return name if ids is None else (name, ids)
@@ -220,7 +224,7 @@ class PartitionedSource:
 
 @contextmanager
 def alike(world: collectives.Axis | None) -> Iterator[None]:
-    """Has what one rank raises in a block raised by all of them, each after the block."""
+    """Raises on all ranks, after the block, what one rank raises in it."""
     failed = None
     try:
         yield
@@ -306,13 +310,14 @@ def _num_nodes(part: Any, edges: Any) -> int | None:
 
 
 def _marks(data: Data | HeteroData) -> list[Any]:
-    """Returns what tells whether the rows of a share are the same as before."""
-    return [
-        (name, weakref.ref(value), 0 if value.is_inference() else value._version)
-        for part in data.stores
-        for name, value in part.items()
-        if isinstance(value, DistTensor)
-    ]
+    """Returns what shows whether the rows of a share are the same as before."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            (name, weakref.ref(value), 0 if value.is_inference() else value._version)
+            for part in data.stores
+            for name, value in part.items()
+            if isinstance(value, DistTensor)
+        ]
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
@@ -354,10 +359,10 @@ def _check_features(features: DistFeatureStore, c: int, asked: int | None) -> in
 
 
 def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
-    told = {name: repr(value) for name, value in arguments.items()}
-    every = collectives.all_gather_object(told, world)
+    own = {name: repr(value) for name, value in arguments.items()}
+    every = collectives.all_gather_object(own, world)
     for rank, theirs in enumerate(every):
-        differ = [name for name in told if theirs.get(name) != every[0].get(name)]
+        differ = [name for name in own if theirs.get(name) != every[0].get(name)]
         if differ:
             name = differ[0]
             raise ValueError(
@@ -365,3 +370,128 @@ def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
                 f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
                 f"{every[0].get(name)}; give all ranks the same"
             )
+
+
+TOPOLOGIES = ("auto", "partitioned", "replicated")
+
+
+@dataclass(frozen=True)
+class PartitionedOptions:
+    """Checks where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
+
+    topology: str = "auto"
+    replication: int | None = None
+    sample_at: str = "owner"
+    features: DistFeatureStore | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(
+                f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
+            )
+        if self.sample_at not in PLACES:
+            raise ValueError(
+                f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
+            )
+
+        if not isinstance(self.features, (DistFeatureStore, type(None))):
+            raise TypeError(
+                "features must be a DistFeatureStore, got "
+                f"{type(self.features).__name__}"
+            )
+
+    def replicated_args(
+        self, loader_options: LoaderOptions, dataloader: dict[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        """Returns the arguments that must be the same on all ranks."""
+        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
+        own = {**vars(self), "features": self.features is not None}
+        return {**options, **loading, **vars(loader_options), **own}
+
+    def wanted(self, data: Any) -> bool:
+        """Tells whether a graph is spread; refuses options that need one that is."""
+        if is_share(data):
+            return True
+        if isinstance(data, (Data, HeteroData)) and any(
+            isinstance(value, DistTensor) for s in data.stores for value in s.values()
+        ):
+            raise ValueError(
+                "this share of pdc.partition has no edges of any type to be sampled; load "
+                "the whole graph, or batches of its rows"
+            )
+        used = {
+            "topology='partitioned'": self.topology == "partitioned",
+            f"replication={self.replication}": self.replication is not None,
+            "sample_at='requester'": self.sample_at == "requester",
+            "features": self.features is not None,
+        }
+        asked = [name for name, given in used.items() if given]
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
+                f"{type(data).__name__} that each rank holds whole; pass "
+                "data = pyg_distcomm.partition(data, mesh)"
+            )
+        return False
+
+    @staticmethod
+    def check(
+        sampler: Any, loader_options: LoaderOptions, dataloader: dict[str, Any]
+    ) -> None:
+        """Refuses what cannot be done by all ranks together."""
+        if sampler is not None:
+            raise ValueError(
+                "neighbor_sampler was given, but a partitioned graph is sampled by all "
+                "ranks together; leave it out"
+            )
+        if dataloader.get("num_workers", 0):
+            raise ValueError(
+                f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
+                "and its rows are fetched by threads of this process, which talk to the "
+                "other ranks; leave num_workers out"
+            )
+        if loader_options.split is False:
+            raise ValueError(
+                "split=False is for a loader of one rank's own, but a partitioned graph "
+                "is sampled by all ranks together; leave it out"
+            )
+
+    def sampler(
+        self,
+        spread: PartitionedSource,
+        num_neighbors: Any,
+        options: dict[str, Any],
+        seed: int | None,
+    ) -> Any:
+        """Returns what samples the share, or a copy of its edges; collective."""
+        seed = fresh_seed() if seed is None else seed
+        if options["subgraph_type"] == "bidirectional":
+            spread.learn_edge_owners()  # the target of an edge turned round is its source
+        if self.topology == "replicated":
+            names = [options["time_attr"], options["weight_attr"]]
+            data = gathered(spread.data, [name for name in names if name is not None])
+            return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
+        return PartitionedNeighborSampler(
+            spread.data,
+            num_neighbors,
+            channel=spread.sampling,
+            sample_at=self.sample_at,
+            seed=seed,
+            **options,
+        )
+
+
+def gathered(data: Data | HeteroData, names: list[str]) -> Any:
+    """Returns the edges of a share on every rank, and a few attributes; collective."""
+    whole: Any = type(data)()
+    for part in data.stores:
+        key = getattr(part, "_key", None)
+        out = whole if key is None else whole[key]
+        if "num_nodes" in part:
+            out.num_nodes = part.num_nodes
+        for name, value in part.items():
+            if isinstance(value, DistEdgeIndex):
+                out[name] = value.full_tensor().contiguous()
+            elif isinstance(value, DistTensor) and name in names:
+                out[name] = torch.as_tensor(value.full_tensor())
+    return whole

@@ -1,4 +1,4 @@
-"""Where the time of an epoch goes: sampling, fetching, assembling, training."""
+"""Measures the phases of an epoch: sampling, fetching, collating, training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "t
 
 @dataclass
 class Phase:
-    """One phase of an epoch, on this rank.
+    """Sums up one phase of an epoch, on this rank.
 
     Args:
         seconds: spent in it.
@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass(eq=False)
 class Phases:
-    """The phases of one epoch of a loader, as far as it has come.
+    """Sums up the phases of one epoch of a loader, as far as it has come.
 
     "sample", "fetch" and "assemble" run in threads beside training, so that they add up
     to more than the epoch; "wait" is what the loop waited for the next minibatch, and
@@ -99,7 +99,7 @@ def _travelled(ledger: Ledger | None) -> tuple[float, int]:
 
 
 def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
-    """Draws a bar for each run, its phases one on the other, waiting hatched.
+    """Plots a stacked bar of phases for each run, with waiting hatched.
 
     As the breakdown of epochs in [Tripathy24]; phases overlap in time, so a bar is work and
     not the length of an epoch. Returns matplotlib's axes; needs the extra "plot".

@@ -1,16 +1,29 @@
-"""PrefetchQueue: minibatches made many at a time, in background threads, ahead of training."""
+"""Builds bulks of minibatches in background threads, ahead of training."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch_geometric.profile import get_data_size
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Ledger
+from pyg_distcomm.kernels import threads
+from pyg_distcomm.loader.collate import Collator
+from pyg_distcomm.loader.epoch import Numbered
+from pyg_distcomm.loader.phases import ASSEMBLE, FETCH, SAMPLE, Phases
 
 _SLICE = 0.2  # seconds between looks at whether to stop
 
@@ -18,7 +31,7 @@ Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
 
 
 class PrefetchQueue:
-    """Minibatches in order, made a bulk at a time, each stage in a thread of its own.
+    """Yields minibatches in order, made a bulk at a time, each stage in its own thread.
 
     Dropped, exhausted or interrupted, it stops its threads.
 
@@ -88,7 +101,7 @@ class PrefetchQueue:
 
 
 class _Line:
-    """PrefetchQueue on their way from the thread that makes them to the one that asks."""
+    """Passes bulks from the thread of one stage to the next."""
 
     def __init__(
         self, room: int, stop: threading.Event, drain: bool, last: bool
@@ -170,3 +183,215 @@ def _stop(line: _Line, threads: list[threading.Thread], patience: float) -> None
     if threading.current_thread() is threading.main_thread():
         for thread in threads:
             thread.join(timeout=patience)
+
+
+BUDGET = 1 << 30  # bytes of minibatches in flight, if memory allows that much
+MOST = 4  # minibatches of an automatic bulk for each thread: more wins nothing
+FIRST_SPREAD = 4  # minibatches of the first bulk where each bulk costs messages
+MOST_SPREAD = 16  # where each bulk costs messages, more of them do
+
+
+class BulkBuilder:
+    """Builds the bulks of one epoch: samples, fetches, collates, and chooses their size.
+
+    What a script has written itself (a transform of the sampler's output, a subclass) runs
+    in the thread that asks for minibatches; so does all that is not on the CPU.
+
+    Minibatches are sampled and assembled in one go, each on one thread, unless they are
+    sampled together or their rows come from other ranks: then a bulk is sampled, and
+    fetched and assembled, in two stages.
+    """
+
+    def __init__(self, loader: Any, phases: Phases) -> None:
+        self._phases = phases
+        self._loader, self._assembly = loader, Collator(loader, loader._buffers)
+        self._spread = loader.spread
+        own, ours = loader._customised, self._assembly.threads
+        self._late = own or not ours or loader.transform_sampler_output is not None
+        self._sample = loader.collate_fn if own else loader._sampled
+        together = hasattr(loader.neighbor_sampler_in_use, "sample_bulk")
+        self._together = together and not own
+        self._alone = together and own  # each minibatch is collective: one at a time
+        self._width = threads.width() if ours and not own else 1
+
+    def stages(self) -> list[Stage]:
+        """Returns what makes a bulk, one function after the other."""
+        two = self._together or self._spread is not None
+        stages: list[Stage] = [self._whole]
+        if two and self._late:
+            stages = [self._sampled]
+        elif two:
+            stages = [self._sampled, self._assembled]
+        if self._spread is not None:
+            stages = [self._reporting(stage) for stage in stages]
+        return stages
+
+    def size(self, stopped: Callable[[], bool]) -> int:
+        """Returns the size of the next bulk: as asked, or what the budget holds.
+
+        For a partitioned graph, all ranks agree on it; 0 ends the epoch.
+        """
+        asked = self._loader._loader_options.bulk_size
+        fits = int(asked) if asked != "auto" else self._fitting()
+        if self._spread is None:
+            return fits
+        world = self._spread.sampling.world
+        sizes = collectives.all_gather_counts([int(stopped()), fits], world)
+        gone = [rank for rank, (stop, _) in enumerate(sizes) if stop]
+        if gone and world.rank not in gone:
+            if world.watch is not None:
+                world.watch.listen()  # it may have failed, and say why next
+            raise RuntimeError(
+                f"rank(s) {', '.join(map(str, gone))} stopped in the middle of an epoch, "
+                f"and rank {world.rank} did not; all ranks sample a partitioned graph "
+                "together, so all have to take the same number of minibatches"
+            )
+        return 0 if gone else min(fits for _, fits in sizes)
+
+    def _fitting(self) -> int:
+        most = MOST * self._width
+        if self._together or self._spread is not None:
+            most = max(most, MOST_SPREAD)
+        size = self._loader.batch_bytes
+        if not size:  # how large a minibatch is shows after the first bulk
+            return (
+                self._width if self._spread is None else max(self._width, FIRST_SPREAD)
+            )
+        room = min(BUDGET, _free_memory() // 8)
+        # beside those that wait: one in use, one in the making, and the rows for it
+        beside = 2 if self._spread is None else 3
+        fits = room // (size * (self._loader._loader_options.prefetch + beside))
+        return max(self._width, min(most, fits))
+
+    # Stages: a bulk for a bulk --------------------------------------------------------
+
+    def _whole(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+        """Samples and assembles a bulk, each minibatch on one thread.
+
+        It leaves off between two minibatches once ``stopped()``: nobody wants them.
+        """
+        outs: list[Any] = [None] * len(plan)
+        whole = not self._late and not self._assembly.pooled
+
+        def sample(k: int) -> None:
+            if stopped():
+                return
+            with threads.limited(1):
+                outs[k] = self._sample(plan[k])
+                if whole:
+                    outs[k] = self._joined(outs[k], None)
+
+        with self._phases.timed(SAMPLE):  # and assembly, if in one go
+            self._spread_out(sample, len(plan))
+        if stopped():
+            return []
+        if whole:
+            self._weigh(outs)
+        if whole or self._late:
+            return outs
+        return self._assembled(outs, stopped)
+
+    def _sampled(self, plan: list[Numbered], stopped: Callable[[], bool]) -> list[Any]:
+        with self._phases.timed(SAMPLE, self._ledger(SAMPLE)):
+            return self._drawn(plan)
+
+    def _drawn(self, plan: list[Numbered]) -> list[Any]:
+        if self._together:
+            with threads.limited(self._width):
+                return list(self._loader._sampled_bulk(plan))
+        outs: list[Any] = [None] * len(plan)
+
+        def sample(k: int) -> None:
+            with threads.limited(1):
+                outs[k] = self._sample(plan[k])
+
+        if self._alone:
+            for k in range(len(plan)):
+                sample(k)
+        else:
+            self._spread_out(sample, len(plan))
+        return outs
+
+    def _assembled(self, outs: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+        """Fetches the rows of a bulk, and assembles its minibatches over threads."""
+        with (
+            self._phases.timed(FETCH, self._ledger(FETCH)),
+            threads.limited(self._width),
+        ):
+            pools = self._assembly.fetch(outs)
+        found: list[Any] = [None] * len(outs)
+
+        def assemble(k: int) -> None:
+            with threads.limited(1):
+                found[k] = self._joined(outs[k], pools)
+
+        if stopped():
+            return []
+        with self._phases.timed(ASSEMBLE):
+            self._spread_out(assemble, len(outs))
+        self._weigh(found)
+        return found
+
+    def _reporting(self, stage: Stage) -> Stage:
+        def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+            with self._report_failure():
+                return stage(bulk, stopped)
+
+        return work
+
+    @contextmanager
+    def _report_failure(self) -> Iterator[None]:
+        """Reports an error in a block to the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            watch = self._spread.sampling.world.watch
+            if watch is not None:
+                watch.report(error)
+            raise
+
+    def _ledger(self, purpose: str) -> Ledger | None:
+        if self._spread is None:
+            return None
+        spread = self._spread
+        channel = spread.sampling if purpose == SAMPLE else spread.fetching
+        found: Ledger = channel.world.ledger
+        return found
+
+    def finish(self, out: Any) -> Any:
+        """Runs the script's own functions, in the thread that iterates."""
+        if self._spread is None:
+            return self._finished(out)
+        with self._report_failure():
+            return self._finished(out)
+
+    def _finished(self, out: Any) -> Any:
+        loader = self._loader
+        if not self._late:
+            data = loader._finished(*out)
+        elif loader._customised and loader.filter_per_worker:
+            data = out
+        else:
+            data = loader.filter_fn(out)
+        if loader.pin_memory and torch.cuda.is_available():
+            return pin_memory(data)
+        return data
+
+    def _joined(self, out: Any, pools: Any) -> tuple[Any, bool | None]:
+        return self._assembly(out, pools), getattr(out, "padding", None)
+
+    def _weigh(self, found: list[Any]) -> None:
+        """Notes how large a minibatch is, once one is known: later epochs know it too."""
+        if not self._loader.batch_bytes and found:
+            self._loader.batch_bytes = max(get_data_size(found[0][0]), 1)
+
+    def _spread_out(self, work: Any, count: int) -> None:
+        with threads.limited(self._width):
+            threads.run(work, [(k,) for k in range(count)])
+
+
+def _free_memory() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * BUDGET

@@ -1,11 +1,12 @@
-"""The ranks that load together, and how they compare notes.
+"""Matches the loaders of all ranks, and compares their arguments through the c10d store.
 
 [Note: notes instead of collectives] PyG scripts build loaders on rank 0 alone, to
 evaluate; a collective in a constructor would hang there. So ranks leave notes in the
-rendezvous store, under the place in the script that builds the loader, and read those
-of the others when they first need them. They also note which epochs they begin: a rank
-that has begun one which this rank began after it built a loader, and has not built that
-loader, has passed its place in the script, and does not share it.
+rendezvous store, and read those of the others when they first need them. The n-th loader of
+a kind (its class, batch size and order) on one rank belongs with the n-th of that kind on
+the others. Ranks also note which epochs they begin: a rank that has begun one which this
+rank began after it built a loader, and has not built that loader, does not share it. The
+number of a loader that was not shared is used up: ranks that come to it later take the next.
 """
 
 from __future__ import annotations
@@ -13,14 +14,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,21 +27,20 @@ from pyg_distcomm.comm.failure import DeadlineStore, RankError
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 
 PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
-_BEAT = 0.5  # seconds between the signs of life of a rank that others wait for
+_BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 OWN = (
     "A loader shares its batches out over the ranks, so all have to build it; for a loader "
     "of one rank's own, to evaluate on rank 0 for instance, pass split=False"
 )
-_HOUSE = str(Path(__file__).parents[1])
-_DEPTH = 6  # calls of the script that tell one place from another
-_WITNESSES = 3  # epochs begun after a loader was built that may tell who passed it
-_built: Counter[str] = Counter()  # loaders built at each place
-_begun: list[str] = []  # epochs of shared loaders, in the order in which they began
+_DECISION = "decision"
+_WITNESSES = 3  # later epochs that show whether a rank has passed a loader by
+# what this process has done, in order: kinds of loaders built, and keys of epochs begun
+_history: list[tuple[str, str]] = []
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The ranks of torch's default process group, or one."""
+    """Describes the ranks of torch's default process group, or a single one."""
 
     rank: int
     size: int
@@ -61,44 +58,54 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def place() -> str:
-    """Names the line of the script that builds a loader, and how often it has.
+@dataclass(frozen=True)
+class Place:
+    """Names a loader alike on all ranks: by its kind, and its number among these."""
 
-    The same on all ranks that run the same script, also if some build other loaders.
-    """
-    lines: list[str] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None and len(lines) < _DEPTH:
-        if not frame.f_code.co_filename.startswith(_HOUSE):
-            lines.append(
-                f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            )
-        frame = frame.f_back
-    name = " < ".join(lines)
-    _built[name] += 1
-    return f"{name} #{_built[name]}"
+    kind: str
+    number: int
+
+    @staticmethod
+    def next(kind: str) -> Place:
+        """Returns the place of the loader of a kind that is built next."""
+        _history.append(("built", kind))
+        return Place(kind, _history.count(("built", kind)))
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.number}"
 
 
 class Notes:
-    """What the ranks tell each other about one loader.
+    """Exchanges notes about one loader between the ranks.
 
     Args:
         world: the ranks.
-        name: of the loader, from `place`.
-        mesh: the ranks as the script knows them, if it does: who fails is told there.
+        place: of the loader.
+        mesh: the ranks as the script knows them, if it does: failures are reported there.
+        about: which of several notes of the loader this is.
     """
 
-    def __init__(self, world: World, name: str, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, world: World, place: Place, mesh: Mesh | None = None, about: str = ""
+    ) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
-        self.world, self.name, self._born = world, name, len(_begun)
+        self.world, self._born = world, len(_history)
         self._store: Any = None
         self._common: Any = None
         if world.size > 1:
             c10d = dist.distributed_c10d
             store = DeadlineStore(c10d._get_default_store())
             self._common = store.within("pyg_distcomm/loader")
-            self._store = self._common.within(f"place/{name}")
+            while self._own(f"place/{place}{about}"):
+                place = Place.next(place.kind)
+            self._store = self._common.within(f"place/{place}{about}")
+        self.name = str(place)
+
+    def _own(self, key: str) -> bool:
+        """Returns whether ranks have settled that the loader there is not shared."""
+        decision = f"{key}/{_DECISION}"
+        return self._common.check([decision]) and self._common.get(decision) == b"own"
 
     def leave(self, note: dict[str, Any]) -> None:
         """Leaves this rank's note; does not wait."""
@@ -108,12 +115,13 @@ class Notes:
     def begin(self, epoch: int) -> None:
         """Notes that this rank begins an epoch of the loader."""
         if self._common is not None:
-            _begun.append(f"begun/{self.name}/{epoch}")
-            self._common.set(f"{_begun[-1]}/{self.world.rank}", "")
+            begun = f"begun/{self.name}/{epoch}"
+            _history.append(("begun", begun))
+            self._common.set(f"{begun}/{self.world.rank}", "")
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Gives signs of life in a block that leads to this rank's note, and may be slow."""
+        """Sends heartbeats during a slow block that ends in this rank's note."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -144,9 +152,10 @@ class Notes:
         patience = self._patience
         missing = self._wait(lambda late, waited: waited > patience)
         if missing:
+            self._store.compare_set(_DECISION, "", "own")
             raise RankError(
                 f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
-                f"{_listed(missing)} have not come to {self.name.split(' < ')[0]}. {advice}"
+                f"{_listed(missing)} have not come to {self.name}. {advice}"
             )
         return [json.loads(self._store.get(str(r))) for r in range(self.world.size)]
 
@@ -159,10 +168,10 @@ class Notes:
             lambda late, waited: any(map(self._passed, late)) or waited > self._patience
         )
         if not missing or any(map(self._passed, missing)):
-            found = "own" if missing else "shared"
-            if self._store.compare_set("decision", "", found) == b"own":
+            decision = "own" if missing else "shared"
+            if self._store.compare_set(_DECISION, "", decision) == b"own":
                 warnings.warn(
-                    f"not all ranks have built the loader of {self.name.split(' < ')[0]}, "
+                    f"not all ranks have built the loader {self.name}, "
                     "so each rank that has yields all of its batches; pass split=False to "
                     "say so",
                     stacklevel=5,
@@ -171,12 +180,13 @@ class Notes:
         return self.collect(doing)
 
     def _passed(self, rank: int) -> bool:
-        """Tells whether a rank has begun an epoch that comes after this loader."""
-        after = _begun[self._born : self._born + _WITNESSES]
+        """Returns whether a rank has begun an epoch later than this loader."""
+        later = [key for what, key in _history[self._born :] if what == "begun"]
+        after = later[:_WITNESSES]
         return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
-        """Waits for notes until there has been enough of it; returns who is missing."""
+        """Waits for notes until `enough`; returns the ranks whose notes are missing."""
         begin, pause, alive = time.monotonic(), 1e-3, ""
         while True:
             ranks = range(self.world.size)
@@ -193,7 +203,7 @@ class Notes:
             pause = min(2 * pause, 0.1)
 
     def _signs(self, ranks: list[int]) -> str:
-        """Returns the signs of life of ranks that have any."""
+        """Returns the heartbeats of ranks that have sent any."""
         keys = [f"alive/{rank}" for rank in ranks]
         there = [key for key in keys if self._store.check([key])]
         return " ".join(key + self._store.get(key).decode() for key in there)

@@ -1,25 +1,216 @@
-"""Shelves: what a rank of a feature store holds of one group, and how it gets there."""
+"""Holds the rows of a feature store's group that are on this rank, and loads them."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
-from pyg_distcomm.loader.block_index import (
-    Index,
-    as_rows,
-    gather_block,
-    on_disk,
-    width_of,
-)
+from pyg_distcomm.partition.arrays import dtype_name, read_array, write_array
+from pyg_distcomm.partition.layout import file_name
 from pyg_distcomm.partition.partition import Partition
+
+Values = Tensor | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Finds the ids of a block.
+
+    Args:
+        gid: ids of the rows here, `[m]`, ascending.
+        total: ids lie in [0, total).
+    """
+
+    gid: Tensor
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.gid)
+
+    def none(self) -> Index:
+        """Returns the index of no ids."""
+        return Index(self.gid[:0], self.total)
+
+    @cached_property
+    def _find(self) -> Callable[[Tensor], Tensor]:
+        return kernels.rank_select_index(self.gid, self.total)
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns where ids stand, `[k]`, and whether they do; elsewhere the place is 0."""
+        if not len(self.gid):
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        first, last = int(self.gid[0]), int(self.gid[-1])
+        if last - first + 1 == len(self.gid):
+            place = ids - first
+            here = (place >= 0) & (place < len(self.gid))
+        else:
+            place = self._find(ids)
+            here = place >= 0
+        return place.masked_fill_(~here, 0), here
+
+
+def width_of(values: Tensor) -> int:
+    """Returns the numbers of one row."""
+    return math.prod(values.shape[1:])
+
+
+def words_of(values: Tensor) -> Tensor:
+    """Returns contiguous rows as whole words, `[m, w]`: what kernels copy fastest."""
+    size, begin = values.element_size(), values.storage_offset()
+    width = width_of(values) * size
+    word = next(w for w in (8, 4, 1) if width % w == begin * size % w == 0)
+    kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
+    return _as_words(values, kind)
+
+
+def _as_words(values: Tensor, kind: torch.dtype) -> Tensor:
+    # flat first: the stride of a single row may be anything
+    width = width_of(values) * values.element_size() // kind.itemsize
+    return values.view(-1).view(torch.uint8).view(kind).view(len(values), width)
+
+
+def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns `values[place]` `[k, ...]`, in contiguous `out` if given."""
+    if out is None:
+        out = values.new_empty((len(place), *values.shape[1:]))
+    if out.numel():
+        words = words_of(values)
+        kernels.gather_rows(words, place, _as_words(out, words.dtype))
+    return out
+
+
+def gather_block(
+    values: Tensor, counts: list[int], order: Tensor | None, channel: ProcessGrid
+) -> Tensor:
+    """Returns the rows of a block from what its c ranks own; collective over them.
+
+    Shapes: values `[counts[rank], ...]`, order `[m]` sorts the ranks' rows by id
+    (None leaves them), return `[m, ...]`.
+    Price: (m - counts[rank]) rows, as bytes.
+    """
+    if len(counts) == 1:
+        return values if order is None else take_rows(values, order)
+    flat = values.contiguous().view(len(values), width_of(values)).view(torch.uint8)
+    every = collectives.all_gather_rows(flat, counts, channel.col, "build")
+    every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
+    return every if order is None else take_rows(every, order)
+
+
+def as_rows(values: Any) -> Tensor:
+    """Returns rows as a contiguous tensor on the CPU; a mapped file stays one.
+
+    Raises:
+        TypeError: unless they are a dense tensor or array of numbers with rows.
+    """
+    if isinstance(values, np.ndarray):
+        with (
+            warnings.catch_warnings()
+        ):  # of memory that may not be written: nobody does
+            warnings.simplefilter("ignore", UserWarning)
+            values = torch.from_numpy(values)
+    if not isinstance(values, Tensor) or values.layout != torch.strided:
+        raise TypeError(
+            f"an attribute must be a dense tensor or array, got {type(values).__name__}"
+        )
+    if values.dim() == 0:
+        raise TypeError("an attribute must have rows, got a single number")
+    return values.detach().cpu().contiguous()
+
+
+def on_disk(
+    values: Tensor, folder: Path, kind: str, name: str, channel: ProcessGrid
+) -> Tensor:
+    """Writes rows to a .npy file, aside and renamed, and maps them; collective.
+
+    Raises:
+        ValueError: on all ranks, if one cannot write its file; none then replaces its own.
+    """
+    path = folder / file_name(kind, name)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    problem = None
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_array(aside, values)
+        except OSError as error:
+            problem = _unwritten(path, error)
+        collectives.agree(problem, channel.world)
+        try:
+            os.replace(aside, path)
+        except OSError as error:
+            problem = _unwritten(path, error)
+        collectives.agree(problem, channel.world)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+    return read_array(path, dtype_name(values.dtype), list(values.shape))
+
+
+def _unwritten(path: Path, error: OSError) -> str:
+    return (
+        f"the feature store cannot write its rows to {path}: {error.strerror or error}; make "
+        "room or allow writing there, give another folder, or leave folder out"
+    )
+
+
+class QuiverFeature:
+    """Reads rows by id from an object with the interface of quiver-feature's DistTensor.
+
+    That object does its own communication: nothing of it is in our ledger or in our
+    price. Put it in a store with `store.put_tensor(QuiverFeature(t), group_name=None,
+    attr_name="x", index=None)`; its rows then come with every fetch.
+
+    Args:
+        tensor: has `tensor[ids]` `[k, f]` for int64 ids, and `shape` `(n, f)`. It may
+            write into the ids it is given, and answer on another device.
+        most: rows it can answer at a time: the first size of its buffer.
+    """
+
+    def __init__(self, tensor: Any, most: int | None = None) -> None:
+        missing = [n for n in ("__getitem__", "shape") if not hasattr(tensor, n)]
+        if missing or len(tensor.shape) != 2:
+            raise TypeError(
+                f"{type(tensor).__name__} does not look like quiver-feature's DistTensor: "
+                "it needs tensor[ids], and a shape (rows, width)"
+            )
+        self._tensor, self._most = tensor, most
+
+    @property
+    def shape(self) -> torch.Size:
+        """Returns rows and width of the whole tensor."""
+        return torch.Size(self._tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype."""
+        dtype: torch.dtype = getattr(self._tensor, "dtype", torch.float32)
+        return dtype
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """Returns rows `[len(ids), f]` on the CPU."""
+        out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
+        step = self._most or max(1, len(ids))
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            out[part] = self._tensor[ids[part].clone()]
+        return out
+
 
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
 
@@ -36,7 +227,7 @@ def _no_ids() -> Tensor:
 
 @dataclass(eq=False)
 class RowGroup:
-    """One group: the rows of this rank's block, and those of others in the cache.
+    """Holds one group: the rows of this rank's block, and cached rows of other blocks.
 
     Args:
         group: its name.
@@ -64,12 +255,12 @@ class RowGroup:
 
     @property
     def total(self) -> int:
-        """The number of ids."""
+        """Returns the number of ids."""
         return self.index.total
 
     @property
     def names(self) -> list[str]:
-        """The attributes there are."""
+        """Returns the names of the attributes."""
         return [*self.values, *self.foreign]
 
 
@@ -80,7 +271,7 @@ def make_row_group(
     owners: Partition | None,
     channel: ProcessGrid,
 ) -> RowGroup:
-    """Makes the empty shelf of a group from the ids this rank owns; collective.
+    """Makes an empty group from the ids this rank owns; collective.
 
     Raises:
         ValueError: on all ranks, if ids are missing, repeated or out of order.
@@ -110,14 +301,14 @@ def _counts(gid: Tensor, channel: ProcessGrid) -> list[int]:
 
 
 def add_rows(
-    shelf: RowGroup,
+    row_group: RowGroup,
     name: str,
     values: Any,
     channel: ProcessGrid,
     codec: Codec,
     folder: Path | None,
 ) -> None:
-    """Puts one attribute on a shelf, from the rows this rank owns; collective.
+    """Adds one attribute to a group, from the rows this rank owns; collective.
 
     Price: the rows of a block that other ranks of it own, as bytes.
 
@@ -125,7 +316,7 @@ def add_rows(
         ValueError, TypeError: on all ranks, if sizes or types do not fit, a codec cannot
             send what is in the rows, or a rank cannot write its file.
     """
-    rows, problem = _checked(shelf, name, values)
+    rows, problem = _checked(row_group, name, values)
     spec = None if problem else (name, rows.dtype, tuple(rows.shape[1:]))
     collectives.agree(problem, channel.world)
     specs = collectives.all_gather_object(spec, channel.world)
@@ -137,13 +328,13 @@ def add_rows(
     if not isinstance(codec, Plain):
         collectives.agree(_unwritable(name, rows, codec), channel.world)
     if channel.col.size > 1:
-        counts = _counts(shelf.own, channel)
-        order = torch.argsort(_all_owned(shelf.own, channel))
+        counts = _counts(row_group.own, channel)
+        order = torch.argsort(_all_owned(row_group.own, channel))
         rows = gather_block(rows, counts, order, channel)
     if folder is not None:
-        kind = "nodes" if shelf.group is NODES else str(shelf.group)
+        kind = "nodes" if row_group.group is NODES else str(row_group.group)
         rows = on_disk(rows, folder, kind, name, channel)
-    shelf.values[name], shelf.codecs[name] = rows, codec
+    row_group.values[name], row_group.codecs[name] = rows, codec
 
 
 def _unwritable(name: str, rows: Tensor, codec: Codec) -> str | None:
@@ -180,42 +371,44 @@ def _lost(rows: Tensor, codec: Codec) -> Tensor:
     return ~(fine | back.isnan() & rows.isnan()).all(1)
 
 
-def own_rows(shelf: RowGroup, values: Any) -> Any:
+def own_rows(row_group: RowGroup, values: Any) -> Any:
     """Returns this rank's own rows of values that have one for every id there is."""
-    if len(values) == shelf.total != len(shelf.own):
-        return values[shelf.own]
+    if len(values) == row_group.total != len(row_group.own):
+        return values[row_group.own]
     return values
 
 
-def _checked(shelf: RowGroup, name: str, values: Any) -> tuple[Tensor, str | None]:
+def _checked(row_group: RowGroup, name: str, values: Any) -> tuple[Tensor, str | None]:
     try:
         rows = as_rows(values)
     except TypeError as error:
         return torch.empty(0), f"attribute {name!r}: {error}"
-    if len(rows) == len(shelf.own):
+    if len(rows) == len(row_group.own):
         return rows, None
     return rows, (
-        f"attribute {name!r} of group {shelf.group!r} has {len(rows)} rows, but "
-        f"{len(shelf.own)} ids are owned here"
+        f"attribute {name!r} of group {row_group.group!r} has {len(rows)} rows, but "
+        f"{len(row_group.own)} ids are owned here"
     )
 
 
-def learn_owners(shelf: RowGroup, channel: ProcessGrid) -> Partition:
+def learn_owners(row_group: RowGroup, channel: ProcessGrid) -> Partition:
     """Finds which block holds which id, once; collective over the blocks.
 
     Returns a partition among ranks, of which each block's first stands for all of it.
     Price: the ids of all other blocks. It holds one byte an id, up to 256 ranks.
     """
-    if shelf.owners is None:
+    if row_group.owners is None:
         counts = [
             row[0]
-            for row in collectives.all_gather_counts([len(shelf.index)], channel.row)
+            for row in collectives.all_gather_counts(
+                [len(row_group.index)], channel.row
+            )
         ]
         every = collectives.all_gather_rows(
-            shelf.index.gid, counts, channel.row, "build"
+            row_group.index.gid, counts, channel.row, "build"
         )
         block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        owner = torch.empty(shelf.total, dtype=torch.int64)
+        owner = torch.empty(row_group.total, dtype=torch.int64)
         owner[every] = block * channel.replication
-        shelf.owners = Partition.from_owner(owner, channel.world.size)
-    return shelf.owners
+        row_group.owners = Partition.from_owner(owner, channel.world.size)
+    return row_group.owners

@@ -1,4 +1,4 @@
-"""ShardedStore: what a feature store over ranks holds, fetches and pays."""
+"""Holds, fetches and prices the rows of a feature store over ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from pyg_distcomm.comm.price import Price, exchange_price
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.halo.codecs import Chain, Codec, Plain, RowSample, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.loader.block_index import Index
 from pyg_distcomm.loader.cache_policy import hottest, rows_kept
-from pyg_distcomm.loader.fetch import Fetch, Pool, Wanted, ids_of
-from pyg_distcomm.loader.fetch_message import FetchedColumn, message_bytes
+from pyg_distcomm.loader.fetch import (
+    Fetch,
+    FetchedColumn,
+    Pool,
+    Wanted,
+    ids_of,
+    message_bytes,
+)
 from pyg_distcomm.loader.row_group import (
     Group,
+    Index,
     RowGroup,
     add_rows,
     learn_owners,
@@ -58,7 +64,7 @@ def _known_size(wire: Wire) -> Codec:
             link that is late or changes from epoch to epoch.
     """
     if isinstance(wire, LinkPolicy):
-        if wire.timing.is_late or wire.pace is not None or wire.trend is not None:
+        if wire.timing.is_late or wire.scheduler is not None or wire.trend is not None:
             raise ValueError(
                 f"rows are fetched once, and ahead of training, so that {wire!r} cannot be "
                 "late, nor follow a schedule; give a link without these, or its codec"
@@ -66,7 +72,7 @@ def _known_size(wire: Wire) -> Codec:
         wire = wire.codec
     codec = codec_of(wire)
     last = codec.last if isinstance(codec, Chain) else codec
-    if not codec.sized or codec.stateful or isinstance(last, RowSample):
+    if not codec.fixed_size or codec.stateful or isinstance(last, RowSample):
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
             "on values, remembers rows, or leaves some out; choose 'fp16', 'bf16', 'int8' "
@@ -76,7 +82,7 @@ def _known_size(wire: Wire) -> Codec:
 
 
 class ShardedStore(FeatureStore):
-    """Rows of groups over the blocks of a channel (abstract; see `DistFeatureStore`)."""
+    """Stores rows over the blocks of a channel (abstract; see `DistFeatureStore`)."""
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class ShardedStore(FeatureStore):
         )
         rank = self.channel.world.rank
         self._folder = None if folder is None else Path(folder) / f"rank_{rank:05d}"
-        self._shelves: dict[Group, RowGroup] = {}
+        self._row_groups: dict[Group, RowGroup] = {}
 
     # What is in it --------------------------------------------------------------------
 
@@ -112,7 +118,9 @@ class ShardedStore(FeatureStore):
         Raises:
             ValueError: on all ranks, if ids are missing, repeated or out of order.
         """
-        self._shelves[group] = make_row_group(group, gid, total, owners, self.channel)
+        self._row_groups[group] = make_row_group(
+            group, gid, total, owners, self.channel
+        )
 
     def add(self, group: Group, name: str, values: Tensor | np.ndarray) -> None:
         """Adds one attribute from this rank's own rows; collective over all ranks.
@@ -126,22 +134,22 @@ class ShardedStore(FeatureStore):
         Raises:
             ValueError: on all ranks, if sizes or types do not fit.
         """
-        shelf, codec = self._shelf(group), self._codecs.get(name, self._codec)
-        add_rows(shelf, name, values, self.channel, codec, self._folder)
-        shelf.foreign.pop(name, None)
-        if len(shelf.chosen):
-            self._fill(shelf, [name])
+        row_group, codec = self._row_group(group), self._codecs.get(name, self._codec)
+        add_rows(row_group, name, values, self.channel, codec, self._folder)
+        row_group.foreign.pop(name, None)
+        if len(row_group.chosen):
+            self._fill(row_group, [name])
 
     def total(self, group: Group) -> int:
         """Returns how many rows a group has, on all ranks together."""
-        return self._shelf(group).total
+        return self._row_group(group).total
 
     def learn_owners(self, group: Group) -> Partition:
         """Finds who holds which id of a group, so that ids alone can be asked for.
 
         Collective over a column the first time; nothing if it is known already.
         """
-        return learn_owners(self._shelf(group), self.channel)
+        return learn_owners(self._row_group(group), self.channel)
 
     def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
         """Holds the rows of highest score on every rank; collective over all ranks.
@@ -154,38 +162,40 @@ class ShardedStore(FeatureStore):
             score: of each row that this rank owns, or of each there is.
             size: how many rows: a count (int), or a fraction of all (float).
         """
-        shelf, world = self._shelf(group), self.channel.world
-        count = rows_kept(size, shelf.total)
+        row_group, world = self._row_group(group), self.channel.world
+        count = rows_kept(size, row_group.total)
         local = score.to_local() if isinstance(score, DistTensor) else score
-        local = own_rows(shelf, torch.as_tensor(local).cpu())
-        shelf.chosen = hottest(local, shelf.own, count, world)
-        shelf.hot.clear()
-        self._fill(shelf, list(shelf.values))
+        local = own_rows(row_group, torch.as_tensor(local).cpu())
+        row_group.chosen = hottest(local, row_group.own, count, world)
+        row_group.hot.clear()
+        self._fill(row_group, list(row_group.values))
 
-    def _fill(self, shelf: RowGroup, names: Sequence[str]) -> None:
-        _, here = shelf.index.places(shelf.chosen)
-        away = shelf.chosen[~here]
-        shelf.cached = shelf.cached.none()
-        self.learn_owners(shelf.group)
-        if len(shelf.chosen):
-            fetcher = self._fetcher({shelf.group: names}, exact=True)
-            shelf.hot |= fetcher({shelf.group: away})[shelf.group].take(away)
-        shelf.cached = Index(away, shelf.total)
-
-    def _shelf(self, group: Group) -> RowGroup:
-        if group not in self._shelves:
-            raise KeyError(
-                f"no group {group!r} in the store; there are {list(self._shelves)}"
+    def _fill(self, row_group: RowGroup, names: Sequence[str]) -> None:
+        _, here = row_group.index.places(row_group.chosen)
+        away = row_group.chosen[~here]
+        row_group.cached = row_group.cached.none()
+        self.learn_owners(row_group.group)
+        if len(row_group.chosen):
+            fetcher = self._fetcher({row_group.group: names}, exact=True)
+            row_group.hot |= fetcher({row_group.group: away})[row_group.group].take(
+                away
             )
-        return self._shelves[group]
+        row_group.cached = Index(away, row_group.total)
+
+    def _row_group(self, group: Group) -> RowGroup:
+        if group not in self._row_groups:
+            raise KeyError(
+                f"no group {group!r} in the store; there are {list(self._row_groups)}"
+            )
+        return self._row_groups[group]
 
     def _known(self, group: Group, name: Any) -> RowGroup:
-        shelf = self._shelf(group)
-        if name not in shelf.names:
+        row_group = self._row_group(group)
+        if name not in row_group.names:
             raise KeyError(
-                f"no attribute {name!r} of group {group!r}; there are {shelf.names}"
+                f"no attribute {name!r} of group {group!r}; there are {row_group.names}"
             )
-        return shelf
+        return row_group
 
     # Fetching -------------------------------------------------------------------------
 
@@ -214,11 +224,11 @@ class ShardedStore(FeatureStore):
 
     def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
         """Returns the distinct rows that `fetch` would, without laying them out."""
-        if not self._shelves:
+        if not self._row_groups:
             return {}
         pools = self._fetcher(attrs)(wanted)
         for group, pool in pools.items():
-            for name, source in self._shelves[group].foreign.items():
+            for name, source in self._row_groups[group].foreign.items():
                 if attrs is None or name in attrs.get(group, ()):
                     in_order = torch.empty_like(pool.ids)
                     in_order[pool.place] = pool.ids
@@ -228,19 +238,19 @@ class ShardedStore(FeatureStore):
     def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:
         """Lists what travels, widest numbers first so that most rows lie aligned."""
         columns = []
-        for number, (group, shelf) in enumerate(self._shelves.items()):
-            for name in shelf.values if attrs is None else attrs.get(group, ()):
+        for number, (group, row_group) in enumerate(self._row_groups.items()):
+            for name in row_group.values if attrs is None else attrs.get(group, ()):
                 self._known(group, name)
-                if name in shelf.values:
-                    codec = Plain() if exact else shelf.codecs[name]
+                if name in row_group.values:
+                    codec = Plain() if exact else row_group.codecs[name]
                     key = random.fold(
-                        _DRAWN, zlib.crc32(f"{shelf.group}.{name}".encode())
+                        _DRAWN, zlib.crc32(f"{row_group.group}.{name}".encode())
                     )
                     columns.append(
-                        FetchedColumn(number, name, shelf.values[name], codec, key)
+                        FetchedColumn(number, name, row_group.values[name], codec, key)
                     )
         columns.sort(key=lambda column: -column.values.element_size())
-        return Fetch(self.channel, list(self._shelves.values()), columns)
+        return Fetch(self.channel, list(self._row_groups.values()), columns)
 
     # What it costs --------------------------------------------------------------------
 
@@ -254,7 +264,7 @@ class ShardedStore(FeatureStore):
             raise ValueError(problem)
         return {
             group: list(ask.counts)
-            for group, ask in zip(self._shelves, asks, strict=True)
+            for group, ask in zip(self._row_groups, asks, strict=True)
         }
 
     def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
@@ -272,7 +282,7 @@ class ShardedStore(FeatureStore):
         fetcher, axis = self._fetcher(attrs), self.channel.row
         none = [0] * axis.size
         wants, asks = (
-            [[*rates.get(group, none)] for group in self._shelves]
+            [[*rates.get(group, none)] for group in self._row_groups]
             for rates in (want, asked)
         )
         ones = [1] * axis.size
@@ -281,7 +291,7 @@ class ShardedStore(FeatureStore):
         )
         sent, brought = (message_bytes(fetcher.columns, r) for r in (asks, wants))
         return {
-            "plan": exchange_price(ones, ones, axis.rank, len(self._shelves) + 1),
+            "plan": exchange_price(ones, ones, axis.rank, len(self._row_groups) + 1),
             "fetch_ids": exchange_price(ids_out, ids_in, axis.rank, 1),
             "fetch_rows": exchange_price(sent, brought, axis.rank, 1),
         }

@@ -1,4 +1,4 @@
-"""One copy of a graph for all ranks of a host."""
+"""Maps one copy of a graph into all ranks of a host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_geometric.data.storage import BaseStorage
 
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.loader.registry import Notes, World, place
+from pyg_distcomm.loader.registry import Notes, Place, World
 from pyg_distcomm.sampling.graph_source import read_topology, remember
 
 CALLING = "All ranks have to call shared(), since one of each host loads the graph"
@@ -70,8 +70,8 @@ def shared(
         if problem is not None:
             raise TypeError(problem)
         return _graph(source)
-    name = place()
-    hosts = Notes(world, f"{name} host")
+    place = Place.next("shared()")
+    hosts = Notes(world, place, about=" host")
     hosts.leave({"host": socket.gethostname(), "problem": problem})
     notes = hosts.collect("find the ranks of its host", CALLING)
     for rank, note in enumerate(notes):
@@ -79,7 +79,8 @@ def shared(
             raise TypeError(f"rank {rank}: {note['problem']}")
     names = [note["host"] for note in notes]
     leader = names.index(names[world.rank])
-    written, mapped = Notes(world, f"{name} written"), Notes(world, f"{name} mapped")
+    written = Notes(world, place, about=" written")
+    mapped = Notes(world, place, about=" mapped")
     file: Any = None
     try:
         if leader == world.rank:
@@ -100,7 +101,7 @@ def shared(
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A memory-mapped array of the graph: its file is mapped again by each rank."""
+    """Describes a memory-mapped array of the graph; each rank maps its file again."""
 
     file: str
     dtype: str

@@ -13,7 +13,7 @@ from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
-from pyg_distcomm.nn.layer_link import OwnLink, check_link
+from pyg_distcomm.nn.layer_context import OwnLink, check_link
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)

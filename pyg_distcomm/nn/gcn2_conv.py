@@ -10,9 +10,14 @@ from torch_geometric.nn import GCN2Conv
 
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
-from pyg_distcomm.nn.linear_aggregate import edges_for_flow, is_product
+from pyg_distcomm.nn.layer_context import (
+    LayerContext,
+    OwnLink,
+    check_link,
+    is_product,
+)
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.eager import eagerly
 
@@ -63,14 +68,13 @@ class DistGCN2Conv(GCN2Conv):
         local = edge_index.check_nodes(x, "x")
         first = edge_index.check_nodes(x_0, "x_0")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
+        kind = OperatorKind()
         if self.normalize:
             edge_index.check_loops(self)
-        topology, weight = edges_for_flow(edge_index.topology, weight, self.flow)
-        wrap = LayerLink.of(self, self.link, edge_index).wrap()
-        if self.normalize:
-            mixed = topology.gcn(local, weight, False, self.add_self_loops, wrap)
-        else:
-            mixed = topology.sum(local, weight, wrap)
+            kind = OperatorKind("gcn", False, self.add_self_loops)
+        context = LayerContext.of(self, self.link, edge_index, weight)
+        operator = kind, context.weight, local.dtype, context.exchange()
+        mixed = context.topology.operator(*operator) @ local
         mesh = edge_index.nodes.mesh
         weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)
         mixed, first = mixed * (1 - self.alpha), first * self.alpha

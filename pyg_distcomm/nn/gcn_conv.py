@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
-from pyg_distcomm.nn.linear_aggregate import (
-    LayerProductCache,
-    edges_for_flow,
+from pyg_distcomm.nn.layer_context import (
+    LayerContext,
+    LinearProduct,
+    OwnLink,
+    check_link,
     is_product,
-    linear_aggregate,
 )
-from pyg_distcomm.ops.local_blocks import Wrap
-from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.eager import eagerly
 
 
@@ -57,7 +55,8 @@ class DistGCNConv(GCNConv):
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
         """Runs the layer."""
-        (x, edge_index), _ = spread_inputs((x, edge_index), {})
+        if not isinstance(edge_index, DistEdgeIndex):
+            (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, edge_index, edge_weight)
         return self._multiplied(x, edge_index, edge_weight)
@@ -66,32 +65,22 @@ class DistGCNConv(GCNConv):
     def _multiplied(
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
-        known = is_product(self, GCNConv, self.lin)
-        if isinstance(x, (tuple, list)) or self.aggr not in ("add", "sum") or not known:
+        linear = is_product(self, GCNConv, self.lin)
+        if (
+            isinstance(x, (tuple, list))
+            or self.aggr not in ("add", "sum")
+            or not linear
+        ):
             run = super().forward
             return through_halo(self, self.link, run, x, edge_index, edge_weight)
         x = edge_index.as_nodes(x, "x")
         weight = edge_index.check_edges(edge_weight, "edge_weight")
+        kind = OperatorKind()
         if self.normalize:
             edge_index.check_loops(self)
-        topology, weight = edges_for_flow(edge_index.topology, weight, self.flow)
-
-        dtype = x.dtype if self.normalize and weight is None else None
-        dtype = dtype if weight is None else weight.dtype
-
-        def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
-            if dtype is not None:  # under autocast, h may be narrower than its weights
-                h = h.to(torch.promote_types(h.dtype, dtype))
-            if not self.normalize:
-                return topology.sum(h, weight, wrap)
-            loops = self.improved, self.add_self_loops
-            return topology.gcn(h, weight, *loops, wrap)
-
-        kind = "gcn", self.normalize, self.improved, self.add_self_loops
-        kept = LayerProductCache(topology.constants, kind, edge_weight)
-        user = LayerLink.of(self, self.link, edge_index)
-        args = x, self.lin, self.bias, multiply, edge_index
-        out = linear_aggregate(*args, kept, user)
-        if dtype is not None:
-            out = out.to(torch.promote_types(out.dtype, dtype))
-        return DistTensor.wrap(out, edge_index.nodes)
+            kind = OperatorKind("gcn", self.improved, self.add_self_loops)
+        context = LayerContext.of(self, self.link, edge_index, weight, edge_weight)
+        plan = LinearProduct(context, x, kind, self.lin, self.bias)
+        return plan.finish(
+            plan.matrix @ plan.rows if plan.known is None else plan.known
+        )

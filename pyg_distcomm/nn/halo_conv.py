@@ -15,11 +15,10 @@ from torch_geometric.nn import EGConv, FAConv, MessagePassing
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, coo_of
-from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LocalIndexGuard
-from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
+from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.layer_tensor import LayerTensor
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.eager import eagerly
@@ -172,7 +171,7 @@ def through_halo(
 
     Args:
         conv: the layer.
-        link: its own; see `LayerLink.of`.
+        link: its own; see `LayerContext.of`.
         forward: how it runs.
         args, kwargs: what it is given.
     """
@@ -197,14 +196,14 @@ def _through_halo(
     if edge_index.weight is not None:
         edge_index.check_loops(conv)
         _take_weight(conv, edge_index.weight, given)
-    topology, carry = _flowing(conv, edge_index)
+    carry = _carrier(conv, edge_index)
     # what is kept from one pass on must be exact, whatever the pass
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
-    user = LayerLink.of(conv, link, edge_index)
-    at_work = user.is_coded
-    if at_work and user.link is not None:
-        check_aggregations(layers_of(conv), user.link)
-    visit = HaloVisit(conv, topology, user.call(), at_work)
+    context = LayerContext.of(conv, link, edge_index)
+    at_work = context.is_coded
+    if at_work and context.link is not None:
+        check_aggregations(layers_of(conv), context.link)
+    visit = HaloVisit(conv, context.topology, context.exchange(), at_work)
     mesh = edge_index.nodes.mesh
     for parameter in conv.parameters():  # some meet what is local without a trace
         if not is_lazy(parameter):
@@ -279,18 +278,18 @@ def _check(
         raise ValueError(f"leave size out of {name}: the edge_index knows its nodes")
 
 
-def _flowing(
+def _carrier(
     conv: MessagePassing, edge_index: DistEdgeIndex
-) -> tuple[Topology, Callable[[DistTensor], DistTensor]]:
-    """The edges owned by the nodes that messages flow to, and the way of attributes."""
+) -> Callable[[DistTensor], DistTensor]:
+    """Returns how attributes get to the edges in the direction of messages."""
     if conv.flow == "source_to_target":
-        return edge_index.topology, lambda value: value
+        return lambda value: value
     back = edge_index.topology.reversed
 
     def carry(value: DistTensor) -> DistTensor:
         return LayerTensor.wrap(back.carry(value.to_local()), back.topology.edges)
 
-    return back.topology, carry
+    return carry
 
 
 def _argument(

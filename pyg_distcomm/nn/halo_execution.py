@@ -21,9 +21,8 @@ from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.layer_exchange import LayerExchange
-from pyg_distcomm.halo.link import Link
-from pyg_distcomm.halo.link_cost import DEGREES, NAMES
+from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.link import DEGREES, NAMES, Link
 from pyg_distcomm.nn.compressibility import is_coded
 from pyg_distcomm.nn.index_guard import (
     GuardedEdgeIndex,

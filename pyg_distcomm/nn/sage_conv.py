@@ -9,15 +9,15 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
-from pyg_distcomm.nn.layer_link import LayerLink, OwnLink, check_link
-from pyg_distcomm.nn.linear_aggregate import (
-    LayerProductCache,
-    edges_for_flow,
+from pyg_distcomm.nn.layer_context import (
+    LayerContext,
+    LinearProduct,
+    OwnLink,
+    check_link,
     is_product,
-    linear_aggregate,
 )
-from pyg_distcomm.ops.local_blocks import Wrap
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.eager import eagerly
 
@@ -70,23 +70,12 @@ class DistSAGEConv(SAGEConv):
         source = edge_index.as_nodes(source, "x")
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
-        out = self._aggregated(source, edge_index)
+        context = LayerContext.of(self, self.link, edge_index)
+        product = context, source, OperatorKind(), self.lin_l, self.lin_l.bias
+        plan = LinearProduct(*product, mean=self.aggr == "mean")
+        mixed = plan.matrix @ plan.rows if plan.known is None else plan.known
+        out = plan.finish(mixed)
         if self.root_weight and root is not None:
             own = edge_index.check_nodes(root, "x[1]")
             out = out + self.lin_r(DistTensor.wrap(own, edge_index.nodes))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    def _aggregated(self, x: DistTensor, edge_index: DistEdgeIndex) -> DistTensor:
-        topology, _ = edges_for_flow(edge_index.topology, None, self.flow)
-
-        def multiply(h: Tensor, wrap: Wrap | None) -> Tensor:
-            z = topology.sum(h, None, wrap)
-            if self.aggr != "mean":
-                return z
-            return z / topology.in_degree.clamp(min=1).to(z.dtype).unsqueeze(1)
-
-        kept = LayerProductCache(topology.constants, ("sage", self.aggr))
-        user = LayerLink.of(self, self.link, edge_index)
-        args = x, self.lin_l, self.lin_l.bias, multiply, edge_index
-        out = linear_aggregate(*args, kept, user)
-        return DistTensor.wrap(out, edge_index.nodes)

@@ -10,8 +10,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.halo.chunked import plan_link
-from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.halo.halo import Halo, plan_link
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels.reference import offset_dtype
 from pyg_distcomm.ops.cover import blocks_pay, offloaded_nonzeros

@@ -1,4 +1,4 @@
-"""GridMatrix: one family of distributed sparse-dense products, on a grid of ranks.
+"""Multiplies distributed sparse matrices with row-cut features, on a grid of ranks.
 
 [Note: the grid family] With node v owned by rank (i, j, k) of a grid r x s x p, every
 rank (i, j, *) holds the block of A whose rows are owned by process row i and whose
@@ -16,11 +16,18 @@ columns are owned by process column j. The sparse matrix never moves, and
 but keep A in place; (1, 1, P) is the feature split of [Kurt23]. The transpose is the same
 steps with row and col exchanged and every local block transposed. Where it is cheaper,
 nonzeros of A_ij are multiplied by another rank (see [Note: rows or sums] in `cover.py`).
+
+[Note: order of a product] Over the row axis ghosts leave first, then sums; over the col
+axis far columns, then outgoing sums. All ranks keep to that order, whatever they multiply
+in between. Own columns are multiplied while the rest travels, and sums leave in parts, each
+while the next is multiplied. Where nothing has to arrive before sums can leave, they leave
+before own rows are multiplied: so in the backward pass of a 1D grid.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,10 +37,10 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.price import Price, balanced_split, exchange_price
+from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import CSR
-from pyg_distcomm.ops.local_blocks import Links, LocalBlocks, Wrap
-from pyg_distcomm.ops.overlapped_spmm import OverlappedSpMM
+from pyg_distcomm.ops.local_blocks import Links, LinkWrapper, LocalBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +114,12 @@ class GridMatrix:
 
     Shapes (this rank, n_i own rows): x [n_i, f] -> [n_i, f].
 
+    Args:
+        tile, links, fiber: what is multiplied here, and the exchanges around it.
+        value: trainable values of this rank's block, instead of the fixed ones; for
+            matrices planned with halo="rows" or "blocks".
+        index: which of them each nonzero of the blocks takes.
+
     Price: `price(f)` words and messages, exactly what the ledger counts; at most
     `price.dense_words`. One rank moves nothing.
     See [Note: the grid family] for the algorithm and its sources.
@@ -115,57 +128,29 @@ class GridMatrix:
     tile: LocalBlocks
     links: Links
     fiber: FiberSplit
-
-    def matmul(
-        self, x: Tensor, value: Tensor | None = None, *, index: Any = None
-    ) -> Tensor:
-        """Returns `A x`, differentiable in x and in `value`.
-
-        Args:
-            x: own rows `[n_i, f]`.
-            value: trainable values of this rank's block, instead of the fixed ones;
-                for matrices planned with halo="rows" or "blocks".
-            index: which of them each nonzero of the blocks takes.
-        """
-        out: Tensor = _Product.apply(x, value, index, self)
-        return out
+    value: Tensor | None = None
+    index: Any = None
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
+        """Returns `A x` of own rows `[n_i, f]`, differentiable in x and in `value`."""
+        out: Tensor = _Product.apply(x, self.value, self.index, self)
+        return out
 
     @cached_property
     def transposed(self) -> GridMatrix:
         """The transpose: the same steps in a mirror."""
         return GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)
 
-    def over(self, wrap: Wrap | None) -> GridMatrix:
+    def over(self, wrapper: LinkWrapper | None) -> GridMatrix:
         """Returns the same matrix over other links; fiber steps stay as they are."""
-        if wrap is None:
+        if wrapper is None:
             return self
-        return GridMatrix(self.tile, self.links.wrapped(wrap), self.fiber)
+        return replace(self, links=self.links.wrapped(wrapper))
 
     def price(self, width: int) -> Price:
         """Returns what one product costs this rank at `width` features."""
         share = self.fiber.width(width)
         return self.fiber.price(width) + self.links.price(share)
-
-    def apply(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the product, and the own and ghost rows it multiplied by."""
-        own = self.fiber.split(x)
-        memory.make_room(self._traffic(own))
-        product = OverlappedSpMM(
-            self.tile, self.links, own, self.fiber.axis.ledger.event
-        )
-        z, ghost = product.run()
-        return self.fiber.join(z, x.size(1)), own, ghost
-
-    def _traffic(self, own: Tensor) -> int:
-        """Returns the bytes that a product takes beside its input, on the CPU."""
-        if own.is_cuda:
-            return 0
-        rows, cols = self.tile.out_ghost.pattern.shape
-        more = self.tile.sum_own.pattern.shape[0] + self.tile.own_far.pattern.shape[1]
-        return own.nbytes + (rows + cols + more) * own.size(1) * own.element_size()
 
     def to(self, device: torch.device) -> GridMatrix:
         """Returns the same matrix on another device."""
@@ -176,7 +161,7 @@ class GridMatrix:
         return GridMatrix(LocalBlocks(*blocks), self.links.to(device), self.fiber)
 
     def gather(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns own and ghost rows as `apply` would multiply by them."""
+        """Returns own and ghost rows as a product would multiply by them."""
         own = self.fiber.split(g)
         return own, self.links.ghost.begin(own)()
 
@@ -186,6 +171,116 @@ class GridMatrix:
             f"GridMatrix({n} nonzeros here, in: {self.links.ghost}, "
             f"out: {self.links.out})"
         )
+
+
+Land = Callable[[Tensor], Tensor]
+
+
+class OverlappedSpMM:
+    """Computes one product inside the fiber, multiplying while rows travel.
+
+    Shapes (this rank; n own rows, o out rows, h ghosts): own [n, f] -> [n, f], ghosts
+    [h, f].
+    """
+
+    def __init__(self, matrix: GridMatrix, x: Tensor) -> None:
+        self._matrix, self._width = matrix, x.size(1)
+        self._tile, self._links, tile = matrix.tile, matrix.links, matrix.tile
+        self._note = matrix.fiber.axis.ledger.event
+        self._own = own = matrix.fiber.split(x)
+        n, out = (
+            len(tile.own_own.pattern.rowptr) - 1,
+            len(tile.out_own.pattern.rowptr) - 1,
+        )
+        self._make_room(out)
+        self._z = own.new_empty((n, own.size(1)))
+        self._out = own.new_empty((out, own.size(1)))
+        self._ghost = own[:0]
+
+    def _make_room(self, out: int) -> None:
+        """Returns freed memory to the system if what a product takes would not fit."""
+        tile, own = self._tile, self._own
+        if own.is_cuda:
+            return
+        rows = out + tile.out_ghost.pattern.num_cols + tile.own_far.pattern.num_cols
+        rows += len(tile.sum_own.pattern.rowptr) - 1
+        memory.make_room(own.nbytes + rows * own.size(1) * own.element_size())
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the product, and the own and ghost rows it multiplied by; collective."""
+        tile, links, own, note = self._tile, self._links, self._own, self._note
+        arrive = links.ghost.begin(own)
+        note("begin", "in")
+        sums = self._sent(links.sums, tile.sum_own)
+        early = links.ghost.num_ghosts == 0 and links.sums.silent
+        if early:
+            far, outgoing = self._leave(early)
+            tile.own_own.matmul(own, self._z)
+            note("multiply", "own")
+            self._ghost = arrive()
+            note("arrive", "in")
+        else:
+            tile.own_own.matmul(own, self._z)
+            tile.out_own.matmul(own, self._out)
+            note("multiply", "own")
+            self._ghost = arrive()
+            note("arrive", "in")
+            if len(self._out):  # they wait for sums; own rows need not, yet
+                sums = self._land_everywhere(sums)
+            far, outgoing = self._leave(early)
+        tile.own_ghost.add_matmul(self._ghost, self._z)
+        note("multiply", "ghost")
+        _landed(sums, self._z)
+        tile.own_far.add_matmul(far(), self._z)
+        _landed(outgoing, self._z)
+        note("arrive", "out")
+        return self._matrix.fiber.join(self._z, self._width), own, self._ghost
+
+    def _land_everywhere(self, sums: list[Land]) -> list[Land]:
+        """Adds sums to own and out rows, which they know as one tensor."""
+        if not self._links.sums.silent:
+            both = torch.cat([self._z, self._out])
+            _landed(sums, both)
+            self._z = both[: len(self._z)].clone()  # autograd wants no view of another
+            self._out = both[len(self._z) :]
+        return []
+
+    def _leave(self, early: bool) -> tuple[Callable[[], Tensor], list[Land]]:
+        """Starts all that travels over the col axis."""
+        links = self._links
+        held = self._own
+        if not links.far.silent and len(self._ghost):
+            held = torch.cat([self._own, self._ghost])
+        far = links.far.begin(held)
+        outgoing, first = [], 0
+        for part in links.out.parts:
+            rows = self._out[first : first + part.num_ghosts]
+            if early:
+                self._tile.out_own.matmul(self._own, rows, first)
+            self._tile.out_ghost.add_matmul(self._ghost, rows, first)
+            self._note("multiply", "out")
+            outgoing.append(part.begin_transpose(rows))
+            self._note("begin", "out")
+            first += part.num_ghosts
+        self._out = self._own[:0]  # what is coded is not needed any more
+        return far, outgoing
+
+    def _sent(self, link: Link, block: CSR) -> list[Land]:
+        """Multiplies own columns into sums for other ranks, part by part as they leave."""
+        outgoing, first = [], 0
+        for part in link.parts:
+            rows = self._own.new_empty((part.num_ghosts, self._own.size(1)))
+            block.matmul(self._own, rows, first)
+            outgoing.append(part.begin_transpose(rows))
+            first += part.num_ghosts
+        if not link.silent:
+            self._note("begin", "sums")
+        return outgoing
+
+
+def _landed(sums: list[Land], rows: Tensor) -> None:
+    for land in sums:
+        land(rows)
 
 
 def value_gradient(
@@ -228,7 +323,7 @@ class _Product(torch.autograd.Function):
         if value is not None:
             tile = matrix.tile.with_values(value, index)
             matrix = GridMatrix(tile, matrix.links, matrix.fiber)
-        z, own, ghost = matrix.apply(x)
+        z, own, ghost = OverlappedSpMM(matrix, x).run()
         ctx.matrix, ctx.index = matrix, index
         if value is not None and ctx.needs_input_grad[1]:
             ctx.save_for_backward(value, own, ghost)
@@ -245,7 +340,7 @@ class _Product(torch.autograd.Function):
             return _Product.apply(g, None, None, mirror), None, None, None
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
-            gx, *found = mirror.apply(g)
+            gx, *found = OverlappedSpMM(mirror, g).run()
             rows = tuple(found)
         if not ctx.needs_input_grad[1]:
             return gx, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from pyg_distcomm.ops.block_plan import BlockPlan, Edges, coordinate
 from pyg_distcomm.ops.cover import check_halo
 from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
-from pyg_distcomm.ops.local_blocks import Wrap
 from pyg_distcomm.partition.partition import Partition
 
 
@@ -35,14 +34,13 @@ class GridPlan:
         index = tuple(i.to(device) for i in self.index)
         return GridPlan(self.matrix.to(device), self.route.to(device), index)
 
-    def matmul(self, x: Tensor, value: Tensor, wrap: Wrap | None = None) -> Tensor:
-        """Returns the product with trainable own edge values `[e]`, over wrapped links.
+    def with_learnt(self, value: Tensor) -> GridMatrix:
+        """Returns the matrix of trainable own edge values `[e]`.
 
-        For plans with halo="rows" or "blocks": values of nonzeros that are handed to
-        other ranks would travel in every product.
+        For plans with halo="rows" or "blocks": values of nonzeros that other ranks
+        multiply would travel in every product.
         """
-        matrix = self.matrix.over(wrap)
-        return matrix.matmul(x, self.route.carry(value), index=self.index)
+        return replace(self.matrix, value=self.route.carry(value), index=self.index)
 
 
 def build_plan(

@@ -1,11 +1,10 @@
-"""Tile and Links: what a rank multiplies, and the exchanges around it."""
+"""Holds the blocks that a rank multiplies, and the exchanges of a product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from pyg_distcomm.comm.price import Price
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.ops.csr import CSR
 
-Wrap: TypeAlias = Callable[[Link, int], Link]
 _IN_A_TRACE = {
     "own_own": "own columns",
     "own_ghost": "halo columns",
@@ -23,6 +21,14 @@ _IN_A_TRACE = {
     "sum_own": "own columns, sums for others",
     "own_far": "forwarded columns",
 }
+
+
+class LinkWrapper(Protocol):
+    """Puts links in place of the exact ones, as a call of a layer has them."""
+
+    def wrap(self, link: Link, name: int) -> Link:
+        """Returns what stands for one of the links of a product."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +113,10 @@ class Links:
         back = self.out.price_transpose(width) + self.sums.price_transpose(width)
         return there + back
 
-    def wrapped(self, wrap: Wrap) -> Links:
-        """Returns the same exchanges, each as `wrap(link, name)` has it."""
+    def wrapped(self, wrapper: LinkWrapper) -> Links:
+        """Returns the same exchanges, each as `wrapper` has it."""
         every = (self.ghost, self.out, self.sums, self.far)
-        return Links(*(wrap(link, name) for name, link in enumerate(every)))
+        return Links(*(wrapper.wrap(link, name) for name, link in enumerate(every)))
 
     def to(self, device: torch.device) -> Links:
         """Returns the same exchanges on another device."""

@@ -89,6 +89,7 @@ def open_source(
     Raises ValueError, naming the file, for what is missing, damaged or at odds.
     """
     path = Path(path)
+    _check_names(set(node_files or {}), set(edge_files or {}))
     if path.is_dir():
         found = _Folder(path, spool, num_nodes, undirected, split).read()
     elif not path.is_file():
@@ -107,6 +108,20 @@ def open_source(
             "it (--num-nodes), or give another file"
         )
     return found
+
+
+def _check_names(node: set[str], edge: set[str]) -> None:
+    """Refuses names of attributes that the edges, or two files, would share."""
+    if "edge_index" in node | edge:
+        raise ValueError(
+            "edge_index: got a file for it beside the graph, whose edges it would not "
+            "replace; give that file as the graph, or its values another name"
+        )
+    if node & edge:
+        raise ValueError(
+            f"{min(node & edge)}: got a file of the nodes and one of the edges; give one "
+            "of them another name"
+        )
 
 
 def _check_rows(column: Column, count: int, what: str) -> None:

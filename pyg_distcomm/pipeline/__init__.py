@@ -1,1 +1,1 @@
-"""Layers over ranks, chunks of nodes through them, and history between chunks."""
+"""Trains deep models in stages over ranks, through which chunks of nodes stream."""

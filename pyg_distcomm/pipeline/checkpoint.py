@@ -1,4 +1,4 @@
-"""What a pipeline writes to resume bit for bit, on any number of stages."""
+"""Saves and loads a pipeline, to resume bit for bit on any number of stages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,23 @@ from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.validation import on_all_ranks
 
 _MODEL = "model.pt"
+_NONE = type(None)
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "model": (dict,),
+    "optimizer": (dict, _NONE),
+    "epoch": (int,),
+    "seed": (int,),
+    "link": (dict, _NONE),
+}
+_ROW_FIELDS: dict[str, tuple[type, ...]] = {
+    "mark": (str,),
+    "sites": (dict,),
+    "link": (dict, _NONE),
+}
+_SITE_FIELDS: dict[str, tuple[type, ...]] = {
+    "history": (torch.Tensor, _NONE),
+    "gradients": (torch.Tensor, _NONE),
+}
 _NO_ROWS: dict[str, Any] = {
     "kept": [],
     "mark": None,
@@ -97,11 +114,13 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
                 )  # read where it is of use
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"cannot load the pipeline at {path}: {error}") from error
-        missing = {"model", "optimizer", "epoch", "seed", "link"} - set(whole)
-        if missing:
-            raise ValueError(
-                f"cannot load the pipeline at {path}: {_MODEL} holds no {sorted(missing)[0]}"
-            )
+        problem = _misfit(whole, _FIELDS)
+        problem = problem and f"{path / _MODEL}: {problem}"
+        for file, part in parts.items():
+            wrong = _misfit(part, _ROW_FIELDS) or _misfit_sites(part["sites"])
+            problem = problem or (wrong and f"{path / file}: {wrong}")
+        if problem:
+            raise ValueError(f"cannot load the pipeline at {path}: {problem}")
     pipe.load_state_dict(whole["model"])
     with on_all_ranks(pipe.mesh):
         if optimizer is not None:
@@ -110,6 +129,24 @@ def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) 
     if pipe._run is not None:
         pipe._run.seed = pipe._seed
     pipe._boundary, pipe._saved = None, _Kept(parts, whole["link"], path)
+
+
+def _misfit(saved: Any, wanted: dict[str, tuple[type, ...]]) -> str | None:
+    """Returns which field of a saved file is missing, or of another type."""
+    if not isinstance(saved, dict):
+        return f"got a {type(saved).__name__}, wanted a dict of {', '.join(wanted)}"
+    for name, kinds in wanted.items():
+        if name not in saved:
+            return f"holds no {name}; save the pipeline anew"
+        if not isinstance(saved[name], kinds) or isinstance(saved[name], bool):
+            kind, one = type(saved[name]).__name__, kinds[0].__name__
+            return f"{name} is a {kind}, wanted a {one}; save the pipeline anew"
+    return None
+
+
+def _misfit_sites(sites: dict[Any, Any]) -> str | None:
+    wrong = (_misfit(site, _SITE_FIELDS) for site in sites.values())
+    return next(filter(None, wrong), None)
 
 
 def _kept(pipe: Any) -> _Kept:

@@ -1,4 +1,4 @@
-"""View: an edge_index as a layer sees it while it runs on one chunk."""
+"""Presents an edge_index to a layer that runs on one chunk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from pyg_distcomm.comm.price import Price
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.graph.topology import LocalGraph, Topology
+from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.compressibility import check_aggregations, compares
 from pyg_distcomm.nn.halo_execution import layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
-from pyg_distcomm.pipeline.history import History
-from pyg_distcomm.pipeline.history_buffer import GradientRule, HistoryBuffer, read_site
+from pyg_distcomm.pipeline.history_buffer import (
+    GradientRule,
+    History,
+    HistoryBuffer,
+    read_site,
+)
 
 _KEYED, _PLAIN = 0x919E, 0x919F  # set the keys of a pipeline apart
 
@@ -168,7 +172,7 @@ class ChunkPass:
             return link
         place = self.before + list(self.sites).index(key)
         last = 0 < place == self.all_sites - 1  # where it is the only one, it is coded
-        call = self.link.part(place, f"layer {key[0]}", chunk, last)
+        call = self.link.begin_chunk(place, f"layer {key[0]}", chunk, last)
         exactly = self.sites[key].exactly
         return (call.whole(exactly) if exactly else call).wrap(link, 0)
 
@@ -330,34 +334,55 @@ class ChunkTopology(Topology):
         """Hears which layer reads next, and its link."""
         self.run.read_by(layer, own)
 
-    def sum(self, x: Tensor, weight: Tensor | None, wrap: Any = None) -> Tensor:
-        """Returns `sum_e weight_e x_source(e)` for each node of the chunk."""
-        if weight is None:
-            return self.run.read(x, self.run.plan.sum(), self.chunk)
-        here = self.locals
-        return self._weighted(
-            x, torch.stack([here.source_lid, here.target_lid]), weight
-        )
-
-    def gcn(
+    def operator(  # type: ignore[override]
         self,
-        x: Tensor,
+        kind: OperatorKind,
         weight: Tensor | None,
-        improved: bool,
-        add_self_loops: bool,
-        wrap: Any = None,
-    ) -> Tensor:
-        """Returns `D^-1/2 (A + I) D^-1/2 x`, degrees taken over the whole graph."""
-        if weight is None:
-            operator = self.run.plan.gcn(improved, add_self_loops, x.dtype)
-            return self.run.read(x, operator, self.chunk)
-        edges, value = self.gcn_norm(weight, improved, add_self_loops, x.dtype)
-        return self._weighted(x, edges, value)
+        dtype: torch.dtype,
+        exchange: Any = None,
+    ) -> ChunkMatrix:
+        """Returns the chunk's rows of a matrix, degrees taken over the whole graph."""
+        if weight is not None:
+            here = self.locals
+            edges = torch.stack([here.source_lid, here.target_lid])
+            if kind.normalize:
+                loops = kind.improved, kind.add_self_loops
+                edges, weight = self.gcn_norm(weight, *loops, dtype)
+            return ChunkMatrix(self, None, edges, weight)
+        plan = self.run.plan
+        if kind.normalize:
+            return ChunkMatrix(
+                self, plan.gcn(kind.improved, kind.add_self_loops, dtype)
+            )
+        return ChunkMatrix(self, plan.sum())
 
-    def _weighted(self, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:
-        every = self.locals.with_ghosts(x)
-        message = weight.to(x.dtype).unsqueeze(1) * every.index_select(0, edges[0])
-        return torch.zeros_like(x).index_add(0, edges[1], message)
+
+@dataclass(frozen=True, eq=False)
+class ChunkMatrix:
+    """Multiplies the rows that a chunk reads by its rows of a matrix.
+
+    Args:
+        topology: the chunk's edges.
+        planned: the matrix, where its values are planned for all chunks.
+        edges, weight: otherwise its nonzeros, in the chunk's numbering.
+    """
+
+    topology: ChunkTopology
+    planned: Operator | None
+    edges: Tensor | None = None
+    weight: Tensor | None = None
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Returns the product for each node of the chunk."""
+        here = self.topology
+        if self.planned is not None:
+            return here.run.read(x, self.planned, here.chunk)
+        assert self.edges is not None
+        assert self.weight is not None
+        every = here.locals.with_ghosts(x)
+        weight = self.weight.to(x.dtype).unsqueeze(1)
+        message = weight * every.index_select(0, self.edges[0])
+        return torch.zeros_like(x).index_add(0, self.edges[1], message)
 
 
 class _Steady(MultiplyOrder):

@@ -1,4 +1,4 @@
-"""ChunkPlan: the nodes of a rank cut into chunks, and everything planned from that once.
+"""Cuts the nodes of a rank into chunks, and plans once what follows from that.
 
 [Note: chunks] A chunk is to a layer what a rank is: rows of its own, and edges whose sources
 may lie elsewhere. Own rows of a rank are sorted by chunk, and so are its ghosts, so that a

@@ -1,10 +1,11 @@
-"""Pipeline: layers cut into stages over ranks, through which chunks of nodes stream.
+"""Trains layers cut into stages over ranks, through which chunks of nodes stream.
 
 [Note: pipeline] Layers of a deep model are shared out over stages, and the nodes of the graph
 over chunks, after [Chen23]. Each stage has the edges of the whole graph, and weights of its
 layers only. Chunk by chunk, rows go from stage to stage; a layer reads of a node's neighbours
 what this epoch has computed, or else what an earlier one had (see [Note: sites] in
-`site.py`). Every row crosses each border between stages once forward and its gradient once
+`history_buffer.py`).
+Every row crosses each border between stages once forward and its gradient once
 back, so bytes depend neither on the edges cut nor on the number of layers.
 """
 
@@ -24,14 +25,18 @@ from torch_geometric.data import Data
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.pipeline import checkpoint, validation, warmup
-from pyg_distcomm.pipeline.balance import cut_layers
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import plan_chunks
-from pyg_distcomm.pipeline.epoch import OP, Epoch, Loss, StageBuffers, gradients_added
-from pyg_distcomm.pipeline.grad_clipping import clip_grad_norm_
-from pyg_distcomm.pipeline.history import History
-from pyg_distcomm.pipeline.history_buffer import GradientRule
-from pyg_distcomm.pipeline.layer_stack import StackLayer, read_stack
+from pyg_distcomm.pipeline.epoch import (
+    OP,
+    Epoch,
+    Loss,
+    StageBuffers,
+    clip_grad_norm_,
+    gradients_added,
+)
+from pyg_distcomm.pipeline.history_buffer import GradientRule, History
+from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
 from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule, schedule_of
 from pyg_distcomm.pipeline.stage import Stage, StageTensors
@@ -268,7 +273,7 @@ class Pipeline(torch.nn.Module):
         assert self._run is not None
         assert self._boundary is not None
         if self._run.link is not None:
-            self._run.link.begin_parts(self._run.plan.topology.nodes)
+            self._run.link.begin_pipeline(self._run.plan.topology.nodes)
         self._run.epoch = self.epoch
         again = (self.epoch + 1) % self.refresh == 0
         order = self.order_of(self.epoch)

@@ -1,4 +1,4 @@
-"""What a pipeline moves and how long it idles, as plain arithmetic.
+"""Prices what a pipeline moves and how long it idles, as plain arithmetic.
 
 Symbols: n nodes, d features of a hidden layer, S stages, W ranks of a stage, M chunks, L
 exchanges of rows among the ranks of a stage, s tensors that all stages share (GCNII's x_0).

@@ -1,4 +1,4 @@
-"""Schedule: what each stage does in an epoch, in which order, checked before use.
+"""Schedules the actions of each stage in an epoch, and checks their order.
 
 [Note: fill and drain] All chunks go forward through the stages, then the loss is taken of
 the whole graph, then all chunks go back in the opposite order, as in [Huang19] Sec. 2.2. An

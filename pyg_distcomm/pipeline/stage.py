@@ -1,4 +1,4 @@
-"""Stage: some layers, run on a chunk or on all nodes, and what goes in and comes out."""
+"""Runs the layers of a stage on a chunk or on all nodes, with its inputs and outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline refuses, on all ranks alike."""
+"""Refuses what a pipeline cannot run, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.pipeline.history import DTYPES
+from pyg_distcomm.pipeline.history_buffer import DTYPES
 from pyg_distcomm.pipeline.layer_stack import StackLayer
 
 ORDERS = ("shuffled", "fixed")

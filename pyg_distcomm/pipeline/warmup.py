@@ -1,4 +1,4 @@
-"""What comes before training: equal weights, measures, and a pass over all nodes."""
+"""Prepares training: broadcasts weights, measures layers, and passes over all nodes once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from torch_geometric.data import Data
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.pipeline.balance import seconds_of, supposed_costs
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.epoch import OP, StageBuffers
-from pyg_distcomm.pipeline.layer_stack import StackLayer, crossing
+from pyg_distcomm.pipeline.layer_stack import (
+    StackLayer,
+    crossing,
+    seconds_of,
+    supposed_costs,
+)
 from pyg_distcomm.pipeline.stage import Stage, StageTensors, Values
 from pyg_distcomm.pipeline.validation import on_all_ranks
 from pyg_distcomm.tensor.dist_tensor import DistTensor

@@ -1,1 +1,1 @@
-"""What an epoch will cost on each grid, before anything is sent, and which grid to take."""
+"""Prices training on each grid before anything is sent, and picks one."""

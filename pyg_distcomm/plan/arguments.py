@@ -1,4 +1,4 @@
-"""What `plan` is asked, checked and filled in."""
+"""Checks the arguments of `plan`, and fills in what they leave out."""
 
 from __future__ import annotations
 

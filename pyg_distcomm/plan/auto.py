@@ -1,7 +1,9 @@
-"""init, with algorithm="auto": the grid that is predicted to be the fastest."""
+"""Joins a run; `algorithm='auto'` shortlists plans, times them and takes the fastest."""
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,11 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
+from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.mesh import Grid, Mesh
+from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.nn.gcn_conv import DistGCNConv
+from pyg_distcomm.nn.replicate import replicate
+from pyg_distcomm.nn.sage_conv import DistSAGEConv
 from pyg_distcomm.partition.cutters import (
     check_edge_index,
     check_method,
@@ -27,8 +35,7 @@ from pyg_distcomm.plan.arguments import (
     edges_of,
     training_asked,
 )
-from pyg_distcomm.plan.autotune import race, rivals
-from pyg_distcomm.plan.calibrate import calibrate
+from pyg_distcomm.plan.calibrate import calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
@@ -71,9 +78,9 @@ def init(
         mesh = pdc.init("auto", data=dataset[0], widths=[602, 16, 41])
         data = pdc.partition(dataset[0], mesh)      # cut as planned
 
-    "auto" measures the links, and the processors at the model's widths (see `calibrate`),
-    plans on rank 0, and takes the best plan that fits (see `plan`). Exact plans near it, of
-    plain GCN and SAGE layers, first train some epochs each. `partition` follows `mesh.plan`.
+    "auto" calibrates, plans on rank 0 (see `plan`), times epochs of the best 4 exact plans,
+    and takes the fastest; see `shortlist` for when the best plan is taken untimed.
+    `partition` follows `mesh.plan`.
 
     Args:
         algorithm: "1d", "1.5d", "2d", "3d", "feature" (see `resolve_grid`) or "auto".
@@ -94,7 +101,7 @@ def init(
             to be handed on as `partition(..., link=mesh.plan.link)`, and stages, with
             `mesh.plan.chunks` and `balance` for `Pipeline`. See `plan`.
         method: for "auto", how the graph is cut, for `partition` too; from seed 0.
-        machine: for "auto", the figures, instead of measuring them; nothing is trained.
+        machine: for "auto", the figures, instead of measuring them; nothing is timed.
 
     `mesh.close()` or `with pdc.init() as mesh:` gives connections back.
 
@@ -203,7 +210,7 @@ def _planned(
             near, training = [best], None
         else:
             training = _training(data, read, asked)
-            near = rivals(plans, training, asked["memory"])
+            near = shortlist(plans, training, asked["memory"])
         placed = [(replace(one, link=None), place(one)) for one in near]
         return placed, owner, training
 
@@ -218,7 +225,7 @@ def _planned(
     if len(near) == 1:
         return near[0], owners
     collectives.agree(_unread(data, owners), mesh.world)
-    return race(edges_of(data, owners)[0], owners, near, training, how), owners
+    return fastest(edges_of(data, owners)[0], owners, near, training, how), owners
 
 
 def _unread(data: Any, owners: Partition) -> str | None:
@@ -287,3 +294,151 @@ def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | Non
     ways = best.size // best.stages
     method = "block" if ways == 1 else method
     return cut(edge_index, nodes, ways, method, train_mask=mask, grid=best.grid)
+
+
+MOST = 4  # plans that are timed
+LONGEST = 5.0  # seconds of an epoch, as estimated, beyond which none is timed
+WARM, EPOCHS = 3, 7  # epochs of each that do not count, and that do
+ROOM = 8 << 30  # bytes that they may use together, where no limit is given
+DTYPES = {4: torch.float32, 8: torch.float64}  # by bytes of a number
+LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
+
+
+def shortlist(
+    plans: Plans, training: Training, memory: float | None = None
+) -> list[Plan]:
+    """Returns the best few exact plans by the model, to be timed; or the best one alone.
+
+    It is alone where layers are not plain GCN and SAGE layers that follow one another, and
+    where its epochs are estimated to take longer than `LONGEST`.
+
+    Args:
+        plans: all there are.
+        training: what they train.
+        memory: bytes a rank may use, for all of them together.
+    """
+    best = plans.best
+    limit = memory or plans.machine.memory or ROOM
+    chosen: dict[tuple[Grid, int, float], Plan] = {}  # halos that send the same are one
+    if best.stages > 1 or best.seconds > LONGEST or not _plain(training):
+        return [best]
+    for one in plans:
+        total = one.memory + sum(other.memory for other in chosen.values())
+        key = one.grid, one.bytes, one.seconds
+        usable = one.exact and one.stages == 1 and one.seconds <= LONGEST
+        if usable and key not in chosen and total <= limit:
+            chosen[key] = one
+    return list(chosen.values())[:MOST] if best in chosen.values() else [best]
+
+
+def _plain(training: Training) -> bool:
+    """Returns whether a `_Model` multiplies what `training` does."""
+    layers = training.layers
+    pairs = itertools.pairwise(layers)
+    follow = all(one.width_out == other.width_in for one, other in pairs)
+    usual = (
+        layer.kind in LAYERS
+        and layer.trains
+        and not (layer.against or layer.fresh)
+        and layer.still in (None, i == 0)
+        and layer.flows in (None, i > 0 or training.inputs == "trained")
+        for i, layer in enumerate(layers)
+    )
+    known = not training.missing and training.itemsize in DTYPES
+    return follow and known and all(usual)
+
+
+def fastest(
+    edge_index: Tensor,
+    owners: Partition,
+    plans: list[Plan],
+    training: Training,
+    how: dict[str, Any],
+) -> Plan:
+    """Trains some epochs of each plan, in turn, and returns the fastest; collective.
+
+    The model is a GCN or GraphSAGE of the widths of `training`. The slowest rank's median
+    epoch counts.
+
+    Args:
+        edge_index: of the whole graph.
+        owners: the partition of its nodes.
+        plans: two or more, see `shortlist`.
+        training: plain, see `shortlist`.
+        how: arguments of `init` for their meshes, which are closed afterwards.
+    """
+    layers = training.layers
+    dtype = DTYPES[training.itemsize]
+    x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
+    y = torch.arange(owners.num_nodes) % layers[-1].width_out
+    data = Data(x=x, y=y, edge_index=edge_index)
+    runs = [_Run(data, owners, plan, training, how) for plan in plans]
+    took: list[list[float]] = [[] for _ in plans]
+    for _ in range(WARM + EPOCHS):
+        for run, seconds in zip(runs, took, strict=True):
+            seconds.append(once(run.epoch, run.mesh))
+    medians = [statistics.median(seconds[WARM:]) for seconds in took]
+    slowest = torch.tensor(medians, dtype=torch.float64)
+    slowest = collectives.all_reduce(slowest, runs[0].mesh.world, "max")
+    for run in runs:
+        run.end()
+    return plans[int(slowest.argmin())]
+
+
+class _Run:
+    """Trains a model as one plan has it."""
+
+    def __init__(
+        self,
+        data: Data,
+        owners: Partition,
+        plan: Plan,
+        training: Training,
+        how: dict[str, Any],
+    ) -> None:
+        self.mesh: Mesh = grids.init(grid=plan.grid, **how)
+        self.mesh.plan, self.mesh.owners = plan, owners
+        self._share = partition(data, self.mesh).to(self.mesh.device)
+        self._share.x.requires_grad_(training.wants_gradient(0))
+        self._changing = training.inputs == "changing"
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the script's own draws stay as they are
+            model = _Model(training).to(self.mesh.device, data.x.dtype)  # type: ignore[union-attr]
+        self._model = replicate(model, self.mesh)
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+
+    def epoch(self) -> None:
+        """Trains once on all nodes."""
+        self._optimizer.zero_grad()
+        x = self._share.x.clone() if self._changing else self._share.x
+        out = self._model(x, self._share.edge_index)
+        torch.nn.functional.cross_entropy(out, self._share.y).backward()
+        self._optimizer.step()
+
+    def end(self) -> None:
+        """Closes the process groups."""
+        collectives.barrier(self.mesh.world)
+        del self._model, self._optimizer, self._share
+        axes = (
+            self.mesh.world,
+            self.mesh.data,
+            *(getattr(self.mesh, a) for a in grids.AXES),
+        )
+        let_go(axes)
+
+
+class _Model(torch.nn.Module):
+    """Stacks the layers of a training."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(
+            LAYERS[one.kind](int(one.width_in), int(one.width_out))
+            for one in training.layers
+        )
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        for conv in self.convs[:-1]:
+            x = conv(x, edge_index).relu()
+        return self.convs[-1](x, edge_index)

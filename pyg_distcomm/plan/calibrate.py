@@ -1,13 +1,14 @@
-"""calibrate: measures what a run computes with and talks over."""
+"""Measures the latencies, bandwidths and rates of a run: quickly, as medians."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,17 +28,14 @@ from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.cost import sum_messages
 from pyg_distcomm.plan.machine import Line, Machine, Rate, Wire, lines_of
-from pyg_distcomm.plan.timing import LapTimer, Name, Work, once, slowest, timed
 
-SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes sent to a rank; by a rank, all told
-FEW = 5  # times that such a row is timed
-LONG = 0.1  # seconds that exchanges of a size are timed, pauses between them
-LONGEST = 0.15  # seconds of one exchange: larger ones are as fast
-PAUSE = 0.03  # seconds before each exchange
-BETWEEN = 2  # times that what computes for less than LONG is timed between lines, too
-PROBES = 4  # exchanges of next to nothing, each time
-WIDE = 256  # the other side of a dense product, and rows that are copied
-AXES = ("world", "row", "col", "fiber", "data")
+Work: TypeAlias = Callable[[], object]
+Name: TypeAlias = tuple[str, int | str]  # of a timing, and its width, depth or codec
+
+SMALL, LEAST, MOST = 8, 1 << 16, 1 << 26  # bytes that a rank sends in an exchange
+LONG = 0.1  # seconds of the longest exchange that is timed
+WIDE = 256  # the other side of a dense product, and the width of rows that are copied
+AXES = ("world", "row", "col", "fiber", "data", "control")
 SHALLOW, DEEP = 1, 5  # layers of the models whose overheads are timed
 
 
@@ -52,46 +50,39 @@ def calibrate(
 ) -> Machine:
     """Measures latency, bandwidth and rates, all ranks at the same time.
 
-    Collective over all ranks, of all stages.
-
-    Medians, of the rank where they are most: computation before, between and after the
-    lines of the mesh, in seconds of a processor, times how much longer it takes where all
-    ranks compute; equal on all ranks. Bandwidths are those of all ranks sending to all
-    others at once, many times. Exchanges begin after a pause, and what links let through
-    at once, having saved it up, is told from what they hold by the longest of them. Nothing
-    is added to the ledger.
+    Collective over all ranks, of all stages. Each figure is the slowest rank's median, equal
+    on all ranks. Bandwidths are those of all ranks of an axis sending to all others at once.
+    Nothing is added to the ledger.
 
     Args:
-        mesh: the ranks; the lines of every grid of so many are measured.
-        widths: at which products are timed; those of the model, best of all.
+        mesh: the ranks; the axes of every grid of so many are measured.
+        widths: at which products are timed; best those of the model.
         rows, degree: of the matrix that is multiplied, a rank.
         repeats: how often each is timed.
-        codecs: those whose coding is timed, as `plan` takes them.
+        codecs: those whose encoding and decoding is timed, as `plan` takes them.
 
     One rank has no link to measure: its machine has that of `Machine()`.
 
-    Price: about ten seconds for each line of the mesh (of 4 ranks 3, of 8 ranks 6), and
-    another ten to twenty for all-reduces and products.
+    Price: a second or two for each axis (of 4 ranks 3, of 8 ranks 6), and a few more for
+    all-reduces and products.
     """
     _check(widths, rows, degree, repeats)
     quiet, widths = _uncounted(mesh), sorted(set(widths))
     narrow = max(1, widths[0] // mesh.size)  # of a rank, on a grid with a fiber
     products = _products(quiet, widths, narrow, rows, degree)
     works = {name: work for name, (_, work) in products.items()}
-    works |= _epochs(quiet) | _codes(quiet, codecs, widths[-1], rows)
-    laps = LapTimer(works, works["spmm", widths[-1]], quiet)
-    laps.run(repeats)
-    lines: dict[Line, Wire] = {}
-    for size, stride in lines_of(mesh.size):
-        lines[size, stride] = _wire(size, stride, quiet, repeats)
-        laps.run(BETWEEN, LONG)
+    works |= _codes(quiet, codecs, widths[-1], rows)
+    took = {name: timed(work, quiet, repeats) for name, work in works.items()}
+    for depth, epoch in _epochs(quiet).items():
+        took["epoch", depth] = timed(epoch, quiet, repeats, computed)
+    lines: dict[Line, Wire] = {
+        (size, stride): _wire(size, stride, quiet, repeats)
+        for size, stride in lines_of(mesh.size)
+    }
     assumed = Wire(Machine.latency, Machine.bandwidth)  # one rank has no link
     every = lines.get((mesh.size, 1), assumed)
-    sums = _sums(quiet, repeats) if mesh.size > 1 else None
-    laps.run(BETWEEN, LONG)
-    took = laps.medians()
     rate = {name: amount / took[name] for name, (amount, _) in products.items()}
-    layer, epoch = _overheads(took)
+    layer, beside = _overheads(took)
     return Machine(
         every.latency,
         every.bandwidth,
@@ -99,14 +90,48 @@ def calibrate(
         Rate(tuple((w, rate["gemm", w]) for w in widths)),
         rate["stream", 0],
         layer,
-        epoch,
+        beside,
         lines=lines,
-        sums=sums,
+        sums=_sums(quiet, repeats) if mesh.size > 1 else None,
         codes=_coded(took, rows * widths[-1] * torch.float32.itemsize),
         source=f"measured on {mesh.size} ranks"
         if mesh.size > 1
         else "measured on 1 rank, link assumed",
     )
+
+
+def once(work: Work, mesh: Mesh) -> float:
+    """Returns the seconds of something that all ranks begin at once."""
+    collectives.barrier(mesh.world)
+    _finish(mesh)
+    start = time.perf_counter()
+    work()
+    _finish(mesh)
+    return time.perf_counter() - start
+
+
+def _finish(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def computed(epoch: Work, mesh: Mesh) -> float:
+    """Returns the seconds of an epoch beside its exchanges, whose prices are known."""
+    wall = once(epoch, mesh)
+    return wall - sum(entry.seconds for entry in mesh.ledger.entries.values())
+
+
+def timed(
+    work: Work,
+    mesh: Mesh,
+    repeats: int,
+    clock: Callable[[Work, Mesh], float] = once,
+) -> float:
+    """Returns the slowest rank's median seconds of something that all ranks do at once."""
+    work()
+    took = statistics.median([clock(work, mesh) for _ in range(repeats)])
+    median = torch.tensor(took, dtype=torch.float64)
+    return float(collectives.all_reduce(median, mesh.world, "max"))
 
 
 def _check(widths: Sequence[int], *counts: int) -> None:
@@ -119,7 +144,7 @@ def _check(widths: Sequence[int], *counts: int) -> None:
 
 
 def _uncounted(mesh: Mesh) -> Mesh:
-    """The same mesh with a ledger of its own."""
+    """Returns the same mesh with a ledger of its own."""
     ledger = Ledger()
     names = (*AXES, "control")
     axes = {name: replace(getattr(mesh, name), ledger=ledger) for name in names}
@@ -127,10 +152,9 @@ def _uncounted(mesh: Mesh) -> Mesh:
 
 
 def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
-    """Times exchanges in which each rank of a line sends as much to every other.
+    """Times exchanges in which each rank of an axis sends as much to every other.
 
-    All lines at once, each over a process group of its own, as those of a grid: in that
-    of the world, ranks of other lines would send, and wait for, messages of no bytes.
+    All axes of this kind at once, each over a process group of its own, as in a grid.
     """
     line = new_axis_group(mesh, size, stride)
 
@@ -142,7 +166,7 @@ def _wire(size: int, stride: int, mesh: Mesh, repeats: int) -> Wire:
             message, counts, counts, line, most=each
         ).wait()
 
-    found = _curve(exchange, size - 1, mesh, repeats)
+    found = _measured(exchange, size - 1, mesh, repeats)
     if line is not mesh.world:
         let_go([line])
     return found
@@ -156,48 +180,32 @@ def _sums(mesh: Mesh, repeats: int) -> Wire:
         values = torch.zeros(numbers, device=mesh.device)
         return lambda: collectives.all_reduce(values, mesh.world)
 
-    return _curve(reduce, sum_messages(mesh.size), mesh, repeats)
+    return _measured(reduce, sum_messages(mesh.size), mesh, repeats)
 
 
-def _curve(
+def _measured(
     work: Callable[[int], Work], messages: int, mesh: Mesh, repeats: int
 ) -> Wire:
-    """Times work of each size many times, with pauses in which links save up what they may."""
-    latency = timed(work(SMALL * messages), mesh, PROBES * repeats) / messages
-    sizes, found = [LEAST], [_in_a_row(work(LEAST), mesh)]
-    while found[-1] < LONGEST and sizes[-1] < MOST:
-        sizes.append(2 * sizes[-1])
-        found.append(_in_a_row(work(sizes[-1]), mesh))
-    # noise only adds: nothing takes longer than twice as much
-    took = list(itertools.accumulate(reversed(found), min))[::-1]
-    points = tuple(
-        (size, max(t - latency * messages, 0.0))
-        for size, t in zip(sizes, took, strict=True)
-    )
-    # what the last three quarters took, half of their share or more
-    begin, earlier = ([0, 0, 0, *values][-3] for values in (sizes, took))
-    size, whole = sizes[-1] - begin, took[-1]
-    last = max(whole - earlier, whole * size / sizes[-1] / 2)
-    return Wire(latency, size / last, points)
+    """Returns latency by exchanges of a few bytes, and bandwidth by the longest exchange.
 
-
-def _in_a_row(work: Work, mesh: Mesh) -> float:
-    """Returns the seconds of one, when as many follow one another as take a while."""
-    times = max(1, round(LONG / (timed(work, mesh, 1) + PAUSE)))
-    found = []
-    for _ in range(FEW):
-        took = 0.0
-        for _ in range(times):
-            time.sleep(PAUSE)
-            took += once(work, mesh)
-        found.append(took / times)
-    return slowest(found, mesh)
+    Sizes double until one takes `LONG` seconds, so that what a link lets through in a
+    burst counts little.
+    """
+    start = timed(work(SMALL * messages), mesh, repeats)
+    size = LEAST
+    took = timed(work(size), mesh, repeats)
+    while took < LONG and size < MOST:
+        size *= 2
+        took = timed(work(size), mesh, 1)
+    took = timed(work(size), mesh, min(repeats, 3))
+    # noise may make the long one shorter: count half of it at least
+    return Wire(start / messages, size / max(took - start, took / 2))
 
 
 def _products(
     mesh: Mesh, widths: list[int], narrow: int, rows: int, degree: int
 ) -> dict[Name, tuple[float, Work]]:
-    """Returns what is multiplied, and copied, to be timed; and how much work each is."""
+    """Returns the products and copies to be timed, each with its amount of work."""
     rng = torch.Generator().manual_seed(0)
     col = torch.randint(rows, (rows * degree,), generator=rng)
     row = torch.arange(rows).repeat_interleave(degree)
@@ -223,7 +231,7 @@ def _products(
 def _codes(
     mesh: Mesh, asked: Sequence[Asked], width: int, rows: int
 ) -> dict[Name, Work]:
-    """Returns how codecs write rows, and read them, to be timed."""
+    """Returns the encoding and decoding of rows by each codec, to be timed."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=rng, dtype=torch.float32).to(mesh.device)
     draw = RngKey(1, torch.arange(rows, device=mesh.device))
@@ -243,7 +251,7 @@ def _codes(
 
 
 def _coded(took: dict[Name, float], nbytes: int) -> dict[str, tuple[float, float]]:
-    """Returns the bytes of rows a second that codecs write, and read."""
+    """Returns the bytes of rows a second that codecs encode and decode."""
     return {
         name: (nbytes / took["write", name], nbytes / took["read", name])
         for kind, name in took
@@ -252,15 +260,15 @@ def _coded(took: dict[Name, float], nbytes: int) -> dict[str, tuple[float, float
 
 
 def _linear_step(x: Tensor, w: Tensor, g: Tensor) -> None:
-    """X W and its dW, as a layer of `torch.nn` has them."""
+    """Multiplies X W and its dW, as a layer of `torch.nn` does."""
     torch.nn.functional.linear(x, w)
     torch.mm(g.t(), x)
 
 
-def _epochs(mesh: Mesh) -> dict[Name, Work]:
-    """Returns epochs to be timed; collective.
+def _epochs(mesh: Mesh) -> dict[int, Work]:
+    """Returns epochs to be timed, by number of layers; collective.
 
-    Of models with next to no rows, of which each rank needs one of every other.
+    The models have next to no rows, of which each rank needs one of every other.
     """
     nodes = torch.arange(4 * mesh.size)
     away = torch.combinations(nodes[::4]).t()
@@ -270,7 +278,7 @@ def _epochs(mesh: Mesh) -> dict[Name, Work]:
     data.y = nodes % 4
     share = partition(data, mesh, "block").to(mesh.device)
     share.x.requires_grad_()  # else the first product is kept
-    found: dict[Name, Work] = {}
+    found: dict[int, Work] = {}
     for depth in (SHALLOW, DEEP):
         model = replicate(_Stack(depth).to(mesh.device), mesh)
         optimizer = torch.optim.Adam(model.parameters())
@@ -284,7 +292,7 @@ def _epochs(mesh: Mesh) -> dict[Name, Work]:
 
         for _ in itertools.repeat(None, 2):
             epoch()
-        found["epoch", depth] = epoch
+        found[depth] = epoch
     return found
 
 
@@ -296,7 +304,7 @@ def _overheads(took: dict[Name, float]) -> tuple[float, float]:
 
 
 class _Stack(torch.nn.Module):
-    """Layers of no width to speak of."""
+    """Stacks layers of width 4."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Codings: how products travel by a link, as plans know it: bytes, lateness, what is kept.
+"""Prices exchanges by a link: bytes, staleness, and buffers that are kept.
 
 Bytes are exact for codecs whose sizes do not depend on values, pair of ranks by pair and
-piece by piece, as `exchange.parcel` has them; for others the most there can be.
+piece by piece, as `halo.packing` has them; for others the most there can be.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from pyg_distcomm.halo.chunked import MOST
 from pyg_distcomm.halo.codec import HEADER, Codec
-from pyg_distcomm.halo.codecs.names import CODECS
-from pyg_distcomm.halo.codecs.plain import Cast, Plain
-from pyg_distcomm.halo.codecs.quantise import Quantise
+from pyg_distcomm.halo.codecs import CODECS
+from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
-from pyg_distcomm.halo.compressed import answering
+from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.halo import MAX_CHUNKS
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.plan.block_traffic import Array, Side
+from pyg_distcomm.plan.traffic import Array, Side
 from pyg_distcomm.plan.training import ProductShape
 
 Asked: TypeAlias = str | Codec | LinkPolicy
@@ -55,14 +54,14 @@ class Coding:
             ValueError, TypeError: for what is none, with what there is.
         """
         link = asked if isinstance(asked, LinkPolicy) else _link_of(asked)
-        rows, own = link.forecast.codecs_at(link.epoch)
+        rows, own = link.codecs_at(link.epoch)
         name = asked if isinstance(asked, str) else _name_of(link, rows, own)
-        return Coding(name, link, rows, answering(rows, rows, own))
+        return Coding(name, link, rows, gradient_codec(rows, rows, own))
 
     @property
     def sized(self) -> bool:
         """Whether bytes are exact; otherwise they are the most there can be."""
-        return self.rows.sized and self.gradients.sized
+        return self.rows.fixed_size and self.gradients.fixed_size
 
     @property
     def exact(self) -> bool:
@@ -175,7 +174,7 @@ class Writing:
         found = {}
         for w in {int(w) for w in width.ravel()}:
             message = partial(codec.wire_bytes, width=w, dtype=dtype)
-            found[w] = _coded(side, codec.sized, message)
+            found[w] = _coded(side, codec.fixed_size, message)
         every = [found[int(w)] for w in width.ravel()]
         asking, asked, ahead = (np.stack(part, 2) for part in zip(*every, strict=True))
         return asking, asked, ahead
@@ -194,7 +193,7 @@ class Writing:
             each = width * self.dtype.itemsize
             return side.ghosts * each, side.lent * each
         message = partial(codec.wire_bytes, width=width, dtype=self.dtype)
-        told = 0 if codec.sized else chunks * others * HEADER
+        told = 0 if codec.fixed_size else chunks * others * HEADER
 
         def most(rows: int) -> int:
             if not rows:
@@ -227,7 +226,7 @@ def _coded(
     total = np.zeros_like(pairs.want)
     others = pairs.want.shape[1] - 1
     ahead = np.zeros_like(total)
-    for number in range(MOST):
+    for number in range(MAX_CHUNKS):
         rows = pairs.of_piece(number)
         counts, where = np.unique(rows, return_inverse=True)
         sizes = [message(int(n)) if n else 0 for n in counts]

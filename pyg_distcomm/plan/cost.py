@@ -1,31 +1,242 @@
-"""Cost: bytes, seconds and memory of an epoch on one grid, as plain arithmetic.
+"""Prices an epoch on one grid: bytes, seconds and memory, as plain arithmetic.
 
-Bytes are exact: what the ledger counts. Products take the seconds of `passage.py`; those of
-late links overlap with all that an epoch computes.
+Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machine`'s latency,
+bandwidth and rates; they rank plans.
+
+A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
+`ops/overlapped_spmm.py`), each as long as its slowest rank takes. Exchanges of one step
+share the
+link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
+
+    fiber | ghosts travel, beside sums for others, which follow, and the own columns
+          | far columns travel, beside the ghost columns of out rows, whose sums follow, and
+          the ghost columns of own rows | far columns | fiber
+
+Exchanges of late links overlap with all that an epoch computes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from pyg_distcomm.comm.collectives import ring_words
-from pyg_distcomm.plan.block_traffic import Array, Side
+from pyg_distcomm.comm.price import balanced_split
+from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.product_cost import (
-    ProductPath,
-    carried_seconds,
-    halo_passage,
-    late_seconds,
-    passage,
-    product_seconds,
-)
-from pyg_distcomm.plan.traffic import Flow
+from pyg_distcomm.plan.traffic import Array, Flow, Side
 from pyg_distcomm.plan.training import ProductShape, Training
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One exchange on every rank [r, s, p]: bytes each way, and messages sent.
+
+    codec          how rows are written; None as they are
+    read, written  bytes of the rows, before and after a codec
+    """
+
+    axis: str
+    received: Array
+    sent: Array
+    messages: Array
+    codec: Codec | None = None
+    read: Array | int = 0
+    written: Array | int = 0
+
+    def handled(self, machine: Machine) -> Array:
+        """Returns the seconds in which rows are gathered or coded, and put down."""
+        out: Array = (self.sent + self.received) / machine.stream
+        if self.codec is None:
+            return out
+        return out + machine.coding_seconds(self.codec, self.written, self.read)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductPath:
+    """One product: its exchanges, and the nonzeros that each step multiplies.
+
+    split, join     over the fiber
+    first, second   what travels at once: ghosts, and sums for others; far columns, and sums
+    before, early   times the width, beside the first: sums for others, and then the rest
+    between, late   times the width, beside the second: sums, and then the rest
+    after           times the width, when that has arrived
+    """
+
+    split: Move
+    first: tuple[Move, Move]
+    second: tuple[Move, Move]
+    join: Move
+    width: Array
+    before: Array
+    early: Array
+    between: Array
+    late: Array
+    after: Array
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All exchanges, in order."""
+        return self.split, *self.first, *self.second, self.join
+
+    @property
+    def received(self) -> Array:
+        """Bytes received `[r, s, p]`."""
+        out: Array = sum(move.received for move in self.moves)  # type: ignore[assignment]
+        return out
+
+
+def product_path(
+    flow: Flow, product: ProductShape, itemsize: int, writing: Writing
+) -> ProductPath:
+    """Prices one product, as `GridMatrix.price` does on each rank.
+
+    Args:
+        flow: the rows.
+        product: its width and direction.
+        itemsize: bytes of a number on the fiber.
+        writing: how rows are written on the other axes.
+    """
+    p = flow.grid[2]
+    width = np.array(balanced_split(product.width, p))[None, None, :]
+    sides, axes = flow.sides, ("row", "col")
+    own, own_ghost, out_own, out_ghost, sum_own, own_far = flow.nonzeros
+    if product.transposed:
+        sides, axes = sides.mirrored, ("col", "row")
+        own_ghost, out_own, sum_own, own_far = out_own, own_ghost, own_far, sum_own
+    one, two = axes
+    # where nothing has to arrive first, far columns and sums leave before own rows are
+    # multiplied
+    line = ("row", "col").index(one)
+    others = np.any(sides.sums.ghosts > 0, axis=line, keepdims=True)
+    waits = (sides.ghost.ghosts > 0) | others
+    soon, later = (own + out_own) * waits, own * ~waits
+    return ProductPath(
+        _fiber(flow, product.width, width, itemsize, leaving=True),
+        (
+            _there(one, sides.ghost, width, writing),
+            _back(one, sides.sums, width, writing),
+        ),
+        (
+            _there(two, sides.far, width, writing),
+            _back(two, sides.out, width, writing),
+        ),
+        _fiber(flow, product.width, width, itemsize, leaving=False),
+        width,
+        sum_own[:, :, None],
+        soon[:, :, None],
+        (out_ghost + out_own * ~waits)[:, :, None],
+        (later + own_ghost)[:, :, None],
+        own_far[:, :, None],
+    )
+
+
+def halo_path(flow: Flow, product: ProductShape, writing: Writing) -> ProductPath:
+    """Prices one exchange of `HaloConv`: rows come, or their sums go home."""
+    side, width = flow.sides.ghost, np.array([[[product.width]]])
+    none = np.zeros((1, 1, 1), np.int64)
+    still = Move("world", none, none, none)
+    here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+    if product.transposed:
+        both = (still, still), (still, _back("world", side, width, writing))
+    else:
+        both = (_there("world", side, width, writing), still), (still, still)
+    return ProductPath(still, *both, still, width, none, none, here, none, none)
+
+
+def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
+    asking, asked, ahead = writing.sizes(side, width)
+    rows = width * writing.dtype.itemsize
+    messages = side.readers[:, :, None] * (width > 0) + ahead
+    came, went = side.ghosts[:, :, None] * rows, side.lent[:, :, None] * rows
+    return Move(axis, asking, asked, messages, writing.codec, came, went)
+
+
+def _back(axis: str, side: Side, width: Array, writing: Writing) -> Move:
+    asking, asked, ahead = writing.sizes(side, width)
+    rows = width * writing.dtype.itemsize
+    messages = side.sources[:, :, None] * (width > 0) + ahead
+    came, went = side.lent[:, :, None] * rows, side.ghosts[:, :, None] * rows
+    return Move(axis, asked, asking, messages, writing.codec, came, went)
+
+
+def _fiber(flow: Flow, total: int, width: Array, item: int, leaving: bool) -> Move:
+    """All features of own rows for a share of the features of the fiber's, or back."""
+    p, n = flow.grid[2], flow.nodes
+    if p == 1:
+        none = np.zeros_like(n)
+        return Move("fiber", none, none, none)
+    away, others = (
+        n * (total - width) * item,
+        (flow.fiber[:, :, None] - n) * width * item,
+    )
+    if flow.nodes.shape[2] == 1:  # a law of degrees: no rank is empty
+        busy = np.full((1, 1, 1), p)
+    else:
+        busy = (n > 0).sum(2, keepdims=True)
+    wide = (width > 0).sum()
+    if leaving:
+        return Move("fiber", others, away, (n > 0) * (wide - (width > 0)))
+    return Move("fiber", away, others, (width > 0) * (busy - (n > 0)))
+
+
+def product_seconds(path: ProductPath, flow: Flow, machine: Machine) -> float:
+    """Returns the seconds of one product; every step waits for its slowest rank."""
+    total, none = 0.0, np.zeros(())
+    steps: tuple[tuple[tuple[Move, ...], tuple[Move, ...], Array, Array], ...] = (
+        ((path.split,), (), none, none),
+        (path.first[:1], path.first[1:], path.before, path.early),
+        (path.second[:1], path.second[1:], path.between, path.late),
+        ((), (), path.after, none),
+        ((path.join,), (), none, none),
+    )
+    for rows, sums, *nonzeros in steps:
+        ahead, beside = (machine.multiply_seconds(n, path.width) for n in nonzeros)
+        travel = _travel(rows + sums, flow, machine)
+        follow = _travel(sums, flow, machine)
+        # encoding and copying are not hidden behind other work, communication is
+        handled = sum(move.handled(machine) for move in rows + sums)
+        slowest = np.maximum(travel, ahead + np.maximum(follow, beside)) + handled
+        total += float(slowest.max())
+    return total
+
+
+def late_seconds(
+    path: ProductPath, flow: Flow, machine: Machine
+) -> tuple[float, float, float]:
+    """Returns the seconds of one product whose rows are read in a later epoch.
+
+    Returns:
+        Seconds spent waiting (fiber exchanges are never late), seconds of computing and
+        encoding, and seconds of communication that the whole epoch can hide.
+    """
+    fiber = (path.split, path.join)
+    waited = sum(_travel((m,), flow, machine) + m.handled(machine) for m in fiber)
+    moves = (*path.first, *path.second)
+    nonzeros = path.before + path.early + path.between + path.late + path.after
+    work = machine.multiply_seconds(nonzeros, path.width)
+    work = work + sum(move.handled(machine) for move in moves)
+    hidden = sum(_travel(group, flow, machine) for group in (path.first, path.second))
+    return tuple(float(np.max(part)) for part in (waited, work, hidden))  # type: ignore[return-value]
+
+
+def _travel(moves: tuple[Move, ...], flow: Flow, machine: Machine) -> Array:
+    """Returns the seconds of exchanges that run at once over one axis."""
+    if not any(np.any(move.messages) for move in moves):
+        return np.zeros(())
+    link = machine.wire(moves[0].axis, flow.grid)
+    messages = functools.reduce(np.maximum, (move.messages for move in moves))
+    sent: Any = sum(move.sent for move in moves)
+    received: Any = sum(move.received for move in moves)
+    took: Array = link.seconds(messages, sent, received)
+    return took
+
 
 PASSES = 12  # times an epoch reads or writes the outcome of a layer, row by row
 
@@ -75,17 +286,17 @@ def epoch_cost(
     if not np.issubdtype(flow.nodes.dtype, np.floating):
         exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
     worked = machine.epoch + _dense_seconds(flow, training, machine)
-    clock, known = _Clock(flow, machine, worked, len(products)), {}
+    clock, known = _Clock(flow, machine, worked), {}
     for product in products:
         writing = _writing(coding, product, len(training.layers) - 1, dtype)
         kind = product.transposed, product.halo, product.against
         key = product.width, *kind, writing.codec
         if key not in known:
             if product.halo:
-                known[key] = halo_passage(halo, product, writing)
+                known[key] = halo_path(halo, product, writing)
             else:
                 rows = back if product.against else flow
-                known[key] = passage(rows, product, training.itemsize, writing)
+                known[key] = product_path(rows, product, training.itemsize, writing)
         found = known[key]
         exchange = exchange + found.received
         messages = messages + sum(move.messages for move in found.moves)
@@ -98,7 +309,6 @@ def epoch_cost(
     link = machine.sum_wire()
     for each in (n for group in sums.values() for n in group):
         clock.waited += float(link.seconds(sum_messages(size), each, each))
-        clock.carried = clock.carried + each / link.bandwidth
     return Cost(
         exchange,
         {name: sum(group) for name, group in sums.items()},
@@ -128,41 +338,38 @@ def _kept(found: ProductPath, writing: Writing, coding: Coding) -> Array:
     return total
 
 
+@dataclass
 class _Clock:
-    """Adds up an epoch: what is waited for, what is computed, what has time to arrive.
+    """Adds up the seconds of an epoch.
 
-    Work beside products is done between them, as much before each. Links that let more
-    through after it make up for that later: no epoch takes less than its bytes do at the
-    rate that they hold.
+    Args:
+        flow, machine: of all products.
+        worked: seconds of computing beside products.
     """
 
-    def __init__(
-        self, flow: Flow, machine: Machine, worked: float, products: int
-    ) -> None:
-        self._flow, self._machine = flow, machine
-        self.worked, self._pause = worked, worked / max(products, 1)
-        self._saved: Array | float = 0.0
-        self.waited = 0.0
-        self.carried: Array | float = 0.0
-        self._now, self._late = 0.0, (0.0, 0.0, 0.0)
+    flow: Flow
+    machine: Machine
+    worked: float
+    waited: float = 0.0  # for sums
+    now: float = 0.0  # in products, if their rows are those of this epoch
+    late: tuple[float, float, float] = (0.0, 0.0, 0.0)  # see `late_seconds`
 
-    def add(self, found: ProductPath, late: int) -> None:
+    def add(self, path: ProductPath, late: int) -> None:
         """Adds a product."""
-        how = found, self._flow, self._machine
-        now, self._saved = product_seconds(*how, self._saved + self._pause)
-        then = late_seconds(*how) if late else (now, 0.0, 0.0)
-        self._now += now
-        self.carried = self.carried + carried_seconds(*how)
-        first, second, third = (a + b for a, b in zip(self._late, then, strict=True))
-        self._late = first, second, third
+        now = product_seconds(path, self.flow, self.machine)
+        then = (now, 0.0, 0.0)
+        if late:
+            then = late_seconds(path, self.flow, self.machine)
+        self.now += now
+        first, second, third = (a + b for a, b in zip(self.late, then, strict=True))
+        self.late = first, second, third
 
     def seconds(self, synchronous: float) -> float:
-        """Returns the mean epoch, a share of which waits for its own rows."""
-        waited, worked, hidden = self._late
-        now = self.waited + self.worked + self._now
+        """Returns the mean epoch, of which a share `synchronous` reads no late rows."""
+        waited, worked, hidden = self.late
+        now = self.waited + self.worked + self.now
         late = self.waited + waited + max(self.worked + worked, hidden)
-        least = float(np.max(self.carried))
-        return synchronous * max(now, least) + (1 - synchronous) * max(late, least)
+        return synchronous * now + (1 - synchronous) * late
 
 
 def sum_messages(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Laws of degrees: how full a halo is, in closed form, for graphs too large to look at."""
+"""Estimates the size of halos in closed form from a graph's law of degrees."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
-from pyg_distcomm.plan.block_traffic import Array, Side, Sides
-from pyg_distcomm.plan.traffic import Flow
+from pyg_distcomm.plan.traffic import Array, Flow, Side, Sides
 
 POINTS = 4096  # quantiles of a power law
 

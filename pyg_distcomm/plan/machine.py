@@ -1,7 +1,8 @@
-"""Machine: what ranks compute with and talk over, in seconds; measured, or given by hand."""
+"""Holds the latencies, bandwidths and rates from which plans estimate seconds."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
+from pyg_distcomm.partition.arrays import told
 
 Points = tuple[tuple[int, float], ...]
 Line = tuple[int, int]
@@ -22,7 +24,7 @@ Line = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rate:
-    """Work a second as a function of width: straight lines between measured points.
+    """Interpolates a rate of work by width, linearly between measured points.
 
     Lines run through seconds a row against width, as memory and arithmetic have it;
     beyond the last point the rate stays what it was there.
@@ -41,7 +43,7 @@ class Rate:
             _check_positive("a rate", rate)
 
     def seconds(self, rows: Any, width: Any) -> Any:
-        """Returns the seconds for so many rows (or nonzeros) of so many numbers."""
+        """Returns the seconds for `rows` rows (or nonzeros) of `width` numbers."""
         widths = np.array([w for w, _ in self.points], np.float64)
         each = widths / np.array([rate for _, rate in self.points])
         wide = np.asarray(width, np.float64)
@@ -52,50 +54,27 @@ class Rate:
 
 @dataclass(frozen=True)
 class Wire:
-    """One axis: seconds a message takes to begin, bytes a second each way at once.
+    """Holds the latency and bandwidth of one axis.
 
     Args:
-        latency: seconds a message.
-        bandwidth: bytes a second that the link holds, so of exchanges longer than any in
-            `curve`, and of all of an epoch's at least.
-        curve: (bytes, seconds beside latency) of measured exchanges, ascending: links
-            and back ends are seldom straight lines. Each begins after a pause: links that
-            let a burst through at once have saved it up.
+        latency: seconds a message takes beside its bytes.
+        bandwidth: bytes a second, each way, both ways at once.
     """
 
     latency: float
     bandwidth: float
-    curve: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive("bandwidth", self.bandwidth)
         _check_seconds("latency", self.latency)
-        object.__setattr__(self, "curve", tuple((int(b), t) for b, t in self.curve))
 
-    def seconds(
-        self, messages: Any, sent: Any, received: Any, pause: Any = math.inf
-    ) -> Any:
+    def seconds(self, messages: Any, sent: Any, received: Any) -> Any:
         """Returns the seconds of one exchange: alpha messages + bytes / beta.
 
-        Both ways run at once, so the fuller one counts.
-
-        Args:
-            messages, sent, received: of one rank, or arrays of many.
-            pause: for how long the link has saved up what it lets through at once.
+        Both directions run at once, so the larger one counts. Takes numbers of one rank,
+        or arrays of many.
         """
-        size = np.maximum(sent, received)
-        held = size / self.bandwidth
-        if not self.curve:
-            return self.latency * messages + held
-        sizes, took = zip((0, 0.0), *self.curve, strict=True)
-        beyond = np.maximum(size - sizes[-1], 0) / self.bandwidth
-        rested = np.interp(size, sizes, took) + beyond
-        return self.latency * messages + np.maximum(rested, held - pause)
-
-    @property
-    def burst(self) -> float:
-        """The most seconds that an exchange after a pause is shorter than its bytes take."""
-        return max([0.0, *(size / self.bandwidth - took for size, took in self.curve)])
+        return self.latency * messages + np.maximum(sent, received) / self.bandwidth
 
     def __str__(self) -> str:
         return (
@@ -105,7 +84,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures from which `plan` predicts seconds.
+    """Holds the figures from which `plan` estimates seconds; measured, or given by hand.
 
     Args:
         latency: seconds a message takes beside its bytes.
@@ -117,11 +96,11 @@ class Machine:
         overhead: seconds a layer takes in an epoch beside its work.
         epoch: seconds that an epoch takes beside its layers, for the loss and the optimizer.
         memory: bytes a rank may use; None for no limit.
-        lines: `Wire`s of the lines of a grid, by (size, stride): so many ranks, each so
-            far from the last; others take the first two arguments.
-        sums: the `Wire` of all-reduces, if it is another.
-        code: bytes of rows a second that a codec writes, and that it reads.
-        codes: the same of codecs that were measured, (writes, reads) by `repr`.
+        lines: the `Wire` of each axis that was measured, by (size, stride): the number of
+            its ranks, and how far apart they are; other axes have `latency`, `bandwidth`.
+        sums: the `Wire` of all-reduces, if it differs.
+        code: bytes of rows a second that a codec encodes, and that it decodes.
+        codes: the same of codecs that were measured, (encodes, decodes) by `repr`.
         source: where the figures come from.
 
     The default is a cluster of commodity machines on Ethernet of 1 Gbit/s.
@@ -189,7 +168,7 @@ class Machine:
         return self.gemm.seconds(2 * wide * rows, narrow)
 
     def coding_seconds(self, codec: Codec, written: Any, read: Any) -> Any:
-        """Returns the seconds in which a codec writes, and reads, so many bytes of rows."""
+        """Returns the seconds in which a codec encodes and decodes these bytes of rows."""
         writes, reads = self.codes.get(repr(codec), (self.code, self.code))
         return written / writes + read / reads
 
@@ -229,11 +208,23 @@ class Machine:
         return Machine(**values)
 
     def save(self, path: str | Path) -> None:
-        """Writes the figures as JSON, whole or not at all."""
+        """Writes the figures as JSON, whole or not at all, and waits for the disk.
+
+        Raises:
+            ValueError: naming the file, if it cannot be written; an older one stays.
+        """
         path = Path(path)
         aside = path.with_name(f"{path.name}.part{os.getpid()}")
-        aside.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        aside.replace(path)
+        try:
+            with aside.open("w") as file:
+                file.write(json.dumps(self.to_dict(), indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise ValueError(told(error, path)) from error
 
     @staticmethod
     def load(path: str | Path) -> Machine:
@@ -271,7 +262,7 @@ class Machine:
 
 
 def lines_of(size: int) -> list[Line]:
-    """Lists the axes, of two ranks or more, that grids of so many ranks have."""
+    """Lists the (size, stride) of all axes of two ranks or more in grids of `size` ranks."""
     sides = [d for d in range(2, size + 1) if size % d == 0]
     return [
         (d, k) for d in sides for k in range(1, size // d + 1) if size // d % k == 0
@@ -279,7 +270,7 @@ def lines_of(size: int) -> list[Line]:
 
 
 def _has(plain: Any, names: Sequence[str], what: str) -> bool:
-    """Says yes, or raises what is missing."""
+    """Returns True, or raises a ValueError that names what is missing."""
     if not isinstance(plain, Mapping):
         raise ValueError(f"{what} is a mapping, got {plain!r}")
     absent = [name for name in names if name not in plain]
@@ -290,7 +281,8 @@ def _has(plain: Any, names: Sequence[str], what: str) -> bool:
 
 def _wire_of(plain: Mapping[str, Any], what: str) -> Wire:
     _has(plain, ("latency", "bandwidth"), what)
-    return Wire(plain["latency"], plain["bandwidth"], plain.get("curve", ()))
+    # files of earlier versions also hold a "curve" of exchanges by size, which is not used
+    return Wire(plain["latency"], plain["bandwidth"])
 
 
 def _check_seconds(name: str, value: Any) -> None:

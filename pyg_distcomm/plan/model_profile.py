@@ -1,11 +1,14 @@
-"""A model run dry, on two nodes and one rank: what its layers and sums would send."""
+"""Runs a copy of a model on two nodes and one rank, and records what more ranks would send.
+
+`visited` follows a model's layers and sums; `items_of_stack` follows a stack item by item, as a
+pipeline runs it. Both observe a mesh of their own, so other threads may run meanwhile.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,22 +17,36 @@ from torch.nn import Module
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
-from pyg_distcomm.comm import autograd, collectives
-from pyg_distcomm.comm.mesh import alone
+from pyg_distcomm.comm import random
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.mesh import Mesh, alone
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partitioning import partition
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.pipeline.layer_stack import StackLayer, read_stack
+from pyg_distcomm.pipeline.chunk_graph import ChunkPass
+from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.history_buffer import GradientRule
+from pyg_distcomm.pipeline.layer_stack import (
+    StackLayer,
+    crossing,
+    from_data,
+    read_stack,
+    supposed_costs,
+)
+from pyg_distcomm.pipeline.stage import Stage, StageTensors, Values
+from pyg_distcomm.pipeline.validation import check_links
+from pyg_distcomm.pipeline.warmup import leaves
 
 Round = tuple[int, bool]
 
 
 @dataclass
 class Visited:
-    """One call of a message passing layer.
+    """Records one call of a message passing layer.
 
     Args:
         conv: the layer.
@@ -52,7 +69,7 @@ class Visited:
 
 
 class SequentialStack(Module):
-    """A stack, as `Pipeline` takes it, run from its first layer to its last."""
+    """Runs a stack, as `Pipeline` takes it, from its first layer to its last."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
@@ -81,29 +98,29 @@ class SequentialStack(Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _Noting(LocalGraph):
-    """Edges of one rank, which tell what rows would be fetched if there were more."""
+class _RecordingGraph(LocalGraph):
+    """Records which rows of these edges more ranks would exchange."""
 
     note: Callable[[Tensor, bool], None]
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
-        """Notes own rows `x`, and returns them."""
+        """Records own rows `x`, and returns them."""
         self.note(x, False)
         return x
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
-        """Notes rows of ghosts, of which there are none."""
+        """Records that sums for ghosts, of which there are none, would be sent."""
         self.note(own, True)
         return own
 
 
-class _Visit:
-    """A run under way: the modules that are being called, and what was noted."""
+class _Recorder:
+    """Records what a run of a model calls, fetches and sums."""
 
     def __init__(self) -> None:
-        self.found: list[Visited] = []
+        self.calls: list[Visited] = []
         self.sums: list[str] = []
         self.norms: list[int] = []
         self.stack: list[Module] = []
@@ -120,45 +137,37 @@ class _Visit:
             given = args[0] if args else kwargs["x"]
             first = given[0] if isinstance(given, (tuple, list)) else given
             how = first.size(-1), first is self.x, first.requires_grad
-            self.found.append(Visited(bare(module), *how))
+            self.calls.append(Visited(bare(module), *how))
         self.stack.append(module)
 
     def _leave(self, module: Module, args: tuple[Any, ...], out: Any) -> None:
         self.stack.pop()
         if is_layer(module) and not any(map(is_layer, self.stack)):
             first = out[0] if isinstance(out, (tuple, list)) else out
-            self.found[-1].out = first.size(-1)
+            self.calls[-1].out = first.size(-1)
 
     def note(self, x: Tensor, home: bool) -> None:
-        """Notes rows that would travel, and gradients that would return."""
+        """Records rows that would be exchanged, and their gradients."""
         ways = (home, not home) if x.requires_grad else (home,)
-        self.found[-1].rounds += [(x[0].numel(), way) for way in ways]
+        self.calls[-1].rounds += [(x[0].numel(), way) for way in ways]
 
     def note_against(self, x: Tensor, home: bool) -> None:
-        """Notes that rows would travel against the edges."""
-        self.found[-1].against = True
+        """Records that rows would be fetched against the edges."""
+        self.calls[-1].against = True
 
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Notes sums over all nodes: how wide those of batch norms are, of others whose."""
+    def note_sum(self, x: Tensor, differentiable: bool) -> None:
+        """Records a sum over all nodes: its width in batch norms, else its module."""
+        if not self.stack:
+            return
+        if not any(isinstance(m, DistBatchNorm) for m in self.stack):
+            self.sums.append(type(bare(self.stack[-1])).__name__)
+        elif differentiable:  # and the same for gradients, if there are any
+            self.norms += [x.numel()] * (1 + x.requires_grad)
 
-        def noting(begin: Callable[..., Any], counts: bool) -> Callable[..., Any]:
-            def noted(x: Tensor, *args: Any) -> Any:
-                if not any(isinstance(m, DistBatchNorm) for m in self.stack):
-                    self.sums.append(type(bare(self.stack[-1])).__name__)
-                elif counts:  # and the same for gradients, if there are any
-                    self.norms += [x.numel()] * (1 + x.requires_grad)
-                return begin(x, *args)
-
-            return noted
-
-        before = collectives.all_reduce, autograd.all_reduce
-        collectives.all_reduce = noting(before[0], counts=False)
-        autograd.all_reduce = noting(before[1], counts=True)
-        try:
-            yield
-        finally:
-            collectives.all_reduce, autograd.all_reduce = before
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        for records in (self.calls, self.sums, self.norms):
+            records.clear()
 
 
 def visited(
@@ -172,36 +181,47 @@ def visited(
     Raises:
         ValueError: if that does not work, with the reason.
     """
-    visit, grad = _Visit(), torch.enable_grad()
+    visit, grad = _Recorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
             _run(copy.deepcopy(model).cpu().train(), num_features, trained, visit)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    return visit.found, visit.norms, list(dict.fromkeys(visit.sums))
+    return visit.calls, visit.norms, list(dict.fromkeys(visit.sums))
 
 
-def _run(model: Module, num_features: int, trained: bool, visit: _Visit) -> None:
+def _run(model: Module, num_features: int, trained: bool, visit: _Recorder) -> None:
     model = model.converted() if isinstance(model, SequentialStack) else convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
     data.edge_weight = torch.ones(2, dtype=dtype)
-    mesh = alone((1, 1, 1), 0, torch.device("cpu"))
+    mesh = _observed(visit.note_sum)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
     visit.x = share.x.requires_grad_(trained)
     edges = share.edge_index.topology
     notes = (edges, visit.note), (edges.reversed.topology, visit.note_against)
     for topology, note in notes:
         here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
-        topology.locals = _Noting(**here, note=note)
+        topology.locals = _RecordingGraph(**here, note=note)
     if isinstance(model, SequentialStack):
         model.given = {"edge_weight": share.edge_weight}
     model(share.x, share.edge_index)  # after which what layers cache is there
-    visit.found.clear()
-    with visit.summing():
-        model(share.x, share.edge_index)
+    visit.clear()
+    model(share.x, share.edge_index)
+
+
+def _observed(observer: Callable[[Tensor, bool], None]) -> Mesh:
+    """Returns a mesh of one rank that reports what more ranks would sum."""
+    mesh = alone((1, 1, 1), 0, torch.device("cpu"))
+    parts = {f.name: getattr(mesh, f.name) for f in fields(mesh)}
+    axes: Any = {
+        name: replace(axis, observer=observer)
+        for name, axis in parts.items()
+        if isinstance(axis, Axis)
+    }
+    return replace(mesh, **axes)
 
 
 def is_layer(module: Module) -> bool:
@@ -212,3 +232,156 @@ def is_layer(module: Module) -> bool:
 def bare(module: Module) -> Module:
     """Returns the layer of PyG's itself."""
     return module.conv if isinstance(module, HaloConv) else module
+
+
+_KNOWN = ("x", "edge_weight")  # of the data
+
+
+@dataclass(frozen=True)
+class Read:
+    """Describes one exchange of rows in a forward pass.
+
+    Args:
+        width: of the rows.
+        flows: whether their gradients go back.
+        behind: whether they do in all stages but the first, which get what they are of.
+        exact: whether they are exact, and now, whatever the link.
+    """
+
+    width: int
+    flows: bool
+    behind: bool = True
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """Describes one item of a stack.
+
+    Args:
+        cost: beside others, as `Pipeline` supposes.
+        reads: what it reads of neighbours.
+        dense: widths of the matrices that it multiplies with.
+        parameters: how many train.
+        carried: numbers a node that go on to the next item.
+        skips: values among them, beside the first.
+        stuck: why they cannot go to another stage; nothing if they can.
+        readers: the layers in it that read by the link.
+        layer: itself, where it is known.
+    """
+
+    cost: float
+    reads: tuple[Read, ...]
+    dense: tuple[tuple[int, int], ...]
+    parameters: int
+    carried: int
+    skips: int
+    stuck: str = ""
+    readers: tuple[list[MessagePassing], ...] = ()
+    layer: StackLayer | None = None
+
+
+@torch.inference_mode(False)
+def items_of_stack(layers: Any, num_features: int) -> list[Item]:
+    """Reads the items of a stack by running a copy of it, as a pipeline does, on two nodes.
+
+    Raises:
+        ValueError, TypeError: as `Pipeline` does, for what is no stack, or cannot run in
+            chunks.
+    """
+    stack = [layer.converted() for layer in copy.deepcopy(read_stack(layers))]
+    check_links(stack)
+    for layer in stack:
+        if isinstance(layer.run, torch.nn.Module):
+            layer.run.cpu().eval()
+    costs, stage = supposed_costs(stack), _stage_of(stack, num_features)
+    try:
+        with random.apart(torch.device("cpu")):
+            return _profiled(stack, costs, stage)
+    except (ValueError, TypeError, RuntimeError):
+        raise
+    except Exception as error:  # of layers of the script's own
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the stack does not run on two nodes ({told})") from error
+
+
+def _stage_of(stack: list[StackLayer], num_features: int) -> Stage:
+    """Returns a stage of all layers, on two nodes that this process has alone."""
+    missing = [name for name in from_data(stack, 0, len(stack)) if name not in _KNOWN]
+    if missing:
+        raise ValueError(
+            f"the stack reads {', '.join(missing)} of the data, whose width is not known "
+            "here; give widths=[...] and skips=... instead of the model"
+        )
+    dtype = next((p.dtype for one in stack for p in _trained(one)), torch.float32)
+    x, weight = torch.zeros(2, num_features, dtype=dtype), torch.ones(3, dtype=dtype)
+    data = Data(x, torch.tensor([[0, 1, 1], [1, 0, 0]]), edge_weight=weight)
+    share = partition(data, alone((1, 1, 1), 0, torch.device("cpu")), "block")
+    plan = plan_chunks(share.edge_index, torch.zeros(2, dtype=torch.long), 0)
+    stage = Stage(stack, 0, len(stack), ChunkPass(plan, GradientRule(), None, 0))
+    stage.look_at(share)
+    return stage
+
+
+def _profiled(stack: list[StackLayer], costs: list[float], stage: Stage) -> list[Item]:
+    run, found = stage.run, []
+    known, readers = stage.given(None), [0]
+    with torch.no_grad():  # makes the sites
+        for _ in _passed(stage, None, known):
+            readers.append(len(run.readers))
+    run.mode = "again"
+    with torch.enable_grad():
+        known = stage.given(0)
+        for place in _passed(stage, 0, known):
+            known.update(leaves({name: known[name] for name in stack[place].gives}))
+        behind = {key: site.flows for key, site in run.sites.items()}
+        for site in run.sites.values():
+            site.flows = False
+        known = stage.given(0)
+        for place in _passed(stage, 0, known):
+            names, layer = crossing(stack, place + 1), stack[place]
+            carried, stuck = _carried(known, names, layer, stage.view(0).nodes)
+            matrices = [p for p in _trained(layer) if p.dim() == 2]
+            reads = tuple(
+                Read(site.mix.size(1), site.flows, behind[key], bool(site.exactly))
+                for key, site in run.sites.items()
+                if key[0] == place
+            )
+            found.append(
+                Item(
+                    costs[place],
+                    reads,
+                    tuple((p.size(0), p.size(1)) for p in matrices),
+                    sum(p.numel() for p in _trained(layer)),
+                    carried,
+                    len(names) - 1,
+                    stuck,
+                    tuple(run.readers[readers[place] : readers[place + 1]]),
+                    layer,
+                )
+            )
+    return found
+
+
+def _passed(stage: Stage, chunk: int | None, known: Values) -> Iterator[int]:
+    """Runs a stage's layers one by one, and puts down what they return."""
+    for place, layer in enumerate(stage.layers):
+        stage.run.begin_layer(place, chunk)
+        known.update(stage.call(layer, known))
+        yield place
+
+
+def _carried(
+    known: Values, names: Sequence[str], layer: StackLayer, nodes: Rows
+) -> tuple[int, str]:
+    """Returns the width of what crosses behind a layer, or why nothing can."""
+    try:
+        return StageTensors.of(known, names, str(layer), nodes).width, ""
+    except TypeError as error:
+        return 0, str(error)
+
+
+def _trained(layer: StackLayer) -> Sequence[Tensor]:
+    if not isinstance(layer.run, torch.nn.Module):
+        return ()
+    return [p for p in layer.run.parameters() if p.requires_grad]

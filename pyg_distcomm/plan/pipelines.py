@@ -1,4 +1,4 @@
-"""Pipelines as plans know them: layers in stages, chunks of nodes, and what that costs.
+"""Prices pipelines: layers in stages, and chunks of nodes that stream through them.
 
 Symbols: P ranks, S stages of W ranks, M chunks, L layers, n own nodes of a rank, h ghosts.
 
@@ -20,17 +20,16 @@ import numpy as np
 import torch
 
 from pyg_distcomm.comm.collectives import ring_words
+from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.nn.compressibility import check_aggregations
-from pyg_distcomm.pipeline.balance import cut_layers
+from pyg_distcomm.pipeline.layer_stack import cut_layers
 from pyg_distcomm.pipeline.validation import check_untied
-from pyg_distcomm.plan.block_traffic import Array
 from pyg_distcomm.plan.codecs import Coding, Writing
-from pyg_distcomm.plan.cost import PASSES, sum_messages
-from pyg_distcomm.plan.layer_profile import Item
+from pyg_distcomm.plan.cost import PASSES, Move, sum_messages
 from pyg_distcomm.plan.machine import Machine, Wire
+from pyg_distcomm.plan.model_profile import Item, Read
 from pyg_distcomm.plan.plans import Plan
-from pyg_distcomm.plan.product_cost import Move
-from pyg_distcomm.plan.traffic import Flow
+from pyg_distcomm.plan.traffic import Array, Flow
 from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
 
 CHUNKS = 4  # for each stage, as `Pipeline` has it
@@ -38,6 +37,33 @@ BACK = (
     3  # a backward pass to a forward pass: two products for one, and it computes again
 )
 ROWS_ONLY = "the stages of a pipeline have rows only, a grid (W, 1, 1)"
+
+
+def read_width(kind: str, width_in: int, width_out: int) -> tuple[int, bool]:
+    """Returns the width at which a layer reads neighbours in chunks, and if after W."""
+    if kind == "halo":
+        return width_in, False
+    first = MultiplyOrder().takes_first(width_in, width_out, (False, False))
+    return (width_in, False) if first else (width_out, True)
+
+
+def items_of(training: Training, skips: int) -> list[Item]:
+    """Reads the items of a stack from the widths of its layers."""
+    found = []
+    for i, layer in enumerate(training.layers):
+        width, after = read_width(layer.kind, layer.width_in, layer.width_out)
+        pair = layer.width_in, layer.width_out
+        found.append(
+            Item(
+                1.0,
+                (Read(width, after or training.wants_gradient(i)),),
+                (pair, pair) if layer.kind == "sage" else (pair,),
+                sum(layer.parameters),
+                layer.width_out * (1 + skips),
+                skips,
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +259,7 @@ class Staged:
         ends = writing.in_chunks(side, width, self.chunks, self.ways - 1)
         rows = side.ghosts * row, side.lent * row
         peers = side.sources if back else side.readers
-        if codec is not None and not codec.sized:  # sizes go ahead
+        if codec is not None and not codec.fixed_size:  # sizes go ahead
             peers = peers + self.ways - 1
         if back:
             ends, rows = ends[::-1], rows[::-1]
@@ -283,8 +309,7 @@ class Staged:
             waited, behind = self._halos(back, late)
             each = (forward * (BACK if back else 1) + waited) / chunks
             rows = self._n * np.maximum(self._into, self._out) * item / chunks
-            # a border is busy turn by turn, and rests only for the rest of each
-            turn = np.maximum(each, hop.seconds(1, rows, rows, each))
+            turn = np.maximum(each, hop.seconds(1, rows, rows))
             first = each.max() + float(hop.seconds(1, rows, rows).max())
             total += chunks * float(turn.max()) + (self.stages - 1) * float(first)
             hidden += float(behind.max())

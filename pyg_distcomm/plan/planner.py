@@ -1,4 +1,4 @@
-"""plan: every way to train a graph on so many ranks, with what it costs."""
+"""Plans every way to train a graph on a number of ranks, and ranks them by cost."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pyg_distcomm.plan.arguments import (
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
-from pyg_distcomm.plan.layer_profile import items_of, items_of_stack
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.pipelines import LayerProfile
+from pyg_distcomm.plan.model_profile import items_of_stack
+from pyg_distcomm.plan.pipelines import LayerProfile, items_of
 from pyg_distcomm.plan.plans import Plan, Plans, name_of, rejections, show_bytes
 from pyg_distcomm.plan.traffic import CutEdges, Flow
 from pyg_distcomm.plan.training import Training

@@ -1,4 +1,4 @@
-"""Plan and Plans: what one choice would cost, and all of them, ranked."""
+"""Holds plans: the cost of one choice, and a ranked list of all of them."""
 
 from __future__ import annotations
 

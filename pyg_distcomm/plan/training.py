@@ -1,4 +1,4 @@
-"""Training: what one epoch of a model multiplies with the graph, and sums over ranks."""
+"""Describes what an epoch of a model multiplies with the graph, and sums over ranks."""
 
 from __future__ import annotations
 

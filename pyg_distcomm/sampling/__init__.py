@@ -1,4 +1,4 @@
-"""Sampling of minibatches: the sampler behind the loaders, usable by itself.
+"""Samples minibatches; the samplers behind the loaders can be used by themselves.
 
 Letters: n nodes, E edges, k fan-out, t the number of a minibatch in its epoch. In the
 algebra: k minibatches in a bulk, m rows of a stacked matrix, s draws of a row, R rows and C
@@ -6,9 +6,9 @@ columns of a layer, v a row and u a column.
 """
 
 from pyg_distcomm.sampling import algebra as algebra
+from pyg_distcomm.sampling.algebra import BulkMatrix as BulkMatrix
+from pyg_distcomm.sampling.algebra import BulkNodes as BulkNodes
 from pyg_distcomm.sampling.algebra import Sample as Sample
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix as BulkMatrix
-from pyg_distcomm.sampling.bulk_matrix import BulkNodes as BulkNodes
 from pyg_distcomm.sampling.layer_graph import LayerEdges as LayerEdges
 from pyg_distcomm.sampling.layer_graph import LayerGraph as LayerGraph
 from pyg_distcomm.sampling.layer_graph import LocalLayerGraph as LocalLayerGraph

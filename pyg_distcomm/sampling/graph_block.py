@@ -1,4 +1,4 @@
-"""The block of a partitioned graph that a rank samples for the others."""
+"""Reads the block of a partitioned graph that a rank samples for the others."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.sampling import checks
-from pyg_distcomm.sampling.graph_source import SampledTopology, said_of
+from pyg_distcomm.sampling.graph_source import (
+    SampledTopology,
+    check_times,
+    check_weighted,
+    read_times,
+    read_weights,
+    said_of,
+)
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan
 
 
 @dataclass(frozen=True, eq=False)
 class GraphBlock:
-    """The nodes of one block of a 1.5D grid, and the edges into them.
+    """Holds the nodes of one block of a 1.5D grid, and the edges into them.
 
     Rank q of P holds block q // c: what ranks q' with q' // c the same own between them.
 
@@ -146,7 +152,7 @@ def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> 
     try:
         for name, relation in zip(names, relations, strict=True):
             with said_of(name):
-                checks.check_times(relation, None)
+                check_times(relation, None)
     except ValueError as error:
         problem = str(error)
     collectives.agree(problem, mesh.world)
@@ -194,14 +200,12 @@ def _own_edges(
     node_time = _node_time(data, key, time_attr)
     try:
         if node_time is not None:
-            clock = checks.times(node_time.to_local(), str(time_attr))
+            clock = read_times(node_time.to_local(), str(time_attr))
         if weight_attr is not None and (key is None or weight_attr in store):
             weight = _attribute(store, weight_attr, len(edges.edges))
-            weight = checks.weights(weight, weight_attr, whole=False)
+            weight = read_weights(weight, weight_attr, whole=False)
         if time_attr is not None and node_time is None and time_attr in store:
-            time = checks.times(
-                _attribute(store, time_attr, len(edges.edges)), time_attr
-            )
+            time = read_times(_attribute(store, time_attr, len(edges.edges)), time_attr)
     except (TypeError, ValueError) as error:
         problem = str(error) if key is None else f"edge type {key}: {error}"
     collectives.agree(problem, mesh.world)
@@ -239,7 +243,7 @@ def _check_names(
 ) -> None:
     """Refuses names that stand nowhere, or on nodes and edges; the same on all ranks."""
     if weight_attr is not None:
-        checks.check_weighted(data, weight_attr)
+        check_weighted(data, weight_attr)
     if time_attr is None:
         return
     places = [time_attr in store for store in data.stores]

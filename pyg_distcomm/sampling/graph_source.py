@@ -7,6 +7,7 @@ int32 where the graph allows it: 8 bytes, and one cache miss.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,15 +17,216 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData
+from torch_geometric.data import (
+    Data,
+    FeatureStore,
+    GraphStore,
+    HeteroData,
+    remote_backend_utils,
+)
 from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.sampler.utils import to_csc
 
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
-from pyg_distcomm.sampling import checks
-from pyg_distcomm.sampling.graph_stores import read_stores
+
+_LEAST = 1e-300  # of a positive weight
+
+
+def check_ids(ids: Tensor, size: int, end: str) -> None:
+    if not ids.numel():
+        return
+    low, high = (int(v) for v in ids.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"the {end} nodes of edge_index span {low} .. {high}, but there are {size} "
+            f"nodes (0 .. {size - 1}); fix the edges, or num_nodes"
+        )
+
+
+def check_csc(colptr: Tensor, row: Tensor, sizes: tuple[int, int]) -> None:
+    """Refuses offsets that a kernel would follow out of bounds."""
+    steps = colptr.diff()
+    fits = colptr.numel() == sizes[1] + 1 and int(colptr[0]) == 0
+    if not fits or int(colptr[-1]) != row.numel() or bool((steps < 0).any()):
+        raise ValueError(
+            f"the offsets of the CSC matrix must rise from 0 to {row.numel()} edges in "
+            f"{sizes[1]} steps, got {colptr.numel() - 1} steps"
+        )
+    check_ids(row, sizes[0], "source")
+
+
+def check_times(relation: Relation, node_time: Tensor | None) -> None:
+    """Refuses in-edges that do not ascend in time: a search would miss some."""
+    time = relation.time
+    if time is None and node_time is not None:
+        time = node_time[relation.row[:: relation.stride].long()]
+    if time is None or time.numel() < 2:
+        return
+    falls = time[1:] < time[:-1]
+    first = relation.colptr[1:-1]
+    falls[first[(first > 0) & (first < time.numel())] - 1] = False
+    if bool(falls.any()):
+        raise ValueError(
+            "the edges are said to be sorted, but those of one node do not ascend in "
+            "time; sort them by (target, time), or leave is_sorted out"
+        )
+
+
+def read_times(time: Tensor, name: str) -> Tensor:
+    time = torch.as_tensor(time).detach().cpu()
+    time = time.squeeze(-1) if time.dim() == 2 else time
+    if time.dim() != 1:
+        raise ValueError(
+            f"'{name}' must hold one number each, got shape {list(time.shape)}"
+        )
+    if time.is_floating_point():
+        if bool(time.isnan().any()):
+            raise ValueError(f"'{name}' holds NaN: there is no order to sample by")
+        return time.double().contiguous()
+    return time.long().contiguous()
+
+
+def check_weighted(data: Data | HeteroData, name: str) -> None:
+    """Refuses a name that no edges have."""
+    if not any(name in store for store in data.edge_stores):
+        raise ValueError(
+            f"no edges have an attribute '{name}' to be weighted by; data has "
+            f"{list(data.keys())}"
+        )
+
+
+def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
+    weight = torch.as_tensor(weight).detach().cpu()
+    weight = weight.squeeze(-1) if weight.dim() == 2 else weight
+    if weight.dim() != 1:
+        raise ValueError(
+            f"'{name}' must hold one weight for each edge, got shape {list(weight.shape)}"
+        )
+    weight = weight if weight.dtype == torch.float64 else weight.float()
+    bad = ~weight.isfinite() | (weight < 0)
+    if bool(bad.any()):
+        where = int(bad.nonzero()[0])
+        raise ValueError(
+            f"'{name}' holds {float(weight[where])} for edge {where}; weights must be "
+            "finite and not negative"
+        )
+    tiny = (weight > 0) & (weight < _LEAST)  # a draw divides by them
+    if bool(tiny.any()):
+        raise ValueError(
+            f"'{name}' holds {float(weight[tiny][0]):g}; weights must be 0 or at least "
+            f"{_LEAST:g}: multiply them all by what they need"
+        )
+    if not bool(weight.sum(dtype=torch.float64).isfinite()):
+        raise ValueError(
+            f"the weights in '{name}' add up to infinity; divide them all by the largest"
+        )
+    if whole and weight.numel() and not bool((weight > 0).any()):
+        raise ValueError(f"all weights in '{name}' are zero, so no edge can be drawn")
+    return weight.contiguous()
+
+
+Csc = tuple[
+    int, int, Tensor, Tensor, Tensor | None
+]  # source, target, colptr, row, perm
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Describes the graph of a pair of stores, with types as numbers."""
+
+    sizes: tuple[int, ...]
+    node_types: list[Any]
+    edge_types: list[Any]
+    relations: list[Csc]
+    node_time: list[Tensor | None]
+    edge_time: list[Tensor | None]
+
+
+def read_stores(
+    stores: tuple[FeatureStore, GraphStore], time_attr: str | None, backward: bool
+) -> Stored:
+    """Reads all edges, and times by the rules of PyG's own sampler."""
+    features, graph = stores
+    edge_attrs = graph.get_all_edge_attrs()
+    edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
+    times = _times(features, time_attr)
+    if edge_types == [None]:
+        n = max(edge_attrs[0].size)
+        time = _only(times) if time_attr is not None else None
+        # PyG takes an attribute called 'time' to be of nodes, and any other of edges
+        by_node = time_attr == "time"
+        csc = _csc(graph, backward)
+        return Stored(
+            (n,),
+            [None],
+            [None],
+            [(0, 0, *csc)],
+            [time if by_node else None],
+            [None if by_node else time],
+        )
+    names = [a.group_name for a in features.get_all_tensor_attrs()]
+    names = [name for name in names if isinstance(name, str)]
+    names += [end for s, _, t in edge_types for end in (s, t)]
+    node_types = list(dict.fromkeys(names))
+    index = {name: k for k, name in enumerate(node_types)}
+    sizes = {t: remote_backend_utils.num_nodes(*stores, t) for t in node_types}
+    colptr, row, perm = _csc(graph, backward)
+    relations = []
+    for key in edge_types:
+        ends = index[key[0]], index[key[2]]
+        source, target = ends[::-1] if backward else ends
+        relations.append((source, target, colptr[key], row[key], perm.get(key)))
+    return Stored(
+        tuple(int(sizes[t]) for t in node_types),
+        node_types,
+        edge_types,
+        relations,
+        [times.get(t) for t in node_types],
+        [times.get(t) for t in edge_types],
+    )
+
+
+def _csc(graph: GraphStore, backward: bool) -> Any:
+    """Returns (colptr, row, perm), or one dictionary of each by edge type."""
+    if backward:
+        colptr, row, perm = graph.csr()
+    else:
+        row, colptr, perm = graph.csc()
+    return colptr, row, perm
+
+
+def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
+    if name is None:
+        return {}
+    attrs = [
+        copy.copy(a) for a in features.get_all_tensor_attrs() if a.attr_name == name
+    ]
+    for attr in attrs:
+        attr.index = None  # all of it
+    found = {
+        a.group_name: t
+        for a, t in zip(attrs, features.multi_get_tensor(attrs), strict=True)
+    }
+    kinds = {isinstance(group, str) for group in found}
+    if not found or (len(kinds) > 1 and None not in found):
+        raise ValueError(
+            f"time attribute '{name}' must be of node types or of edge types, and of one "
+            f"kind only; the feature store has it for {list(found)}"
+        )
+    return found
+
+
+def _only(times: dict[Any, Tensor]) -> Tensor:
+    if len(times) != 1:
+        raise ValueError(
+            "Temporal sampling specified but did not find any temporal data"
+            if not times
+            else f"more than one group has times: {list(times)}"
+        )
+    return next(iter(times.values()))
+
 
 Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
 EdgeType = tuple[str, str, str]
@@ -37,7 +239,7 @@ _built: Any = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class SampledTopology:
-    """A graph ready to be sampled, and the names of its types.
+    """Holds a graph ready to be sampled, and the names of its types.
 
     Args:
         graph: what the kernels read.
@@ -117,9 +319,9 @@ def _homogeneous(
     node_time = edge_time = None
     if time_attr is not None:
         if data.is_node_attr(time_attr):
-            node_time = checks.times(data[time_attr], time_attr)
+            node_time = read_times(data[time_attr], time_attr)
         elif data.is_edge_attr(time_attr):
-            edge_time = checks.times(data[time_attr], time_attr)
+            edge_time = read_times(data[time_attr], time_attr)
         else:
             raise ValueError(
                 f"The time attribute '{time_attr}' is neither a node-level or edge-level "
@@ -127,8 +329,8 @@ def _homogeneous(
             )
     weight = None
     if weight_attr is not None:
-        checks.check_weighted(data, weight_attr)
-        weight = checks.weights(data[weight_attr], weight_attr)
+        check_weighted(data, weight_attr)
+        weight = read_weights(data[weight_attr], weight_attr)
     n = _size(data.num_nodes)
     with said_of(None):
         relation = _relation(
@@ -149,7 +351,7 @@ def _heterogeneous(
     node_time, edge_time = _hetero_times(data, time_attr)
     weights = {}
     if weight_attr is not None:
-        checks.check_weighted(data, weight_attr)
+        check_weighted(data, weight_attr)
         weights = data.collect(weight_attr)
     index = {name: k for k, name in enumerate(node_types)}
     sizes = tuple(_size(data[name].num_nodes) for name in node_types)
@@ -158,9 +360,7 @@ def _heterogeneous(
         source, _, target = edge_type
         with said_of(edge_type):
             weight = weights.get(edge_type)
-            weight = (
-                None if weight is None else checks.weights(weight, str(weight_attr))
-            )
+            weight = None if weight is None else read_weights(weight, str(weight_attr))
             times = node_time.get(source), edge_time.get(edge_type)
             ends = sizes[index[source]], sizes[index[target]]
             store = data[edge_type]
@@ -193,8 +393,8 @@ def _hetero_times(
             f"The time attribute '{name}' is neither a node-level or edge-level attribute"
         )
     return (
-        {key: checks.times(time, name) for key, time in nodes.items()},
-        {key: checks.times(time, name) for key, time in edges.items()},
+        {key: read_times(time, name) for key, time in nodes.items()},
+        {key: read_times(time, name) for key, time in edges.items()},
     )
 
 
@@ -218,22 +418,22 @@ def _stored(
             )
     found = read_stores(stores, time_attr, backward)
     clocks = tuple(
-        None if t is None else checks.times(t, str(time_attr)) for t in found.node_time
+        None if t is None else read_times(t, str(time_attr)) for t in found.node_time
     )
     relations = []
     for k, (source, target, colptr, row, perm) in enumerate(found.relations):
         with said_of(found.edge_types[k]):
             time = found.edge_time[k]
-            time = None if time is None else checks.times(time, str(time_attr))
+            time = None if time is None else read_times(time, str(time_attr))
             _check_length("edges", row.numel(), "times", time)
             _check_length("nodes", found.sizes[source], "times", clocks[source])
             if time is not None and perm is not None:
                 time = time[perm.long()]
             sizes = found.sizes[source], found.sizes[target]
-            checks.check_csc(colptr, row, sizes)
+            check_csc(colptr, row, sizes)
             relation = _joined(colptr, row, perm, source, target)
             relation = replace(relation, time=time)
-            checks.check_times(relation, clocks[source])
+            check_times(relation, clocks[source])
             relations.append(relation)
     graph = SampleGraph(found.sizes, tuple(relations), clocks)
     return SampledTopology(graph, found.node_types, found.edge_types, torch.int64)
@@ -256,13 +456,13 @@ def _relation(
     if "edge_index" not in store or store.edge_index is None:
         way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
         colptr, row, perm = to_csc(store, device="cpu", **way)
-        checks.check_csc(colptr, row, sizes[::-1] if backward else sizes)
+        check_csc(colptr, row, sizes[::-1] if backward else sizes)
         relation = _joined(colptr, row, perm, 0, 0)
     else:
         built_for = (sizes, is_sorted, backward, node_time, edge_time)
         relation = _from_edges(store.edge_index, *built_for)
     if weight is None and edge_time is None:
-        checks.check_times(relation, node_time) if is_sorted else None
+        check_times(relation, node_time) if is_sorted else None
         return relation
     _check_length("edges", relation.num_edges, "weights", weight)
     _check_length("edges", relation.num_edges, "times", edge_time)
@@ -273,7 +473,7 @@ def _relation(
         time=None if edge_time is None else edge_time[order].clone(),
     )
     if is_sorted:
-        checks.check_times(relation, node_time)
+        check_times(relation, node_time)
     return relation
 
 
@@ -304,8 +504,8 @@ def _from_edges(
         )
     source, target = edges[1 if backward else 0], edges[0 if backward else 1]
     source_size, target_size = sizes[::-1] if backward else sizes
-    checks.check_ids(source, source_size, "source")
-    checks.check_ids(target, target_size, "target")
+    check_ids(source, source_size, "source")
+    check_ids(target, target_size, "target")
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(

@@ -1,4 +1,4 @@
-r"""The graph that layer-wise sampling reads: all of its rows, or a block of them.
+r"""Multiplies rows of the graph for layer-wise sampling: all rows, or a block of them.
 
 [Note: rows and columns of a layer] A is the graph by target: row v holds the edges u -> v.
 Its normalised form divides each row by its sum t_v,
@@ -32,7 +32,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.bulk_matrix import (
+from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
     check_nodes,
@@ -113,7 +113,7 @@ class LayerEdges:
 
 
 class LayerGraph(Protocol):
-    """What `KeyedLayerSampler` asks of a graph, always for a whole bulk at a time.
+    """Defines what `KeyedLayerSampler` needs of a graph, for a whole bulk at a time.
 
     For each layer it calls `sums` and then `extract`, with the same rows; for a rule that
     shares its row `column_sums` once, before the first layer, instead of `sums`. So that a
@@ -151,7 +151,7 @@ class LayerGraph(Protocol):
 
 
 class LocalLayerGraph:
-    """A `LayerGraph` of rows held in this process: all rows of a graph, or a block.
+    """Multiplies rows held in this process: all rows of a graph, or a block.
 
     Rows that a block does not hold add nothing to its sums, and have no edges in it.
 

@@ -1,8 +1,9 @@
-"""KeyedNeighborSampler: PyG's sampler, with our kernels and keyed draws."""
+"""Samples neighbourhoods as PyG's sampler does, with compiled kernels and keyed draws."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,10 +26,45 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm.random import fold, fresh_seed
+from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
-from pyg_distcomm.sampling.negatives import KeyedNegatives
+
+
+class KeyedNegatives(NegativeSampling):
+    """Draws negative samples as a function of a key and of their order."""
+
+    def __init__(self, like: NegativeSampling, key: int) -> None:
+        super().__init__(like.mode, like.amount, like.src_weight, like.dst_weight)
+        self.key, self.calls = key, 0
+
+    def sample(
+        self, num_samples: int, endpoint: Any = None, num_nodes: int | None = None
+    ) -> Tensor:
+        """Draws node ids, uniformly or by the weights of the endpoint."""
+        weight = self.src_weight if endpoint == "src" else self.dst_weight
+        unit = keyed_unit(fold(self.key, self.calls), num_samples)
+        self.calls += 1
+        if weight is None:
+            if num_nodes is None:
+                raise ValueError(
+                    f"cannot draw negatives at the endpoint '{endpoint}' without num_nodes"
+                )
+            return (unit * num_nodes).long()
+        if num_nodes is not None and weight.numel() != num_nodes:
+            raise ValueError(
+                f"The 'weight' attribute in 'NegativeSampling' needs to match "
+                f"the number of nodes {num_nodes} (got {weight.numel()})"
+            )
+        running = weight.double().cumsum(0)
+        if not bool((weight >= 0).all()) or not 0 < float(running[-1]) < math.inf:
+            raise ValueError(
+                f"'{endpoint}_weight' of the negative samples must be finite, not "
+                "negative, and not all zero"
+            )
+        place = torch.searchsorted(running, unit * running[-1], right=True)
+        return place.clamp_(max=weight.numel() - 1)
+
 
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -145,13 +181,13 @@ class KeyedNeighborSampler(NeighborSampler):
 
     @property
     def row(self) -> Tensor:
-        """The sources of the edges, by target, as PyG's sampler has them."""
+        """Returns the sources of the edges, by target, as PyG's sampler has them."""
         relation = self._topology.graph.relations[0]
         return relation.row[:: relation.stride]
 
     @property
     def is_hetero(self) -> bool:
-        """Whether nodes or edges have types."""
+        """Returns whether nodes or edges have types."""
         return self._topology.edge_types != [None]
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:

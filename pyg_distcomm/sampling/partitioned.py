@@ -1,4 +1,4 @@
-"""PartitionedNeighborSampler: neighbour sampling of a graph that no rank holds whole.
+"""Samples neighbourhoods of a graph that no rank holds whole.
 
 [Note: owner and requester] A hop of a bulk is one all_to_allv of the ids of its frontier
 and one of the answers, inside the process column, whose ranks hold all blocks between
@@ -37,8 +37,7 @@ from pyg_distcomm.kernels.minibatch import (
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
 from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
-from pyg_distcomm.sampling.remote_rows import RemoteRows
-from pyg_distcomm.sampling.row_request import RowQuery
+from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery
 
 PLACES = ("owner", "requester")
 
@@ -49,7 +48,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Minibatches are those of `KeyedNeighborSampler` on the whole graph, bit for bit. All
     calls are collective: all ranks of the channel sample as many minibatches at a time.
 
-    Price of a hop: see `errand_price` and `counts_price`. At the owner, for k minibatches
+    Price of a hop: see `request_price` and `counts_price`. At the owner, for k minibatches
     of b nodes and fan-out s on this rank, at most k b (1 + s) pairs of words are asked and
     answered, of which those of this rank's own block do not travel, and k keys of 8 bytes
     come from each rank of the column, once a bulk; at the requester, the whole rows, and
@@ -94,7 +93,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
 
     @property
     def is_temporal(self) -> bool:
-        """Whether times are heeded: edges here may have none, where seeds have."""
+        """Returns whether sampling is temporal, also where no edges here have times."""
         return self.time_attr is not None
 
     @property
@@ -102,7 +101,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         return self.block.topology.graph.relations
 
     def set_seed_times(self, name: Any, node: Tensor, time: Tensor) -> None:
-        """Says what time the nodes of a type have that minibatches start from."""
+        """Sets the times of the seed nodes of a type."""
         order = torch.argsort(node)
         self._clock[name] = node[order], time[order]
 
@@ -152,10 +151,10 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             self._grow(drawings, [r.key for r in requests])
             return [drawing.result() for drawing in drawings]
 
-    def _grow(self, drawings: list[Any], mine: list[int]) -> None:
+    def _grow(self, drawings: list[Any], own_keys: list[int]) -> None:
         keys: list[list[int]] = []
         if self.sample_at == "owner":
-            keys = collectives.all_gather_counts(mine, self.channel.row)
+            keys = collectives.all_gather_counts(own_keys, self.channel.row)
         fan_outs = self._fan_outs()
         for hop in range(max(map(len, fan_outs), default=0)):
             drawing_from = [r for r, f in enumerate(fan_outs) if f[hop] != 0]
@@ -174,18 +173,18 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     def _at_owner(
         self, hop: int, drawings: list[Any], asks: Any, where: list[int], keys: Any
     ) -> None:
-        wishes = [_wish(r, ask) for r in where for ask in asks[r]]
-        errand = self._rows.ask(wishes)
+        queries = [_query(r, ask) for r in where for ask in asks[r]]
+        request = self._rows.ask(queries)
         k, fan_outs = len(drawings), self._fan_outs()
         messages = []
-        for peer, theirs in enumerate(errand.received):
+        for peer, theirs in enumerate(request.received):
             segments = []
             for n, r in enumerate(where):
                 wanted = theirs[n * k : (n + 1) * k]
                 drawn_by = [relation_key(key, r) for key in keys[peer]]
                 segments.append((r, self._ask(wanted, drawn_by, fan_outs[r][hop])))
             messages.append(self._rows.answer(segments))
-        draws, first = self._rows.draws(errand, messages), errand.first
+        draws, first = self._rows.draws(request, messages), request.first
 
         def take(i: int) -> None:
             for n, r in enumerate(where):
@@ -217,30 +216,30 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             drawing.induce(r, relation, replace(ask, place=place))
 
     def _ask(
-        self, wishes: Sequence[RowQuery], keys: Sequence[int], fan_out: int
+        self, queries: Sequence[RowQuery], keys: Sequence[int], fan_out: int
     ) -> HopDraw:
-        """Returns what another rank wishes of a relation as an ask of this rank's rows."""
-        node, drawn = torch.cat([w.node for w in wishes]), fan_out > 0
+        """Returns another rank's query of a relation as a draw from this rank's rows."""
+        node, drawn = torch.cat([w.node for w in queries]), fan_out > 0
         return HopDraw(
             node=node,
-            place=self._rows.place_of(wishes[0].relation, node),
+            place=self._rows.place_of(queries[0].relation, node),
             keys=keys,
-            ends=list(accumulate(len(w.node) for w in wishes)),
+            ends=list(accumulate(len(w.node) for w in queries)),
             fan_out=fan_out,
             replace=self.replace and drawn,
             latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
-            name=_joined([w.name for w in wishes]),
-            limit=_joined([w.limit for w in wishes]),
+            name=_joined([w.name for w in queries]),
+            limit=_joined([w.limit for w in queries]),
         )
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Joins what stands beside the nodes of a message: with all of them, or none."""
+    """Joins a column of a message, which all its segments have, or none."""
     found = [part for part in parts if part is not None]
     return torch.cat(found) if found else None
 
 
-def _wish(relation: int, ask: HopDraw | None) -> RowQuery:
+def _query(relation: int, ask: HopDraw | None) -> RowQuery:
     if ask is None:
         return RowQuery(relation, torch.empty(0).long())
     return RowQuery(relation, ask.node, ask.name, ask.limit)

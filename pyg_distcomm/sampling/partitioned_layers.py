@@ -1,11 +1,11 @@
-"""PartitionedLayerGraph: layer-wise sampling of a graph that no rank holds whole.
+"""Samples layer by layer from a graph that no rank holds whole.
 
 [Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
-whoever multiplies them; sums of weights come back, one partial row for each minibatch, and
+the ranks that multiply them; sums of weights come back, one partial row for each minibatch, and
 are added up. At the owner, every block multiplies what it holds. At the requester, as in
 the Graph Partitioned algorithm of [Tripathy24], the c ranks of a process row share out
 the rows of A: each brings a part for all of them, once each, multiplies, and the partial
-rows are added up over the process row ([Note: rows over the process row] in far_rows.py says
+rows are added up over the process row ([Note: rows over the process row] in row_service.py says
 what differs). Weights are integers, so that all orders of adding give the same bits, and
 draws are made from equal rows by equal keys.
 """
@@ -22,17 +22,16 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.price import Price
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.kernels.minibatch import Relation
-from pyg_distcomm.sampling.algebra import add
-from pyg_distcomm.sampling.bulk_matrix import (
+from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
+    add,
     check_nodes,
     offsets,
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
-from pyg_distcomm.sampling.remote_rows import RemoteRows
-from pyg_distcomm.sampling.row_request import RowQuery, RowRequest
+from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
 
 
@@ -83,20 +82,20 @@ def layer_counts_price(batches: int, ranks: int) -> Price:
 
 @dataclass(eq=False)
 class _Round:
-    """The rows of one layer, where they went, and who multiplies those that came here."""
+    """Holds the rows of one layer, their request, and the graph that multiplies them."""
 
     rows: BulkNodes
-    errand: RowRequest
+    request: RowRequest
     server: LocalLayerGraph
 
     @property
     def received(self) -> list[BulkNodes]:
-        """What each rank asked of this one."""
-        return [BulkNodes.of([w.node for w in part]) for part in self.errand.received]
+        """Returns the rows that each rank asks for here."""
+        return [BulkNodes.of([w.node for w in part]) for part in self.request.received]
 
 
 class PartitionedLayerGraph:
-    """The `LayerGraph` of a block and of those that other ranks hold; collective.
+    """Multiplies rows of this rank's block and of those on other ranks; collective.
 
     All ranks of the channel sample bulks of equally many minibatches together.
 
@@ -110,7 +109,7 @@ class PartitionedLayerGraph:
     Price of a layer: see `sums_price`, `edges_price` and `layer_counts_price`; rules that
     share a row need the edges alone. At the owner, all is exchanged in the process column.
     At the requester, all is in the process row, and rows of A travel in the column, each
-    distinct one once (`errand_price`, `counts_price`).
+    distinct one once (`request_price`, `counts_price`).
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class PartitionedLayerGraph:
         turn = self._turn(rows)
         parts = [turn.server.sums(asked) for asked in turn.received]
         messages = [self._words(p.rowptr.diff(), p.col, p.values) for p in parts]
-        found = turn.errand.exchange(messages, "sums")
+        found = turn.request.exchange(messages, "sums")
         return add([self._read_sums(part, len(rows)) for part in found])
 
     def column_sums(self) -> Tensor:
@@ -158,35 +157,32 @@ class PartitionedLayerGraph:
         """Returns the edges from the columns to the rows of each minibatch."""
         turn = self._turn(rows)
         self._round = None
-        wanted = turn.errand.sent > 0  # [peers, k]
+        wanted = turn.request.sent > 0  # [peers, k]
         sizes = cols.ptr.diff() * wanted
-        axis = self._axis
-        ones = [1] * axis.size
-        coming = collectives.all_to_all(sizes, ones, ones, axis, "plan", 1).wait()
+        columns = RowRound(self._axis, sizes)
+        coming = columns.table
         places = [_ranges(cols.ptr, row) for row in wanted]
-        got = collectives.all_to_all(
+        theirs = columns.send_ids(
             cols.id[torch.cat(places)].to(self._far.word),
             sizes.sum(1).tolist(),
             coming.sum(1).tolist(),
-            axis,
             "columns",
-        ).wait()
-        theirs = got.long().split(coming.sum(1).tolist())
+        )
         messages = [
-            self._edges(turn.server, asked, BulkNodes(ids, offsets(counts)))
+            self._edges(turn.server, asked, BulkNodes(ids.long(), offsets(counts)))
             for asked, ids, counts in zip(turn.received, theirs, coming, strict=True)
         ]
-        found = turn.errand.exchange(messages, "edges")
-        asked_rows = turn.errand.asked
+        found = turn.request.exchange(messages, "edges")
+        asked_rows = turn.request.asked
         parts = [
-            self._read_edges(message, len(mine), place)
-            for message, mine, place in zip(found, asked_rows, places, strict=True)
+            self._read_edges(message, len(asked), place)
+            for message, asked, place in zip(found, asked_rows, places, strict=True)
         ]
         return LayerEdges.join(parts, asked_rows)
 
     @property
     def _axis(self) -> Any:
-        """Over which rows of Q go to whoever multiplies them."""
+        """Returns the axis over which rows of Q are sent."""
         return self.channel.row if self.sample_at == "owner" else self.channel.col
 
     def _local(self, rows: Relation, gid: Tensor) -> LocalLayerGraph:
@@ -199,16 +195,16 @@ class PartitionedLayerGraph:
         if self._round is not None and self._round.rows is rows:
             return self._round
         check_nodes(rows, self.num_nodes, "rows")
-        wishes = [RowQuery(0, node) for node in rows.split()]
+        queries = [RowQuery(0, node) for node in rows.split()]
         if self.sample_at == "owner":
-            turn = _Round(rows, self._far.ask(wishes), self._own)
+            turn = _Round(rows, self._far.ask(queries), self._own)
         else:
-            errand = self._far.ask_twins(wishes)
+            request = self._far.ask_twins(queries)
             none = [torch.empty(0).long()]
-            asked = [w.node for part in errand.received for w in part]
+            asked = [w.node for part in request.received for w in part]
             wanted = torch.unique(torch.cat(none + asked))
             server = self._local(self._far.sorted_rows(0, wanted), wanted)
-            turn = _Round(rows, errand, server)
+            turn = _Round(rows, request, server)
         self._round = turn
         return turn
 

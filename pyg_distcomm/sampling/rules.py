@@ -24,13 +24,13 @@ from typing import ClassVar
 
 import torch
 
-from pyg_distcomm.sampling.bulk_matrix import BulkMatrix, BulkNodes
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
 SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
 
 
 class Rule(ABC):
-    """How nodes are judged.
+    """Defines the probability matrix P of a layer-wise sampler (abstract).
 
     Attributes:
         shared: whether all minibatches draw from one row.
@@ -42,13 +42,13 @@ class Rule(ABC):
 
     @property
     def loops(self) -> bool:
-        """Whether A + I stands in for A."""
+        """Returns whether A + I replaces A."""
         return False
 
     @property
     @abstractmethod
     def power(self) -> int:
-        """What Q multiplies: `SQUARED`, `PLAIN` or `COUNTED`."""
+        """Returns the power of A that Q multiplies: `SQUARED`, `PLAIN` or `COUNTED`."""
 
     @abstractmethod
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
@@ -61,7 +61,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class GraphSAGE(Rule):
-    """Each node draws from its own neighbours ([Hamilton17]); Q has a row for each.
+    """Draws for each node from its own neighbours ([Hamilton17]); Q has a row for each.
 
     The matrix form of `KeyedNeighborSampler`, which builds no matrix and has the same
     distribution; for the algebra, not for `KeyedLayerSampler`.
@@ -69,7 +69,7 @@ class GraphSAGE(Rule):
 
     @property
     def power(self) -> int:
-        """What Q multiplies: weights as they are."""
+        """Returns the power of A that Q multiplies: weights as they are."""
         return PLAIN
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
@@ -79,7 +79,7 @@ class GraphSAGE(Rule):
 
 @dataclass(frozen=True)
 class Ladies(Rule):
-    """A minibatch draws from the neighbours of its rows ([Zou19]).
+    """Draws for a minibatch from the neighbours of its rows ([Zou19]).
 
     Three definitions are about: that of the authors' code, "code"; what CAGNET's sampler
     computes on a graph without weights, "cagnet"; and the text of [Tripathy24],
@@ -97,12 +97,12 @@ class Ladies(Rule):
 
     @property
     def loops(self) -> bool:
-        """Whether A + I stands in for A: in the authors' code it does."""
+        """Returns whether A + I replaces A, as in the authors' code."""
         return self.definition == "code"
 
     @property
     def power(self) -> int:
-        """What Q multiplies: squares in the authors' code, otherwise ones."""
+        """Returns the power of A that Q multiplies: squares in the authors' code, else ones."""
         return SQUARED if self.definition == "code" else COUNTED
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
@@ -116,7 +116,7 @@ class Ladies(Rule):
 
 @dataclass(frozen=True)
 class FastGCN(Rule):
-    """All minibatches draw from all nodes, by one row of weights ([Chen18]).
+    """Draws for all minibatches from all nodes, by one row of weights ([Chen18]).
 
     The row is never copied. A row of the batch may end with no column at all.
     """
@@ -126,12 +126,12 @@ class FastGCN(Rule):
 
     @property
     def loops(self) -> bool:
-        """Whether A + I stands in for A: it does."""
+        """Returns whether A + I replaces A: it does."""
         return True
 
     @property
     def power(self) -> int:
-        """What Q multiplies: squares."""
+        """Returns the power of A that Q multiplies: squares."""
         return SQUARED
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
@@ -142,7 +142,7 @@ class FastGCN(Rule):
 
 @dataclass(frozen=True)
 class UserRule(Rule):
-    """A function of P: `P.with_value(f(P.value))`, or whatever keeps its pattern.
+    """Applies a function of P: `P.with_value(f(P.value))`, or whatever keeps its pattern.
 
     Args:
         function: takes P [k, n], float64, and returns P of the same pattern, finite and
@@ -157,7 +157,7 @@ class UserRule(Rule):
 
     @property
     def power(self) -> int:
-        """What Q multiplies: ones, or the weights as they are."""
+        """Returns the power of A that Q multiplies: ones, or the weights as they are."""
         return COUNTED if self.counted else PLAIN
 
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:

@@ -1,17 +1,29 @@
-"""ColumnMask: some columns of each row, chosen by a key that both ends have."""
+"""Sends some columns, or some rows, chosen by a key that both ends have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm.halo.codec import ColumnReducer, RngKey, count_of, drawn
-from pyg_distcomm.halo.codecs.plain import rows_at
+from pyg_distcomm import kernels
+from pyg_distcomm.comm import random
+from pyg_distcomm.halo.codec import (
+    Codec,
+    CodingContext,
+    ColumnReducer,
+    Index,
+    RngKey,
+    check_rate,
+    drawn,
+    share_of,
+)
+from pyg_distcomm.halo.codecs.quantise import Plain, rows_at
 from pyg_distcomm.kernels import codec_ops
 
 PICKS = ("prefix", "epoch", "block")
+_SALT = 0x5A  # rows are chosen by another hash than columns
 
 
 @dataclass(frozen=True)
@@ -20,28 +32,30 @@ class ColumnMask(ColumnReducer):
 
         x' = s x M,   M diagonal with k ones,   k = min(max(round(f / rate), 1), f)
 
-    with s = f / k if `scaled`, else 1. Which columns is a hash of the draw's key, so no
-    byte is spent on it. Over keys, with columns "epoch" or "block",
+    with s = f / k if `scaled`, else 1. A hash of the key chooses the columns, so no byte
+    is spent on them. Over keys, with columns "epoch" or "block",
 
         s = 1      E x' = k/f x    E |x' - x|^2 = (1 - k/f) |x|^2
         s = f/k    E x' = x        E |x' - x|^2 = (f/k - 1) |x|^2
 
-    so that beyond rate 2 the scaled mask is further off than sending nothing. Rate 1
-    sends rows as they are, bit for bit.
+    so that beyond rate 2 the scaled mask has a greater error than sending nothing. Rate 1
+    sends rows unchanged, bit for bit.
 
     Price: k numbers a row.
     Differs from the compression mechanism of [Cervino24] in keeping at least one column
     and in reseeding no generator. Their text speaks of random columns, their scripts send
-    the first ones; both are here, and blocks of rows with columns of their own beside,
-    whose errors average out in sums over neighbours as those of one mask do not.
+    the first ones; both are here, as are blocks of rows with columns of their own, whose
+    errors average out in sums over neighbours as those of one mask do not.
 
     Args:
         rate: the compression ratio c >= 1; a schedule may set another.
         pick: "prefix": the first k; "epoch": k at random, the same for all rows of a
             message; "block": at random for each `block` consecutive ids.
         block: how many ids share their columns.
-        scaled: whether what is sent is scaled up, which makes it unbiased.
+        scaled: scales received numbers by f / k, which makes them unbiased.
     """
+
+    linear = True  # for each key
 
     rate: float
     pick: str = "epoch"
@@ -49,8 +63,7 @@ class ColumnMask(ColumnReducer):
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        if not 1.0 <= self.rate < float("inf"):
-            raise ValueError(f"a compression rate is 1 or more, got rate={self.rate!r}")
+        check_rate(self.rate)
         if self.pick not in PICKS:
             raise ValueError(
                 f"pick={self.pick!r} is not known; choose 'prefix', 'epoch' or 'block'"
@@ -59,23 +72,18 @@ class ColumnMask(ColumnReducer):
             raise ValueError(f"a block has 1 id or more, got block={self.block!r}")
 
     @property
-    def linear(self) -> bool:
-        """For each draw, it is."""
-        return True
-
-    @property
     def unbiased(self) -> bool:
-        """Scaled random columns are."""
+        """Whether columns are random and scaled."""
         return self.scaled and self.keyed
 
     @property
     def keyed(self) -> bool:
-        """Random columns are."""
+        """Whether columns are random."""
         return self.pick != "prefix"
 
     @property
     def zero_fills(self) -> bool:
-        """It is, beyond rate 1."""
+        """True beyond rate 1."""
         return self.rate > 1.0
 
     def with_rate(self, rate: float) -> ColumnMask:
@@ -84,25 +92,26 @@ class ColumnMask(ColumnReducer):
 
     def kept(self, width: int) -> int:
         """Returns how many columns are sent."""
-        return min(max(round(width / self.rate), 1), width)
+        return share_of(width, self.rate)
 
     def scale(self, width: int) -> float:
-        """Returns the factor of what arrives."""
+        """Returns the factor s."""
         return width / self.kept(width) if self.scaled and width else 1.0
 
     def narrowed(self, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Returns how many columns are sent."""
+        """Returns the number of columns that are sent, and their type."""
         return self.kept(width), dtype
 
-    def narrow(self, x: Tensor, draw: RngKey | None, index: Tensor | None) -> Tensor:
+    def narrow(self, x: Tensor, draw: RngKey | None, index: Index) -> Tensor:
         """Returns the chosen columns, unscaled."""
         if self.kept(x.size(1)) == x.size(1):
             return rows_at(x, index)
-        chosen = self._columns(draw, count_of(x, index), x.size(1), x.device)
+        rows = len(x) if index is None else len(index)
+        chosen = self._columns(draw, rows, x.size(1), x.device)
         return codec_ops.take_columns(x, index, *chosen)
 
     def widen(self, y: Tensor, out: Tensor, draw: RngKey | None) -> Tensor:
-        """Puts the columns where they were, scaled, and zeros elsewhere."""
+        """Scales the columns into their places, with zeros elsewhere."""
         width = out.size(1)
         if self.kept(width) == width:
             return out.copy_(y)
@@ -116,7 +125,7 @@ class ColumnMask(ColumnReducer):
     def _columns(
         self, draw: RngKey | None, rows: int, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns lists of columns, and which of them each row has (None: the first)."""
+        """Returns lists of columns, and the list of each row (None: the first)."""
         count = self.kept(width)
         if not self.keyed:
             columns = torch.arange(count, dtype=torch.int32, device=device)
@@ -129,3 +138,112 @@ class ColumnMask(ColumnReducer):
             draw.gid.long().div(self.block, rounding_mode="floor"), return_inverse=True
         )
         return codec_ops.keyed_columns(draw.key, ids, width, count), which
+
+
+@dataclass(frozen=True)
+class RowSample(Codec):
+    """Sends k of the m rows of each message; the others arrive as zeros.
+
+        x' = s M x,   M diagonal with k ones,   k = min(max(round(m / rate), 1), m)
+
+    with s = m / k if `scaled`, else 1: unbiased, with E |x' - x|^2 = (m/k - 1) |x|^2. The
+    k rows are those whose ids have the smallest hashes of the key, so both ends know them
+    and no byte is spent on them. Rate 1 sends rows unchanged, bit for bit.
+
+    Price: that of `values` for k rows.
+    Differs from the boundary node sampling of [Wan22] Alg. 1 in that no list of the chosen
+    rows travels.
+
+    Args:
+        rate: the compression ratio c >= 1, 1 / p in the paper; a schedule may set another.
+        scaled: scales received rows by m / k, which makes them unbiased.
+        values: the codec of the rows that travel.
+    """
+
+    keyed = True
+
+    rate: float
+    scaled: bool = True
+    values: Codec = field(default_factory=Plain)
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        if self.values.stateful:
+            raise ValueError(
+                f"RowSample sends other rows each time, so {self.values!r} has nothing to "
+                "remember; put it around: Residual(RowSample(rate, scaled=False))"
+            )
+
+    @property
+    def linear(self) -> bool:
+        """Whether its values are, for each key."""
+        return self.values.linear
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether rows are scaled and their values unbiased."""
+        return self.scaled and self.values.unbiased
+
+    @property
+    def zero_fills(self) -> bool:
+        """True beyond rate 1."""
+        return self.rate > 1.0 or self.values.zero_fills
+
+    @property
+    def inside(self) -> tuple[Codec, ...]:
+        """The codec of its values."""
+        return (self.values,)
+
+    def with_rate(self, rate: float) -> RowSample:
+        """Returns the same codec at another rate."""
+        return replace(self, rate=rate)
+
+    def kept(self, rows: int) -> int:
+        """Returns how many rows of a message are sent."""
+        return share_of(rows, self.rate)
+
+    def wire_bytes(
+        self, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """Returns the bytes of the values of k rows."""
+        return self.values.wire_bytes(self.kept(rows), width, dtype)
+
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
+    ) -> Tensor:
+        """Writes the chosen rows, unscaled."""
+        draw = context.key
+        if self.kept(context.rows) < context.rows:
+            chosen = self._chosen(draw)
+            index = chosen if index is None else index[chosen]
+            draw = draw.at(chosen)
+        return self.values.encode(x, draw, index=index, out=out, where=context.where)
+
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        """Scales the rows into their places, with zeros elsewhere."""
+        rows, draw, count = context.rows, context.key, self.kept(context.rows)
+        if count == rows:
+            return self.values.decode(message, out, draw)
+        chosen = self._chosen(draw)
+        few = out.new_empty(count, out.size(1))
+        self.values.decode(message, few, draw.at(chosen))
+        if self.scaled:
+            few.mul_(rows / count)
+        return out.zero_().index_copy_(0, chosen, few)
+
+    def adjoint(self, g: Tensor, draw: RngKey | None = None) -> Tensor:
+        """Returns s M g, with the adjoint of its values."""
+        rows = len(g)
+        draw = drawn(self, draw, rows)
+        if self.kept(rows) == rows:
+            return self.values.adjoint(g, draw)
+        chosen = self._chosen(draw)
+        few = self.values.adjoint(rows_at(g, chosen), draw.at(chosen))
+        scale = rows / len(chosen) if self.scaled else 1.0
+        return torch.zeros_like(g).index_copy_(0, chosen, few * scale)
+
+    def _chosen(self, draw: RngKey) -> Tensor:
+        """Returns the places of the rows that are sent, ascending `[k]`."""
+        bits = kernels.keyed_bits(random.fold(draw.key, _SALT), draw.gid, 2).long()
+        order = torch.argsort(bits[:, 0] << 24 | bits[:, 1], stable=True)
+        return order[: self.kept(len(order))].sort().values

@@ -1,4 +1,4 @@
-"""Messages of codecs between ranks: bytes on the wire are those foretold."""
+"""Packs messages of codecs between ranks: bytes on the wire are those predicted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import worlds
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.halo.codec import header_bytes, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import (
     Bitmap,
     Cast,
@@ -19,7 +20,6 @@ from pyg_distcomm.halo.codecs import (
     TopK,
     fresh_state,
 )
-from pyg_distcomm.halo.packing import header_bytes, pack, parcel_bytes, unpack
 
 F = 21
 ONE = Quantise(1, "stochastic")
@@ -67,8 +67,10 @@ def _exchange(size):
             draw = RngKey(key, 30 * rank + index)
             message, sizes = pack(codec, x, send, draw, index=index, state=here)
             axis.ledger.reset()
-            told = parcel_bytes(codec, recv, F, x.dtype)
-            cuts = told if codec.sized else collectives.exchange_counts(sizes, axis)
+            told = packed_bytes(codec, recv, F, x.dtype)
+            cuts = (
+                told if codec.fixed_size else collectives.exchange_counts(sizes, axis)
+            )
             got = collectives.all_to_all(message, sizes, cuts, axis, "halo").wait()
             assert all(a <= b for a, b in zip(cuts, told, strict=True))
             assert axis.ledger.bytes("halo") == sum(cuts)

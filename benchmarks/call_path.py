@@ -1,0 +1,174 @@
+"""Counts the way of the data: frames, calls and modules between an API and its collectives.
+
+    python benchmarks/call_path.py [--check]
+
+Prints, for the second forward pass of a `DistGCNConv` on two ranks (with an exact and a coded
+link), how many frames of the package are on the stack when torch.distributed is first called,
+how many of its functions were called by then, and in how many of its modules; and the modules
+that run between seed nodes and minibatches of a replicated and a partitioned graph. `--check`
+ends with an error where a count is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+import pyg_distcomm as pdc
+
+BOUNDS = {
+    "exact link": (8, 120, 14),
+    "coded link": (10, None, 18),
+    "replicated minibatch": (None, None, 14),
+    "partitioned minibatch": (None, None, 22),
+}
+HERE = str(Path(pdc.__file__).parent)
+
+
+_COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
+
+
+def _module_of(frame) -> str | None:
+    """Returns the module of the package that a frame runs, or None."""
+    code = frame.f_code
+    if not code.co_filename.startswith(HERE) or code.co_name in _COMPREHENSIONS:
+        return None
+    return code.co_filename[len(HERE) + 1 :]
+
+
+class Counter:
+    """Counts the calls of the package's functions while it is entered.
+
+    Args:
+        until_collective: stop at the first function of torch.distributed that is called,
+            and keep the stack there.
+    """
+
+    def __init__(self, until_collective: bool) -> None:
+        self.calls = 0
+        self.modules: set[str] = set()
+        self.stack: list[str] = []
+        self._until_collective = until_collective
+
+    def _profile(self, frame, event, _argument) -> None:
+        if event != "call" or self.stack:
+            return
+        module = _module_of(frame)
+        if module is not None:
+            self.calls += 1
+            self.modules.add(module)
+        elif self._until_collective:
+            if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+                self._arrive(frame)
+
+    def _arrive(self, frame) -> None:
+        if frame.f_code.co_name not in _COLLECTIVES:
+            return
+        stack = []
+        while frame is not None and frame.f_code.co_name != "_forward":
+            if _module_of(frame):
+                stack.append(f"{_module_of(frame)}:{frame.f_code.co_name}")
+            frame = frame.f_back
+        self.stack = stack[::-1]
+
+    def __enter__(self) -> Counter:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_error) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return len(self.stack), self.calls, len(self.modules)
+
+
+_COLLECTIVES = ("all_to_all_single", "isend", "irecv")  # of rows
+
+
+def _graph(nodes: int = 200):
+    from torch_geometric.data import Data
+
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(nodes, (2, 8 * nodes), generator=generator)
+    x = torch.randn(nodes, 16, generator=generator)
+    return Data(x=x, edge_index=edge_index)
+
+
+def _forward(link):
+    from pyg_distcomm.nn import DistGCNConv
+
+    mesh = pdc.init()
+    share = pdc.partition(_graph(), mesh, "random", link=link)
+    conv = DistGCNConv(16, 8)
+    conv(share.x, share.edge_index)
+    if link is not None:
+        link.step()
+        conv(share.x * 1, share.edge_index)
+    x = share.x * 1
+    with Counter(until_collective=True) as counter:
+        conv(x, share.edge_index)
+    return counter
+
+
+def _minibatch(partitioned: bool):
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    mesh = pdc.init()
+    data = _graph()
+    data = pdc.partition(data, mesh, "random") if partitioned else data
+    seeds = torch.arange(200)
+    loader = DistNeighborLoader(
+        data, num_neighbors=[4, 4], input_nodes=seeds, batch_size=20
+    )
+    list(loader)
+    with Counter(until_collective=False) as counter:
+        list(loader)
+    return counter
+
+
+def count() -> dict[str, Counter]:
+    """Returns the counts of rank 0 for each way."""
+    ways = {
+        "exact link": lambda: _forward(None),
+        "coded link": lambda: _forward(pdc.Sylvie(bits=1, late=0)),
+        "replicated minibatch": lambda: _minibatch(False),
+        "partitioned minibatch": lambda: _minibatch(True),
+    }
+    return {name: way() for name, way in ways.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail above the bounds")
+    parser.add_argument("--verbose", action="store_true", help="print stacks, modules")
+    options = parser.parse_args()
+    found = pdc.launch(count, nprocs=2)
+    found = found[0] if isinstance(found, list) else found
+    over = []
+    print(f"{'':24}{'frames':>8}{'calls':>8}{'modules':>8}")
+    for name, counter in found.items():
+        shown = [
+            f"{n}/{'-' if bound is None else bound}"
+            for n, bound in zip(counter.counts, BOUNDS[name], strict=True)
+        ]
+        print(f"{name:24}" + "".join(f"{text:>8}" for text in shown))
+        if options.verbose:
+            print("  " + "\n  ".join(counter.stack))
+            print("  " + " ".join(sorted(counter.modules)))
+        over += [
+            name
+            for n, bound in zip(counter.counts, BOUNDS[name], strict=True)
+            if bound is not None and n > bound
+        ]
+    return int(options.check and bool(over))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""Predicts the bytes that the exchanges of a link send and keep, from those seen so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.ledger import Short, format_table
+from pyg_distcomm.halo.codec import Codec, Load
+from pyg_distcomm.halo.codecs.quantise import Plain
+from pyg_distcomm.halo.compressed import gradient_codec
+from pyg_distcomm.halo.link import DEGREES, NAMES
+from pyg_distcomm.halo.schedule import BytesOf
+from pyg_distcomm.halo.staleness import Timing
+from pyg_distcomm.halo.state import CallKey, ExchangeKey, ExchangeState, LayerState
+
+CodecPair: TypeAlias = tuple[Codec, Codec | None]  # of rows, and of gradients
+
+
+@dataclass(frozen=True)
+class Line:
+    """Prices one exchange of this rank in one epoch.
+
+    Args:
+        layer: number, kind and call of the layer.
+        exchange: "ghost" moves rows over the row axis and "sums" moves sums back over it;
+            "out" and "far" do so over the col axis; numbers count what a layer looks up.
+        width: of the rows.
+        how: the codec and timing.
+        forward, backward: bytes received.
+        kept: bytes kept until the next epoch.
+    """
+
+    layer: str
+    exchange: str
+    width: int
+    how: str
+    forward: int
+    backward: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class LinkPrice:
+    """Prices the exchanges of this rank in one epoch of training.
+
+    Args:
+        epoch: the epoch.
+        lines: each exchange.
+        agreement: bytes by which ranks agree on whether calls are exact.
+        exact: whether bytes are exact; otherwise sizes depend on values, and bytes are
+            upper bounds.
+    """
+
+    epoch: int
+    lines: tuple[Line, ...]
+    agreement: int
+    exact: bool
+
+    @property
+    def forward(self) -> int:
+        """Bytes received in forward passes."""
+        return sum(line.forward for line in self.lines)
+
+    @property
+    def backward(self) -> int:
+        """Bytes received in backward passes."""
+        return sum(line.backward for line in self.lines)
+
+    @property
+    def total(self) -> int:
+        """All bytes received, those of the agreement included."""
+        return self.forward + self.backward + self.agreement
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept until the next epoch."""
+        return sum(line.kept for line in self.lines)
+
+    def __str__(self) -> str:
+        head = ["layer", "exchange", "width", "how", "forward", "backward", "kept"]
+        rows: list[Sequence[object]] = [
+            (
+                *(line.layer, line.exchange, line.width, line.how),
+                *map(Short, (line.forward, line.backward, line.kept)),
+            )
+            for line in self.lines
+        ]
+        sums = map(Short, (self.forward, self.backward, self.kept))
+        rows.append(("all", "", None, "", *sums))
+        most = "" if self.exact else ", at most"
+        return (
+            f"epoch {self.epoch}: bytes received here{most}\n{format_table(head, rows)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LinkCostModel:
+    """Predicts the bytes of a link's exchanges from its state at one moment.
+
+    Args:
+        exchanges, layers: the state of each.
+        active: calls of the last whole epoch, or of this one if it is the first.
+        last: the call that is exact.
+        timing: when rows are used.
+        exact_first: whether the first epoch is exact.
+        codecs_at: returns the codecs in an epoch.
+        codecs_of: returns the codecs at a rate.
+        epoch: the epoch in progress.
+        synchronous: whether epochs are synchronous until further notice.
+        size: the number of ranks.
+    """
+
+    exchanges: Mapping[ExchangeKey, ExchangeState]
+    layers: Mapping[int, LayerState]
+    active: tuple[CallKey, ...]
+    last: CallKey | None
+    timing: Timing
+    exact_first: bool
+    codecs_at: Callable[[int], CodecPair]
+    codecs_of: Callable[[float], CodecPair]
+    epoch: int
+    synchronous: bool
+    size: int
+
+    def price(self, epoch: int) -> LinkPrice:
+        """Returns the price of an epoch on this rank."""
+        lines: dict[tuple[int, int, int], Line] = {}
+        exact = True
+        for key, exchange in self._alive(epoch):
+            once = self._is_once(key.layer, epoch)
+            forward = self._bytes(key, exchange, epoch, False, once)
+            backward = 0 if once else self._bytes(key, exchange, epoch, True, once)
+            used = [self._codec(key, exchange, epoch, way) for way in (False, True)]
+            exact = exact and (once or all(codec.fixed_size for codec in used))
+            loads = [load for load in exchange.loads if load is not None]
+            before = lines.get(key[:3])
+            kept = 0 if once else self._kept(key, exchange, epoch)
+            number = f" #{key.number}" if key.number else ""
+            lines[key[:3]] = Line(
+                f"{key.layer} {exchange.layer}{number}",
+                exchange_name(key.name),
+                loads[0].width if loads else 0,
+                self._how(key, exchange, epoch, once),
+                forward + (before.forward if before else 0),
+                backward + (before.backward if before else 0),
+                kept + (before.kept if before else 0),
+            )
+        return LinkPrice(epoch, tuple(lines.values()), self._agreement(epoch), exact)
+
+    def _alive(self, epoch: int) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
+        for key, exchange in sorted(self.exchanges.items(), key=lambda one: one[0]):
+            if key[:2] in self.active and not self._is_gone(key.layer, epoch):
+                yield key, exchange
+
+    def _agreement(self, epoch: int) -> int:
+        """Returns the bytes by which ranks agree on the modes of an epoch's calls."""
+        asked = [
+            number
+            for number, _ in self.active
+            if not (self._is_gone(number, epoch) or self._is_once(number, epoch))
+        ]
+        if not asked or self.size == 1:
+            return 0
+        new = {number for number in asked if self._first(number) == epoch}
+        times = asked.count(asked[0]) + len(new - {asked[0]})
+        return times * collectives.ring_words(1, self.size)
+
+    def _first(self, number: int) -> int:
+        """Returns the epoch in which a layer trains first."""
+        layer = self.layers.get(number)
+        return self.epoch if layer is None or layer.first is None else layer.first
+
+    def _stage(self, number: int) -> int:
+        layer = self.layers.get(number)
+        return 0 if layer is None else layer.input_stage
+
+    def _is_once(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer's product is computed in this epoch, and cached then."""
+        layer = self.layers.get(number)
+        if layer is not None and layer.cached_at == epoch:
+            return True
+        return self._stage(number) == 1 and epoch == max(self.epoch, 1)
+
+    def _is_gone(self, number: int, epoch: int) -> bool:
+        """Tells whether a layer exchanges nothing any more, as its product is cached."""
+        if not self._stage(number) or self._is_once(number, epoch):
+            return False
+        return epoch >= max(self.epoch, 1)
+
+    def _is_exact(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> bool:
+        first = self.exact_first and epoch == 0
+        return first or key[:2] == self.last or bool(exchange.exactly)
+
+    def _is_synchronous(self, epoch: int) -> bool:
+        return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
+
+    def _oldest(self, epoch: int, late: int, since: int = 0) -> int:
+        """Returns the oldest epoch whose rows are used in one, or later."""
+        window = range(epoch, max(epoch - late, -1), -1)
+        synchronous = (e for e in window if self._is_synchronous(e))
+        return next(synchronous, max(since, epoch - late))
+
+    def _codec(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, backward: bool
+    ) -> Codec:
+        """Returns the codec of rows, or of gradients, in an epoch."""
+        if self._is_exact(key, exchange, epoch):
+            return Plain()
+        codec, own = self.codecs_at(epoch)
+        if not backward:
+            return codec
+        buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
+        since = None if buffer is None else buffer.since
+        if since is not None and not self._is_synchronous(epoch):
+            read = self._oldest(epoch, self.timing.staleness(False), since)
+        return gradient_codec(codec, self._codec(key, exchange, read, False), own)
+
+    def _bytes(
+        self,
+        key: ExchangeKey,
+        exchange: ExchangeState,
+        epoch: int,
+        backward: bool,
+        exact: bool,
+    ) -> int:
+        load = exchange.loads[backward]
+        if load is None:
+            return 0
+        codec = Plain() if exact else self._codec(key, exchange, epoch, backward)
+        return load.bytes(codec)
+
+    def _kept(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
+        """Returns the bytes of both buffers after an epoch; see `StaleBuffer`."""
+        if key[:2] == self.last or exchange.exactly:
+            return 0
+        total = 0
+        for backward in (False, True):
+            load, late = exchange.loads[backward], self.timing.staleness(backward)
+            if load is None:
+                continue
+            buffer = exchange.buffers[backward]
+            since = epoch if buffer is None or buffer.since is None else buffer.since
+            for e in range(self._oldest(epoch, late - 1, since), epoch + 1):
+                total += load.payload(self._codec(key, exchange, e, backward))
+            if self.timing.smooth is not None and late:
+                total += load.rows_bytes
+            codec, own = self.codecs_at(epoch)
+            if (own if backward and own is not None else codec).stateful:
+                row = load.width * load.dtype.itemsize
+                total += load.rows_bytes + exchange.sent_rows[backward] * row
+        return total
+
+    def _how(
+        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, once: bool
+    ) -> str:
+        if once:
+            return "exact: its product is kept"
+        if key[:2] == self.last:
+            return "exact: the last one"
+        if exchange.exactly:
+            return f"exact: {exchange.exactly}"
+        if self._is_exact(key, exchange, epoch):
+            return "exact: the first epoch"
+        codec, own = self.codecs_at(epoch)
+        how = f"{codec}" if own is None else f"{codec}, gradients {own}"
+        late = [self.timing.staleness(backward) for backward in (False, True)]
+        if self._is_synchronous(epoch) or not any(late):
+            return how
+        if late[0] == late[1]:
+            return f"{how}, late by {late[0]}"
+        return f"{how}, late by {late[0]} and {late[1]}"
+
+    def bytes_of(self, axis: Axis, epochs: int) -> BytesOf:
+        """Returns the bytes of all ranks of an axis by epoch and rate; collective.
+
+        Gradients that are masked as the rows they answer count in the epoch of these.
+        """
+        own = [
+            (tuple(key), exchange.loads, self._stage(key.layer), exchange.exactly)
+            for key, exchange in self._alive(0)
+        ]
+        gathered = collectives.all_gather_object(own, axis)
+        every = [one for rows in gathered for one in rows]
+        layers = {(key[0], stage) for key, _, stage, _ in every}
+        agreement = collectives.ring_words(1, self.size) * self.size
+        epoch_bytes = _EpochBytes(self, every)
+
+        def bytes_of(epoch: int, rate: float) -> float:
+            asked = {number for number, stage in layers if epoch == 0 or not stage}
+            times = bool(asked) if epoch else len(asked)  # new layers ask one by one
+            return epoch_bytes(epoch, rate, answers[epoch]) + agreement * times
+
+        late = self.timing.staleness(False)
+        answers = Counter(self._oldest(t, late) for t in range(epochs))
+        return bytes_of
+
+
+class _EpochBytes:
+    """Computes the bytes of an epoch on all ranks by rate, cached for budgets."""
+
+    def __init__(
+        self,
+        model: LinkCostModel,
+        every: list[tuple[tuple[int, ...], list[Load | None], int, str]],
+    ) -> None:
+        self._model = model
+        self._all: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
+        self._coded: tuple[Counter[Load], Counter[Load]] = Counter(), Counter()
+        self._exact = self._once = 0
+        for key, loads, stage, exactly in every:
+            for backward, load in enumerate(loads):
+                if load is None:
+                    continue
+                self._all[backward][load] += 1
+                whole = load.bytes(Plain())
+                if stage:  # computed once, if not by training then by an evaluation
+                    self._once += 0 if backward else whole
+                elif key[:2] == model.last or exactly:
+                    self._exact += whole
+                else:
+                    self._coded[backward][load] += 1
+        self._cache: dict[object, int] = {}
+
+    def __call__(self, epoch: int, rate: float, answers: int) -> int:
+        """Returns the bytes of an epoch; `answers` gradients answer its rows."""
+        codec, own = self._model.codecs_of(rate)
+        masks = self._model.codecs_of(2.0)[0].zero_fills
+        if epoch == 0 and self._model.exact_first:
+            once = self._sum(self._all[0], Plain()) + self._sum(self._all[1], Plain())
+            later = answers - 1 if masks else 0
+            return once + later * self._sum(self._coded[1], Plain())
+        loads = self._all if epoch == 0 else self._coded
+        total = self._sum(loads[0], codec)
+        times = answers if own is None and masks else 1
+        total += times * self._sum(loads[1], own or codec)
+        total += self._exact if epoch else 0
+        return total + (self._once if epoch == 1 else 0)
+
+    def _sum(self, loads: Counter[Load], codec: Codec) -> int:
+        widest: dict[tuple[int, torch.dtype], int] = {}
+        for load in loads:
+            shape = load.width, load.dtype
+            widest[shape] = max(widest.get(shape, 1), *load.counts)
+        # codecs that write the widest messages alike write all others alike
+        sizes = tuple(codec.wire_bytes(rows, *shape) for shape, rows in widest.items())
+        key = id(loads), codec == Plain(), sizes
+        if key not in self._cache:
+            self._cache[key] = sum(n * load.bytes(codec) for load, n in loads.items())
+        return self._cache[key]
+
+
+def exchange_name(name: int) -> str:
+    """Returns the name of an exchange of a call."""
+    if name >= DEGREES:
+        return "degrees"
+    return NAMES[name] if name < len(NAMES) else str(name - len(NAMES))
