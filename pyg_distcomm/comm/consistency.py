@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import differing
 
@@ -163,7 +162,6 @@ class Comparer:
         self._seen: Any = WeakTensorKeyDictionary()
         self._given: Any = weakref.WeakKeyDictionary()
         self._calls: set[Any] = set()
-        self._calls_ledger = Ledger()
 
     def check_given(
         self, owner: Any, value: Any, told: Callable[[], dict[str, str]]
@@ -218,8 +216,8 @@ class Comparer:
         self._calls.add((name, operands))
         shown = ", ".join(map(str, operands))
         details = {"operation": f"{name}({shown})"}
-        # not in the mesh's ledger, whose first epoch has its price, too
-        axis = replace(self._mesh.control, ledger=self._calls_ledger)
+        # apart from the mesh's ledger, whose first epoch has its price, too
+        axis = replace(self._mesh.control, ledger=self._mesh.checks)
         _exchange(_OPERATION, details, 0, self._mesh, axis)
 
     def check(self, x: Tensor, what: str) -> None:

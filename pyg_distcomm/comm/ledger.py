@@ -36,10 +36,12 @@ class Ledger:
     Args:
         entries: the rows.
         parent: another ledger that counts all this one does.
+        traced: whether traces show what it counts.
     """
 
     entries: Rows = field(default_factory=dict)
     parent: Ledger | None = field(default=None, repr=False)
+    traced: bool = field(default=True, repr=False)
     _events: list[tuple[str, str]] | None = None
     _lock: threading.Lock = field(
         default_factory=threading.Lock, repr=False, compare=False
@@ -75,7 +77,7 @@ class Ledger:
                 sent_bytes=sent_bytes,
                 messages=messages,
             )
-        elif (recorder := timeline.recorder) is not None:
+        elif self.traced and (recorder := timeline.recorder) is not None:
             traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
         else:
             traced = None

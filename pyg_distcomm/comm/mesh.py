@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -163,13 +164,15 @@ class Mesh:
             this one's place in their stages; of one rank otherwise.
         everyone: the ranks of all stages; `world` where there is one stage.
         ledger: what has travelled.
+        checks: what the comparison of operations at their first use has moved, which no
+            price and no trace has.
         step: how many keyed training calls (dropout) there have been.
         questions: how many lengths of selections the ranks have asked each other for.
         plan: the `Plan` that chose the grid, where algorithm="auto" did.
         owners: who owns which node in that plan, a Partition.
-        averager: averages the gradients of parameters; see `averaging.Averager`.
-        compared: which replicated tensors were compared; see `agreement.Comparer`.
-        inputs: what its graphs were multiplied with; see `constants.Inputs`.
+        averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
+        compared: which replicated tensors were compared; see `consistency.Comparer`.
+        inputs: what its graphs were multiplied with; see `product_cache.Inputs`.
     """
 
     grid: Grid
@@ -184,6 +187,7 @@ class Mesh:
     stage: Axis
     everyone: Axis
     ledger: Ledger
+    checks: Ledger = field(default_factory=partial(Ledger, traced=False), repr=False)
     check: Check = "first"
     step: int = 0
     questions: int = 0
