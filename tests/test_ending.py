@@ -50,7 +50,7 @@ ENDS_AT_ONCE = """
 import torch
 import torch.nn.functional as F
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.nn import DistGCNConv
 from torch_geometric.data import Data
 
@@ -99,7 +99,7 @@ def test_a_thread_may_compile_once_the_script_is_through(tmp_path):
         pytest.param("", marks=[tiers.rare, pytest.mark.cold]),
         # nobody waits for it, and one rank is late
         "import time\ntime.sleep(mesh.rank / 20)\n"
-        "wire.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
+        "collectives.all_reduce_begin(torch.ones(1_000_000), mesh.world)\n",
         tiers.rarely("torch.distributed.destroy_process_group()\n"),
     ],
 )

@@ -555,7 +555,7 @@ def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
 
 MEETS = """
 import torch, pyg_distcomm as pdc
-from pyg_distcomm import rendezvous, wire
+from pyg_distcomm.comm import collectives, rendezvous
 if BLIND:
     rendezvous._choose_interface = lambda *args: None
 import time
@@ -565,21 +565,21 @@ try:
 except pdc.RankError as error:
     print("TOLD", time.time() - begin, error, flush=True)
     raise
-print("SUM", wire.all_reduce(torch.ones(1), mesh.world).item(), flush=True)
+print("SUM", collectives.all_reduce(torch.ones(1), mesh.world).item(), flush=True)
 """
 
 CUT = """
 import subprocess, time
 import torch, pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
 mesh = pdc.init(timeout=6)
 for step in range(6):
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
 if mesh.rank == 1:
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 begin = time.time()
 try:
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
 except pdc.RankError as error:
     print("TOLD", time.time() - begin, error, flush=True)
     raise

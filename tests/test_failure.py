@@ -128,11 +128,11 @@ def test_torchrun_ends_with_the_cause(tmp_path):
             import pyg_distcomm as pdc, torch
             mesh = pdc.init(timeout=120)
             x = torch.ones(3)
-            from pyg_distcomm import wire
+            from pyg_distcomm.comm import collectives
             if mesh.rank == 1:
                 raise ValueError("bad luck on this rank")
             try:
-                wire.all_reduce(x, mesh.world)
+                collectives.all_reduce(x, mesh.world)
             except ValueError as error:
                 print("HEARD", str(error).splitlines()[0])
                 raise

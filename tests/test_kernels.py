@@ -499,7 +499,7 @@ def start_cold(cache: str) -> subprocess.Popen:
 def test_processes_that_start_cold_together_compile_once(tmp_path):
     ranks = [start_cold(str(tmp_path)) for _ in range(3)]
     assert [rank.communicate(timeout=600)[0].strip() for rank in ranks] == ["6.0"] * 3
-    kept = [file.name for file in tmp_path.rglob("loops.spmm-*.nbc")]
+    kept = [file.name for file in tmp_path.rglob("core_jit.spmm-*.nbc")]
     assert len(kept) == 2  # a block of two columns and one of one: nothing twice
     assert list(tmp_path.rglob("pyg_distcomm.lock"))
 
@@ -556,9 +556,7 @@ def test_loops_compile_without_a_cache_folder(monkeypatch):
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
     """Numba's cache is made of pickles: whoever writes there would run code here."""
     cache = tmp_path / "cache"
-    program = (
-        "from pyg_distcomm.kernels import loops; print(loops.spmm.stats.cache_path)"
-    )
+    program = "from pyg_distcomm.kernels import core_jit; print(core_jit.spmm.stats.cache_path)"
 
     def run(mode):
         cache.mkdir(exist_ok=True)

@@ -295,16 +295,16 @@ def namespaces():
 EXCHANGE = """
 import time, torch
 import pyg_distcomm as pdc
-from pyg_distcomm import wire
+from pyg_distcomm.comm import collectives
 mesh, rows, best = pdc.init(), 1 << 19, 9.0
 x = torch.zeros(rows)
 for _ in range(5):
-    wire.barrier(mesh.world)
+    collectives.barrier(mesh.world)
     time.sleep(0.01 * mesh.rank)  # the later rank used to send before it asked
     start = time.perf_counter()
-    wire.all_to_all(x, [0, rows][:: 1 - 2 * mesh.rank], [0, rows][:: 1 - 2 * mesh.rank],
+    collectives.all_to_all(x, [0, rows][:: 1 - 2 * mesh.rank], [0, rows][:: 1 - 2 * mesh.rank],
                     mesh.world).wait()
-    wire.barrier(mesh.world)  # a send ends in this machine's buffers
+    collectives.barrier(mesh.world)  # a send ends in this machine's buffers
     best = min(best, time.perf_counter() - start)
 if mesh.rank == 0:
     print(4 * rows / best)

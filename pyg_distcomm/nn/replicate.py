@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Replicated(_Transparent, DistributedDataParallel):
 
     A copy is replicated anew, which is collective; a pickled one is the module, in `Alone`.
     Where the module's own methods are called instead of this one, gradients are averaged as
-    without DDP (see `averaging.py`).
+    without DDP (see `comm/gradient_averaging.py`).
 
     Args:
         module: the model.
@@ -59,7 +60,9 @@ class Replicated(_Transparent, DistributedDataParallel):
     """
 
     armed = False  # whether DDP averages the gradients of the next backward pass
-    regroups: bool | None = None  # whether DDP does so in the next; None before any
+    regroups: bool | None = (
+        None  # whether DDP makes new buckets in the next; None at first
+    )
 
     def __init__(
         self, module: torch.nn.Module, mesh: Mesh, options: dict[str, Any]
@@ -69,6 +72,12 @@ class Replicated(_Transparent, DistributedDataParallel):
         super().__init__(module, process_group=mesh.data.group, **options)
         for p in module.parameters():
             averager_of(mesh).averaged_by(p, self)
+        self._ready: list[Tensor] = []  # in the order of the first pass
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._ready.append)
+            for p in module.parameters()
+            if p.requires_grad and p.is_leaf
+        ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
@@ -76,6 +85,7 @@ class Replicated(_Transparent, DistributedDataParallel):
             self.regroups = False
             self._meet()
         self.armed = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._ready.clear()
         return super().forward(*args, **kwargs)
 
     def ran(self) -> None:
@@ -83,6 +93,38 @@ class Replicated(_Transparent, DistributedDataParallel):
         self.armed = False
         if self.regroups is None:  # in the order of the first, unless it may change
             self.regroups = self.static_graph or not self.find_unused_parameters
+            for hook in self._hooks:
+                hook.remove()
+
+    def next_buckets(self, parameters: list[Tensor]) -> list[list[int]]:
+        """Returns the buckets that DDP will make after the first pass; collective.
+
+        In the first pass DDP has one bucket a dtype. On three ranks and more, a sum rounds
+        by the place of a gradient in its bucket, so that a run that goes on from a
+        checkpoint would have other bits than a straight one, past its first pass there.
+
+        Args:
+            parameters: those in the bucket.
+
+        Returns:
+            For each bucket, numbers of parameters in the given list.
+        """
+        mesh, _ = self._made
+        places = {id(p): place for place, p in enumerate(parameters)}
+        order = [places[id(p)] for p in self._ready if id(p) in places]
+        if len(order) != len(parameters):  # some came in other ways
+            return [list(range(len(parameters)))]
+        axis = replace(mesh.control, ledger=mesh.checks)
+        order = collectives.all_gather_counts(order, axis)[0]
+        buckets: list[list[int]] = [[]]
+        size = 0
+        for place in order:
+            buckets[-1].append(place)
+            size += parameters[place].numel() * parameters[place].element_size()
+            if size >= self.bucket_bytes_cap:
+                buckets.append([])
+                size = 0
+        return [bucket for bucket in buckets if bucket]
 
     def _meet(self) -> None:
         """Waits for all ranks where DDP would without our deadline, in steps of its own."""
@@ -102,10 +144,10 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
     Full-graph training needs no wrapper: gradients of what meets row-cut data are
-    averaged by themselves (see `averaging.py`). Minibatches, and parameters that see
-    `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a process group
-    of its own: parameters start as rank 0's, and gradients are averaged behind the
-    backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB, which is
+    averaged by themselves (see `comm/gradient_averaging.py`). Minibatches, and parameters
+    that see `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a
+    process group of its own: parameters start as rank 0's, and gradients are averaged
+    behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB, which is
     all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
     [Note: gradients] in `adjoint.py`). Row-cut parameters (an embedding per node)
@@ -174,11 +216,34 @@ class _Averager:
             if future is not None:
                 future.set_result(buffer)
 
+    def sum_as_later(self, bucket: Any) -> None:
+        """Sums a bucket of the first pass in the pieces of all later passes."""
+        gradients = [g.as_strided((g.numel(),), (1,)) for g in bucket.gradients()]
+        for places in self.wrapper.next_buckets(bucket.parameters()):
+            piece = torch.cat([gradients[place] for place in places])
+            pending, _ = collectives.all_reduce_future(piece, self.axis, self.left)
+            self.left += piece.numel()
+            pending.wait()
+            parts = piece.split([gradients[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                gradients[place].copy_(part)
+
 
 def _average(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
     """Averages one bucket of gradients over the ranks, and counts it."""
     state.axis.ledger.event("begin", "gradients")
     buffer: Tensor = bucket.buffer().div_(state.axis.size)
+    wrapper = state.wrapper
+    later = wrapper.static_graph or not wrapper.find_unused_parameters
+    if wrapper.regroups is None and later:
+        state.sum_as_later(bucket)
+        if bucket.is_last():
+            state.left = 0
+            wrapper.ran()
+        devices: Any = [buffer.device] if buffer.is_cuda else None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(buffer)
+        return done
     pending, future = collectives.all_reduce_future(buffer, state.axis, state.left)
     # a thread of gloo must keep nothing of Python's, which may end first: [Note: at rest]
     own: Any = None if buffer.is_cuda else torch.futures.Future()
