@@ -72,12 +72,21 @@ def differs(name, first, second, where="init"):
             started(**{name: value})
         elif where == "partition":
             trained(**{name: value})
-        else:
+        elif where == "loader":
             loaded(**{name: value})
+        else:
+            from pyg_distcomm.loader import DistNeighborLoader
+
+            started()
+            how = {"batch_size": 16, name: value}
+            for _ in DistNeighborLoader(graph(), [4, 4], seed=0, **how):
+                pass
 
     run.__name__ = f"{name} differs in {where}"
     case(
-        says=rf"same {name}(\.\w+)?: " if where != "loader" else f"rank 1 has {name}="
+        says=rf"same {name}(\.\w+)?: "
+        if "loader" not in where
+        else rf"rank [01] has (\w+\()?{name}="
     )(run)
 
 
@@ -528,6 +537,7 @@ for wrong in (0, -1, 1.5):
 refused("loader", "input_nodes|240", input_nodes=[0, 240])
 differs("num_neighbors", lambda: [4, 4], lambda: [4, 3], "loader")
 differs("batch_size", lambda: 16, lambda: 8, "loader")
+differs("batch_size", lambda: 16, lambda: 8, "replicated loader")
 differs("seed", lambda: 0, lambda: 1, "loader")
 differs("replace", lambda: False, lambda: True, "loader")
 

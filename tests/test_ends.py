@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,10 +21,12 @@ import torch.nn.functional as F
 import worlds
 from test_network import linked, network
 from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import DeadlineStore, RankError
+from pyg_distcomm.loader import DistNeighborLoader, shared
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 4.0
@@ -549,6 +552,52 @@ def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         *("cleaned0", "cleaned1", "trace.json")
     }
+
+
+def _preempted_in_the_midst(folder):
+    """Is asked to stop inside a traced epoch over a graph that ranks hold once."""
+    mesh = pdc.init(timeout=60)
+    data = shared(graph)
+    torch.manual_seed(0)
+    model = pdc.replicate(Net(), mesh)
+    loader = DistNeighborLoader(data, [4, 4], batch_size=4, seed=0, shuffle=True)
+    preempted = pdc.on_preempt(
+        lambda: pdc.save_checkpoint(
+            f"{folder}/run", mesh, model, loader=loader.state_dict()
+        )
+    )
+    with pdc.trace(f"{folder}/trace.json"):
+        for number, batch in enumerate(loader):
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+            if number == 3 and mesh.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            preempted()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(8, 16), GCNConv(16, 3)
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(SystemExit, match="143"):
+        pdc.launch(_preempted_in_the_midst, 2, str(tmp_path), timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "trace.json"}
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert not trace["otherData"]["missing_ranks"]
+    loader = DistNeighborLoader(graph(), [4, 4], batch_size=4, seed=0, shuffle=True)
+    state = pdc.load_checkpoint(
+        str(tmp_path / "run"), pdc.init(), Net(), loader=loader.state_dict()
+    )
+    assert state["loader"]["batches"] >= 3
+    left = {n for n in set(os.listdir("/dev/shm")) - before if "pyg_distcomm" in n}
+    assert not left
 
 
 # Hosts ------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_launch_raises_the_first_cause():
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_forgets_a_collective, "waited 8 s for all_reduce"),
+        (_forgets_a_collective, "waited 8 s for sum"),
         (_dies, "without|lost another rank"),
         (_leaves_early, "lost another rank"),
     ],

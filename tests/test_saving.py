@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.checkpoint import atomic
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.partition import arrays
 from pyg_distcomm.partition.arrays import sha256
 
@@ -361,6 +363,38 @@ def _differing(folder):
 
 def test_ranks_that_save_to_different_places_are_told(tmp_path):
     assert worlds.run(_differing, 2, str(tmp_path)) == [[], []]
+
+
+def _apart(folder):
+    """Saves where rank 1 sees a disk of its own, as hosts without a shared one do."""
+    mesh = pdc.init(timeout=60)
+    if mesh.rank == 1:
+        unshared = ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+        mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "none", folder])
+        unshared = unshared and not any(
+            subprocess.run(["mount", *mount], check=False).returncode
+            for mount in mounts
+        )
+    else:
+        unshared = True
+    if not all(collectives.all_gather_object(unshared, mesh.world)):
+        return None
+    atomic._PATIENCE = 1.0
+    try:
+        pdc.save_checkpoint(f"{folder}/run", mesh, torch.nn.Linear(2, 2))
+    except ValueError as error:
+        return str(error), os.listdir(folder)
+    return "saved", []
+
+
+def test_hosts_without_a_shared_disk_are_told_when_they_save(tmp_path):
+    found = pdc.launch(_apart, 2, str(tmp_path), timeout=60)
+    if None in found:
+        pytest.skip("mount namespaces need root")
+    for text, left in found:
+        assert "rank 1: save to a disk that all hosts share" in text
+        assert not left
+    assert not list(tmp_path.iterdir())
 
 
 def _full(folder):

@@ -228,6 +228,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
     Price: 2 (P-1)/P times the elements of `x`, in words (what a ring moves).
     """
+    if axis.observer is not None:
+        axis.observer(x, False)
     pending = all_reduce_begin(x, axis, op)
     return pending.wait()
 
@@ -294,12 +296,14 @@ def all_reduce_future(x: Tensor, axis: Axis, before: int = 0) -> tuple[Pending, 
     return Pending(x, x.device, axis, "all_reduce", work, traced), future
 
 
-def all_gather_counts(counts: Sequence[int], axis: Axis) -> list[list[int]]:
+def all_gather_counts(
+    counts: Sequence[int], axis: Axis, op: str = "plan"
+) -> list[list[int]]:
     """Returns every rank's row of integers (all rows have the same length)."""
     if axis.size == 1:
         return [list(counts)]
     mine = torch.tensor(list(counts), dtype=torch.int64)
-    rows = all_gather_rows(mine.unsqueeze(0), [1] * axis.size, axis, op="plan")
+    rows = all_gather_rows(mine.unsqueeze(0), [1] * axis.size, axis, op)
     return [[int(v) for v in row] for row in rows.tolist()]
 
 

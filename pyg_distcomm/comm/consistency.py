@@ -53,7 +53,12 @@ _SELECTION = (
 
 
 def _exchange(
-    question: str, details: dict[str, str], word: int, mesh: Mesh, axis: Any = None
+    question: str,
+    details: dict[str, str],
+    word: int,
+    mesh: Mesh,
+    axis: Any = None,
+    op: str = "plan",
 ) -> list[int]:
     """Returns a word of each rank, all of which have to be at the same question.
 
@@ -66,6 +71,7 @@ def _exchange(
         word: this rank's.
         mesh: the ranks.
         axis: that they exchange over; None is the control axis.
+        op: how the ledger, and a rank that waits in vain, call it.
 
     Raises:
         ValueError: on all ranks, naming what differs.
@@ -73,7 +79,7 @@ def _exchange(
     axis = mesh.control if axis is None else axis
     text = repr((question, details)).encode()
     mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
-    rows = collectives.all_gather_counts([mark, word], axis)
+    rows = collectives.all_gather_counts([mark, word], axis, op)
     if all(row[0] == rows[0][0] for row in rows):
         return [row[1] for row in rows]
     every = collectives.all_gather_object([question, details], axis)
@@ -157,7 +163,7 @@ class Comparer:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self._mesh: Mesh = weakref.proxy(mesh)  # which has this
         self._kinds: set[Any] = set()
         self._seen: Any = WeakTensorKeyDictionary()
         self._given: Any = weakref.WeakKeyDictionary()
@@ -218,7 +224,7 @@ class Comparer:
         details = {"operation": f"{name}({shown})"}
         # apart from the mesh's ledger, whose first epoch has its price, too
         axis = replace(self._mesh.control, ledger=self._mesh.checks)
-        _exchange(_OPERATION, details, 0, self._mesh, axis)
+        _exchange(_OPERATION, details, 0, self._mesh, axis, name)
 
     def check(self, x: Tensor, what: str) -> None:
         """Raises on all ranks if a plain tensor differs between them; collective.

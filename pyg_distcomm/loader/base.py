@@ -105,7 +105,9 @@ class BulkLoading(_PyGLoader):
         self.__dict__["dataset"] = Positions(count)
         options = [self.batch_size, self.drop_last, self._epochs.shuffle]
         self._inputs = digest(inputs + options)
-        kind = f"{type(self).__qualname__}{tuple(options)}"
+        kind = "{}(batch_size={}, drop_last={}, shuffle={})".format(
+            type(self).__qualname__, *options
+        )
         self._place = None if loader_options.split is False else Place.next(kind)
         self._known_sharding: BatchSharding | None = None
         self._notes: Notes | None = None

@@ -7,6 +7,7 @@ a kind (its class, batch size and order) on one rank belongs with the n-th of th
 the others. Ranks also note which epochs they begin: a rank that has begun one which this
 rank began after it built a loader, and has not built that loader, does not share it. The
 number of a loader that was not shared is used up: ranks that come to it later take the next.
+Ranks that wait for each other at loaders of different kinds raise at once.
 """
 
 from __future__ import annotations
@@ -93,13 +94,15 @@ class Notes:
         self.world, self._born = world, len(_history)
         self._store: Any = None
         self._common: Any = None
+        self._where = ""
         if world.size > 1:
             c10d = dist.distributed_c10d
             store = DeadlineStore(c10d._get_default_store())
             self._common = store.within("pyg_distcomm/loader")
             while self._own(f"place/{place}{about}"):
                 place = Place.next(place.kind)
-            self._store = self._common.within(f"place/{place}{about}")
+            self._where = f"place/{place}{about}"
+            self._store = self._common.within(self._where)
         self.name = str(place)
 
     def _own(self, key: str) -> bool:
@@ -188,19 +191,43 @@ class Notes:
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until `enough`; returns the ranks whose notes are missing."""
         begin, pause, alive = time.monotonic(), 1e-3, ""
+        marked = False
         while True:
             ranks = range(self.world.size)
             missing = [r for r in ranks if not self._store.check([str(r)])]
+            if missing and not marked:
+                self._common.set(f"waiting/{self.world.rank}", self._where)
+                marked = True
+            self._check_mutual_wait(missing)
             before, alive = alive, self._signs(missing)
             if before != alive:
                 begin = time.monotonic()
             if not missing or enough(missing, time.monotonic() - begin):
+                if marked:
+                    self._common.set(f"waiting/{self.world.rank}", "")
                 # one that has passed may have left its note just before
                 return [r for r in missing if not self._store.check([str(r)])]
             if self._watch is not None:
                 self._watch.look()  # a rank that failed will not come
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+
+    def _check_mutual_wait(self, missing: list[int]) -> None:
+        """Raises if a rank waits for this one elsewhere, so that neither will come."""
+        for rank in missing:
+            key = f"waiting/{rank}"
+            there = self._common.get(key).decode() if self._common.check([key]) else ""
+            if there in ("", self._where):
+                continue
+            if not self._common.within(there).check([str(self.world.rank)]):
+                mine, theirs = (
+                    where.removeprefix("place/") for where in (self._where, there)
+                )
+                raise ValueError(
+                    "build the same loaders on all ranks, in the same order: rank "
+                    f"{rank} has {theirs}, and rank {self.world.rank} has {mine}, and each "
+                    f"waits for the other. {OWN}"
+                )
 
     def _signs(self, ranks: list[int]) -> str:
         """Returns the heartbeats of ranks that have sent any."""

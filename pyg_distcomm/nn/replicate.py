@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import guarded
 from pyg_distcomm.comm.collectives import Axis, Pending
 from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.comm.mesh import Mesh
@@ -88,6 +90,16 @@ class Replicated(_Transparent, DistributedDataParallel):
         self._ready.clear()
         return super().forward(*args, **kwargs)
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        mesh, _ = self._made
+        try:  # DDP sends buckets and buffers in here, and checks its own use
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            with guarded(mesh.data, "replicate"):
+                raise
+
     def ran(self) -> None:
         """Notes that all gradients of a backward pass have come."""
         self.armed = False
@@ -147,8 +159,8 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     averaged by themselves (see `comm/gradient_averaging.py`). Minibatches, and parameters
     that see `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a
     process group of its own: parameters start as rank 0's, and gradients are averaged
-    behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB, which is
-    all of most graph models, so that nothing is left to hide behind). With the
+    behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
+    which is all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
     [Note: gradients] in `adjoint.py`). Row-cut parameters (an embedding per node)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
