@@ -510,7 +510,7 @@ def refused(where, says, **how):
 
 for wrong in (0, -1, 0.0, float("nan"), True, "5"):
     refused("init", "timeout", timeout=wrong)
-for wrong in ((3, 1, 1), (-2, -1, 1), (2, 1), "2d"):
+for wrong in ((3, 1, 1), (-2, -1, 1), (2, 1), "2d", 3, 0, 1.5):
     refused("init", "grid|ranks", grid=wrong)
 for wrong in (0, 3, -2):
     refused("init", "stages", stages=wrong)
@@ -756,7 +756,65 @@ def an_error_in_a_trace_on_one_rank():
         train(mesh, model, data)
 
 
+@case(says="trace to the same path on all ranks: 'run1.json' here, and 'run0.json'")
+def traces_to_paths_that_differ():
+    import pyg_distcomm as pdc
+
+    mesh, data = shared_out()
+    with pdc.trace(f"run{me()}.json", mesh):
+        data.x.sum()
+
+
+@case(says="loads_graph.*link|link must be")
+def a_link_by_name_for_a_folder():
+    import pyg_distcomm as pdc
+
+    mesh = started()
+    try:
+        pdc.load_partition("nowhere", mesh, link="fast")
+    except TypeError as error:
+        raise TypeError(f"loads_graph: {error}") from None
+
+
+@case(says="link")
+def a_link_by_name_for_converted_layers():
+    import pyg_distcomm as pdc
+    from pyg_distcomm import nn
+
+    shared_out()
+    pdc.nn.convert(net(nn.GCNConv), link="fast")
+
+
 # Ranks that do not come, and signals ------------------------------------------------
+
+
+@case(says="process groups of this mesh were ended")
+def groups_are_destroyed_before_a_call():
+    import torch
+
+    _mesh, data = shared_out()
+    data.x.sum()
+    torch.distributed.destroy_process_group()
+    data.x.mean()
+
+
+@case(says="giving up|rank 1 had come to its end, or called sys.exit")
+def one_rank_gives_up():
+    import sys
+
+    _mesh, data = shared_out()
+    data.x.sum()
+    if me() == 1:
+        sys.exit("giving up")
+    data.x.mean()
+
+
+@case(says=r"no \\udcff \\x00 name|no .*name")
+def an_error_that_cannot_be_encoded():
+    _mesh, data = shared_out()
+    if me() == 1:
+        raise ValueError("no \udcff \x00 name")
+    data.x.sum()
 
 
 @case(says="did not come|have not met|lost another", codes=(1, 3))

@@ -21,6 +21,7 @@ import builtins
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -243,8 +244,8 @@ class FailureMonitor:
         note = {
             "rank": self.rank,
             "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": text,
+            "message": _printable(str(error)),
+            "traceback": _printable(text),
             "late": isinstance(error, RankError) and error.late,
         }
         # the first to write is the cause; the others have only heard of it, or waited
@@ -358,10 +359,25 @@ class FailureMonitor:
             self.listen()
         except Exception as reason:
             return reason
+        lost = f"rank {self.rank} lost another rank during {doing}: "
+        for rank in range(self.size):
+            if rank != self.rank and self._quietly("check", [f"left/{rank}"]):
+                return RankError(
+                    f"{lost}the script of rank {rank} had come to its end, or called "
+                    "sys.exit; see what it printed last, and run the same calls on all ranks"
+                )
+        found = re.search(r"Connection[\w ]* peer \[\S+\]|timed out", str(error), re.I)
+        more = f" ({found[0]})" if found else ""
+        early = ", or its script ended early" if self._gone else ""
         return RankError(
-            f"rank {self.rank} lost another rank during {doing}: a process ended without "
-            f"saying why (killed, out of memory, or it left early). Transport: {error}"
+            f"{lost}a process ended without saying why: it was killed, or ran out of "
+            f"memory{early}{more}"
         )
+
+    def leave(self) -> None:
+        """Says that this rank's script has come to its end."""
+        if self.size > 1 and not self.failed and not self.closed:
+            self._quietly("set", f"left/{self.rank}", "")
 
     def _doing(self, rank: int) -> str:
         told = self._quietly("check", [f"doing/{rank}"])
@@ -379,6 +395,12 @@ class FailureMonitor:
         except RuntimeError as error:  # the store went with the process that held it
             self._gone = isinstance(error, DistNetworkError)
             return None
+
+
+def _printable(text: str) -> str:
+    """Returns a text without what terminals and stores cannot take."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text.replace("\0", "\\x00")
 
 
 def _alike(note: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -403,6 +425,7 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
 def break_off_all() -> None:
     """Ends what is under way in the groups of all meshes: this process ends."""
     for watch in list(_live):
+        watch.leave()
         watch.break_off()
 
 

@@ -77,6 +77,10 @@ def resolve_grid(
 
 
 def _explicit_grid(size: int, grid: Grid) -> Grid:
+    if not isinstance(grid, (tuple, list)):
+        raise TypeError(
+            f"grid={grid!r} must be three sizes (row, col, fiber), such as ({size}, 1, 1)"
+        )
     sides = tuple(grid)
     whole = all(isinstance(n, int) and n >= 1 for n in sides)
     if len(sides) != 3 or not whole or math.prod(sides) != size:
@@ -538,7 +542,8 @@ def _make_watch(
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
     said = {name: repr(value) for name, value in asked.items()}
-    said["grid"] = repr(asked["grid"] and tuple(asked["grid"]))
+    if isinstance(asked["grid"], list):
+        said["grid"] = repr(tuple(asked["grid"]))
     wrong = None if problem is None else [type(problem).__name__, str(problem)]
     name = f"mesh/{number}"
     notes = rendezvous.arrive(store, name, rank, size, timeout, [said, wrong])

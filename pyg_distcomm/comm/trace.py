@@ -88,7 +88,7 @@ class Trace(contextlib.ContextDecorator):
                 "a trace is under way in this process; end it before the next begins"
             )
         ranks = _Ranks(mesh)
-        ranks.meet(problem)
+        ranks.meet(problem, str(self.path))
         self._ranks = ranks
         self._recorder = timeline.recorder = Recorder(self._limit)
         self._started = time.time()
@@ -196,13 +196,14 @@ class _Ranks:
             number = next(_numbers.setdefault(mesh, itertools.count()))
             self._board = StoreMailbox(watch, f"trace/{number}")
 
-    def meet(self, problem: str | None) -> None:
+    def meet(self, problem: str | None, path: str) -> None:
         """Begins together, or raises on all ranks; compares clocks across hosts."""
         if self._board is None:
             if problem is not None:
                 raise ValueError(problem)
             return
-        board, mine = self._board, {"problem": problem, "host": host()}
+        board = self._board
+        mine = {"problem": problem, "host": host(), "path": path}
         if self.rank:
             board.post(f"in/{self.rank}", json.dumps(mine))
             told = json.loads(board.read("go") or "{}")
@@ -210,6 +211,15 @@ class _Ranks:
             others = range(1, self.size)
             notes = [mine] + [json.loads(board.read(f"in/{r}") or "{}") for r in others]
             bad = [(r, n["problem"]) for r, n in enumerate(notes) if n["problem"]]
+            bad += [
+                (
+                    r,
+                    f"trace to the same path on all ranks: {n['path']!r} here, and {path!r} "
+                    "on rank 0",
+                )
+                for r, n in enumerate(notes)
+                if n.get("path", path) != path
+            ]
             away = [r for r in others if not mine["host"] == notes[r]["host"] != ""]
             told = {"bad": bad[:1], "away": away}
             board.post("go", json.dumps(told))
