@@ -1,10 +1,13 @@
 import dataclasses
+import io
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import warnings
@@ -295,6 +298,10 @@ def test_files_that_disagree_are_found(written, name, change, words):
     reseal(out)
     problems = verify_folder(out)
     assert any(name in problem and words in problem for problem in problems), problems
+    if "META" not in words:  # of which a part alone knows nothing
+        with pytest.raises(ValueError, match=words) as caught:
+            read_part(out, 1, verify="sizes")
+        assert name in str(caught.value)
 
 
 def test_an_edge_with_a_strangers_target_is_found(written):
@@ -344,12 +351,17 @@ def fields(meta):
         "before": 3,
         "edge_cut": E + 1,
         "grid": [4, -1, 1],
+        "block_halo": [1] * P,  # of no grid
         "blocks": "many",
         "block_send": [1.5],
     }.items():
         yield f"report.{name}", meta | {"report": meta["report"] | {name: value}}
     for name in ("x", "edge_index"):
         yield f"values.{name}", meta | {"values": meta["values"] | {name: 5}}
+    for grid in (False, 3, [2, 2, 2]):
+        yield "report.grid", meta | {"report": meta["report"] | {"grid": grid}}
+    given = meta["report"] | {"grid": [2, 2, 1], "blocks": [1, 2, 3]}
+    yield "report.blocks", meta | {"report": given}
     yield "unknown field 'more'", meta | {"report": meta["report"] | {"more": 1}}
     x = meta["attributes"]["x"]
     for key, value in {
@@ -486,7 +498,18 @@ def test_force_does_not_remove_what_is_no_partition(tmp_path):
     (tmp_path / "home" / META).write_text('{"title": "years of work"}')
     write_folder(tmp_path / "out", data, cut(data.edge_index, N, 2, "block"))
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    for name, words in (("home", "is not a partition"), ("out", "no file of a part")):
+    (tmp_path / "deep").mkdir()
+    write_folder(tmp_path / "deep" / "out", data, cut(data.edge_index, N, 2, "block"))
+    inside = tmp_path / "deep" / "out" / "part_00000" / "thesis.txt"
+    inside.write_text("years of work")
+    with pytest.raises(
+        ValueError, match=r"part_00000/thesis\.txt: no file of the part"
+    ):
+        write_folder(
+            inside.parents[1], data, cut(data.edge_index, N, 2, "block"), force=True
+        )
+    assert inside.read_text() == "years of work"
+    for name, words in (("home", "is not a partition"), ("out", "no file of the part")):
         with pytest.raises(ValueError, match=words):
             write_folder(
                 tmp_path / name, data, cut(data.edge_index, N, 2, "block"), force=True
@@ -859,6 +882,52 @@ def test_pygs_files_run_no_torchscript(by_pyg, name):
         read_pyg_folder(folder, 1)
 
 
+def packed(entries):
+    """Returns the files of a zip archive, and its table of contents."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in entries:
+            archive.writestr(zipfile.ZipInfo(name), content)
+        start = archive.start_dir
+    raw = file.getvalue()
+    return raw[:start], bytearray(raw[start:-22])
+
+
+def with_two_tables(path):
+    """Writes an archive that Python reads as data, and torch as a program."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(Program()), file)
+    with zipfile.ZipFile(file) as archive:
+        program = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    top = program[0][0].split("/")[0]
+    shown = [(f"{top}/{k}", b"") for k in range(len(program))]
+    files, table = packed(program)
+    longer = len(table) - len(packed(shown)[1])
+    assert longer >= 0
+    shown[-1] = shown[-1][0] + "x" * longer, b""
+    more, other = packed(shown)
+    shift, at = len(files) - len(more), 0
+    while at < len(other):  # Python takes what is before its table as prepended
+        lengths = struct.unpack_from("<HHH", other, at + 28)
+        (offset,) = struct.unpack_from("<I", other, at + 42)
+        struct.pack_into("<I", other, at + 42, offset + shift)
+        at += 46 + sum(lengths)
+    counts = len(shown), len(shown), len(other), len(files)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, *counts, 0)
+    path.write_bytes(files + table + more + other + end)
+
+
+@pytest.mark.parametrize("name", PYG_FILES)
+def test_an_archive_with_two_tables_of_contents_is_refused(by_pyg, name):
+    folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
+    with_two_tables(folder / name)
+    with zipfile.ZipFile(folder / name) as archive:
+        assert not any("code" in shown for shown in archive.namelist())
+        assert archive.testzip() is None
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read"):
+        read_pyg_folder(folder, 1)
+
+
 def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
     folder = by_pyg(pyg_graph(edge_attr=torch.ones(E, 1)))
     draw = random.Random(0)
@@ -866,16 +935,39 @@ def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
         path = folder / name
         whole = path.read_bytes()
         with zipfile.ZipFile(path) as archive:
-            entry = max(archive.infolist(), key=lambda info: info.file_size)
-        begin = whole.index(entry.filename.encode()) + len(entry.filename)
-        for _ in range(6):
-            bad = bytearray(whole)
-            place = begin + 64 + draw.randrange(entry.file_size - 64)
-            bad[place] ^= 1 << draw.randrange(8)
-            path.write_bytes(bad)
-            with pytest.raises(ValueError, match=name):
-                read_pyg_folder(folder, 1)
+            entries = [info for info in archive.infolist() if info.file_size]
+        for entry in entries:
+            lengths = struct.unpack_from("<HH", whole, entry.header_offset + 26)
+            begin = entry.header_offset + 30 + sum(lengths)
+            for _ in range(3):
+                bad = bytearray(whole)
+                place = begin + draw.randrange(entry.file_size)
+                bad[place] ^= 1 << draw.randrange(8)
+                path.write_bytes(bad)
+                with pytest.raises(ValueError, match=name):
+                    read_pyg_folder(folder, 1)
         path.write_bytes(whole)
+
+
+def test_a_writer_at_work_keeps_what_it_has_written(tmp_path):
+    """What it is about to rename is not taken for a killed writer's."""
+    data, out = graph(), tmp_path / "out"
+    partition = cut(data.edge_index, N, 2, "block")
+    write_folder(out, data, partition)
+    host = socket.gethostname()
+    alive = tmp_path / f".out.ready-{host}-{os.getppid()}-{'0' * 8}"
+    out.rename(alive)
+    write_folder(out, data, partition)
+    assert is_folder(alive)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    killed = tmp_path / f".out.ready-{host}-{ended.pid}-{'0' * 8}"
+    shutil.rmtree(out)
+    alive.rename(killed)
+    with pytest.raises(ValueError, match="exists already"):  # it is back in its place
+        write_folder(out, data, partition)
+    assert is_folder(out)
+    assert not killed.exists()
 
 
 def test_a_share_is_frozen(written):

@@ -203,8 +203,8 @@ def _clear(place: Path, kind: str, keep: int) -> None:
 
     Of a save that was killed before what it replaced had its number, that gets it now.
     """
-    last = find(place)
-    if last != place:
+    last = None if place.exists() else newest(place, is_over)
+    if last is not None:
         os.rename(last, place)
         os.rename(place, _free(place))
     replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]

@@ -44,12 +44,20 @@ def leftovers(place: Path, state: str) -> list[Path]:
     return [one for one in found if _OWNER.search(one.name)]
 
 
-def newest(place: Path) -> Path | None:
-    """Returns the folder that a killed writer left whole where nothing is in its place."""
+def newest(
+    place: Path, wanted: Callable[[Path], bool] = lambda left: True
+) -> Path | None:
+    """Returns the folder that a killed writer left whole where nothing is in its place.
+
+    Args:
+        place: where it would be.
+        wanted: which it may be; `is_over` for one that is renamed, since that of a writer
+            at work is about to get its place.
+    """
     for state in ("ready", "old"):
-        left = sorted(leftovers(place, state), key=lambda p: p.stat().st_mtime)
+        left = [one for one in leftovers(place, state) if wanted(one)]
         if left:
-            return left[-1]
+            return max(left, key=lambda one: one.stat().st_mtime)
     return None
 
 

@@ -15,7 +15,7 @@ An edge and its attributes live with the owner of its target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def read_part(
 
     verify="checksums" reads every byte once and compares it with META.json, at the price
     of a second or less for each GB of the part; "sizes" compares lengths, dtypes and
-    shapes. Raises ValueError, naming the file, for whatever does not agree.
+    shapes, and looks at ids. Raises ValueError, naming the file, for whatever does not agree.
     """
     if verify not in ("sizes", "checksums"):
         raise ValueError(f"verify must be 'sizes' or 'checksums', got {verify!r}")
@@ -132,7 +132,32 @@ def read_part(
         )
     for name in _files_of(meta, part):
         check_file(folder, meta, name, verify)
-    return _read(folder, meta, part, mmap)
+    share = open_part(folder, meta, part, mmap)
+    for problem in wrong_ids(share, folder / part_name(part)):
+        raise ValueError(f"{problem}; write the folder again")
+    return share
+
+
+def wrong_ids(share: PartShare, here: Path) -> Iterator[str]:
+    """Yields which ids of a part's nodes and edges contradict the owners of nodes."""
+    partition, part = share.partition, share.part
+    if not torch.equal(share.node_gid, partition.gids(part)):
+        yield f"{here / 'node_gid.npy'}: not the nodes that owner.npy gives to {part}"
+    if not _within(share.edge_gid, share.num_edges_global):
+        yield f"{here / 'edge_gid.npy'}: an edge id is out of range"
+    elif bool((share.edge_gid.diff() <= 0).any()):
+        yield f"{here / 'edge_gid.npy'}: edge ids do not ascend"
+    if not _within(share.edge_index, partition.num_nodes):
+        yield f"{here / 'edge_index.npy'}: a node id is out of range"
+    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
+        yield f"{here / 'edge_index.npy'}: a target is owned by another part"
+
+
+def _within(ids: Tensor, count: int) -> bool:
+    if ids.numel() == 0:
+        return True
+    low, high = torch.aminmax(ids)
+    return int(low) >= 0 and int(high) < count
 
 
 def _files_of(meta: Meta, part: int) -> list[str]:
@@ -145,7 +170,8 @@ def _files_of(meta: Meta, part: int) -> list[str]:
     return [*whole, *(f"{part_name(part)}/{name}" for name in names)]
 
 
-def _read(folder: Path, meta: Meta, part: int, mmap: bool) -> PartShare:
+def open_part(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
+    """Reads one part without looking at what its ids say."""
     here = folder / part_name(part)
     nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
     rows: dict[Kind, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}

@@ -14,7 +14,14 @@ from typing import Literal
 from urllib.parse import quote
 
 from pyg_distcomm.partition.arrays import exchange, fsync_folder, sha256, told
-from pyg_distcomm.partition.aside import beside, clear, in_state, new_token, newest
+from pyg_distcomm.partition.aside import (
+    beside,
+    clear,
+    in_state,
+    is_over,
+    new_token,
+    newest,
+)
 from pyg_distcomm.partition.schema import Meta, problem_of
 
 FORMAT = "pyg-distcomm partition"
@@ -55,7 +62,7 @@ def folder_meta(folder: str | Path) -> Meta:
     meta = load_json(path)
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path}: not a {FORMAT} (format {meta.get('format')!r})")
-    if meta.get("version") != VERSION or meta["version"] is True:
+    if type(meta.get("version")) is not int or meta["version"] != VERSION:
         raise ValueError(
             f"{path}: version {meta.get('version')!r}, but this package reads version "
             f"{VERSION}; write the folder again with `pyg-distcomm partition`"
@@ -129,10 +136,15 @@ def check_target(out: Path, force: bool) -> None:
         raise ValueError(
             f"{out}: is not a partition folder, so it is not replaced; remove it first"
         )
-    for path in out.iterdir():
-        if not _KNOWN.fullmatch(path.name):
+    if not any(out.iterdir()):
+        return
+    files = load_json(out / META).get("files")
+    known = {META, *(files if isinstance(files, dict) else ())}
+    for path in out.rglob("*"):
+        folder = path.is_dir() and not path.is_symlink()
+        if not folder and path.relative_to(out).as_posix() not in known:
             raise ValueError(
-                f"{path}: no file of a partition, so {out} is not replaced; move it away"
+                f"{path}: no file of the partition, so {out} is not replaced; move it away"
             )
 
 
@@ -171,7 +183,7 @@ def put_in_place(aside: Path, out: Path, force: bool) -> None:
 
 def new_aside(out: Path) -> Path:
     """Names where a folder is written, and removes what killed writers have left there."""
-    last = None if out.exists() else newest(out)
+    last = None if out.exists() else newest(out, is_over)
     if last is not None and is_folder(last):  # killed between two renames
         last.rename(out)
     clear(

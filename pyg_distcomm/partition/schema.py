@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -67,8 +68,7 @@ def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[st
     parts = meta["num_parts"]
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
         counts = report[name]
-        fits = isinstance(counts, list) and len(counts) == parts
-        if not fits or not all(map(_is_count, counts)):
+        if not _are_counts(counts, parts):
             yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
     for name in ("nodes", "edges"):
         total = meta[f"num_{name}"]
@@ -81,17 +81,20 @@ def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[st
     cut = report["edge_cut"]
     if not _is_count(cut) or cut > meta["num_edges"]:
         yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
-    grid = report.get("grid") or []
-    if (
-        not isinstance(grid, list)
-        or len(grid) not in (0, 3)
-        or not all(map(_is_count, grid))
-    ):
-        yield f"{where}.grid is {str(grid)[:80]}, wanted three counts"
+    grid = report.get("grid", [])
+    if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
+        yield f"{where}.grid is {str(grid)[:80]}, wanted three counts of {parts} parts"
+        return
+    lengths = {0, grid[0] * grid[1]} if grid else {0}
     for name in ("blocks", "block_send", "block_halo"):
-        counts = report.get(name) or []
-        if not isinstance(counts, list) or not all(map(_is_count, counts)):
-            yield f"{where}.{name} is {str(counts)[:80]}, wanted counts"
+        counts = report.get(name, [])
+        if not any(_are_counts(counts, length) for length in lengths):
+            yield f"{where}.{name} is {str(counts)[:80]}, wanted {max(lengths)} counts"
+
+
+def _are_counts(value: Any, length: int) -> bool:
+    fits = isinstance(value, list) and len(value) == length
+    return fits and all(map(_is_count, value))
 
 
 def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_distcomm.partition.folder import PartShare, read_part, read_partition
+from pyg_distcomm.partition.folder import (
+    PartShare,
+    open_part,
+    read_partition,
+    wrong_ids,
+)
 from pyg_distcomm.partition.layout import check_file, folder_meta, part_name
 from pyg_distcomm.partition.schema import Meta
 
@@ -47,7 +52,7 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
         if read_partition(folder, meta).digest() != meta["partition"]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
         for part in range(meta["num_parts"]):
-            share = read_part(folder, part, verify="sizes")
+            share = open_part(folder, meta, part)
             problems += _wrong_part(share, folder / part_name(part), seen)
     except ValueError as error:
         return [*problems, str(error)]
@@ -56,30 +61,9 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
 
 def _wrong_part(share: PartShare, here: Path, seen: Tensor) -> Iterator[str]:
     """Yields what is wrong with one part; marks its edges in `seen`."""
-    partition, part = share.partition, share.part
-    if not torch.equal(share.node_gid, partition.gids(part)):
-        yield f"{here / 'node_gid.npy'}: not the nodes that owner.npy gives to {part}"
-    yield from _wrong_edge_gids(share, here, seen)
-    if not _within(share.edge_index, partition.num_nodes):
-        yield f"{here / 'edge_index.npy'}: a node id is out of range"
-    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
-        yield f"{here / 'edge_index.npy'}: a target is owned by another part"
-
-
-def _wrong_edge_gids(share: PartShare, here: Path, seen: Tensor) -> Iterator[str]:
-    path, edge_gid = here / "edge_gid.npy", share.edge_gid
-    if not _within(edge_gid, seen.numel()):
-        yield f"{path}: an edge id is out of range"
-        return
-    if bool((edge_gid.diff() <= 0).any()):
-        yield f"{path}: edge ids do not ascend"
-    if bool(seen[edge_gid].any()):
-        yield f"{path}: an edge is held by an earlier part too"
-    seen[edge_gid] = True
-
-
-def _within(ids: Tensor, count: int) -> bool:
-    if ids.numel() == 0:
-        return True
-    low, high = torch.aminmax(ids)
-    return int(low) >= 0 and int(high) < count
+    problems = list(wrong_ids(share, here))
+    yield from problems
+    if not any("out of range" in problem for problem in problems):
+        if bool(seen[share.edge_gid].any()):
+            yield f"{here / 'edge_gid.npy'}: an edge is held by an earlier part too"
+        seen[share.edge_gid] = True
