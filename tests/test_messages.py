@@ -249,3 +249,33 @@ def _let_go():
 
 def test_what_has_left_is_freed_before_the_wait():
     worlds.run(_let_go, 3)
+
+
+def _past_two_to_the_31():
+    """Sends messages of more bytes than 32 bits count, each in one of our collectives."""
+    mesh, count = pdc.init(timeout=120), 2**31 + 16
+    x = torch.zeros(count, dtype=torch.uint8)
+    x[-3:] = mesh.rank + 1
+    ends = []
+    send, recv = ([0, count], [0, 0]) if mesh.rank == 0 else ([0, 0], [count, 0])
+    rows = x if mesh.rank == 0 else x[:0]
+    got = collectives.all_to_all(rows, send, recv, mesh.world).wait()
+    ends.append((len(got), got[-3:].tolist()))
+    rows = x if mesh.rank else x[-5:]
+    got = collectives.all_gather_rows(rows, [5, count], mesh.world)
+    ends.append((len(got), got[2:5].tolist() + got[-3:].tolist()))
+    got = collectives.all_reduce(x, mesh.world)
+    ends.append((len(got), got[-3:].tolist()))
+    return ends, mesh.ledger.bytes()
+
+
+@tiers.rare
+def test_messages_may_be_longer_than_32_bits_count():
+    count = 2**31 + 16
+    (first, sent), (second, received) = pdc.launch(_past_two_to_the_31, 2, timeout=300)
+    summed = (count, [3, 3, 3])
+    gathered = (count + 5, [1, 1, 1, 2, 2, 2])
+    assert first == [(0, []), gathered, summed]
+    assert second == [(count, [1, 1, 1]), gathered, summed]
+    assert sent == 2 * count
+    assert received == 2 * count + 5
