@@ -19,7 +19,7 @@ from torch_geometric.transforms import RandomNodeSplit
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import bench
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.pipeline.price import hybrid_words
+from pyg_distcomm.pipeline.pipeline import hybrid_words
 
 FEATURES, CLASSES = 128, 16  # of an R-MAT graph; others have at most so many
 BASES = "1D, random", "1D, METIS"

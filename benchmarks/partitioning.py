@@ -28,10 +28,9 @@ import torch
 from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.cutters import cut, refine_partition
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.refine import refine
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.folder import report
 
 METHODS = ("metis", "ldg", "stream", "random")
 GRIDS = {4: [(2, 2, 1), (1, 4, 1)], 8: [(4, 2, 1), (2, 2, 2), (2, 4, 1)]}
@@ -54,7 +53,7 @@ def refined(name: str, edges: torch.Tensor, n: int, parts: int) -> list[list[str
         start = time.perf_counter()
         plain = cut(edges, n, parts, method)
         middle = time.perf_counter()
-        found = refine(edges, plain)
+        found = refine_partition(edges, plain)
         end = time.perf_counter()
         new = report(edges, found)
         old = new.before

@@ -12,7 +12,7 @@ from torch_geometric.nn import GCN2Conv, Sequential
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.pipeline.price import hybrid_words
+from pyg_distcomm.pipeline.pipeline import hybrid_words
 
 
 def gcnii(in_channels, hidden, out_channels, layers):

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.comm.price import dense_words
+from pyg_distcomm.comm.ledger import dense_words, format_table
 from pyg_distcomm.datasets import load_dataset
 
 HIDDEN = 16

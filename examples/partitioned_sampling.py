@@ -18,7 +18,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
-from pyg_distcomm.loader.phases import plot_phases
+from pyg_distcomm.loader.epoch import plot_phases
 
 
 def train(model, loader, optimizer):

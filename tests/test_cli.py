@@ -19,9 +19,8 @@ from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import KNOWN, digits, generated, load_dataset
 from pyg_distcomm.partition import external
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import read_part
+from pyg_distcomm.partition.folder import read_part, report
 from pyg_distcomm.partition.layout import folder_meta
-from pyg_distcomm.partition.report import report
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 

@@ -16,7 +16,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.kernels import reference
-from pyg_distcomm.ops.cover import HALOS, PACKING
+from pyg_distcomm.ops.grid_plan import HALOS, PACKING
 
 # The cover ----------------------------------------------------------------------------
 

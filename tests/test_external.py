@@ -20,10 +20,8 @@ from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition import columns, edge_files, external, stream, stream_jit
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import read_part, write_folder
+from pyg_distcomm.partition.folder import read_part, report, verify_folder, write_folder
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.report import report
-from pyg_distcomm.partition.verify import verify_folder
 
 N, M = 50, 300
 

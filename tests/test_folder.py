@@ -27,14 +27,13 @@ from pyg_distcomm.partition import folder as folder_module
 from pyg_distcomm.partition.arrays import sha256
 from pyg_distcomm.partition.attribute_levels import attribute_kinds
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import read_part, write_folder
+from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
 from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,
     read_pyg_partition,
 )
-from pyg_distcomm.partition.verify import verify_folder
 
 N, E, P = 41, 230, 4
 

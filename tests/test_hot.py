@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader.cache_policy import (
+from pyg_distcomm.loader.sharded import (
     hottest,
     inclusion_probabilities,
     inclusion_probability,

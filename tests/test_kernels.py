@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import tiers
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
+from pyg_distcomm.kernels import compile as compiling
 from pyg_distcomm.kernels import reference, threads
 
 WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
@@ -541,7 +544,6 @@ def test_tensors_that_require_gradients_are_read():
 
 
 def test_loops_compile_without_a_cache_folder(monkeypatch):
-    from pyg_distcomm.kernels import core_jit
 
     def no_folder(**options):
         if options.get("cache"):
@@ -549,8 +551,44 @@ def test_loops_compile_without_a_cache_folder(monkeypatch):
         assert options["nogil"]
         return lambda loop: ("kept in memory", loop)
 
-    monkeypatch.setattr(core_jit, "njit", no_folder)
-    assert core_jit.jit(len) == ("kept in memory", len)
+    monkeypatch.setattr(compiling, "njit", no_folder)
+    assert compiling.jit(len) == ("kept in memory", len)
+
+
+@pytest.mark.cold
+@pytest.mark.subprocess
+def test_compiled_loops_are_kept_while_all_kernels_are_as_they_were(tmp_path):
+    """A loop contains others, of whose files Numba knows nothing."""
+    package = Path(compiling.__file__).parents[1]
+    copy = tmp_path / "pyg_distcomm"
+    shutil.copytree(package / "kernels", copy / "kernels")
+    (copy / "__init__.py").touch()
+    program = (
+        "import numpy as np; from pyg_distcomm.kernels import core_jit\n"
+        "loop = core_jit.hash_row\n"
+        "loop(np.uint64(1), np.int64(2))\n"
+        "print(sum(loop.stats.cache_hits.values()), core_jit.__file__)"
+    )
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    env["PYTHONPATH"] = str(tmp_path)
+
+    def hits():
+        told = subprocess.run(
+            [sys.executable, "-c", program],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert str(tmp_path) in told.stdout, told.stderr
+        return int(told.stdout.split()[0])
+
+    assert hits() == 0
+    assert hits() == 1
+    with open(copy / "kernels" / "llvm_intrinsics.py", "a") as file:
+        file.write("# another instruction\n")
+    assert hits() == 0
+    assert hits() == 1
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
@@ -573,25 +611,23 @@ def test_a_cache_that_others_can_write_is_not_read(tmp_path):
 
 
 def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
-    from pyg_distcomm.kernels import cache_trust
-
     deep = tmp_path / "a" / "b" / "not yet"
     deep.parent.mkdir(parents=True)
-    assert cache_trust.untrusted_writer(deep) is None
+    assert compiling.untrusted_writer(deep) is None
     (tmp_path / "a").chmod(0o777)
     assert (
-        cache_trust.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
+        compiling.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
     )
     (tmp_path / "a").chmod(0o1777)  # as /tmp: others add names, and replace none
-    assert cache_trust.untrusted_writer(deep) is None
-    assert "all users" in cache_trust.untrusted_writer(tmp_path / "a")
+    assert compiling.untrusted_writer(deep) is None
+    assert "all users" in compiling.untrusted_writer(tmp_path / "a")
     (tmp_path / "a").chmod(0o775)
-    monkeypatch.setattr(cache_trust, "_is_own", lambda _: False)
-    assert "group" in cache_trust.untrusted_writer(deep)
+    monkeypatch.setattr(compiling, "_is_own", lambda _: False)
+    assert "group" in compiling.untrusted_writer(deep)
     (tmp_path / "a").chmod(0o755)
     if os.getuid() == 0:
         os.chown(tmp_path / "a", 12345, 0)
-        assert "another user (uid 12345)" in cache_trust.untrusted_writer(deep)
+        assert "another user (uid 12345)" in compiling.untrusted_writer(deep)
 
 
 def test_large_matrices_ask_for_huge_pages():
@@ -605,14 +641,12 @@ def test_large_matrices_ask_for_huge_pages():
 def test_a_lock_that_nobody_can_hold_stops_nobody(tmp_path, monkeypatch):
     import fcntl
 
-    from pyg_distcomm.kernels import compile
-
-    with compile._alone(None), compile._alone(str(tmp_path / "file" / "\0")):
+    with compiling._alone(None), compiling._alone(str(tmp_path / "file" / "\0")):
         pass
     with open(tmp_path / "pyg_distcomm.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(compile, "PATIENCE", 0.05)
-        with compile._alone(str(tmp_path)):
+        monkeypatch.setattr(compiling, "PATIENCE", 0.05)
+        with compiling._alone(str(tmp_path)):
             pass
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
+import sys
+import threading
 
 import pytest
 import tiers
@@ -31,6 +34,7 @@ from torch_geometric import seed_everything
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
+from pyg_distcomm.nn.patched_functions import STAND_INS
 
 CUTTERS = ("metis", "random", "empty_rank", "lopsided")
 TOLERANCE = 1e-9
@@ -394,3 +398,54 @@ def _results_of_strides(kind, dtype):
 def test_strides_of_the_input_change_no_bit(kind, size):
     for dtype in (torch.float32, torch.float64):
         worlds.run(_results_of_strides, size, kind, dtype)
+
+
+def _beside_a_thread(stop, found):
+    """Runs PyG itself, as a script's own thread does, until it is told to stop."""
+    torch.manual_seed(0)
+    conv = pyg.ChebConv(7, 4, K=3).double()
+    x, edges = torch.rand(40, 7).double(), torch.randint(40, (2, 200))
+    want = conv(x, edges)
+    while not stop.is_set():
+        found.append(torch.equal(conv(x, edges), want))
+
+
+def test_other_threads_run_pyg_while_layers_do():
+    scope = vars(sys.modules[pyg.ChebConv.__module__])
+    mine = {name: scope[name] for name in STAND_INS.keys() & scope.keys()}
+    assert mine
+    stop, found = threading.Event(), []
+    thread = threading.Thread(target=_beside_a_thread, args=(stop, found))
+    share = pdc.partition(GRAPHS["undirected"](), pdc.init())
+    conv = pdc.nn.ChebConv(7, 4, K=3).double()
+    thread.start()
+    try:
+        whole = GRAPHS["undirected"]()
+        want = copy.deepcopy(getattr(conv, "conv", conv))(whole.x, whole.edge_index)
+        for _ in range(20):
+            out = conv(share.x, share.edge_index)
+    finally:
+        stop.set()
+        thread.join()
+    torch.testing.assert_close(out.full_tensor(), want, rtol=1e-10, atol=1e-10)
+    assert found
+    assert all(found)
+    assert all(scope[name] is function for name, function in mine.items())
+
+
+def test_the_last_of_two_threads_puts_functions_back():
+    def once():
+        share = pdc.partition(GRAPHS["undirected"](), pdc.init())
+        conv = pdc.nn.ChebConv(7, 4, K=3).double()
+        begun.wait()
+        for _ in range(20):
+            conv(share.x, share.edge_index)
+
+    scope = vars(sys.modules[pyg.ChebConv.__module__])
+    before, begun = scope["get_laplacian"], threading.Barrier(2)
+    threads = [threading.Thread(target=once) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scope["get_laplacian"] is before

@@ -19,7 +19,7 @@ import worlds
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives, p2p
 from pyg_distcomm.comm.failure import RankError
-from pyg_distcomm.comm.price import exchange_price
+from pyg_distcomm.comm.ledger import exchange_price
 
 SIZES = (2, 3, 4, 8)
 BIG = collectives._MUCH // 8  # rows of eight bytes that make much

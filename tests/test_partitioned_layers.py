@@ -11,7 +11,7 @@ from test_partitioned_sampling import GRIDS, inputs, owners, timed
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.graph_block import read_block
-from pyg_distcomm.sampling.partitioned_layers import PartitionedLayerGraph
+from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import UserRule
 
 

@@ -28,7 +28,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
     supposed_costs,
 )
-from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
+from pyg_distcomm.pipeline.pipeline import bubble, hybrid_words, stage_words
 from pyg_distcomm.pipeline.schedule import Action, StageSchedule, fill_drain, verify
 
 

@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.layer_stack import read_stack
-from pyg_distcomm.pipeline.price import hybrid_words, stage_words
+from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2)]

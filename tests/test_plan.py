@@ -36,13 +36,13 @@ import pyg_distcomm as pdc
 from pyg_distcomm.cli import bench, main
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.axis import let_go
+from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
-from pyg_distcomm.comm.price import dense_words
 from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.halo.codecs import Quantise, Residual
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
-from pyg_distcomm.ops.cover import HALOS
+from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.degree_distribution import Degrees, PowerLaw
 from pyg_distcomm.plan.machine import Rate, Wire, lines_of

@@ -20,7 +20,7 @@ from torch_geometric.nn import (
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
 from pyg_distcomm.halo.codecs import Bitmap, Quantise, RowSample
-from pyg_distcomm.pipeline.price import bubble, hybrid_words, stage_words
+from pyg_distcomm.pipeline.pipeline import bubble, hybrid_words, stage_words
 from pyg_distcomm.plan.machine import Wire
 
 SAMPLE = RowSample(10, values=Quantise(1))

@@ -12,9 +12,9 @@ from problems import GRAPHS, owners, some_grids
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.price import dense_words
+from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.tensor.dropout import keyed_dropout
+from pyg_distcomm.tensor.losses import keyed_dropout
 
 SIZES = (1, 2, 3, 4, 6, 8)
 

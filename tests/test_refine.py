@@ -4,16 +4,16 @@ import numpy as np
 import problems
 import pytest
 import real
+import refine_reference
 import tiers
 import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
-from pyg_distcomm.partition import refine_jit, refine_reference
-from pyg_distcomm.partition.cutters import METHODS, cut
-from pyg_distcomm.partition.edges import capacities, node_weights, part_loads
+from pyg_distcomm.partition import refine_jit
+from pyg_distcomm.partition.cutters import METHODS, cut, refine_partition
+from pyg_distcomm.partition.folder import report
+from pyg_distcomm.partition.metrics import capacities, node_weights, part_loads
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.refine import refine
-from pyg_distcomm.partition.report import report
 
 DATA = real.SHARED.exists()
 
@@ -122,7 +122,7 @@ def test_a_bad_cut_of_cliques_is_mended():
     owner = clique.clone()
     moved = torch.tensor([int((clique == part).nonzero()[7]) for part in range(4)])
     owner[moved] = owner[moved.roll(1)]
-    found = refine(edge_index, Partition.from_owner(owner, 4), balance=1.2)
+    found = refine_partition(edge_index, Partition.from_owner(owner, 4), balance=1.2)
     figures = report(edge_index, found)
     assert figures.before.max_send > 30
     assert figures.max_send <= 2  # the joins of the cliques
@@ -239,7 +239,7 @@ def test_wrong_grids_are_refused():
         with pytest.raises(ValueError, match="product is the number of parts, 8"):
             cut(random_graph(99, 99), 99, 8, "permutation", grid=grid)
     with pytest.raises(ValueError, match=r"got 0\.5, give 1 or more"):
-        refine(random_graph(99, 99), cut(NONE, 99, 2, "block"), balance=0.5)
+        refine_partition(random_graph(99, 99), cut(NONE, 99, 2, "block"), balance=0.5)
 
 
 def test_the_figures_compare_before_and_after():

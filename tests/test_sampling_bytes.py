@@ -12,9 +12,9 @@ from test_partitioned_sampling import GRIDS, inputs, owners
 import pyg_distcomm as pdc
 from pyg_distcomm.sampling import KeyedLayerSampler, KeyedNeighborSampler, Ladies
 from pyg_distcomm.sampling.graph_block import read_block
-from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
-from pyg_distcomm.sampling.partitioned_layers import (
+from pyg_distcomm.sampling.partitioned import (
     PartitionedLayerGraph,
+    PartitionedNeighborSampler,
     edges_price,
     layer_counts_price,
     sums_price,

@@ -11,8 +11,7 @@ from torch_geometric.data import HeteroData
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import write_folder
-from pyg_distcomm.partition.report import report
+from pyg_distcomm.partition.folder import report, write_folder
 
 
 def _from_folder(folder):

@@ -20,8 +20,8 @@ from pipelines import loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, store, timeline
-from pyg_distcomm.comm.store import Reading, to_first
+from pyg_distcomm.comm import collectives, timeline, trace
+from pyg_distcomm.comm.trace import Reading, to_first
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 
@@ -470,7 +470,7 @@ def elsewhere(path):
             return true() + (true() - start) // 10_000 + 10**12
 
         module.host = lambda: "elsewhere"
-        store.clock = timeline.clock = time.perf_counter_ns = other
+        trace.clock = timeline.clock = time.perf_counter_ns = other
     with pdc.trace(path, mesh):
         for _ in range(40):
             collectives.barrier(mesh.world)
@@ -504,3 +504,31 @@ def test_a_reading_of_a_clock_is_interpolated():
     assert to_first(7, []) == 7
     times = [to_first(t, readings) for t in range(0, 4000, 50)]
     assert times == sorted(times)
+
+
+def _profiled(path):
+    mesh = worlds.mesh()
+    share = pdc.partition(
+        GRAPHS["directed"](), mesh, "random", link=pdc.Sylvie(bits=1, late=0)
+    )
+    conv = DistGCNConv(7, 4).double()
+    loader = DistNeighborLoader(GRAPHS["directed"](), [3, 3], batch_size=8, seed=0)
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every
+    ) as found:
+        conv(share.x, share.edge_index).sum().backward()
+        list(loader)  # which samples in a thread of its own
+    if mesh.rank == 0:
+        found.export_chrome_trace(path)
+    collectives.barrier(mesh.world)
+
+
+def test_torchs_profiler_shows_exchanges_products_and_codecs_by_name(tmp_path):
+    worlds.run(_profiled, 2, str(tmp_path / "run.json"))
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if "name" in event}
+    ours = {name for name in names if name.startswith("pyg_distcomm: ")}
+    parts = ("halo over row", "wait for", "product", "encode ", "decode ", "sample")
+    for part in parts:
+        assert any(part in name for name in ours), (part, ours)

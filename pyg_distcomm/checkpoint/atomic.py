@@ -22,15 +22,17 @@ from pathlib import Path
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.partition.arrays import exchange, sha256, told
-from pyg_distcomm.partition.aside import (
+from pyg_distcomm.partition.arrays import (
     beside,
     clear,
+    exchange,
     in_state,
     is_over,
     leftovers,
     new_token,
     newest,
+    sha256,
+    told,
 )
 
 MARK = ".pyg_distcomm.json"

@@ -19,17 +19,15 @@ from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import write_folder
-from pyg_distcomm.partition.layout import folder_meta
+from pyg_distcomm.partition.folder import verify_folder, write_folder
+from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.metrics import PartitionReport
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,
     read_pyg_partition,
 )
-from pyg_distcomm.partition.schema import Meta
 from pyg_distcomm.partition.sources import is_source
-from pyg_distcomm.partition.verify import verify_folder
 
 
 class _Parser(argparse.ArgumentParser):

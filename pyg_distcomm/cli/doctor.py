@@ -20,7 +20,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.launch import launch
 from pyg_distcomm.comm.mesh import init
 from pyg_distcomm.kernels import reference
-from pyg_distcomm.kernels.cache_trust import untrusted_writer
+from pyg_distcomm.kernels.compile import untrusted_writer
 
 REQUIRED = {"torch": (2, 6), "torch_geometric": (2, 6), "numba": (0, 57)}
 OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothing

@@ -21,7 +21,7 @@ from pyg_distcomm.comm import shutdown
 from pyg_distcomm.comm.failure import FailureMonitor, RankError
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.p2p import Messages
-from pyg_distcomm.comm.timeline import Exchange
+from pyg_distcomm.comm.timeline import Exchange, label
 
 _SLICE = timedelta(seconds=0.25)
 
@@ -81,7 +81,8 @@ class Pending:
         """Blocks until everything has arrived, and returns it."""
         if self.work is not None:
             start = time.perf_counter_ns()
-            _wait(self.work, self.axis, self.op, self.out.is_cuda)
+            with label(f"wait for {self.op} over {self.axis.name}"):
+                _wait(self.work, self.axis, self.op, self.out.is_cuda)
             spent = (time.perf_counter_ns() - start) / 1e9
             self.axis.ledger.waited(self.op, self.axis.name, spent)
             if self.traced is not None:
@@ -141,10 +142,11 @@ def _arrived(work: dist.Work | Messages, doing: str, watch: FailureMonitor) -> b
 class guarded:
     """Begins an exchange in a block; raises why, if the transport breaks."""
 
-    __slots__ = ("_axis", "_op")
+    __slots__ = ("_axis", "_label", "_op")
 
     def __init__(self, axis: Axis, op: str) -> None:
         self._axis, self._op = axis, op
+        self._label = label(f"{op} over {axis.name}")
 
     def __enter__(self) -> None:
         watch = self._axis.watch
@@ -154,8 +156,10 @@ class guarded:
             )
         if watch is not None and _is_owned(self._axis):
             watch.threads.enter(watch)
+        self._label.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._label.__exit__(kind, error, trace)
         watch = self._axis.watch
         if watch is None or not isinstance(error, RuntimeError):
             return

@@ -366,7 +366,9 @@ class FailureMonitor:
                     f"{lost}the script of rank {rank} had come to its end, or called "
                     "sys.exit; see what it printed last, and run the same calls on all ranks"
                 )
-        found = re.search(r"Connection[\w ]* peer \[\S+\]|timed out", str(error), re.I)
+        found = re.search(
+            r"(connection )?closed by peer( \[\S+\])?|timed out", str(error), re.I
+        )
         more = f" ({found[0]})" if found else ""
         early = ", or its script ended early" if self._gone else ""
         return RankError(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives, consistency
+from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.price import balanced_split
 from pyg_distcomm.partition.partition import Partition
 
 

@@ -4,6 +4,9 @@
 `pdc.trace` is open, and whoever could record something looks at that first. What the ledger
 counts is recorded by the ledger itself, so that no exchange can be missing from a trace, and
 bytes in a trace add up to the ledger's. Times are those of `time.perf_counter_ns`.
+
+`torch.profiler` shows the same by `label`: "pyg_distcomm: halo over row", "product", "encode",
+"sample", "fetch" and "wait for ..." among the operations of torch.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +147,14 @@ class Recorder:
 
 
 recorder: Recorder | None = None
+_NOTHING = nullcontext()
+
+
+def label(name: str) -> AbstractContextManager[Any]:
+    """Labels a block for `torch.profiler`, where it runs on this thread."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"pyg_distcomm: {name}")
 
 
 @contextmanager

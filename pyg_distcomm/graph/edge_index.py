@@ -18,14 +18,13 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.ops.cover import check_halo
+from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.tensor import indexing
+from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.eager import eager
 from pyg_distcomm.tensor.gather_by_id import joined, kept, recut
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
-from pyg_distcomm.tensor.row_sharded import check_saved, tree_map
+from pyg_distcomm.tensor.row_sharded import check_saved, eager, tree_map
 
 
 def link_problem(link: Any) -> TypeError | None:
@@ -300,7 +299,7 @@ class DistEdgeIndex(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """Returns all edges in original order, on every rank; collective."""
         local = self.to_local().t().contiguous()
-        return indexing.gather_all(local, self.edges).t().contiguous()
+        return getitem.gather_all(local, self.edges).t().contiguous()
 
     def oblivious(self) -> DistEdgeIndex:
         """Returns the same edges with sparsity-oblivious exchanges, for comparison."""

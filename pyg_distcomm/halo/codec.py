@@ -22,6 +22,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm.timeline import label
 from pyg_distcomm.kernels import codec_ops
 
 HEADER = 8  # bytes of a length that is sent ahead
@@ -203,7 +204,8 @@ class Codec(abc.ABC):
         """
         rows = len(x) if index is None else len(index)
         context = self._context(rows, x.size(1), draw, state, where)
-        return self._write(x, index, out, context)
+        with label(f"encode {type(self).__name__}"):
+            return self._write(x, index, out, context)
 
     @final
     def decode(
@@ -216,7 +218,8 @@ class Codec(abc.ABC):
     ) -> Tensor:
         """Reads a message into `out` `[m, f]`, and returns it."""
         context = self._context(len(out), out.size(1), draw, state)
-        return self._read(message, out, context)
+        with label(f"decode {type(self).__name__}"):
+            return self._read(message, out, context)
 
     @abc.abstractmethod
     def _write(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives, random
-from pyg_distcomm.comm.price import Price
+from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.halo.codec import (
     Codec,
     CodecState,

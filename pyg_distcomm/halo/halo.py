@@ -11,7 +11,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.price import Price, balanced_split, exchange_price
+from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
 
 CHUNK_ROWS = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm.price import Price
+from pyg_distcomm.comm.ledger import Price
 
 # names of the exchanges of a layer's call: those of a product; others follow from len(NAMES)
 NAMES = ("ghost", "out", "sums", "far")

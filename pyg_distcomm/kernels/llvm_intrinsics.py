@@ -4,8 +4,6 @@
 must ask for a row well before it needs it, and must keep its sums in registers
 meanwhile. Numba has no prefetch, and spills a loop's sums to memory at each edge.
 Both are a few LLVM instructions, the same on every processor.
-
-Numba's cache on disk watches `loops.py` alone: after a change here, touch that file.
 """
 
 from __future__ import annotations

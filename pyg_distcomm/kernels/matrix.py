@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import draw_jit, threads
+from pyg_distcomm.kernels import spgemm_jit, threads
 from pyg_distcomm.kernels import spgemm_jit as loops
 from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.matrix_reference import Csr, value_type
@@ -63,7 +63,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(draw_jit.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(spgemm_jit.count_positive, args, 2), len(count), 1 << 12)
     return count
 
 
@@ -79,7 +79,7 @@ def draw(
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
-    threads.run_split(ready(draw_jit.draw, args, 2), len(keys), 1)
+    threads.run_split(ready(spgemm_jit.draw, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -104,13 +104,13 @@ class WeightedSampler:
         entry, left = _drawn(ptr)
         row = (tree, self._value, self._count, self._total)
         args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
-        ready(draw_jit.draw_shared, args)()
+        ready(spgemm_jit.draw_shared, args)()
         self._trees.append(tree)
         return entry, left
 
     def _tree(self) -> Array:
         tree = np.zeros(len(self._value) + 1, np.int64)
-        ready(draw_jit.grow, (self._value, 0, len(self._value), tree))()
+        ready(spgemm_jit.grow, (self._value, 0, len(self._value), tree))()
         return tree
 
 
@@ -124,7 +124,7 @@ def exponential_race(
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
     args = (*row, entry.numpy(), left.numpy())
-    threads.run_split(ready(draw_jit.exponential_race, args, 2), len(keys), 1)
+    threads.run_split(ready(spgemm_jit.exponential_race, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -132,7 +132,9 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_reference.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(ready(draw_jit.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
+    threads.run_split(
+        ready(spgemm_jit.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12
+    )
     return out
 
 

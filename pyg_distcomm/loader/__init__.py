@@ -10,6 +10,8 @@ from typing import Any
 
 import torch_geometric.loader as _pyg
 
+from pyg_distcomm.loader.epoch import Phases as Phases
+from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
 )
@@ -22,8 +24,6 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.neighbor_loader import (
     DistNeighborLoader as DistNeighborLoader,
 )
-from pyg_distcomm.loader.phases import Phases as Phases
-from pyg_distcomm.loader.phases import plot_phases as plot_phases
 from pyg_distcomm.loader.shared import shared as shared
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 

@@ -18,13 +18,13 @@ from pyg_distcomm.loader.epoch import (
     Epochs,
     IndexSampler,
     Numbered,
+    Phases,
     Positions,
     Progress,
     Tracked,
 )
 from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
-from pyg_distcomm.loader.phases import Phases
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler

@@ -12,22 +12,24 @@ from torch import Tensor
 from torch_geometric.data import HeteroData, TensorAttr
 
 from pyg_distcomm.comm import collectives as network
+from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.price import balanced_split
 from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.loader.cache_policy import (
-    Fanouts,
-    inclusion_probabilities,
-    out_degrees,
-)
 from pyg_distcomm.loader.row_group import EDGES as EDGES
 from pyg_distcomm.loader.row_group import NODES as NODES
 from pyg_distcomm.loader.row_group import Group, QuiverFeature, own_rows
-from pyg_distcomm.loader.sharded import RowsAttr, ShardedStore, Wire
+from pyg_distcomm.loader.sharded import (
+    Fanouts,
+    RowsAttr,
+    ShardedStore,
+    Wire,
+    inclusion_probabilities,
+    out_degrees,
+)
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.indexing import ids_of
+from pyg_distcomm.tensor.getitem import ids_of
 
 
 class DistFeatureStore(ShardedStore):

@@ -27,7 +27,7 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
-from pyg_distcomm.sampling.partitioned_layers import PartitionedLayerGraph
+from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
 from pyg_distcomm.sampling.rules import Rule, UserRule
 
 # seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler

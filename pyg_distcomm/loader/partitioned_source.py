@@ -23,9 +23,9 @@ from pyg_distcomm.comm.process_grid import (
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
+from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, named_seeds, seed_ids
-from pyg_distcomm.loader.phases import FETCH, SAMPLE
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of

@@ -22,8 +22,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.collate import Collator
-from pyg_distcomm.loader.epoch import Numbered
-from pyg_distcomm.loader.phases import ASSEMBLE, FETCH, SAMPLE, Phases
+from pyg_distcomm.loader.epoch import ASSEMBLE, FETCH, SAMPLE, Numbered, Phases
 
 _SLICE = 0.2  # seconds between looks at whether to stop
 

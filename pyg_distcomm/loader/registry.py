@@ -113,6 +113,7 @@ class Notes:
     def leave(self, note: dict[str, Any]) -> None:
         """Leaves this rank's note; does not wait."""
         if self._store is not None:
+            self._mark("")  # of a wait that ended in an error
             self._store.set(str(self.world.rank), json.dumps(note))
 
     def begin(self, epoch: int) -> None:
@@ -191,42 +192,52 @@ class Notes:
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until `enough`; returns the ranks whose notes are missing."""
         begin, pause, alive = time.monotonic(), 1e-3, ""
-        marked = False
-        while True:
-            ranks = range(self.world.size)
-            missing = [r for r in ranks if not self._store.check([str(r)])]
-            if missing and not marked:
-                self._common.set(f"waiting/{self.world.rank}", self._where)
-                marked = True
+        ranks = range(self.world.size)
+        missing = [r for r in ranks if not self._store.check([str(r)])]
+        if not missing:
+            return []
+        self._mark(self._where)
+        while missing:
             self._check_mutual_wait(missing)
             before, alive = alive, self._signs(missing)
             if before != alive:
                 begin = time.monotonic()
-            if not missing or enough(missing, time.monotonic() - begin):
-                if marked:
-                    self._common.set(f"waiting/{self.world.rank}", "")
-                # one that has passed may have left its note just before
-                return [r for r in missing if not self._store.check([str(r)])]
-            if self._watch is not None:
-                self._watch.look()  # a rank that failed will not come
+            try:
+                if enough(missing, time.monotonic() - begin):
+                    break
+                if self._watch is not None:
+                    self._watch.look()  # a rank that failed will not come
+            except BaseException:
+                self._mark("")
+                raise
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+            missing = [r for r in ranks if not self._store.check([str(r)])]
+        self._mark("")
+        # one that has passed may have left its note just before
+        return [r for r in missing if not self._store.check([str(r)])]
+
+    def _mark(self, where: str) -> None:
+        """Says what place this rank waits at; nothing if at none."""
+        if self._common is not None:
+            self._common.set(f"waiting/{self.world.rank}", where)
 
     def _check_mutual_wait(self, missing: list[int]) -> None:
-        """Raises if a rank waits for this one elsewhere, so that neither will come."""
+        """Raises if a rank waits for this one elsewhere, so that neither will come.
+
+        The mark of this rank stays, for the other to see.
+        """
         for rank in missing:
             key = f"waiting/{rank}"
             there = self._common.get(key).decode() if self._common.check([key]) else ""
-            if there in ("", self._where):
-                continue
+            if there in ("", self._where) or self._store.check([str(rank)]):
+                continue  # it came meanwhile, and may wait elsewhere since
             if not self._common.within(there).check([str(self.world.rank)]):
-                mine, theirs = (
-                    where.removeprefix("place/") for where in (self._where, there)
-                )
+                here = self._where.removeprefix("place/")
                 raise ValueError(
                     "build the same loaders on all ranks, in the same order: rank "
-                    f"{rank} has {theirs}, and rank {self.world.rank} has {mine}, and each "
-                    f"waits for the other. {OWN}"
+                    f"{rank} has {there.removeprefix('place/')}, and rank "
+                    f"{self.world.rank} has {here}, and each waits for the other. {OWN}"
                 )
 
     def _signs(self, ranks: list[int]) -> str:

@@ -17,7 +17,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
-from pyg_distcomm.tensor.eager import eagerly
+from pyg_distcomm.tensor.row_sharded import eagerly
 
 
 class DistGCNConv(GCNConv):

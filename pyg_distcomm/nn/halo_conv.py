@@ -17,11 +17,10 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, coo_of
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
-from pyg_distcomm.nn.index_guard import LocalIndexGuard
+from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
-from pyg_distcomm.nn.layer_tensor import LayerTensor
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.eager import eagerly
+from pyg_distcomm.tensor.row_sharded import eagerly
 
 
 class HaloExecution:

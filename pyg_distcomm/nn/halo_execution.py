@@ -1,11 +1,14 @@
-"""Visit: one run of an unchanged layer on this rank's edges."""
+"""Runs an unchanged layer of PyG on this rank's edges: one `HaloVisit` a run."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch_geometric.nn.aggr.base
 from torch import Tensor
 from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
 from torch_geometric.nn.conv import dna_conv
+from torch_geometric.typing import WITH_SEGMM
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.gradient_averaging import meet
@@ -25,13 +29,15 @@ from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import DEGREES, NAMES, Link
 from pyg_distcomm.nn.compressibility import is_coded
 from pyg_distcomm.nn.index_guard import (
+    GhostMeshGuard,
     GuardedEdgeIndex,
+    LayerTensor,
     LocalIndexGuard,
+    RngGuard,
     Scene,
     Sources,
     Targets,
 )
-from pyg_distcomm.nn.layer_tensor import GhostMeshGuard, LayerTensor, RngGuard
 from pyg_distcomm.nn.patched_functions import STAND_INS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
@@ -102,18 +108,17 @@ class HaloVisit:
                     stack.enter_context(
                         _replaced(vars(part), "forward", _by_row(part.forward))
                     )
-            # where None, PyG chooses by how many edges of a type are here
-            stack.enter_context(
-                _replaced(vars(torch_geometric.backend), "use_segment_matmul", False)
-            )
-            base = vars(torch_geometric.nn.aggr.base)
-            dense = self._to_dense(base["to_dense_batch"])
-            stack.enter_context(_replaced(base, "to_dense_batch", dense))
+            if WITH_SEGMM:  # PyG chooses by how many edges of a type are here
+                stack.enter_context(_SEGMENTS)
+                backend = vars(torch_geometric.backend)
+                stack.enter_context(_replaced(backend, "use_segment_matmul", False))
+            stack.enter_context(_standing_in(_AGGR, "to_dense_batch", _as_wide_on_all))
             for scope in _scopes(layers):
                 for name in STAND_INS.keys() & scope.keys():
-                    stand_in = STAND_INS[name](scope[name])
-                    stack.enter_context(_replaced(scope, name, stand_in))
+                    stack.enter_context(_standing_in(scope, name, STAND_INS[name]))
             stack.enter_context(RngGuard(self.scene.layer))
+            before = _running.set(self)
+            stack.callback(_running.reset, before)
             yield
 
     def outcome(self, value: Any) -> Any:
@@ -180,14 +185,6 @@ class HaloVisit:
         """The most messages that any node of any rank gets."""
         counts = torch.bincount(index, minlength=1).max()
         return int(collectives.all_reduce(counts, self.nodes.mesh.world, "max"))
-
-    def _to_dense(self, original: Callable) -> Callable:
-        """Stands in for the `to_dense_batch` of aggregations: as wide on all ranks."""
-
-        def run(*args: Any, max_num_nodes: int | None = None, **kwargs: Any) -> Any:
-            return original(*args, max_num_nodes=max_num_nodes or self.most, **kwargs)
-
-        return run
 
     def _of_nothing(self, call: Callable, inputs: Tensor, given: dict) -> Tensor:
         """Aggregates no message, where PyG cannot: one for a node that is left out."""
@@ -379,6 +376,48 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
 def _scopes(layers: list[MessagePassing]) -> list[dict[str, Any]]:
     names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+_running: ContextVar[HaloVisit | None] = ContextVar("the layer that runs", default=None)
+_CHANGING, _SEGMENTS = threading.Lock(), threading.RLock()
+_AGGR = vars(torch_geometric.nn.aggr.base)
+
+
+def _as_wide_on_all(original: Callable) -> Callable:
+    """Stands in for the `to_dense_batch` of aggregations: as wide on all ranks."""
+
+    @functools.wraps(original)
+    def run(*args: Any, max_num_nodes: int | None = None, **kwargs: Any) -> Any:
+        visit = _running.get()
+        most = None if visit is None else visit.most
+        return original(*args, max_num_nodes=max_num_nodes or most, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _standing_in(
+    scope: dict[str, Any], name: str, stand_in: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Has a stand-in take the place of a function of PyG's module while layers run.
+
+    It does as the original for what is not of a layer that runs in its own thread, so
+    other threads may run PyG meanwhile. The last layer that ends puts the original back.
+    """
+    with _CHANGING:
+        put: Any = scope[name]
+        if not hasattr(put, "layers_running"):
+            original, put = put, stand_in(put)
+            put.layers_running, put.original = 0, original
+            scope[name] = put
+        put.layers_running += 1
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            put.layers_running -= 1
+            if not put.layers_running:
+                scope[name] = put.original
 
 
 @contextlib.contextmanager

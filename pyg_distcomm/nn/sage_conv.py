@@ -19,7 +19,7 @@ from pyg_distcomm.nn.layer_context import (
     is_product,
 )
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.eager import eagerly
+from pyg_distcomm.tensor.row_sharded import eagerly
 
 
 class DistSAGEConv(SAGEConv):

@@ -36,11 +36,10 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.comm.price import Price, balanced_split, exchange_price
+from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.ops.csr import CSR
-from pyg_distcomm.ops.local_blocks import Links, LinkWrapper, LocalBlocks
+from pyg_distcomm.ops.csr import CSR, Links, LinkWrapper, LocalBlocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,18 @@
-"""Plans a GridMatrix from the edges each rank owns; collective, once per graph."""
+"""Plans a GridMatrix from the edges each rank owns; collective, once per graph.
+
+Plans what one rank does with the nonzeros of its block; collective.
+
+Which side of a block travels: rows of features, or sums; chosen by a vertex cover.
+
+[Note: rows or sums] Rank a needs, from rank b, the product of a block B with b's rows. A
+nonzero B[v, u] is paid for by the row x_u travelling to a, or by the partial sum of row v,
+which b computes, travelling to a; one row or sum pays for all nonzeros of its column or
+row. The fewest words are a minimum vertex cover of the bipartite graph of B's nonzeros
+([Zhuang25] Sec. IV), by Konig's theorem as many as a maximum matching has edges: never
+more than B's nonempty columns, or its nonempty rows. Nonzeros whose row is in the cover,
+and whose column is not, are handed to b once, when the product is planned. Backward, sums
+travel where rows did and rows where sums did: as many words.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +21,283 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.ops.block_plan import BlockPlan, Edges, coordinate
-from pyg_distcomm.ops.cover import check_halo
+from pyg_distcomm.halo.halo import Halo, plan_link
+from pyg_distcomm.halo.link import Link
+from pyg_distcomm.kernels.reference import offset_dtype
+from pyg_distcomm.ops.csr import CSR, Links, LocalBlocks, Pattern
 from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
 from pyg_distcomm.partition.partition import Partition
+
+HALOS = ("auto", "cover", "rows", "sums", "blocks")
+PACKING = 1 / 16  # the price of picking a row into a message, in rows sent
+
+
+def check_halo(halo: str) -> str:
+    """Returns a known way to exchange, or says which there are.
+
+    "rows" sends the rows that nonzeros need, "sums" partial sums in their place, "cover"
+    the fewest of both; "blocks" sends whole blocks; "auto" is "cover", or "blocks" where
+    they are cheaper (see `blocks_pay`).
+    """
+    if halo not in HALOS:
+        raise ValueError(f"halo must be one of {HALOS}, got {halo!r}")
+    return halo
+
+
+def offloaded_nonzeros(
+    near: Tensor, far: Tensor, peer: Tensor, halo: str
+) -> tuple[Tensor, int]:
+    """Tells which nonzeros are handed to the other rank, and how many words that leaves.
+
+    Args:
+        near: of each nonzero, what travels if it stays: its column (or, where sums are
+            what usually travels, its row).
+        far: what travels if it is handed over.
+        peer: the rank that it is shared with.
+        halo: see `check_halo`.
+
+    Shapes: near, far, peer [e] -> bool [e], words a feature.
+    """
+    if not len(near):
+        return torch.zeros(0, dtype=torch.bool), 0
+    left, near_slot = torch.unique(near, return_inverse=True)
+    if halo in ("rows", "blocks"):
+        return torch.zeros(len(near), dtype=torch.bool), len(left)
+    pair, far_slot = torch.unique(peer * (far.max() + 1) + far, return_inverse=True)
+    if halo == "sums":
+        return torch.ones(len(near), dtype=torch.bool), len(pair)
+    ptr, to, _ = kernels.coo_to_csr(near_slot, far_slot, len(left))
+    near_in, far_in = kernels.minimum_cover(ptr, to, len(pair))
+    return ~near_in[near_slot], int(near_in.sum() + far_in.sum())
+
+
+def blocks_pay(words: int, own: int, axis: Axis, halo: str) -> bool:
+    """Tells, on all ranks of an axis alike, whether whole blocks are sent; collective.
+
+    They cost no picking: they pay where every rank's halo, with its picking, is as dear
+    as the blocks of the others.
+    """
+    if halo != "auto" or axis.size == 1:
+        return halo == "blocks"
+    rows = collectives.all_gather_counts([words, own], axis)
+    every = sum(own for _, own in rows)
+    return every > 0 and all(
+        words * (1 + PACKING) >= every - own for words, own in rows
+    )
+
+
+def coordinate(owner: Tensor, axis: int, mesh: Mesh) -> Tensor:
+    """Returns the process row (axis 0) or column (1) of ranks."""
+    _, s, p = mesh.grid
+    return owner // (s * p) if axis == 0 else owner // p % s
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Nonzeros, by their column and row. Shapes: source, target [e]."""
+
+    source: Tensor
+    target: Tensor
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def of(self, which: Tensor) -> Edges:
+        """Returns some of them."""
+        return Edges(self.source[which], self.target[which])
+
+    def but(self, given: Tensor) -> Edges:
+        """Returns the others, without a copy where none is given."""
+        return self.of(~given) if bool(given.any()) else self
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """The block A_ij of this rank, before it is known what travels.
+
+    [Note: handing over] Over the row axis, nonzeros with ghost columns are shared out
+    with the process rows that own these: either they stay, and the column travels here,
+    or they are handed over, and come back as sums. Then, over the col axis, nonzeros with
+    out rows are shared out with the process columns that own those: either they stay,
+    and their sums travel there, or they are handed over, and their columns, own or ghost,
+    are forwarded. Rows that take sums from the row axis are paid for already.
+
+    Args:
+        partition: who owns which node.
+        mesh: the grid.
+        own_gid: nodes of ranks (i, j, *).
+        halo: what travels; see `check_halo`.
+    """
+
+    partition: Partition
+    mesh: Mesh
+    own_gid: Tensor
+    halo: str
+
+    def plan(
+        self, edges: Edges
+    ) -> tuple[LocalBlocks, tuple[Tensor, ...], Links, list[EdgeRoute]]:
+        """Returns the blocks, the value each takes, the exchanges, and further routes."""
+        row, col = self.mesh.row, self.mesh.col
+        everyone = torch.ones(len(edges), dtype=torch.bool)
+        given, whole_in = self._handed(edges.source, edges.target, 0, everyone)
+        hop, served = self._hop(edges, given, edges.source, 0, 0)
+        summed = edges.target[given]
+        edges = edges.but(given)
+        unpaid = ~torch.isin(edges.target, summed)
+        given, whole_out = self._handed(edges.target, edges.source, 1, unpaid)
+        hop_out, far = self._hop(edges, given, edges.target, 1, len(served))
+        forwarded = edges.source[given]
+        edges = edges.but(given)
+        columns = _joined(edges.source, forwarded)
+        ghost, ghost_gid = self._link(columns, 0, self.own_gid, whole_in)
+        rows = _joined(edges.target, summed)
+        out, out_gid = self._link(rows, 1, self.own_gid, whole_out)
+        del columns, forwarded, rows, summed, given, unpaid, everyone
+        sums, sum_gid = _nothing(row, len(self.own_gid) + len(out_gid))
+        if hop is not None:
+            land = torch.cat([self.own_gid, out_gid])
+            sums, sum_gid = self._link(served.target, 0, land)
+        forward, far_gid = _nothing(col, len(self.own_gid) + len(ghost_gid))
+        if hop_out is not None:
+            held = torch.cat([self.own_gid, ghost_gid])
+            forward, far_gid = self._link(far.source, 1, held)
+        away = [
+            self._place(edges.target, 1) != col.rank,
+            self._place(edges.source, 0) != row.rank,
+        ]
+        built = [
+            _block(edges, rows, cols, (away[0] == i) & (away[1] == j))
+            for i, rows in enumerate((self.own_gid, out_gid))
+            for j, cols in enumerate((self.own_gid, ghost_gid))
+        ]
+        built.append(_block(served, sum_gid, self.own_gid, None, len(edges)))
+        behind = len(edges) + len(served)
+        built.append(_block(far, self.own_gid, far_gid, None, behind))
+        tile, index = (
+            LocalBlocks(*(csr for csr, _ in built)),
+            tuple(i for _, i in built),
+        )
+        hops = [one for one in (hop, hop_out) if one is not None]
+        return tile, index, Links(ghost, out, sums, forward), hops
+
+    def _place(self, gid: Tensor, axis: int) -> Tensor:
+        return coordinate(self.partition.owner_of(gid), axis, self.mesh)
+
+    def _handed(
+        self, near: Tensor, far: Tensor, axis: int, unpaid: Tensor
+    ) -> tuple[Tensor, bool]:
+        """Tells which nonzeros are handed over, or that whole blocks are exchanged."""
+        line = (self.mesh.row, self.mesh.col)[axis]
+        place = self._place(near, axis)
+        away = place != line.rank
+        open_ = away & unpaid
+        paid = len(torch.unique(near[away & ~unpaid]))
+        chosen, words = offloaded_nonzeros(
+            near[open_], far[open_], place[open_], self.halo
+        )
+        given = torch.zeros(len(near), dtype=torch.bool)
+        whole = blocks_pay(words + paid, len(self.own_gid), line, self.halo)
+        if not whole:
+            given[open_] = chosen
+        return given, whole
+
+    def _hop(
+        self, edges: Edges, given: Tensor, shared: Tensor, axis: int, after: int
+    ) -> tuple[EdgeRoute | None, Edges]:
+        """Hands nonzeros over; None if no rank of the axis does.
+
+        Args:
+            edges: nonzeros here.
+            given: which are handed over.
+            shared: of each the column, or row, by whose owner it is taken.
+            axis: 0 or 1.
+            after: how many values stand behind those of `edges`, and stay.
+        """
+        line = (self.mesh.row, self.mesh.col)[axis]
+        busy = collectives.all_gather_counts([int(given.sum())], line)
+        if not any(row[0] for row in busy):
+            return None, edges.of(given)
+        slot = torch.nonzero(given).flatten()
+        place = self._place(shared[slot], axis)
+        counts = torch.bincount(place, minlength=line.size).tolist()
+        slot = slot[torch.argsort(place, stable=True)]
+        back = collectives.exchange_counts(counts, line)
+        stay = torch.nonzero(~given).flatten()
+        stay = torch.cat([stay, torch.arange(len(edges), len(edges) + after)])
+        hop = EdgeRoute(line, slot, tuple(counts), tuple(back), keep_slot=stay)
+        bare = replace(hop, keep_slot=None)
+        return hop, Edges(bare.carry(edges.source), bare.carry(edges.target))
+
+    def _link(
+        self, gid: Tensor, axis: int, have_gid: Tensor, dense: bool = False
+    ) -> tuple[Link, Tensor]:
+        """Plans the exchange of those of some nodes that other ranks own."""
+        line = (self.mesh.row, self.mesh.col)[axis]
+        if dense:
+            want, counts = _every_row(self.own_gid, line)
+        else:
+            place = self._place(gid, axis)
+            away = place != line.rank
+            want, counts = _needed(gid[away], place[away], line)
+        return plan_link(want, counts, have_gid, line, dense)
+
+
+def _block(
+    edges: Edges,
+    row_gid: Tensor,
+    col_gid: Tensor,
+    which: Tensor | None,
+    first: int = 0,
+) -> tuple[CSR, Tensor]:
+    """Builds a block of some nonzeros, and the place of each one's value."""
+    edge = (
+        None if which is None or bool(which.all()) else torch.nonzero(which).flatten()
+    )
+    if edge is not None:
+        edges = edges.of(edge)
+    row, col = _position(edges.target, row_gid), _position(edges.source, col_gid)
+    pattern, order = Pattern.build(row, col, (len(row_gid), len(col_gid)))
+    del row, col, edges
+    slot = order if edge is None else edge.index_select(0, order).to(order.dtype)
+    return CSR(pattern), slot.add_(first)
+
+
+def _joined(some: Tensor, more: Tensor) -> Tensor:
+    return torch.cat([some, more]) if len(more) else some
+
+
+def _position(gid: Tensor, among: Tensor) -> Tensor:
+    """Returns where nodes stand among others, in as few bits as may be."""
+    order = torch.argsort(among).to(offset_dtype(len(among)))
+    found = torch.searchsorted(among[order], gid, out_int32=order.dtype == torch.int32)
+    return order.index_select(0, found)
+
+
+def _needed(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
+    wanted, where = torch.unique(gid, return_inverse=True)
+    owner = torch.empty_like(wanted)
+    owner[where] = place
+    order = torch.argsort(owner, stable=True)
+    return wanted[order], torch.bincount(owner, minlength=line.size).tolist()
+
+
+def _every_row(own_gid: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
+    sizes = [row[0] for row in collectives.all_gather_counts([len(own_gid)], line)]
+    every = collectives.all_gather_rows(own_gid, sizes, line, "plan").split(sizes)
+    others = [part if i != line.rank else part[:0] for i, part in enumerate(every)]
+    return torch.cat(others), [len(part) for part in others]
+
+
+def _nothing(line: Axis, rows: int) -> tuple[Link, Tensor]:
+    none = torch.empty(0, dtype=torch.int64)
+    counts = (0,) * line.size
+    return Halo(line, none, counts, counts, rows, silent=True), none
 
 
 @dataclass(frozen=True, eq=False)

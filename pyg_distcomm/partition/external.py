@@ -22,8 +22,10 @@ from pyg_distcomm.partition.attribute_levels import Kind, shape_kinds
 from pyg_distcomm.partition.columns import Column, RowReader, torch_name
 from pyg_distcomm.partition.cutters import METHODS, check_nodes_fit, cut
 from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
+from pyg_distcomm.partition.folder import RowCount
 from pyg_distcomm.partition.layout import (
     OWNER,
+    Meta,
     check_target,
     file_name,
     new_aside,
@@ -34,8 +36,6 @@ from pyg_distcomm.partition.layout import (
 )
 from pyg_distcomm.partition.metrics import PartitionReport
 from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
-from pyg_distcomm.partition.report import RowCount
-from pyg_distcomm.partition.schema import Meta
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 from pyg_distcomm.partition.stream import stream
 

@@ -11,6 +11,10 @@
         edge__NAME.npy     [e_i, ...], in the order of edge_gid
 
 An edge and its attributes live with the owner of its target.
+
+Whether a partition folder is whole: every file, every node, every edge.
+
+What a partition costs, counted before anything is sent.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -34,6 +39,7 @@ from pyg_distcomm.partition.arrays import (
 from pyg_distcomm.partition.attribute_levels import Kind, attribute_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
+    Meta,
     Verify,
     check_file,
     check_target,
@@ -45,10 +51,141 @@ from pyg_distcomm.partition.layout import (
     write_meta,
     written,
 )
-from pyg_distcomm.partition.metrics import PartitionReport
-from pyg_distcomm.partition.partition import Grid, Partition, owner_dtype
-from pyg_distcomm.partition.report import report
-from pyg_distcomm.partition.schema import Meta
+from pyg_distcomm.partition.metrics import (
+    PartitionReport,
+    check_edge_index,
+    plain_edges,
+)
+from pyg_distcomm.partition.partition import Grid, Partition, check_grid, owner_dtype
+
+Counts = tuple[int, ...]
+
+
+def report(
+    edge_index: Tensor,
+    partition: Partition,
+    train_mask: Tensor | None = None,
+    grid: Grid | None = None,
+) -> PartitionReport:
+    """Counts what each part owns, sends and receives, in time linear in the edges.
+
+    edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph;
+    grid (r, s, p) adds what its blocks hold, send and receive.
+    """
+    check_edge_index(edge_index, partition.num_nodes)
+    plain = plain_edges(edge_index).cpu().numpy()
+    home = partition.owner.numpy()[plain[1]]
+    # stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear
+    order = np.argsort(home, kind="stable")
+    count = RowCount(partition, grid)
+    start = 0
+    for part, edges in enumerate(np.bincount(home, minlength=partition.num_parts)):
+        count.add(part, [plain[:, order[start : start + edges]]])
+        start += edges
+    return count.report(train_mask)
+
+
+class RowCount:
+    """Counts the rows that travel, part after part, from the edges of each part.
+
+    Memory: 25 bytes a node, and a chunk of edges; grids with s > 1: s bytes more for
+    each node of one part.
+    """
+
+    def __init__(self, partition: Partition, grid: Grid | None = None) -> None:
+        """Begins with no edges."""
+        parts, n = partition.num_parts, partition.num_nodes
+        self._partition = partition
+        self._owner = partition.owner.numpy()
+        self._grid = check_grid(grid, parts)
+        r, s, _ = self._grid
+        self._cut = 0
+        self._edges = np.zeros(parts, np.int64)
+        self._send, self._halo = np.zeros((2, parts), np.int64)
+        self._blocks, self._block_send, self._block_halo = np.zeros((3, r, s), np.int64)
+        # never cleared: a part, and a process row, reads what it wrote itself
+        self._by_part, self._by_row = np.full((2, n), -1, np.int32)
+        self._place = np.empty(n, np.int64)
+        self._lid = np.empty(n if s > 1 else 0, np.int64)
+
+    def add(self, part: int, chunks: Iterable[np.ndarray]) -> None:
+        """Counts the edges `[2, c]` of one part; parts must come in ascending order."""
+        _, s, p = self._grid
+        sums = np.zeros(0, np.bool_)
+        if s > 1:
+            gid = self._partition.gids(part).numpy()
+            self._lid[gid] = np.arange(gid.size)
+            sums = np.zeros(gid.size * s, np.bool_)
+        for src, dst in chunks:
+            self._edges[part] += src.size
+            owner = self._owner[src].astype(np.int64)
+            away = src[owner != part]
+            self._cut += away.size
+            new = self._new(away, self._by_part, part)
+            self._halo[part] += new.size
+            self._send += np.bincount(self._owner[new], minlength=self._send.size)
+            self._add_rows(part // (s * p), src[owner // (s * p) != part // (s * p)])
+            self._add_blocks(part, owner // p % s, dst, sums)
+
+    def _new(self, gid: np.ndarray, seen: np.ndarray, stamp: int) -> np.ndarray:
+        """Picks the ids that do not bear the stamp yet, each once, and stamps them."""
+        gid = gid[seen[gid] != stamp]
+        place = np.arange(gid.size)
+        self._place[gid] = place
+        gid = gid[self._place[gid] == place]
+        seen[gid] = stamp
+        return gid
+
+    def _add_rows(self, i: int, away: np.ndarray) -> None:
+        _, s, p = self._grid
+        new = self._owner[self._new(away, self._by_row, i)].astype(np.int64)
+        np.add.at(self._block_send, (new // (s * p), new // p % s), 1)
+        np.add.at(self._block_halo[i], new // p % s, 1)
+
+    def _add_blocks(
+        self, part: int, col: np.ndarray, dst: np.ndarray, sums: np.ndarray
+    ) -> None:
+        _, s, p = self._grid
+        i, j = part // (s * p), part // p % s
+        self._blocks[i] += np.bincount(col, minlength=s)
+        if s == 1:
+            return
+        away = col != j
+        key = self._lid[dst[away]] * s + col[away]
+        key = np.unique(key[~sums[key]])
+        sums[key] = True
+        self._block_send[i] += np.bincount(key % s, minlength=s)
+        self._block_halo[i, j] += key.size
+
+    def report(self, train_mask: Tensor | None = None) -> PartitionReport:
+        """Returns the figures of all that was counted."""
+        r, s, p = self._grid
+        figures = PartitionReport(
+            nodes=self._partition.sizes,
+            edges=tuple(self._edges.tolist()),
+            train=_train(train_mask, self._owner, self._send.size),
+            edge_cut=self._cut,
+            halo_rows=tuple(self._halo.tolist()),
+            send_rows=tuple(self._send.tolist()),
+            before=self._partition.before,
+        )
+        if s * p == 1:
+            return figures
+        blocks = (self._blocks, self._block_send, self._block_halo)
+        flat = (tuple(block.reshape(-1).tolist()) for block in blocks)
+        return figures.on_grid((r, s, p), *flat)
+
+
+def _train(train_mask: Tensor | None, owner: np.ndarray, num_parts: int) -> Counts:
+    if train_mask is None:
+        return (0,) * num_parts
+    mask = train_mask.cpu().numpy()
+    if mask.shape != owner.shape or mask.dtype != np.bool_:
+        raise ValueError(
+            f"train_mask must be bool [{owner.size}], one entry per node, got "
+            f"{train_mask.dtype} {list(train_mask.shape)}"
+        )
+    return tuple(np.bincount(owner[mask], minlength=num_parts).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,3 +467,53 @@ def _train_mask(source: _Source) -> Tensor | None:
         return None
     mask = torch.as_tensor(source.data["train_mask"])
     return mask if mask.dim() == 1 and mask.dtype == torch.bool else None
+
+
+def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
+    """Lists what is wrong with a partition folder, naming the file; empty when whole.
+
+    Looks at lengths, dtypes and shapes; that the parts own every node once, in
+    ascending order, and hold every edge once, with its target; and, on demand, at the
+    sha256 of each file. Needs num_edges bytes and a part's indices in memory.
+    """
+    folder = Path(folder)
+    try:
+        meta = folder_meta(folder)
+    except ValueError as error:
+        return [str(error)]
+    problems = _wrong_files(folder, meta, checksums)
+    return problems or _inconsistencies(folder, meta)
+
+
+def _wrong_files(folder: Path, meta: Meta, checksums: bool) -> list[str]:
+    problems = []
+    for name in tqdm(meta["files"], "checking files", disable=None, leave=False):
+        try:
+            check_file(folder, meta, name, "checksums" if checksums else "sizes")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
+    problems: list[str] = []
+    seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
+    try:
+        if read_partition(folder, meta).digest() != meta["partition"]:
+            problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
+        for part in range(meta["num_parts"]):
+            share = open_part(folder, meta, part)
+            problems += _wrong_part(share, folder / part_name(part), seen)
+    except ValueError as error:
+        return [*problems, str(error)]
+    return problems
+
+
+def _wrong_part(share: PartShare, here: Path, seen: Tensor) -> Iterator[str]:
+    """Yields what is wrong with one part; marks its edges in `seen`."""
+    problems = list(wrong_ids(share, here))
+    yield from problems
+    if not any("out of range" in problem for problem in problems):
+        if bool(seen[share.edge_gid].any()):
+            yield f"{here / 'edge_gid.npy'}: an edge is held by an earlier part too"
+        seen[share.edge_gid] = True

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pyg_distcomm.partition.arrays import check_saved, is_archive
 from pyg_distcomm.partition.folder import PartShare
-from pyg_distcomm.partition.layout import META, load_json
+from pyg_distcomm.partition.layout import META, Meta, load_json
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.schema import Meta
 
 # edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
 # it is unpickled with these names and no others

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import entry
-from pyg_distcomm.kernels.core_jit import jit
+from pyg_distcomm.kernels.compile import entry, jit
 
 Array = np.ndarray
 Held = tuple[Array, Array, Array, Array]
@@ -277,7 +276,7 @@ def sweep(
 ) -> int:
     """Moves each node of `order` once, to where the potential falls most; in place.
 
-    The definition is `refine_reference.sweep`. Returns the number of moves.
+    The definition is `sweep` of tests/refine_reference.py. Returns the number of moves.
     """
     num_parts = carried.shape[0]
     delta, hit = (

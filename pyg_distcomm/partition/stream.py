@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pyg_distcomm.partition.edges import SLACK, fill_empty, plain_edges
+from pyg_distcomm.partition.metrics import SLACK, fill_empty, plain_edges
 from pyg_distcomm.partition.partition import Partition
 
 CHUNK = 1 << 18  # edges in memory at once

@@ -17,7 +17,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.partition.arrays import told
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.validation import on_all_ranks
+from pyg_distcomm.pipeline.layer_stack import on_all_ranks
 
 _MODEL = "model.pt"
 _NONE = type(None)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import random
+from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.price import Price
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.product_cache import MultiplyOrder

@@ -7,6 +7,11 @@ what this epoch has computed, or else what an earlier one had (see [Note: sites]
 `history_buffer.py`).
 Every row crosses each border between stages once forward and its gradient once
 back, so bytes depend neither on the edges cut nor on the number of layers.
+
+Prices what a pipeline moves and how long it idles, as plain arithmetic.
+
+Symbols: n nodes, d features of a hidden layer, S stages, W ranks of a stage, M chunks, L
+exchanges of rows among the ranks of a stage, s tensors that all stages share (GCNII's x_0).
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,24 +29,130 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.pipeline import checkpoint, validation, warmup
+from pyg_distcomm.pipeline import checkpoint, layer_stack, warmup
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import plan_chunks
 from pyg_distcomm.pipeline.epoch import (
     OP,
     Epoch,
     Loss,
+    Stage,
     StageBuffers,
+    StageTensors,
     clip_grad_norm_,
     gradients_added,
 )
 from pyg_distcomm.pipeline.history_buffer import GradientRule, History
 from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
-from pyg_distcomm.pipeline.price import EpochPrice, epoch_price
 from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule, schedule_of
-from pyg_distcomm.pipeline.stage import Stage, StageTensors
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+
+def stage_words(n: int, d: int, stages: int, shared: int = 0) -> int:
+    """Returns the words of an epoch between stages, all ranks together, after [Chen23]:
+
+    2 (S - 1) n d (1 + s)
+    """
+    return 2 * (stages - 1) * n * d * (1 + shared)
+
+
+def hybrid_words(
+    n: int,
+    d: int,
+    stages: int,
+    ways: int,
+    *,
+    layers: int,
+    replication: float,
+    weights: int,
+    shared: int = 0,
+) -> float:
+    """Returns the words of an epoch of stages over several ranks, all ranks together:
+
+        2 (S - 1) n d (1 + s) + 2 L alpha n d + 2 (W - 1) w
+
+    Args:
+        n, d, stages, ways, shared: as above.
+        layers: exchanges of rows in a pass, L.
+        replication: ghosts of all ranks of a stage over n, alpha.
+        weights: parameters of all layers, w.
+    """
+    rows = 2 * layers * replication * n * d
+    return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights
+
+
+def bubble(stages: int, chunks: int) -> float:
+    """Returns the share of turns in which a stage is idle, (S - 1) / (M + S - 1)."""
+    return (stages - 1) / (chunks + stages - 1)
+
+
+@dataclass(frozen=True)
+class EpochPrice:
+    """What one epoch of training costs this rank; the ledger counts exactly this.
+
+    Args:
+        stage: rows and their gradients, from and to neighbouring stages.
+        rows: rows and their gradients, among the ranks of a stage, as they are.
+        weights: gradients of weights, among the ranks of a stage.
+        loss: the loss, from the last stage to all.
+        bytes: received, all told.
+        coded: of them, those of rows that go by a link; see `LinkPolicy.price`.
+    """
+
+    stage: Price
+    rows: Price
+    weights: Price
+    loss: Price
+    bytes: int
+    coded: int = 0
+
+    @property
+    def words(self) -> int:
+        """The words received, but for those that a link writes."""
+        parts = (self.stage, self.rows, self.weights, self.loss)
+        return sum(part.words for part in parts)
+
+
+def epoch_price(
+    mesh: Mesh, boundary: StageBuffers, run: ChunkPass, weights: Sequence[Tensor]
+) -> EpochPrice:
+    """Returns the price of an epoch on this rank.
+
+    Args:
+        mesh: the ranks.
+        boundary: what crosses the borders of this stage.
+        run: its sites.
+        weights: parameters of this stage that have gradients.
+    """
+    own = run.plan.own
+    messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
+    last = mesh.stage.rank == mesh.stage.size - 1
+    boxes = boundary.inbox, None if last else boundary.outbox
+    stage = [  # rows one way, their gradients the other
+        (Price(box.numel(), box.numel(), messages), box.element_size())
+        for box in boxes
+        if box is not None
+    ]
+    sums = []
+    for kind in dict.fromkeys(p.dtype for p in weights):
+        count = sum(p.numel() for p in weights if p.dtype == kind)
+        sums.append((_reduced(count, mesh.size), kind.itemsize))
+    rows, loss = run.prices(), _reduced(1, mesh.stage.size)
+    coded = 0 if run.link is None else run.link.price().total
+    moved = sum(price.bytes(item) for price, item in (*stage, *rows, *sums, (loss, 8)))
+    return EpochPrice(_sum(stage), _sum(rows), _sum(sums), loss, moved + coded, coded)
+
+
+def _sum(parts: list[tuple[Price, int]]) -> Price:
+    return sum((price for price, _ in parts), Price())
+
+
+def _reduced(numel: int, size: int) -> Price:
+    words = collectives.ring_words(numel, size)
+    return Price(words, words, 2 * (size - 1))
+
 
 _ORDER = 0x0DE2  # sets the keys of orders apart
 
@@ -129,19 +241,19 @@ class Pipeline(torch.nn.Module):
         folder = None if history_path is None else Path(history_path)
         self._history = history_dtype, folder
         self.timeline: list[ActionSpan] = []
-        with validation.on_all_ranks(mesh):
+        with layer_stack.on_all_ranks(mesh):
             self._rule = GradientRule.of(gradient, damping)
             whole = {"chunks": self._chunks, "history_refresh": history_refresh}
-            validation.check_options(mesh, order, whole, self._seed, history_dtype)
+            layer_stack.check_options(mesh, order, whole, self._seed, history_dtype)
             stack = read_stack(layers)
-            validation.check_links(stack)
-            balance = validation.check_balance(stack, mesh.stage.size, balance)
+            layer_stack.check_links(stack)
+            balance = layer_stack.check_balance(stack, mesh.stage.size, balance)
         same: dict[str, Any] = {"order": order, "gradient": gradient}
         same |= {"damping": damping, "seed": self._seed, "balance": balance}
         same |= {"data": None if data is None else "given"}
         same |= {**whole, "history_dtype": history_dtype}
-        with validation.on_all_ranks(mesh):
-            validation.check_same(stack, mesh, same)
+        with layer_stack.on_all_ranks(mesh):
+            layer_stack.check_same(stack, mesh, same)
         stack = [layer.converted() for layer in stack]
         warmup.share_weights(stack, mesh)
         self._run: ChunkPass | None = None
@@ -160,8 +272,8 @@ class Pipeline(torch.nn.Module):
         place = self.mesh.stage.rank
         begin = sum(self.balance[:place])
         end = begin + self.balance[place]
-        with validation.on_all_ranks(self.mesh):
-            validation.check_untied(stack, self.balance)
+        with layer_stack.on_all_ranks(self.mesh):
+            layer_stack.check_untied(stack, self.balance)
         self.layers = torch.nn.Module()
         for layer in stack[begin:end]:
             if isinstance(layer.run, torch.nn.Module):
@@ -187,8 +299,8 @@ class Pipeline(torch.nn.Module):
 
     def _plan(self, data: Data) -> None:
         """Cuts the share into chunks; collective."""
-        with validation.on_all_ranks(self.mesh):
-            edge_index = validation.check_share(data, self.mesh)
+        with layer_stack.on_all_ranks(self.mesh):
+            edge_index = layer_stack.check_share(data, self.mesh)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
         keep = self._new_history if plan.chunks > 1 else None
         self._run = ChunkPass(plan, self._rule, keep, self._seed)
@@ -203,18 +315,18 @@ class Pipeline(torch.nn.Module):
     @torch.inference_mode(False)  # what is planned in an evaluation is trained with
     def _prepare(self, data: Data) -> Stage:
         """Plans at the first use, and fills the sites by a pass over the whole graph."""
-        validation.check_alive(self.mesh)
+        layer_stack.check_alive(self.mesh)
         if self._run is None:
             self._plan(data)
         assert self._run is not None
-        edge_index = validation.check_known(data, self._run.plan.topology)
+        edge_index = layer_stack.check_known(data, self._run.plan.topology)
         if self._run.link is not edge_index.topology.link:
-            with validation.on_all_ranks(self.mesh):
+            with layer_stack.on_all_ranks(self.mesh):
                 self._run.go_by(edge_index.topology.link)
         if self._boundary is None:
             begin, end = self._span
             self._stage = Stage(self._stack, begin, end, self._run)
-            with validation.on_all_ranks(self.mesh):  # each stage reads its own names
+            with layer_stack.on_all_ranks(self.mesh):  # each stage reads its own names
                 self._stage.look_at(data)
             with self._mode(False):
                 boundary = warmup.fill(self._stage, self.mesh)
@@ -222,7 +334,7 @@ class Pipeline(torch.nn.Module):
                 self._saved.put(self._run)
                 self._saved = None
             self._boundary = boundary
-        with validation.telling(self.mesh):
+        with layer_stack.telling(self.mesh):
             self._stage.look_at(data)
         return self._stage
 
@@ -279,7 +391,7 @@ class Pipeline(torch.nn.Module):
         order = self.order_of(self.epoch)
         epoch = Epoch(self.mesh, stage, self._boundary, order, self.recompute, again)
         own = list(self.parameters())
-        with gradients_added(self.mesh, own), validation.telling(self.mesh):
+        with gradients_added(self.mesh, own), layer_stack.telling(self.mesh):
             loss = epoch.run(self.schedule, data, loss_fn)
         self.timeline = epoch.spans
         self.epoch += 1
@@ -316,7 +428,7 @@ class Pipeline(torch.nn.Module):
         """
         out, result, axis = *self._full(data), self.mesh.stage
         found = None
-        with validation.telling(self.mesh), torch.no_grad():
+        with layer_stack.telling(self.mesh), torch.no_grad():
             if axis.rank == axis.size - 1:
                 found = metric(self._output(out, result, data), data)
             return collectives.all_gather_object(found, axis)[-1]
@@ -326,7 +438,7 @@ class Pipeline(torch.nn.Module):
         stage, boundary = self._prepare(data), self._boundary
         assert boundary is not None
         stage.run.mode = "full"
-        with self._mode(False), validation.telling(self.mesh):
+        with self._mode(False), layer_stack.telling(self.mesh):
             out = warmup.whole_pass(stage, boundary, self.mesh.stage)
         return out, boundary.result
 
@@ -379,7 +491,7 @@ class Pipeline(torch.nn.Module):
         others = {layer.name for layer in self._stack}
         others -= dict(self.layers.named_children()).keys()
         mine = {k: v for k, v in state_dict.items() if k.split(".")[0] not in others}
-        with validation.on_all_ranks(self.mesh):
+        with layer_stack.on_all_ranks(self.mesh):
             return self.layers.load_state_dict(mine, strict=strict, assign=assign)
 
     def save(

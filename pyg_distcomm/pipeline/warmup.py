@@ -13,15 +13,14 @@ from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.epoch import OP, StageBuffers
+from pyg_distcomm.pipeline.epoch import OP, Stage, StageBuffers, StageTensors, Values
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
     crossing,
+    on_all_ranks,
     seconds_of,
     supposed_costs,
 )
-from pyg_distcomm.pipeline.stage import Stage, StageTensors, Values
-from pyg_distcomm.pipeline.validation import on_all_ranks
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 

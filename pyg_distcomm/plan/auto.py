@@ -29,17 +29,17 @@ from pyg_distcomm.partition.cutters import (
     takes_grid,
 )
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.arguments import (
-    check_options,
-    dtype_of,
-    edges_of,
-    training_asked,
-)
 from pyg_distcomm.plan.calibrate import calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.planner import plan
+from pyg_distcomm.plan.planner import (
+    check_options,
+    dtype_of,
+    edges_of,
+    plan,
+    training_asked,
+)
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS, Training
 

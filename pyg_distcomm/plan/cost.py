@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pyg_distcomm.comm.collectives import ring_words
-from pyg_distcomm.comm.price import balanced_split
+from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine

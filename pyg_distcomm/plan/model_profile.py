@@ -29,16 +29,16 @@ from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.chunks import plan_chunks
+from pyg_distcomm.pipeline.epoch import Stage, StageTensors, Values
 from pyg_distcomm.pipeline.history_buffer import GradientRule
 from pyg_distcomm.pipeline.layer_stack import (
     StackLayer,
+    check_links,
     crossing,
     from_data,
     read_stack,
     supposed_costs,
 )
-from pyg_distcomm.pipeline.stage import Stage, StageTensors, Values
-from pyg_distcomm.pipeline.validation import check_links
 from pyg_distcomm.pipeline.warmup import leaves
 
 Round = tuple[int, bool]

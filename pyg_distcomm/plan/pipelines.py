@@ -22,8 +22,7 @@ import torch
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.nn.compressibility import check_aggregations
-from pyg_distcomm.pipeline.layer_stack import cut_layers
-from pyg_distcomm.pipeline.validation import check_untied
+from pyg_distcomm.pipeline.layer_stack import check_untied, cut_layers
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.cost import PASSES, Move, sum_messages
 from pyg_distcomm.plan.machine import Machine, Wire

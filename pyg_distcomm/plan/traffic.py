@@ -1,8 +1,8 @@
 """Counts the rows that each rank of a grid receives, sends and multiplies in one product.
 
 One process counts for all ranks, by the choices that `ops.block_plan` makes rank by rank and
-the same function for pairs of ranks (see [Note: rows or sums] in `ops/cover.py` and
-[Note: handing over] in `ops/block_plan.py`).
+the same function for pairs of ranks (see [Note: rows or sums] in `ops/grid_plan.py` and
+[Note: handing over] in `ops/grid_plan.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.halo import CHUNK_ROWS, MAX_CHUNKS
-from pyg_distcomm.ops.cover import PACKING, offloaded_nonzeros
+from pyg_distcomm.ops.grid_plan import PACKING, offloaded_nonzeros
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.partition.partition import Partition
 

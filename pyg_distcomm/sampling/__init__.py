@@ -18,10 +18,10 @@ from pyg_distcomm.sampling.neighbor_sampler import (
     KeyedNeighborSampler as KeyedNeighborSampler,
 )
 from pyg_distcomm.sampling.partitioned import (
-    PartitionedNeighborSampler as PartitionedNeighborSampler,
-)
-from pyg_distcomm.sampling.partitioned_layers import (
     PartitionedLayerGraph as PartitionedLayerGraph,
+)
+from pyg_distcomm.sampling.partitioned import (
+    PartitionedNeighborSampler as PartitionedNeighborSampler,
 )
 from pyg_distcomm.sampling.rules import FastGCN as FastGCN
 from pyg_distcomm.sampling.rules import GraphSAGE as GraphSAGE

@@ -11,17 +11,10 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import (
-    foreach,
-    gather_by_id,
-    gradients,
-    losses,
-    reductions,
-    sizes,
-)
-from pyg_distcomm.tensor.dropout import dropout
+from pyg_distcomm.tensor import gather_by_id, gradients, losses, reductions, sizes
 from pyg_distcomm.tensor.getitem import check_writes
 from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
+from pyg_distcomm.tensor.losses import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
     FACTS,
@@ -32,7 +25,6 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
-from pyg_distcomm.tensor.recurrent import RECURRENT, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     RowShardedTensor,
@@ -41,8 +33,7 @@ from pyg_distcomm.tensor.row_sharded import (
     tree_map,
     unsupported_op,
 )
-from pyg_distcomm.tensor.shape_ops import SHAPING, UnsupportedOp
-from pyg_distcomm.tensor.transposed import multiplied, transposed
+from pyg_distcomm.tensor.shape_ops import SHAPING, UnsupportedOp, multiplied, transposed
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -52,7 +43,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in FACTS:
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
-        return foreach.apply(func, args, kwargs)
+        return losses.apply(func, args, kwargs)
     check_writes(func, args)
     args, kwargs = _met(name, args, kwargs)
     if name in _SPECIAL:

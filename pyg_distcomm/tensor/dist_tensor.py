@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.tensor import dispatch, getitem, indexing
-from pyg_distcomm.tensor.eager import eager
+from pyg_distcomm.tensor import dispatch, getitem
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     check_saved,
+    eager,
     unsupported_op,
 )
 
@@ -51,7 +51,7 @@ class DistTensor(RowShardedTensor):
     def full_tensor(self) -> Tensor:
         """Returns all rows, in original order, on every rank; collective."""
         agree("full_tensor", self, (self,))
-        return indexing.gather_all(self.to_local(), self.rows)
+        return getitem.gather_all(self.to_local(), self.rows)
 
     @classmethod
     def __torch_function__(

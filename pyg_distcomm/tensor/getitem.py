@@ -1,4 +1,7 @@
-"""x[key] and x[key] = value of row-cut tensors: masks stay here, ids travel."""
+"""x[key] and x[key] = value of row-cut tensors: masks stay here, ids travel.
+
+Row indexing across ranks: masks stay here, ids travel, and full tensors gather.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm import autograd
+from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import gather_by_id, indexing
+from pyg_distcomm.tensor import gather_by_id
+from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
 from pyg_distcomm.tensor.gradients import agree, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
@@ -19,6 +23,65 @@ from pyg_distcomm.tensor.row_sharded import (
     fit_plain,
     unsupported_op,
 )
+
+_PRIME = (1 << 61) - 1
+
+
+def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
+    """Returns the rows `idx` (ids, the same on all ranks), cut into equal blocks.
+
+    As many as the tensor has, a permutation say, are cut as the tensor is.
+
+    Price: an exchange of rows, each distinct one of another rank once; for ids that are
+    new (another tensor, or changed in place) also one of ids.
+
+    Raises:
+        IndexError: on all ranks, if an id is out of range.
+        ValueError: on all ranks, if `idx` differs between ranks.
+    """
+
+    def build() -> tuple[IdPlan, Rows]:
+        ids = _checked_ids(idx, rows.count)
+        _check_same(ids, rows)
+        alike = rows.whole and len(ids) == rows.total
+        block = rows if alike else Rows.blocks(len(ids), rows.mesh)
+        return IdPlan.build(ids[block.gid], rows).to(local.device), block
+
+    plan, block = kept(idx, rows, build)
+    return plan.gather(local), block
+
+
+def _checked_ids(idx: Tensor, total: int) -> Tensor:
+    idx = idx.cpu().long()
+    low, high = (int(idx.min()), int(idx.max())) if len(idx) else (0, -1)
+    if low < -total or high >= total:
+        bad = low if low < -total else high
+        raise IndexError(f"index {bad} is out of range for a tensor of {total} rows")
+    return torch.where(idx < 0, idx + total, idx)
+
+
+def _check_same(idx: Tensor, rows: Rows) -> None:
+    weight = torch.arange(1, len(idx) + 1)
+    mark = [len(idx), int((idx * weight).sum()) % _PRIME]
+    marks = collectives.all_gather_counts(mark, rows.mesh.world)
+    if any(other != marks[0] for other in marks):
+        raise ValueError(
+            f"x[idx] with a plain idx means the same ids on all ranks, but the ranks "
+            f"gave lists that differ (lengths {[m[0] for m in marks]}); build idx from a "
+            "shared seed, or use a mask, which costs nothing"
+        )
+
+
+def gather_all(local: Tensor, rows: Rows) -> Tensor:
+    """Returns all rows in original order on every rank, differentiably; collective."""
+    return autograd.all_gather(local, rows.gid, rows.mesh.world)
+
+
+def ids_of(key: Any, total: int) -> Tensor:
+    """Returns the ids a slice, list or integer tensor stands for."""
+    if isinstance(key, slice):
+        return torch.arange(total)[key]
+    return torch.as_tensor(key)
 
 
 def get(x: RowShardedTensor, key: Any) -> Any:
@@ -113,7 +176,7 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
     if isinstance(key, RowShardedTensor):
         return gather_by_id.gather(x, key)
     count = x.rows.total if x.rows.whole else x.rows.count
-    idx = indexing.ids_of(key, count)
+    idx = ids_of(key, count)
     if idx.dtype == torch.bool:
         return _masked(x, idx)
     if idx.dim() != 1 or idx.is_floating_point():
@@ -122,7 +185,7 @@ def _take_rows(x: RowShardedTensor, key: Any) -> Any:
         )
     if x.rows.partition is None and x.rows.mesh.size > 1 and not x.reads_local:
         return _of_gathered(x, idx)
-    local, rows = indexing.take_same(x.to_local(), x.rows, idx)
+    local, rows = take_same(x.to_local(), x.rows, idx)
     return x.wrap(local, rows)
 
 
@@ -131,7 +194,7 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
 
     No rank knows who has them, so all of them are gathered.
     """
-    whole = indexing.gather_all(x.to_local(), x.rows)
+    whole = gather_all(x.to_local(), x.rows)
     block = Rows.blocks(len(idx), x.rows.mesh)
     return x.wrap(whole[idx[block.gid].to(whole.device)], block)
 
@@ -212,7 +275,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
     elif isinstance(first, slice) and first == slice(None):
         value = _cut_for(value, x, x.rows, rest)
     elif isinstance(first, (Tensor, slice)) and not isinstance(first, RowShardedTensor):
-        ids = indexing.ids_of(first, x.rows.count)
+        ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
     else:
@@ -241,7 +304,7 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
         raise unsupported_op("x[ids] = value, where ids are no list,")
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
         agree("setitem", x, (x, ids, value))
-        value = indexing.gather_all(value.to_local(), value.rows)
+        value = gather_all(value.to_local(), value.rows)
     ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
     place, order = x.rows.place.sort()
     at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))

@@ -1,4 +1,14 @@
-"""Losses as global means: the sum over all ranks, over the count over all ranks."""
+"""Losses as global means: the sum over all ranks, over the count over all ranks.
+
+Drops entries by a key of (seed, call, row id, column), so that masks do not depend on P.
+
+Recurrent networks along a dim of each row: rows are their batch.
+
+Runs torch's functions on lists of tensors (optimizers, clipping) element by element.
+
+The tensors of one place in the lists belong together: a parameter, its gradient and its
+state. What is elementwise runs on local storage, row-cut or not; norms are global.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor import reductions
+from pyg_distcomm.tensor.gradients import agree, call_local
+from pyg_distcomm.tensor.op_tables import FACTS, base_name
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    eager,
+    first_sharded,
+    tree_map,
+    unsupported_op,
+)
 
 LOSSES = frozenset(
     """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
@@ -90,3 +111,142 @@ def _class_count(given: dict[str, Any]) -> Tensor:
     if weight is None:
         return valid.sum()
     return weight[target[valid]].sum()
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """y = x * keep / (1 - p), where keep is a function of (key, row id, column)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, gid: Tensor, key: int) -> Tensor:
+        ctx.draw = p, gid, key
+        return kernels.keyed_dropout(x, key, gid, p)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        p, gid, key = ctx.draw  # the mask is drawn again: nothing is stored
+        return _KeyedDropout.apply(g.contiguous(), p, gid, key), None, None, None
+
+
+def keyed_dropout(x: Tensor, p: float, gid: Tensor, key: int) -> Tensor:
+    """Drops entries of plain `x` `[n, ...]` by a keyed hash of `gid` `[n]` and column."""
+    out: Tensor = _KeyedDropout.apply(x, p, gid, key)
+    return out
+
+
+def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Drops entries of a row-sharded operand as `torch.nn.functional.dropout` does."""
+    x = first_sharded(args, kwargs)
+    local, gid = x.to_local(), x.rows.gid.to(x.device)
+    p, training, inplace = _arguments(args, kwargs)
+    agree("dropout", x, (p, training))
+    if not training or p == 0:
+        return x
+    out = keyed_dropout(local, p, gid, x.rows.mesh.next_key())
+    return x.copy_(out) if inplace else x.wrap(out, x.rows)
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[float, bool, bool]:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    given.update({("training" if k == "train" else k): v for k, v in kwargs.items()})
+    p = float(given.get("p", 0.5))
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p, bool(given.get("training", True)), bool(given.get("inplace", False))
+
+
+RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
+
+def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs `torch.nn.LSTM` and its like on `[n_i, steps, C]`, a sequence per row.
+
+    Raises:
+        TypeError: without `batch_first`, or with dropout between layers, whose masks
+            would depend on the number of ranks.
+    """
+    x, name = args[0], base_name(func)
+    if len(args) != 9 or kwargs or not isinstance(x, RowShardedTensor):
+        raise unsupported_op(f"{name}() of packed sequences or row-cut weights")
+    dropout, training, _, batch_first = args[5:]
+    if not batch_first or x.dim() != 3:
+        raise unsupported_op(
+            f"{name}() with rows that are not its batch (use batch_first)"
+        )
+    if dropout and training:
+        raise unsupported_op(f"{name}() with dropout between its layers")
+    args = (x, tree_map(lambda v: _here(v, x), args[1]), *args[2:])
+    local = tree_map(
+        lambda v: v.to_local() if isinstance(v, RowShardedTensor) else v, args
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        out, *states = func(*local)
+    return x.wrap(out, x.rows), *(_state(s, x) for s in states)
+
+
+def _here(state: Tensor, x: RowShardedTensor) -> Tensor:
+    """Returns the rows here of an initial state `[layers, n, C]` of all rows."""
+    if x.reads_local or state.dim() != 3 or state.size(1) != x.rows.count:
+        return state
+    return state.index_select(1, x.rows.place.to(state.device))
+
+
+@eager
+class LayerStates(torch.Tensor):
+    """Hidden states `[layers, n_i, C]`: `states[k]` is row-cut, nothing else is known."""
+
+    _like: RowShardedTensor
+    _spread = True
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns one layer's states, a row for each row."""
+        if type(key) is not int:
+            raise unsupported_op("states[...] other than of one layer")
+        with torch._C.DisableTorchFunctionSubclass():
+            local = self.as_subclass(torch.Tensor)[key]
+        return self._like.wrap(local, self._like.rows)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Lets facts through and refuses the rest."""
+        if base_name(func) not in FACTS:
+            raise unsupported_op(f"{base_name(func)}() of the states of all layers")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _state(value: Tensor, like: RowShardedTensor) -> LayerStates:
+    out = value.as_subclass(LayerStates)
+    out._like = like.wrap(like.to_local().detach(), like.rows)
+    return out
+
+
+_REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
+
+
+def apply(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs a function on lists of which some tensors are row-cut."""
+    name = func.__name__
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    if name in _REDUCING:
+        if name != "_foreach_norm":
+            raise unsupported_op(f"{name}()")
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        return tuple(_norm(t, order, kwargs.get("dtype")) for t in args[0])
+    out = call_local(func, args, kwargs)
+    if name.endswith("_") or not isinstance(out, (list, tuple)):
+        return out
+    return type(out)(_like(t, [x[k] for x in lists]) for k, t in enumerate(out))
+
+
+def _norm(t: Tensor, order: float, dtype: Any) -> Tensor:
+    if not isinstance(t, RowShardedTensor):
+        return torch.linalg.vector_norm(t, order, dtype=dtype)
+    local = t.to_local()
+    return reductions.norm(local, t.rows, [*range(local.dim())], p=order, dtype=dtype)
+
+
+def _like(out: Any, group: list[Any]) -> Any:
+    rows = next((t for t in group if isinstance(t, RowShardedTensor)), None)
+    return out if rows is None or not out.dim() else rows.wrap(out, rows.rows)
