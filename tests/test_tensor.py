@@ -219,7 +219,7 @@ REFUSED = {
     "out": lambda x: torch.add(x, x, out=torch.zeros(50, 7).double()),
     "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "gumbel": lambda x: F.gumbel_softmax(x),
-    "row-cut table": lambda x: F.embedding((x[:, 0] > 0).long(), x),
+    "row-sharded table": lambda x: F.embedding((x[:, 0] > 0).long(), x),
     "einsum": lambda x: torch.einsum("nf,nf->", x, x),
     "item": lambda x: x[:, 0].item(),
     "bool": lambda x: bool(x),

@@ -269,7 +269,7 @@ def sparse():
     if mesh.size > 1:
         with pytest.raises(TypeError, match=r"before pdc\.partition"):
             U.to_torch_csr_tensor(share.edge_index)
-        with pytest.raises(TypeError, match="a part of a row-cut tensor alone"):
+        with pytest.raises(TypeError, match="a part of a row-sharded tensor alone"):
             pickle.dumps(share.y)
 
 

@@ -49,7 +49,7 @@ def save_checkpoint(
     """Writes model, optimizer, the mesh's counters and anything extra; collective.
 
     The folder appears whole or not at all: see [Note: whole folders] in `atomic.py`.
-    Row-cut parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
+    Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
 
     Args:
         path: the folder to write, the same on all ranks, on a disk that they share. A
@@ -311,7 +311,7 @@ def _whole(tree: Any) -> Any:
 
 
 def _cut_like(saved: Any, now: Any) -> Any:
-    """Gives each rank its rows of what is row-cut in the running model."""
+    """Gives each rank its rows of what is row-sharded in the running model."""
 
     def cut(value: Any, like: Any) -> Any:
         if isinstance(like, DistTensor):

@@ -2,7 +2,7 @@
 
 [Note: gradients] A global sum is an all-reduce forward and an all-reduce backward.
 Every rank then holds the whole loss, and what reaches a rank's own rows is P times the
-true gradient. Averaging over ranks (DDP) makes parameter gradients exact, and row-cut
+true gradient. Averaging over ranks (DDP) makes parameter gradients exact, and row-sharded
 leaves divide by P. Unlike a summing hook, this is exact for every mix of local terms,
 global terms and terms that every rank repeats (a weight penalty).
 """

@@ -1,4 +1,4 @@
-"""An axis of the mesh, and what is under way over it.
+"""Holds a process group as one axis of the mesh, and waits for exchanges over it.
 
 A rank waits in slices, and looks between them whether another has failed: see
 [Note: failure].

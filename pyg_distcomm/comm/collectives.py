@@ -1,4 +1,4 @@
-"""The only file that calls collectives; every word they move goes in the Ledger.
+"""Calls collectives, as the only module, and counts every word they move in the Ledger.
 
 Each function takes the `Axis` it communicates over, skips the network when the axis has
 one rank, and counts what *this rank receives from others* (a row a rank keeps is not

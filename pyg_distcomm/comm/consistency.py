@@ -99,7 +99,7 @@ def _exchange(
 
 _LAYER, _OPERATION = "the first use of a layer", "an operation over all rows"
 _PLAIN, _PARAMETER = (
-    "a plain tensor beside row-cut ones",
+    "a plain tensor beside row-sharded ones",
     "the first use of a parameter",
 )
 _BACKWARD = "the end of a backward pass"
@@ -252,10 +252,10 @@ class Comparer:
         if differ:
             raise ValueError(
                 f"seed what draws this tensor: {what}() got a plain tensor of shape "
-                f"{list(x.shape)} and {x.dtype} beside a row-cut one, which means the same "
+                f"{list(x.shape)} and {x.dtype} beside a row-sharded one, which means the same "
                 f"values on all ranks, but ranks {differ} hold others than rank 0. Call "
                 "torch.manual_seed (and the seeds of numpy and random) with the same "
-                "number on all ranks, or make rows of this rank row-cut by "
+                "number on all ranks, or make rows of this rank row-sharded by "
                 "pdc.from_local(t, like=x)"
             )
 

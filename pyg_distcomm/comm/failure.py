@@ -1,4 +1,4 @@
-"""How an error on one rank reaches the others.
+"""Reports an error on one rank to the others, and ends every wait by the deadline.
 
 [Note: failure] A rank that fails writes its traceback to the rendezvous store. A rank
 that waits does so in short slices, looks at the store between them, and raises what it

@@ -1,6 +1,6 @@
 """Averages the gradients of what all ranks hold a copy of, once per backward pass.
 
-[Note: meetings] A plain tensor that requires a gradient *meets* row-cut data where an
+[Note: meetings] A plain tensor that requires a gradient *meets* row-sharded data where an
 operation has both among its operands. Each rank then computes a part of its gradient, and
 the mean over ranks is the gradient of one process (see [Note: gradients] in `adjoint.py`).
 A leaf is known from its first meeting on: its whole gradient is averaged, whatever else
@@ -42,7 +42,7 @@ _STEPS = 64  # of a tensor's history that are looked through for its leaves
 
 @dataclass(eq=False)
 class _Leaf:
-    """A leaf that has met row-cut data: its number among them, and its hook."""
+    """A leaf that has met row-sharded data: its number among them, and its hook."""
 
     number: int
     hook: Any = None
@@ -89,7 +89,7 @@ class Averager:
     """Averages gradients over the ranks of a mesh; see the notes of this file.
 
     Price: an all-reduce of two words per backward pass that reaches leaves that have met
-    row-cut data, and one of their gradients, in pieces. The first meeting of a leaf costs
+    row-sharded data, and one of their gradients, in pieces. The first meeting of a leaf costs
     an all-gather of a hash and a shape. In passes 2, 4, 8 and so on (`check="always"`: in
     all) the two words hold a hash of the leaves, too: a second per GB, and no more bytes.
 
@@ -128,7 +128,7 @@ class Averager:
         self._elsewhere[leaf] = weakref.ref(wrapper)
 
     def meet(self, x: Tensor) -> Tensor:
-        """Returns a plain tensor as it has to meet row-cut data.
+        """Returns a plain tensor as it has to meet row-sharded data.
 
         Args:
             x: requires a gradient; the same on all ranks.
@@ -155,7 +155,7 @@ class Averager:
         """Takes a gradient on its way to leaves; averages it where it is asked for.
 
         Args:
-            x: has met row-cut data; None if only autograd remembers it.
+            x: has met row-sharded data; None if only autograd remembers it.
             leaf: the node of one of its leaves.
             g: the gradient of x, complete on this rank.
         """
@@ -448,7 +448,7 @@ def averager_of(mesh: Mesh) -> Averager:
 
 
 def meet(x: Any, mesh: Any) -> Any:
-    """Returns a plain tensor as it has to meet row-cut data; others as they are.
+    """Returns a plain tensor as it has to meet row-sharded data; others as they are.
 
     Tells the ranks of a mesh that its gradient has to be averaged, if it has one.
     """

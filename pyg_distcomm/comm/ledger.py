@@ -1,6 +1,6 @@
-"""The Ledger: what has travelled, by operation and axis; and plain-text tables.
+"""Counts what has travelled, by operation and axis, and prints plain-text tables.
 
-Words and messages of each operator, as plain arithmetic on its plan.
+Prices are words and messages of an operator, computed from its plan.
 
 Symbols: n nodes, P ranks, grid r x s x p, f features; one *word* is one element.
 """

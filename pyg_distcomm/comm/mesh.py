@@ -1,4 +1,4 @@
-"""The world: which ranks there are, how they are laid out, and the seed they share."""
+"""Lays the ranks out as a grid, and holds the seed they share."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Mesh:
     _kept: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)
     local_sizes: ClassVar[bool] = (
-        False  # of row-cut tensors: see `RowShardedTensor.reads_local`
+        False  # of row-sharded tensors: see `RowShardedTensor.reads_local`
     )
 
     @property

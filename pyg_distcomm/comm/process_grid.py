@@ -1,4 +1,4 @@
-"""Channels: process groups for work that runs beside training; lines, to time links.
+"""Opens process groups for work that runs beside training, and lines to time links.
 
 [Note: channels] Collectives of one process group have to start in the same order on all
 ranks. Sampling and fetching run in threads of their own, so each has a channel of its own,

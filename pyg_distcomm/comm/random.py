@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw is a function of (seed, step, global id, column).
+"""Draws keyed random numbers: functions of (seed, step, global id, column).
 
 [Note: keyed randomness] No generator is advanced, so the number of ranks, the partition
 and the order of calls on one rank cannot change a draw. A key is 63 bits folded from

@@ -1,4 +1,4 @@
-"""Rows: which rows of a tensor this rank holds."""
+"""Describes which rows of a tensor this rank holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyg_distcomm.partition.partition import Partition
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a row-cut tensor are on this rank, and how many there are in all.
+    """Which rows of a row-sharded tensor are on this rank, and how many there are in all.
 
     Args:
         gid: ids of the rows here, `[n_i]`, ascending; on the CPU.
@@ -49,7 +49,7 @@ class Rows:
         """The number of rows on all ranks.
 
         Collective once, over the mesh's control axis, behind a mask that was computed from
-        row-cut values; free everywhere else.
+        row-sharded values; free everywhere else.
         """
         if self.whole:
             return self.total

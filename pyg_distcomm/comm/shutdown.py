@@ -1,4 +1,4 @@
-"""How a process ends: what torch does in threads of its own comes to rest first.
+"""Ends a process only after torch's own threads have come to rest.
 
 [Note: at rest] A thread of gloo lets go of a collective's tensors after whoever waited for
 it goes on, and needs Python's lock to do so. A thread that asks for the lock while Python

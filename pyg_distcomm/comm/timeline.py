@@ -1,4 +1,4 @@
-"""What a process does and when: computation, and each exchange with its bytes.
+"""Records what a process does and when: computation, and each exchange with its bytes.
 
 [Note: tracing] One recorder is in use in a process, or none: `recorder` is None unless
 `pdc.trace` is open, and whoever could record something looks at that first. What the ledger

@@ -1,6 +1,6 @@
-"""`trace`: a timeline of all ranks in one file, of computation and what travelled.
+"""Merges a timeline of all ranks into one file, of computation and exchanges.
 
-What ranks that trace tell each other: notes in the rendezvous store, and the time.
+Ranks exchange records, and the time, through the rendezvous store.
 
 [Note: clocks] Monotonic clocks of processes on one host are one clock. Elsewhere a rank asks
 rank 0 for its time, through the store, and takes the answer for the middle of the round

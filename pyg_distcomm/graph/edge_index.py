@@ -1,4 +1,4 @@
-"""DistEdgeIndex: an edge_index whose edges are spread over the ranks."""
+"""Spreads an edge_index over the ranks: `DistEdgeIndex`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DistEdgeIndex(torch.Tensor):
 
     @staticmethod
     def of_ends(source: DistTensor, target: DistTensor) -> DistEdgeIndex:
-        """Makes edges of row-cut node ids, moved to the owners of their targets.
+        """Makes edges of row-sharded node ids, moved to the owners of their targets.
 
         Args:
             source: `[e]`, cut in any way.

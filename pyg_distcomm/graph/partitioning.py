@@ -1,4 +1,4 @@
-"""Where a PyG Data enters: each rank keeps its share, as a Data of row-cut tensors."""
+"""Cuts a PyG Data: each rank keeps its share, as a Data of row-sharded tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def partition(
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Any:
-    """Returns this rank's share of a graph: still a PyG Data, of row-cut tensors.
+    """Returns this rank's share of a graph: still a PyG Data, of row-sharded tensors.
 
     Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
     and its attributes live with the owner of its target. Local rows ascend by global

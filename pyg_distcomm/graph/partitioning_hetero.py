@@ -1,4 +1,4 @@
-"""Where a PyG HeteroData enters: a share of a graph whose nodes and edges have types."""
+"""Cuts a PyG HeteroData: a share of a graph whose nodes and edges have types."""
 
 from __future__ import annotations
 

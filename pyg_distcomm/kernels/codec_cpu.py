@@ -1,4 +1,4 @@
-"""What codecs compute, on the CPU: compiled loops over groups of eight rows.
+"""Runs codecs on the CPU by compiled loops over groups of eight rows.
 
 Same signatures and the same bytes as `code_reference`.
 """

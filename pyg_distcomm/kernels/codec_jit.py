@@ -1,4 +1,4 @@
-"""The inner loops of codecs, for Numba. Groups of eight rows fill whole bytes.
+"""Holds the inner loops of codecs, for Numba. Groups of eight rows fill whole bytes.
 
 Codes of a group are written side by side, a byte each, and then packed: so no row needs
 to know at which bit it starts. Bytes are little-endian, as on every processor that

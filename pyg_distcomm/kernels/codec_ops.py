@@ -1,4 +1,4 @@
-"""The op table of codecs: compiled on the CPU, plain torch elsewhere.
+"""Chooses the kernels of codecs: compiled on the CPU, plain torch elsewhere.
 
 `code_reference` defines every op; `code_cpu` holds the compiled ones, for float32 and
 float64. Rows are those of a matrix, or those at an index of it.

@@ -1,4 +1,4 @@
-"""What codecs compute, in plain torch, on any device: the definition.
+"""Defines what codecs compute, in plain torch, on any device.
 
 Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
 rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of

@@ -1,4 +1,4 @@
-"""The inner loops of codecs that leave numbers out, for Numba: columns, and zeros."""
+"""Holds the loops of codecs that leave numbers out, for Numba: columns, and zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inner loops, for Numba: flat arrays, row strides, and a range of work each.
+"""Holds the inner loops, for Numba: flat arrays, row strides, and a range of work each.
 
 Nothing is compiled when this module is imported. A matrix is passed as the flat
 view of its storage and the distance between rows (``ld``), so that one compiled

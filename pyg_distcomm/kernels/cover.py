@@ -1,7 +1,4 @@
-"""Minimum vertex covers of bipartite graphs: `reference.minimum_cover`, compiled.
-
-The loops of minimum vertex covers, for Numba.
-"""
+"""Finds minimum vertex covers of bipartite graphs: `reference.minimum_cover`, compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernels: tensors in, compiled loops over ranges of rows, tensors out.
+"""Runs kernels on the CPU: tensors in, compiled loops over ranges of rows, tensors out.
 
 Same signatures and the same meaning as `reference`. Imported at the first call of
 a kernel, because importing Numba takes a while.

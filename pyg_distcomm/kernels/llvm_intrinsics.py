@@ -1,4 +1,4 @@
-"""Two vector instructions that Numba does not offer: a prefetch and a block sum.
+"""Adds two vector instructions that Numba does not offer: a prefetch and a block sum.
 
 [Note: why write LLVM by hand] A random gather waits for memory, so the product
 must ask for a row well before it needs it, and must keep its sums in registers

@@ -1,4 +1,4 @@
-"""Products, draws and extraction of sparse rows on the CPU: compiled loops over rows.
+"""Multiplies, draws and extracts sparse rows on the CPU, by compiled loops over rows.
 
 Same signatures and the same numbers as `matrix_reference`, bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Products, draws and extraction of sparse rows in plain Python: the definition.
+"""Defines products, draws and extraction of sparse rows, in plain Python.
 
 Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the twins in `matrix`
 return the same numbers, bit for bit. A row draws from a generator of its own key,

@@ -1,7 +1,4 @@
-"""The nodes of one minibatch: a table or a hash of ids, and local ids in order.
-
-The inner loops that turn node ids into local ids, for Numba.
-
+"""Gives the nodes of one minibatch local ids, by a table or a hash of their ids.
 A table has a slot for each node of a type, which holds a stamp and a local id; a hash
 table has names, and beside them local ids.
 """

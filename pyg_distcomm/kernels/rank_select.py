@@ -1,9 +1,7 @@
-"""Where ids stand in a sorted list: a bit for each id there could be, and counts.
+"""Finds ids in a sorted list, by a bit for each id there could be, and counts.
 
 `reference.places` is the definition. Memory: 12 bytes for 64 ids in [0, total), whether
 they are in the list or not; a lookup touches two lines of it.
-
-The inner loops of `place`, for Numba.
 """
 
 from __future__ import annotations

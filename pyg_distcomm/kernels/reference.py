@@ -1,4 +1,4 @@
-"""Every kernel in plain torch, on any device: the definition of what the fast ones do.
+"""Defines every kernel in plain torch, on any device.
 
 Letters: a CSR matrix has ``m`` rows and ``nnz`` edges, ``x`` has ``n`` rows, ``f``
 is the feature width. ``rowptr`` may be a slice of a longer one: its entries are

@@ -1,8 +1,6 @@
-"""Neighbour sampling on the CPU: compiled loops, one minibatch on one thread.
+"""Samples neighbours on the CPU: compiled loops, one minibatch on one thread.
 
-`sample_reference` is the definition, and draws the same minibatches bit for bit.
-
-Neighbour sampling in plain torch and Python: the definition of `sample.Sampler`.
+`sample` below is the definition, in plain torch and Python, of the same bits.
 
 Draws of a node come from a generator of its own,
 

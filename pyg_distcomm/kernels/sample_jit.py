@@ -1,4 +1,4 @@
-"""The inner loops of neighbour sampling, for Numba.
+"""Holds the inner loops of neighbour sampling, for Numba.
 
 A relation is a CSC matrix: the in-edges of node v are entries ``colptr[v] ..
 colptr[v+1]-1``, in ascending edge id. Entry e is ``row[e * stride]``, the source; with

@@ -1,10 +1,7 @@
-"""The inner loops of products and extraction of sparse rows, for Numba.
+"""Holds the inner loops of products and extraction of sparse rows, for Numba.
 
 Column e of a matrix is `col[e * stride]`. Arrays of length zero stand for what is not
 given (ones, no diagonal), so that one compiled loop serves both.
-
-The inner loops that draw from sparse rows of integer weights, for Numba.
-
 [Note: drawing from a Fenwick tree] Node i (from 1) of the tree of a row holds the sum of
 its last `i & -i` weights up to i ([Fenwick94]). Going down from the root by halves finds
 the first entry whose running sum exceeds a goal, and going up takes its weight away, each

@@ -1,4 +1,4 @@
-"""A thread pool for kernels that release the interpreter lock.
+"""Runs kernels that release the interpreter lock in a pool of threads.
 
 Work is a list of pieces. The caller and its helpers take the next piece when they
 are done with the last, so a piece that takes long stalls nobody; and the caller

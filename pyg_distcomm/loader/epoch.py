@@ -5,7 +5,7 @@ Batch t goes to rank t mod P, so that an epoch can go on with another number of 
 after any round. Lists that the script has split itself stay split: batch i of rank r
 then has number i P + r. A batch's number, not its rank, keys its draws.
 
-Measures the phases of an epoch: sampling, fetching, collating, training.
+`Phases` measures sampling, fetching, collating and training.
 """
 
 from __future__ import annotations

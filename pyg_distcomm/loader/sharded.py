@@ -1,6 +1,6 @@
 """Holds, fetches and prices the rows of a feature store over ranks.
 
-Ranks nodes by how often minibatches need them, to choose the rows that a cache holds.
+A cache holds the rows that minibatches need most, by the probability that one does.
 """
 
 from __future__ import annotations

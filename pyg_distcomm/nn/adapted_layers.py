@@ -152,10 +152,10 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
 
 
 class DistGroupAddRev(pyg.GroupAddRev):
-    """PyG's GroupAddRev, which keeps row-cut activations instead of inverting them.
+    """PyG's GroupAddRev, which keeps row-sharded activations instead of inverting them.
 
     PyG's frees the storage of its inputs, and computes them again in the backward pass.
-    Those of row-cut tensors may be in use by an exchange.
+    Those of row-sharded tensors may be in use by an exchange.
 
     Shapes: x `[n_i, F]` -> `[n_i, F]`. Price: that of its layers.
     """

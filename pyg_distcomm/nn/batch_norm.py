@@ -1,4 +1,4 @@
-"""Batch norm over the nodes of all ranks."""
+"""Normalises over the nodes of all ranks, in place of PyG's batch norms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InstanceNorm(PygInstanceNorm):
 
     Takes PyG's arguments, and is PyG's for an ordinary tensor or a `batch` vector.
 
-    Shapes: x `[n, C]`, row-cut -> `[n, C]`. Price: that of batch norm.
+    Shapes: x `[n, C]`, row-sharded -> `[n, C]`. Price: that of batch norm.
     """
 
     def forward(self, x: Tensor, batch: Any = None, batch_size: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What of a layer that runs by halo exchange may be coded, and what must be exact.
+"""Decides what of a layer under halo exchange may be coded, and what must be exact.
 
 [Note: attention] A softmax over neighbours turns small errors of its logits into large ones
 of its weights, and an unbiased code of them into a biased weight. So what logits are made

@@ -1,4 +1,4 @@
-"""convert: makes every message passing layer of a model distributed."""
+"""Makes every message passing layer of a model distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistGCN2Conv: PyG's GCN2Conv, distributed when given a DistEdgeIndex."""
+"""Distributes PyG's GCN2Conv when given a DistEdgeIndex: `DistGCN2Conv`."""
 
 from __future__ import annotations
 

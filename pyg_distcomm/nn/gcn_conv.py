@@ -1,4 +1,4 @@
-"""DistGCNConv: PyG's GCNConv, distributed when given a DistEdgeIndex."""
+"""Distributes PyG's GCNConv when given a DistEdgeIndex: `DistGCNConv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HaloConv: any other PyG layer, unchanged, on own rows and the ghosts it needs."""
+"""Runs any other PyG layer, unchanged, on own rows and the ghosts it needs: `HaloConv`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class HaloConv(torch.nn.Module):
 
 
 def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns arguments of a layer with a whole graph beside row-cut features cut as these.
+    """Returns arguments of a layer with a whole graph beside row-sharded features cut as these.
 
     A plain `edge_index` `[2, e]` and a sparse adjacency, equal on all ranks, become a
     DistEdgeIndex; see `DistEdgeIndex.cut`.

@@ -1,4 +1,4 @@
-"""What an unchanged layer may do with a local edge_index, and no more.
+"""Guards what an unchanged layer may do with a local edge_index.
 
 [Note: guarded edges] A rank has all in-edges of its own nodes, so anything a layer sums
 or counts over *targets* is complete here, and anything over *sources* is not. Values per
@@ -7,7 +7,7 @@ self-loops and handed to `propagate`, where their rows are fetched. Targets may 
 rows of node tensors, and say where values per edge are summed. Local numbers mean
 nothing elsewhere, so everything else is refused, by type: the same on all ranks.
 
-What tensors inside a layer may do: sizes and numbers there are this rank's.
+Tensors inside a layer (`LayerTensor`) have the sizes of this rank.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ _FORMULAS = frozenset(
 
 @eager
 class LayerTensor(DistTensor):
-    """A row-cut tensor inside a layer, where sizes and numbers are this rank's."""
+    """A row-sharded tensor inside a layer, where sizes and numbers are this rank's."""
 
     _inside = True
 

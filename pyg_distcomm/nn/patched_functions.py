@@ -1,4 +1,4 @@
-"""What stands in for functions of PyG that read both ends of edges, while a layer runs.
+"""Replaces functions of PyG that read both ends of edges, while a layer runs.
 
 Each takes the original, and runs it unless it is given guarded edges.
 """

@@ -1,4 +1,4 @@
-"""One model on every rank: DistributedDataParallel, with its bytes counted."""
+"""Replicates a model by DistributedDataParallel, with its bytes counted."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ class Replicated(_Transparent, DistributedDataParallel):
 def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Module:
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
-    Full-graph training needs no wrapper: gradients of what meets row-cut data are
+    Full-graph training needs no wrapper: gradients of what meets row-sharded data are
     averaged by themselves (see `comm/gradient_averaging.py`). Minibatches, and parameters
     that see `.to_local()` rows alone, do. This is torch's DistributedDataParallel in a
     process group of its own: parameters start as rank 0's, and gradients are averaged
     behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
     which is all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `adjoint.py`). Row-cut parameters (an embedding per node)
+    [Note: gradients] in `adjoint.py`). Row-sharded parameters (an embedding per node)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
 
     Args:

@@ -1,4 +1,4 @@
-"""DistSAGEConv: PyG's SAGEConv, distributed when given a DistEdgeIndex."""
+"""Distributes PyG's SAGEConv when given a DistEdgeIndex: `DistSAGEConv`."""
 
 from __future__ import annotations
 

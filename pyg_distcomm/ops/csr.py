@@ -1,6 +1,6 @@
-"""CSR: one local sparse block, and its transpose.
+"""Holds local sparse blocks in CSR form, with their transposes.
 
-Holds the blocks that a rank multiplies, and the exchanges of a product.
+`LocalBlocks` are those that a rank multiplies in one product.
 """
 
 from __future__ import annotations

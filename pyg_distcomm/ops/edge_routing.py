@@ -1,4 +1,4 @@
-"""EdgeRoute: the way of edge values to the blocks that use them."""
+"""Sends edge values to the blocks that use them."""
 
 from __future__ import annotations
 

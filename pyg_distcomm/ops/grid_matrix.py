@@ -1,4 +1,4 @@
-"""Multiplies distributed sparse matrices with row-cut features, on a grid of ranks.
+"""Multiplies distributed sparse matrices with row-sharded features, on a grid of ranks.
 
 [Note: the grid family] With node v owned by rank (i, j, k) of a grid r x s x p, every
 rank (i, j, *) holds the block of A whose rows are owned by process row i and whose
@@ -109,7 +109,7 @@ class FiberSplit:
 
 @dataclass(frozen=True, eq=False)
 class GridMatrix:
-    """A row-cut sparse matrix times row-cut features, on any grid of ranks.
+    """A row-sharded sparse matrix times row-sharded features, on any grid of ranks.
 
     Shapes (this rank, n_i own rows): x [n_i, f] -> [n_i, f].
 

@@ -1,9 +1,4 @@
 """Plans a GridMatrix from the edges each rank owns; collective, once per graph.
-
-Plans what one rank does with the nonzeros of its block; collective.
-
-Which side of a block travels: rows of features, or sums; chosen by a vertex cover.
-
 [Note: rows or sums] Rank a needs, from rank b, the product of a block B with b's rows. A
 nonzero B[v, u] is paid for by the row x_u travelling to a, or by the partial sum of row v,
 which b computes, travelling to a; one row or sum pays for all nonzeros of its column or

@@ -1,4 +1,4 @@
-"""SpGEMM: a sparse block times a sparse block, by our kernel or by a library."""
+"""Multiplies a sparse block by a sparse block, by our kernel or by a library."""
 
 from __future__ import annotations
 

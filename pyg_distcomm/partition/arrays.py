@@ -1,10 +1,8 @@
-"""Tensors as .npy files that can be memory-mapped; no pickles.
+"""Writes tensors as .npy files, without pickles, and folders beside their place.
 
-Names folders that are written beside their place, and removes what killed writers left.
-
-A writer fills `.NAME.writing-TOKEN`, renames it to `.NAME.ready-TOKEN` once all of it is on the
-disk, and exchanges that with what stands at NAME. The token names the writing process, so that
-others can tell whether it is still at work.
+A writer of a folder fills `.NAME.writing-TOKEN`, renames it to `.NAME.ready-TOKEN` once all of
+it is on the disk, and exchanges that with what stands at NAME. The token names the writing
+process, so that others can tell whether it is still at work.
 """
 
 from __future__ import annotations

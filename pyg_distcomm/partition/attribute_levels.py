@@ -1,4 +1,4 @@
-"""Which attributes of a Data have a row per node, a row per edge, or neither."""
+"""Tells attributes of nodes, of edges and of the graph apart."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Cutters: functions from a graph to a `Partition`.
-
-A random double permutation: blocks of a grid with like numbers of nonzeros.
-
-Moves nodes between parts until the slowest rank has less to send and receive.
-
+"""Cuts graphs: functions from a graph to a `Partition`.
 [Note: what refinement lowers] One product on (P, 1, 1) exchanges, per feature, the rows
 
     sent(i)     = sum over own v of |parts other than i that own a target of v|

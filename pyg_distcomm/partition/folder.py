@@ -1,4 +1,4 @@
-"""A partitioned graph on disk, one folder per part, read by memory-mapping.
+"""Writes and reads a partitioned graph on disk, one folder per part, memory-mapped.
 
     OUT/META.json          what there is: sizes, attributes, figures, checksums
     OUT/owner.npy          [num_nodes], the part of each node
@@ -12,9 +12,7 @@
 
 An edge and its attributes live with the owner of its target.
 
-Whether a partition folder is whole: every file, every node, every edge.
-
-What a partition costs, counted before anything is sent.
+`verify_folder` lists what is wrong with one; `report` counts what a partition sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Names of the files of a partition folder, and its META.json.
-
-What META.json of a partition folder must hold before anything of it is used.
-"""
+"""Names the files of a partition folder, and reads and checks its META.json."""
 
 from __future__ import annotations
 

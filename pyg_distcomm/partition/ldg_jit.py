@@ -1,4 +1,4 @@
-"""Compiled loops of the cutters; importing this file imports Numba."""
+"""Holds compiled loops of the cutters; importing this file imports Numba."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The figures of a partition, as numbers and as a table; knows no graph.
-
-Edges as cutters take them, and what each node adds to the load of its part.
-"""
+"""Holds the figures of a partition, as numbers and as a table, and checks edges."""
 
 from __future__ import annotations
 

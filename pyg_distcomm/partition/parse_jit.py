@@ -1,4 +1,4 @@
-"""A compiled reader of text with two node ids a line; importing it imports Numba."""
+"""Parses text with two node ids a line, compiled; importing this file imports Numba."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns which node."""
+"""Records who owns which node."""
 
 from __future__ import annotations
 

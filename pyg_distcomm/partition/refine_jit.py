@@ -1,4 +1,4 @@
-"""Compiled loops of `refine`; importing this file imports Numba.
+"""Holds compiled loops of `refine`; importing this file imports Numba.
 
 `held` says which parts need the row of a node, as (start, size, part, count): node u is
 needed by the `size[u]` parts from `part[start[u]]` on, each for `count` of its targets.

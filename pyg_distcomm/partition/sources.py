@@ -1,4 +1,4 @@
-"""A graph in files: what its edges are, and which attributes lie beside them."""
+"""Reads a graph in files: what its edges are, and which attributes lie beside them."""
 
 from __future__ import annotations
 

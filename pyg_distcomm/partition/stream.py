@@ -1,4 +1,4 @@
-"""A cutter that reads edges from front to back, and keeps a few words per node.
+"""Cuts a graph by reading its edges once, with a few words per node in memory.
 
 [Note: cutting a stream] Edges come in any order and never stay, so what is known of a
 node's neighbours must fit a fixed number of words. Four kinds of pass:

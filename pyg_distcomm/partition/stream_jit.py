@@ -1,4 +1,4 @@
-"""Compiled loops of the streaming cutter; importing this file imports Numba.
+"""Holds compiled loops of the streaming cutter; importing this file imports Numba.
 
 Each takes a chunk of edges and arrays with an entry, or SEATS entries, per node.
 """

@@ -1,6 +1,6 @@
 """Trains for one epoch, action by action of a schedule, and clips gradients of all stages.
 
-Runs the layers of a stage on a chunk or on all nodes, with its inputs and outputs.
+`Stage` runs its layers on a chunk, or on all nodes.
 """
 
 from __future__ import annotations

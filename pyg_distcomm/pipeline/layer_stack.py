@@ -1,6 +1,6 @@
 """Reads a stack of layers and the names of their values, and cuts it into stages.
 
-Refuses what a pipeline cannot run, on all ranks alike.
+What a pipeline cannot run is refused, on all ranks alike.
 """
 
 from __future__ import annotations

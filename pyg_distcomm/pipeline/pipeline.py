@@ -8,8 +8,6 @@ what this epoch has computed, or else what an earlier one had (see [Note: sites]
 Every row crosses each border between stages once forward and its gradient once
 back, so bytes depend neither on the edges cut nor on the number of layers.
 
-Prices what a pipeline moves and how long it idles, as plain arithmetic.
-
 Symbols: n nodes, d features of a hidden layer, S stages, W ranks of a stage, M chunks, L
 exchanges of rows among the ranks of a stage, s tensors that all stages share (GCNII's x_0).
 """

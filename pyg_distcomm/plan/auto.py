@@ -92,7 +92,7 @@ def init(
         timeout: seconds a rank waits for others before it raises a RankError: the deadline
             of all waits; torch's own (NCCL, files of checkpoints) end 5 s later.
         stages: of a `Pipeline`; the mesh is that of one of them, of P / stages ranks.
-        check: which plain tensors ranks compare as they meet row-cut ones: parameters once,
+        check: which plain tensors ranks compare as they meet row-sharded ones: parameters once,
             others once per operation and shape ("first"), all ("always"), or "never".
         data, widths, model: for "auto", the whole graph, the same on every rank, and the
             widths of features, hidden layers and output, or the model, which has them.

@@ -1,7 +1,4 @@
-"""Plans every way to train a graph on a number of ranks, and ranks them by cost.
-
-Checks the arguments of `plan`, and fills in what they leave out.
-"""
+"""Plans every way to train a graph on a number of ranks, and ranks them by cost."""
 
 from __future__ import annotations
 

@@ -6,9 +6,6 @@ them. At the owner, in-edges are drawn where they lie, and the draws travel. At 
 requester, as in the Graph Partitioned algorithm of [Tripathy24], rows travel, each distinct
 one once, and the draws are made from them. A draw is a function of (key, relation, node, the
 row), so both, and a graph that every rank holds, give the same minibatch bit for bit.
-
-Samples layer by layer from a graph that no rank holds whole.
-
 [Note: a distributed P = Q A] The rows of Q (which nodes each minibatch has in a layer) go to
 the ranks that multiply them; sums of weights come back, one partial row for each minibatch, and
 are added up. At the owner, every block multiplies what it holds. At the requester, as in

@@ -1,4 +1,4 @@
-"""The rule of DistTensor, applied: what is local, what is global, what is refused."""
+"""Dispatches torch functions of DistTensors: what is local, global, or refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _met(name: str, args: Any, kwargs: Any) -> Any:
-    """Tells the ranks which plain tensors meet row-cut ones; see `averaging.py`."""
+    """Tells the ranks which plain tensors meet row-sharded ones; see `averaging.py`."""
     found = first_sharded(args, kwargs)
     mesh = found.rows.mesh
     if mesh.size == 1 or name in _SILENT:
@@ -98,7 +98,7 @@ _COPIES = frozenset("to cpu cuda clone contiguous detach bool pin_memory".split(
 
 
 def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
-    """Whether row-cut values are written into an ordinary tensor, which has all rows."""
+    """Whether row-sharded values are written into an ordinary tensor, which has all rows."""
     name = getattr(func, "__name__", "")
     inplace = name.endswith("_") and not name.startswith("_")
     target = args[0] if inplace and args else kwargs.get("out")
@@ -106,7 +106,7 @@ def _writes_whole(func: Callable, args: Any, kwargs: Any) -> bool:
         return False
     if first_sharded(args, kwargs).reads_local or "out" in kwargs:
         raise unsupported_op(
-            f"{name}() that writes row-cut values into an ordinary tensor"
+            f"{name}() that writes row-sharded values into an ordinary tensor"
         )
     return True
 
@@ -142,7 +142,7 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
         if name in ("linear", "embedding", "prelu") and (
             plain or isinstance(weights, RowShardedTensor)
         ):
-            raise unsupported_op(f"{name}() with row-cut weights")
+            raise unsupported_op(f"{name}() with row-sharded weights")
         if name == "embedding" and tree[1].get("max_norm") is not None:
             raise unsupported_op(
                 "embedding(max_norm=...), which changes rows of its weights,"
@@ -157,7 +157,7 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
         if isinstance(value, RowShardedTensor):
             if value.dim() < width:
                 raise unsupported_op(
-                    f"{name}() of a {value.dim()}-d and a {width}-d row-cut tensor, whose "
+                    f"{name}() of a {value.dim()}-d and a {width}-d row-sharded tensor, whose "
                     "rows would meet columns (add .unsqueeze(-1)),"
                 )
             return value
@@ -186,7 +186,7 @@ def _wrapped(out: Any, like: RowShardedTensor) -> Any:
 def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, RowShardedTensor):
-        raise unsupported_op(f"{name}() of an ordinary tensor by a row-cut one")
+        raise unsupported_op(f"{name}() of an ordinary tensor by a row-sharded one")
     if name in ("max", "min") and _is_pairwise(args, kwargs):
         return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
     place, default = BY_DIM[name]
@@ -360,7 +360,7 @@ def _with_classes(args: Any, kwargs: Any) -> tuple[Any, Any]:
 def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
     """Runs an operation on all rows, gathered on every rank; collective.
 
-    What has a row for each row of a whole tensor comes out row-cut, the rest ordinary.
+    What has a row for each row of a whole tensor comes out row-sharded, the rest ordinary.
     """
     x = first_sharded(args, kwargs)
     if x.reads_local:
@@ -390,7 +390,7 @@ def _check_product(name: str, args: Any) -> None:
     if not isinstance(left, RowShardedTensor):
         raise unsupported_op(f"{name}() that sums over rows")
     if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
-        raise unsupported_op(f"{name}() with a row-cut bias of {bias.dim()} dims")
+        raise unsupported_op(f"{name}() with a row-sharded bias of {bias.dim()} dims")
 
 
 def _batched(left: Any, right: Any) -> bool:
@@ -483,7 +483,7 @@ def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Rows of a table, ordinary or row-cut, at row-cut integer numbers of them."""
+    """Rows of a table, ordinary or row-sharded, at row-sharded integer numbers of them."""
     table, key, dim = args[0], args[-1], 0
     if base_name(func) == "index_select":
         dim, key = (_at((args, kwargs), k, n) for k, n in ((1, "dim"), (2, "index")))
@@ -520,7 +520,7 @@ def _columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
 
 
 def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
-    """Writes to an ordinary tensor at row-cut places: on all ranks, all of them."""
+    """Writes to an ordinary tensor at row-sharded places: on all ranks, all of them."""
     table, key, value = args
     if isinstance(table, RowShardedTensor):
         table[key] = value

@@ -1,4 +1,4 @@
-"""DistTensor: a tensor whose rows are spread over the ranks."""
+"""Spreads the rows of a tensor over the ranks: `DistTensor`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DistTensor(RowShardedTensor):
     It reads as the whole tensor: `shape`, `size()`, `len` and `numel` are those of all
     ranks together. So a plain tensor of n rows, equal on all ranks (`torch.zeros(n)`, a
     mask, `torch.randperm(n)`), means rows by global id, and `x.new_zeros(n, k)` is
-    row-cut. This rank's sizes are those of `.to_local()`, and `from_local` is the way
+    row-sharded. This rank's sizes are those of `.to_local()`, and `from_local` is the way
     back. Sizes and `repr` never communicate, but for the length of rows that a computed
     mask keeps: the first question for it is one small all-reduce.
 

@@ -108,7 +108,7 @@ class IdPlan:
 
 
 def plan_of(ids: RowShardedTensor, rows: Rows) -> IdPlan:
-    """Returns the plan of row-cut ids, built when they are first seen; collective."""
+    """Returns the plan of row-sharded ids, built when they are first seen; collective."""
     local = ids.to_local()
     return kept(local, rows, lambda: IdPlan.build(local.long(), rows).to(local.device))
 
@@ -137,7 +137,7 @@ def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
     local = ids.to_local()
     if local.dim() != 1 or local.is_floating_point():
         raise unsupported_op(
-            f"x[idx] with row-cut idx of {local.dim()} dims and {local.dtype}"
+            f"x[idx] with row-sharded idx of {local.dim()} dims and {local.dtype}"
         )
     if x.rows.partition is None and not x.reads_local:  # nobody knows who has them
         whole = autograd.all_gather(x.to_local(), x.rows.gid, x.rows.mesh.world)
@@ -205,7 +205,7 @@ def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
 def scattered(func: Callable, given: dict[str, Any]) -> Any:
     """Scatters rows to the rows that an index names, and returns the target.
 
-    A row-cut target gets what is for its rows from all ranks; an ordinary one is the same
+    A row-sharded target gets what is for its rows from all ranks; an ordinary one is the same
     on all ranks, before and after.
 
     Raises:

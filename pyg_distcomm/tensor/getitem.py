@@ -1,7 +1,4 @@
-"""x[key] and x[key] = value of row-cut tensors: masks stay here, ids travel.
-
-Row indexing across ranks: masks stay here, ids travel, and full tensors gather.
-"""
+"""Selects and assigns by key: masks stay on their rank, ids are sent."""
 
 from __future__ import annotations
 
@@ -131,7 +128,7 @@ def check_writable(x: RowShardedTensor) -> None:
     """Refuses to write to a copy of some rows, which is a view of them in torch."""
     if getattr(x, "_is_copy", False):
         raise ValueError(  # after a TypeError, Python computes v + y for v += y
-            "write x[a:b] = value, or take x[a:b].clone() first: rows a to b of a row-cut "
+            "write x[a:b] = value, or take x[a:b].clone() first: rows a to b of a row-sharded "
             "tensor are a copy, and what is written to them would not reach x"
         )
 

@@ -1,4 +1,4 @@
-"""Gradients of row-cut tensors: divided by P once; see [Note: gradients] in adjoint.py."""
+"""Gradients of row-sharded tensors: divided by P once; see [Note: gradients] in adjoint.py."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def detach_(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def backward(func: Callable, args: Any, kwargs: Any) -> None:
-    """Goes back from a row-cut tensor, with a gradient for each of its entries."""
+    """Goes back from a row-sharded tensor, with a gradient for each of its entries."""
     x, *rest = args
     if rest:
         rest[0] = _begun(x, rest[0])
@@ -71,21 +71,21 @@ def backward(func: Callable, args: Any, kwargs: Any) -> None:
 
 
 def _begun(out: Any, g: Any) -> Any:
-    """Returns the gradient that a backward pass begins with: P times that of row-cut `out`."""
+    """Returns the gradient that a backward pass begins with: P times that of `out`."""
     if not isinstance(out, RowShardedTensor) or not isinstance(g, Tensor):
         return g
     if not isinstance(g, RowShardedTensor):
         if len(g) != out.rows.count:
             raise ValueError(
                 f"give a gradient of the shape {list(out.shape)} of the whole tensor, or a "
-                f"row-cut one; got {list(g.shape)}"
+                f"row-sharded one; got {list(g.shape)}"
             )
         g = out.wrap(g[out.rows.place.to(g.device)], out.rows)
     return g.to_local() * out.rows.mesh.size  # see [Note: gradients] in adjoint.py
 
 
 def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Has a hook see and return the gradient of a row-cut tensor, not P times that."""
+    """Has a hook see and return the gradient of a row-sharded tensor, not P times that."""
     x, hook = args
     if x.is_leaf or x.rows.mesh.size == 1:
         return call_local(func, args, kwargs)
@@ -99,7 +99,7 @@ def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def grad(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Returns gradients as row-cut tensors, those of intermediate results divided by P."""
+    """Returns gradients as row-sharded tensors, those of intermediate results divided by P."""
     if func is torch.autograd.grad:
         args, kwargs = _with_begun(args, kwargs)
     found = call_local(func, args, kwargs)
@@ -127,7 +127,7 @@ def _with_begun(args: Any, kwargs: Any) -> Any:
 
 
 def _scaled(found: Any, x: Any) -> Any:
-    """A gradient of row-cut `x`: leaves have divided it by P already."""
+    """A gradient of row-sharded `x`: leaves have divided it by P already."""
     if not isinstance(x, RowShardedTensor) or not isinstance(found, Tensor):
         return found
     found = found if isinstance(found, RowShardedTensor) else x.wrap(found, x.rows)
@@ -135,7 +135,7 @@ def _scaled(found: Any, x: Any) -> Any:
 
 
 def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the operands of an operation, plain ones as they have to meet row-cut `x`.
+    """Returns the operands of an operation, plain ones as they have to meet row-sharded `x`.
 
     Outside layers, plain tensors without gradient are compared between ranks, as
     `Mesh.check` says. Inside, plain tensors with a history are this rank's own.
@@ -171,7 +171,7 @@ def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
 
     Args:
         name: the operation.
-        x: a row-cut operand.
+        x: a row-sharded operand.
         operands: all of its arguments, in any nesting.
     """
     mesh = x.rows.mesh
@@ -220,7 +220,7 @@ def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:
 
 
 def from_local(t: Tensor, like: RowShardedTensor) -> Any:
-    """Makes this rank's rows part of a row-cut tensor; the opposite of `to_local`.
+    """Makes this rank's rows part of a row-sharded tensor; the opposite of `to_local`.
 
     The gradient of a leaf `t` is that of its rows, and is not averaged over the ranks.
 
@@ -229,13 +229,13 @@ def from_local(t: Tensor, like: RowShardedTensor) -> Any:
         like: says which rows they are.
 
     Raises:
-        TypeError: if `like` is not row-cut.
+        TypeError: if `like` is not row-sharded.
         ValueError: if `t` has another number of rows than `like` has on this rank; on all
             ranks, if the first time its columns or dtype differ between them.
     """
     if not isinstance(like, RowShardedTensor) or not isinstance(t, Tensor):
         raise TypeError(
-            "from_local(t, like=x) takes this rank's rows and a row-cut tensor, such as "
+            "from_local(t, like=x) takes this rank's rows and a row-sharded tensor, such as "
             f"data.x of pdc.partition; got {type(t).__name__} and {type(like).__name__}"
         )
     agree("from_local", like, [str(t.dtype), *t.shape[1:]])

@@ -1,13 +1,10 @@
-"""Losses as global means: the sum over all ranks, over the count over all ranks.
+"""Runs functions of `torch.nn.functional` and of optimizers on row-sharded tensors.
 
-Drops entries by a key of (seed, call, row id, column), so that masks do not depend on P.
-
-Recurrent networks along a dim of each row: rows are their batch.
-
-Runs torch's functions on lists of tensors (optimizers, clipping) element by element.
-
-The tensors of one place in the lists belong together: a parameter, its gradient and its
-state. What is elementwise runs on local storage, row-cut or not; norms are global.
+A loss is a mean over all ranks: the sum of their sums, over the sum of their counts. Dropout
+draws by a key of (seed, call, row id, column), so that masks do not depend on P. The rows of a
+recurrent network are its batch. Functions of lists (`torch._foreach_*`) run element by element:
+the tensors of one place in the lists belong together: a parameter, its gradient and its
+state. What is elementwise runs on local storage, row-sharded or not; norms are global.
 """
 
 from __future__ import annotations
@@ -166,7 +163,7 @@ def recurrent(func: Callable, args: Any, kwargs: Any) -> Any:
     """
     x, name = args[0], base_name(func)
     if len(args) != 9 or kwargs or not isinstance(x, RowShardedTensor):
-        raise unsupported_op(f"{name}() of packed sequences or row-cut weights")
+        raise unsupported_op(f"{name}() of packed sequences or row-sharded weights")
     dropout, training, _, batch_first = args[5:]
     if not batch_first or x.dim() != 3:
         raise unsupported_op(
@@ -192,7 +189,7 @@ def _here(state: Tensor, x: RowShardedTensor) -> Tensor:
 
 @eager
 class LayerStates(torch.Tensor):
-    """Hidden states `[layers, n_i, C]`: `states[k]` is row-cut, nothing else is known."""
+    """Hidden states `[layers, n_i, C]`: `states[k]` is row-sharded, nothing else is known."""
 
     _like: RowShardedTensor
     _spread = True
@@ -226,7 +223,7 @@ _REDUCING = frozenset("_foreach_norm _foreach_max _foreach_powsum".split())
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Runs a function on lists of which some tensors are row-cut."""
+    """Runs a function on lists of which some tensors are row-sharded."""
     name = func.__name__
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     if name in _REDUCING:

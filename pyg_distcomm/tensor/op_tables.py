@@ -1,4 +1,4 @@
-"""Which torch functions work row by row, by name: the table behind DistTensor's rule.
+"""Lists which torch functions work row by row, by name.
 
 A name stands for the function in `torch`, in `torch.nn.functional` and on `Tensor`, for
 its in-place form and for its operator (`add`, `add_`, `__add__`).
@@ -95,7 +95,7 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "cross": (2, "missing"),
 }
 
-# computed on all rows, gathered on every rank: a row for each row comes out row-cut,
+# computed on all rows, gathered on every rank: a row for each row comes out row-sharded,
 # anything else as an ordinary tensor
 WHOLE = frozenset(
     """

@@ -1,8 +1,6 @@
-"""RowShardedTensor: what every row-cut tensor has, without the rule for its operations.
+"""Holds what every row-sharded tensor has, without the dispatch of its operations.
 
-Leaves row-cut tensors, and what runs on them, to eager mode under torch.compile.
-
-Their operations may exchange messages, which no compiled graph may move, drop or repeat. A
+[Note: eager] Under torch.compile, their operations run in eager mode: they may exchange messages, which no compiled graph may move, drop or repeat. A
 compiled model breaks its graph at them: its results are those of eager mode. On ordinary
 inputs the layers of this package are traced as PyG's are.
 """
@@ -67,7 +65,7 @@ class RowShardedTensor(torch.Tensor):
 
     @classmethod
     def wrap(cls, local: Tensor, rows: Rows) -> Self:
-        """Returns `local` `[len(rows), ...]` as this rank's part of a row-cut tensor."""
+        """Returns `local` `[len(rows), ...]` as this rank's part of a row-sharded tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(local.shape)
         if not shape or shape[0] != len(rows):
@@ -88,7 +86,7 @@ class RowShardedTensor(torch.Tensor):
 
 @eager
 class Picker(torch.Tensor):
-    """Row numbers that know by themselves which rows of a row-cut tensor they pick."""
+    """Row numbers that know by themselves which rows of a row-sharded tensor they pick."""
 
     _spread = True
 
@@ -124,7 +122,7 @@ def check_saved(ranks: int, what: str) -> None:
     if ranks > 1:
         raise TypeError(
             "save t.full_tensor(), which all ranks have to call, or t.to_local() for "
-            f"{what}: torch.save and pickle would keep a part of a row-cut tensor alone. "
+            f"{what}: torch.save and pickle would keep a part of a row-sharded tensor alone. "
             "pdc.save_checkpoint saves models and optimizers"
         )
 
@@ -132,7 +130,7 @@ def check_saved(ranks: int, what: str) -> None:
 def fit_plain(
     value: Tensor, like: RowShardedTensor | Rows, width: int, name: str
 ) -> Tensor:
-    """Returns the rows here of a plain operand that meets row-cut ones.
+    """Returns the rows here of a plain operand that meets row-sharded ones.
 
     A plain tensor holds the rows of all ranks, in the order of their ids: `[n, ...]` beside
     `[n, ...]`, and `[k, ...]` beside a selection of k rows. One row is replicated. In a
@@ -140,8 +138,8 @@ def fit_plain(
 
     Args:
         value: the operand.
-        like: the row-cut operand, or its rows.
-        width: the dims of the row-cut operands; with fewer, `value` has columns alone.
+        like: the row-sharded operand, or its rows.
+        width: the dims of the row-sharded operands; with fewer, `value` has columns alone.
         name: the operation.
 
     Raises:
@@ -165,12 +163,12 @@ def fit_plain(
 def _misfit(value: Tensor, rows: Rows, width: int, name: str, inside: bool) -> str:
     count = len(rows) if inside else rows.count
     told = (
-        f"{name}() got a plain tensor of shape {list(value.shape)} beside a row-cut one of "
+        f"{name}() got a plain tensor of shape {list(value.shape)} beside a row-sharded one of "
         f"{count} rows"
     )
     if value.dim() == width and value.size(0) == len(rows) and not inside:
         return (
-            "make this rank's rows row-cut by pdc.from_local(t, like=x): "
+            "make this rank's rows row-sharded by pdc.from_local(t, like=x): "
             + told
             + f" ({len(rows)} of "
             "them here), and a plain tensor means the rows of all ranks"

@@ -1,9 +1,9 @@
-"""Shape changes that leave the rows where they are; anything else is refused.
+"""Changes shapes that leave the rows where they are, and refuses others.
 
 Each function takes plain local tensors and returns one whose dim 0 still is the rows,
 or raises `UnsupportedOp`.
 
-The transpose of a row-cut matrix: its columns are cut, and products take it.
+The transpose of a row-sharded matrix has its columns cut, and products take it.
 """
 
 from __future__ import annotations
@@ -230,10 +230,10 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
 
 @eager
 class Transposed(torch.Tensor):
-    """`x.t()` of a row-cut `x` `[n, f]`: `[f, n]`, this rank having some columns.
+    """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, this rank having some columns.
 
     `x.t() @ y` sums over the rows of all ranks and is an ordinary tensor. `y @ x.t()` is
-    row-cut, `[n, n]`: all rows of x come here, (P-1)/P n f words. Everything else is
+    row-sharded, `[n, n]`: all rows of x come here, (P-1)/P n f words. Everything else is
     refused; `.t()` gives x back.
     """
 
@@ -261,11 +261,11 @@ class Transposed(torch.Tensor):
         if name in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        raise unsupported_op(f"{name}() of a transposed row-cut matrix")
+        raise unsupported_op(f"{name}() of a transposed row-sharded matrix")
 
 
 def transposed(name: str, args: Any, kwargs: Any) -> Any:
-    """Returns the transpose of a row-cut matrix, or None if its rows stay where they are."""
+    """Returns the transpose of a row-sharded matrix, or None if its rows stay here."""
     x = args[0]
     if not isinstance(x, RowShardedTensor):
         return None
@@ -288,7 +288,7 @@ def transposed(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def multiplied(name: str, args: Any, kwargs: Any) -> Any:
-    """Returns a product with row-cut rows on its inner side, or None if it is another."""
+    """Returns a product with row-sharded rows on its inner side, or None if it is another."""
     if name not in ("matmul", "mm", "mv", "rmatmul") or len(args) != 2 or kwargs:
         return None
     left, right = args if name != "rmatmul" else args[::-1]

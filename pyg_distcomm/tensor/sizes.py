@@ -1,4 +1,4 @@
-"""Sizes of row-cut tensors, which are the whole tensor's, and new tensors made by size."""
+"""Sizes of row-sharded tensors, which are the whole tensor's, and new tensors made by size."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def global_shape(x: RowShardedTensor) -> torch.Size:
 
 
 def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
-    """Answers shape, size, len, numel and nbytes of a row-cut tensor."""
+    """Answers shape, size, len, numel and nbytes of a row-sharded tensor."""
     x = args[0]
     if isinstance(x, RowShardedTensor) and x._inside:
         return _size_inside(name, func, args, kwargs)
@@ -169,11 +169,11 @@ def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Makes x.new_zeros(n, ...) and its like row-cut, if n is the number of x's rows.
+    """Makes x.new_zeros(n, ...) and its like row-sharded, if n is the number of x's rows.
 
     For values per edge, also if n is the number of nodes (and not of edges). Any other
     first size gives an ordinary tensor, equal on all ranks. So `new_zeros(64, 64)` of 64
-    rows is row-cut, even where the second 64 is a width.
+    rows is row-sharded, even where the second 64 is a width.
     """
     x, *rest = args
     if not isinstance(x, RowShardedTensor):
@@ -197,7 +197,7 @@ def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _wrapped_inside(x: RowShardedTensor, found: Tensor, sizes: Any) -> Tensor:
-    """Returns a new tensor inside a layer, row-cut if its first size counts x's rows."""
+    """Returns a new tensor inside a layer, row-sharded if its first size counts x's rows."""
     if not sizes or not is_count_of(sizes[0], x.rows):
         return found
     wants_gradient = found.requires_grad
@@ -242,6 +242,6 @@ def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
 
 
 def like_of(x: Tensor) -> Tensor:
-    """Returns an ordinary tensor of the dtype and device of a row-cut one, of no rows."""
+    """Returns an ordinary tensor of the dtype and device of a row-sharded one, of no rows."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach()[:0].as_subclass(torch.Tensor)
