@@ -1,8 +1,9 @@
 """Holds what every row-sharded tensor has, without the dispatch of its operations.
 
-[Note: eager] Under torch.compile, their operations run in eager mode: they may exchange messages, which no compiled graph may move, drop or repeat. A
-compiled model breaks its graph at them: its results are those of eager mode. On ordinary
-inputs the layers of this package are traced as PyG's are.
+[Note: eager] Under torch.compile, their operations run in eager mode: they may exchange
+messages, which no compiled graph may move, drop or repeat. A compiled model breaks its
+graph at them: its results are those of eager mode. On ordinary inputs the layers of this
+package are traced as PyG's are.
 """
 
 from __future__ import annotations
