@@ -798,6 +798,29 @@ def groups_are_destroyed_before_a_call():
     data.x.mean()
 
 
+@case(says="process groups of this mesh were ended")
+def groups_are_destroyed_before_a_loader():
+    import torch
+
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    _mesh, data = shared_out()
+    torch.distributed.destroy_process_group()
+    next(iter(DistNeighborLoader(data, [4, 4], batch_size=8, seed=0)))
+
+
+@case()
+def a_run_joins_anew_after_its_groups_are_destroyed():
+    import torch
+
+    mesh, data = shared_out()
+    data.x.sum()
+    torch.distributed.destroy_process_group()
+    mesh.close()
+    _mesh, data = shared_out()
+    return float(data.x.sum())
+
+
 @case(says="giving up|rank 1 had come to its end, or called sys.exit")
 def one_rank_gives_up():
     import sys

@@ -11,6 +11,7 @@ from pyg_distcomm.partition import cutters
 from pyg_distcomm.partition.cutters import METHODS, check_edge_index, cut, ldg
 from pyg_distcomm.partition.folder import report
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.process import PROCESS
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 STREAM = ("ldg", "metis")
@@ -148,7 +149,7 @@ def test_repeats_loops_and_direction_do_not_change_the_metis_graph():
 
 def test_without_pymetis_ldg_runs_and_says_so_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
-    cutters._pymetis.cache_clear()
+    PROCESS.without_metis = False
     edge_index = random_graph(300, 900)
     try:
         with pytest.warns(UserWarning, match=r"pip install 'pyg-distcomm\[metis\]'"):
@@ -157,7 +158,7 @@ def test_without_pymetis_ldg_runs_and_says_so_once(monkeypatch):
             warnings.simplefilter("error")
             cut(edge_index, 300, 3, "metis")
     finally:
-        cutters._pymetis.cache_clear()
+        PROCESS.without_metis = False
     assert found.same_as(cut(edge_index, 300, 3, "ldg"))
 
 

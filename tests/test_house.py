@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 # from the ground up: a package imports from the packages below it, and from itself
 FLOORS = (
+    "process",
     "kernels",
     "partition",
     "comm",
@@ -61,25 +62,9 @@ KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
 TWICE: set[str] = set()
 # what a process changes and modules hold; no name comes here, and one that is gone goes
 STATE = {
-    "comm.shutdown._begun",
-    "comm.failure._live",
-    "kernels.compile._known",
-    "kernels.memory._advise",
-    "kernels.memory._heap_start",
-    "kernels.memory._libc",
-    "kernels.threads._executors",
-    "kernels.threads._limit",
-    "loader.partitioned_source._stores",
-    "loader.registry._history",
-    "comm.mesh._LATEST",
-    "comm.mesh._collected",
-    "comm.p2p._idle",
-    "comm.p2p._under_way",
-    "partition.cutters._pymetis",
-    "sampling.graph_source._built",
+    "process.PROCESS",
+    "kernels.state.KERNELS",
     "graph.partitioning.ToSparseTensor.forward",  # PyG's own, imported by that name
-    "comm.timeline.recorder",
-    "comm.trace._numbers",
 }
 CHANGES = set("add append clear discard extend insert pop popitem remove".split())
 CHANGES |= set("setdefault update subtract appendleft popleft".split())

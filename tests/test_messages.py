@@ -20,6 +20,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives, p2p
 from pyg_distcomm.comm.failure import RankError
 from pyg_distcomm.comm.ledger import exchange_price
+from pyg_distcomm.process import PROCESS
 
 SIZES = (2, 3, 4, 8)
 BIG = collectives._MUCH // 8  # rows of eight bytes that make much
@@ -90,9 +91,9 @@ def _several_under_way():
         assert torch.equal(got, want.unsqueeze(1).expand_as(got))
     collectives.barrier(mesh.world)
     deadline = time.monotonic() + 60
-    while p2p._under_way and time.monotonic() < deadline:
+    while PROCESS.messages and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not p2p._under_way  # the abandoned one has ended too
+    assert not PROCESS.messages  # the abandoned one has ended too
     alive = [t for t in threading.enumerate() if t.daemon]
     assert len(alive) <= 16  # threads are used again
 
@@ -220,7 +221,7 @@ def _leaves(absent):
         time.sleep(1.0)
         pending.work.give_up()
         assert pending.work.is_completed()
-        assert not p2p._under_way
+        assert not PROCESS.messages
     collectives.barrier(mesh.data)
 
 

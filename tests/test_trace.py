@@ -24,6 +24,7 @@ from pyg_distcomm.comm import collectives, timeline, trace
 from pyg_distcomm.comm.trace import Reading, to_first
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.process import PROCESS
 
 
 class Net(torch.nn.Module):
@@ -124,7 +125,7 @@ def trained(path, grid):
                 F.cross_entropy(out, share.y).backward()
         with run.span("idle"):
             pass
-    assert timeline.recorder is None
+    assert PROCESS.recorder is None
     return mesh.ledger.snapshot()
 
 
@@ -366,7 +367,7 @@ def failing_alike(path):
     mesh = worlds.mesh(fresh=True)
     with pytest.raises(ZeroDivisionError):
         divided(path, mesh)
-    assert timeline.recorder is None
+    assert PROCESS.recorder is None
     with pdc.trace(path, mesh):  # the mesh is as good as before
         collectives.barrier(mesh.world)
     return True
@@ -390,7 +391,7 @@ def misused(folder):
         with pytest.raises(ValueError, match="under way"):
             pdc.trace(folder / "other.json", mesh).__enter__()
         collectives.barrier(mesh.world)
-    return timeline.recorder is None
+    return PROCESS.recorder is None
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -447,7 +448,7 @@ def test_a_decorator_and_threads_on_one_process(tmp_path):
 
 def test_spans_that_overlap_get_lanes_of_their_own(tmp_path):
     with pdc.trace(tmp_path / "run.json", worlds.mesh()):
-        found = timeline.recorder
+        found = PROCESS.recorder
         first = timeline.clock()
         time.sleep(1e-3)
         second = timeline.clock()

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyg_distcomm.comm.axis import Axis as Axis
 from pyg_distcomm.comm.axis import Pending as Pending
 from pyg_distcomm.comm.axis import guarded
-from pyg_distcomm.comm.failure import RankError
+from pyg_distcomm.comm.failure import ENDED, RankError
 from pyg_distcomm.comm.p2p import Messages
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.timeline import Exchange
@@ -39,10 +39,7 @@ def _back_ends(axis: Axis) -> str:
     try:
         return str(dist.get_backend_config(axis.group))
     except (TypeError, ValueError) as error:
-        raise RankError(
-            "the process groups of this mesh were ended (destroy_process_group); end them "
-            "after the last call that communicates, or make a new mesh by pdc.init()"
-        ) from error
+        raise RankError(ENDED) from error
 
 
 def all_to_all(

@@ -38,17 +38,23 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError
 
+from pyg_distcomm.process import PROCESS
+
 CHANGED = (
     "an input of a layer, or its edge_weight, was changed in place on some ranks only, and "
     "what is kept of it is out of date there alone; change it on all ranks or on none, as "
     "by an operation that every rank calls, if only with rows of its own or none"
+)
+ENDED = (
+    "the process groups of this mesh were ended, as by "
+    "torch.distributed.destroy_process_group(); call that after the last use of the mesh, "
+    "or go on with mesh.close() and a new mesh by pdc.init()"
 )
 SPARE = 5.0  # seconds after the deadline at which torch gives up what is left to it
 _GRACE = 2.0  # seconds that the reason of a rank's end has to reach the store
 _ANSWER = 3.0  # seconds that the store has to answer
 _HEARD = 0.6  # seconds in which ranks that wait look at the store twice
 _TAG = 0x9D0D  # of messages that nobody sends
-_live: weakref.WeakSet[FailureMonitor] = weakref.WeakSet()
 
 
 class RankError(RuntimeError):
@@ -220,7 +226,7 @@ class FailureMonitor:
     _changed: int = field(default=0, init=False)  # the last of them where this rank had
 
     def __post_init__(self) -> None:
-        _live.add(self)
+        PROCESS.monitors.add(self)
 
     def fail(self, error: BaseException) -> None:
         """Ends the mesh on this rank, whose wait ended with an error."""
@@ -426,7 +432,7 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
 
 def break_off_all() -> None:
     """Ends what is under way in the groups of all meshes: this process ends."""
-    for watch in list(_live):
+    for watch in list(PROCESS.monitors):
         watch.leave()
         watch.break_off()
 
@@ -440,7 +446,7 @@ def install_excepthook() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        watches = [watch for watch in _live if watch.size > 1]
+        watches = [watch for watch in PROCESS.monitors if watch.size > 1]
         for watch in watches:
             watch.fail(error.with_traceback(trace))
         before(kind, error, trace)
@@ -469,7 +475,7 @@ def exit_on_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:  # a fork, which is not a rank
             signal.raise_signal(number)
-        for watch in [watch for watch in _live if watch.size > 1]:
+        for watch in [watch for watch in PROCESS.monitors if watch.size > 1]:
             watch.report(RankError("it was ended by SIGTERM"))
         raise SystemExit(128 + number)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from pyg_distcomm.comm import timeline
+from pyg_distcomm.process import PROCESS
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Ledger:
                 sent_bytes=sent_bytes,
                 messages=messages,
             )
-        elif self.traced and (recorder := timeline.recorder) is not None:
+        elif self.traced and (recorder := PROCESS.recorder) is not None:
             traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
         else:
             traced = None

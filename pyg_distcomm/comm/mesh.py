@@ -27,6 +27,7 @@ from pyg_distcomm.comm.failure import (
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.process import PROCESS
 
 Grid = tuple[int, int, int]
 Check = Literal["first", "always", "never"]
@@ -421,18 +422,15 @@ def ways_of(size: int, stages: int) -> int:
     )
 
 
-_LATEST: list[weakref.ref[Mesh]] = []
-
-
 def remember(mesh: Mesh) -> Mesh:
     """Makes a mesh the latest one, and returns it."""
-    _LATEST[:] = [weakref.ref(mesh)]
+    PROCESS.mesh = weakref.ref(mesh)
     return mesh
 
 
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
-    found = _LATEST[0]() if _LATEST else None
+    found = None if PROCESS.mesh is None else PROCESS.mesh()
     if found is None or found.everyone.size != world_size():
         return None
     watch = found.everyone.watch
@@ -481,18 +479,17 @@ def _joined(
     mesh = Mesh(tuple(grid), seed, device, **meshed)  # type: ignore[arg-type]
     # gloo's groups end on each rank by itself, NCCL's on all alike: those by `close` alone
     if "nccl" not in str(dist.get_backend_config()):
-        mesh._kept = weakref.finalize(mesh, _collected.append, tuple(axes.values()))
+        mesh._kept = weakref.finalize(
+            mesh, PROCESS.collected.append, tuple(axes.values())
+        )
         mesh._kept.atexit = False
     return mesh
 
 
-_collected: list[tuple[Axis, ...]] = []  # of meshes that nobody holds any more
-
-
 def _close_collected() -> None:
     """Ends the groups of meshes that were collected, where no other thread makes any."""
-    while _collected:
-        axes = _collected.pop()
+    while PROCESS.collected:
+        axes = PROCESS.collected.pop()
         for watch in {axis.watch for axis in axes if axis.watch is not None}:
             watch.break_off()
         let_go(axes)

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyg_distcomm.process import PROCESS
+
 _LONG = timedelta(days=30)  # who waits for messages has a deadline, and breaks them off
 _PATIENCE = 5.0  # seconds for threads to come back, where processors are busy
-_idle: list[SimpleQueue[Messages]] = []  # what threads without work listen to
-_under_way: set[Messages] = set()
 
 
 class Messages:
@@ -48,7 +48,7 @@ class Messages:
         if not works:
             self._done.set()
             return
-        _under_way.add(self)
+        PROCESS.messages.add(self)
         _inbox().put(self)
 
     def is_completed(self) -> bool:
@@ -88,7 +88,7 @@ class Messages:
             self._finish()
         except Exception as error:
             self._error = error.with_traceback(None)
-        _under_way.discard(self)
+        PROCESS.messages.discard(self)
         # torch's objects go before anyone learns of the end, which may be Python's too
         self._works, self._kept = (), None
         self._done.set()
@@ -110,7 +110,7 @@ class Messages:
 
 def _inbox() -> SimpleQueue[Messages]:
     try:
-        return _idle.pop()
+        return PROCESS.inboxes.pop()
     except IndexError:
         inbox: SimpleQueue[Messages] = SimpleQueue()
         # a daemon: a process that leaves early must not wait for what will not come
@@ -121,10 +121,10 @@ def _inbox() -> SimpleQueue[Messages]:
 def _serve(inbox: SimpleQueue[Messages]) -> None:
     while True:
         inbox.get().run()
-        _idle.append(inbox)
+        PROCESS.inboxes.append(inbox)
 
 
 def let_go() -> None:
     """Ends all waits, as a process must before it ends: see [Note: at rest]."""
-    for messages in list(_under_way):
+    for messages in list(PROCESS.messages):
         messages.give_up()

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_distcomm.comm.failure import SPARE, DeadlineStore, RankError, ask
+from pyg_distcomm.comm.failure import ENDED, SPARE, DeadlineStore, RankError, ask
 
 _NAME = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
@@ -45,9 +45,13 @@ def join(backend: str, timeout: float) -> None:
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
             f"before pdc.init, was not started, or cannot reach {where}. {error}"
         ) from None
-    # an agent's store outlives its ranks: addresses of those before a restart are in it
+    # a store outlives ranks before a restart, and groups that a script has ended, and
+    # their addresses are in it
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"pyg_distcomm/attempt/{attempt}", store)  # type: ignore[attr-defined]
+    joined = f"pyg_distcomm/attempt/{attempt}/rank/{rank}"
+    times = DeadlineStore(store).add(joined, 1)
+    prefix = f"pyg_distcomm/attempt/{attempt}/{times}"
+    store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     arrive(DeadlineStore(store), "run", rank, size, timeout)
     if "gloo" in backend:
         _choose_interface(DeadlineStore(store), rank, size, timeout)
@@ -65,6 +69,8 @@ def open_group(
     Raises:
         RankError: if the ranks have not connected by the deadline.
     """
+    if not dist.is_initialized():
+        raise RankError(ENDED)
     span = timedelta(seconds=deadline + SPARE)
     make = partial(dist.new_group, list(ranks), timeout=span, backend=backend)
     return _connect(make, dist.get_rank(), deadline)

@@ -21,25 +21,27 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pyg_distcomm.comm import failure, p2p
+from pyg_distcomm.process import PROCESS
 
 _PATIENCE = 2.0  # seconds for what nobody waited for, and for threads to sleep
 _PAUSE = 0.005  # seconds in which a thread that waits for Python's lock would get it
 _UNSEEN = 0.05  # seconds left to threads where the system does not tell of them
 _TASKS, _NAME = "/proc/self/task", "pt_gloo_runloop"
 _MANY = 8  # works remembered before those that have ended are let go
-_begun: set[dist.Work] = set()
 
 
 def keep_in_mind(work: dist.Work) -> None:
     """Remembers a collective, which perhaps nobody will wait for, until it has ended."""
-    if len(_begun) >= _MANY:
-        _begun.difference_update([one for one in list(_begun) if one.is_completed()])
-    _begun.add(work)
+    if len(PROCESS.works) >= _MANY:
+        PROCESS.works.difference_update(
+            [one for one in list(PROCESS.works) if one.is_completed()]
+        )
+    PROCESS.works.add(work)
 
 
 def forget(work: dist.Work) -> None:
     """Forgets a collective that was waited for."""
-    _begun.discard(work)
+    PROCESS.works.discard(work)
 
 
 @atexit.register
@@ -47,15 +49,18 @@ def come_to_rest() -> None:
     """Ends what is under way, and lets gloo's threads come to rest."""
     p2p.let_go()
     stop = time.monotonic() + _PATIENCE
-    for work in list(_begun):
+    for work in list(PROCESS.works):
         left = max(stop - time.monotonic(), 0.001)
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=left))
     failure.break_off_all()
     stop = time.monotonic() + _PATIENCE
-    while any(not work.is_completed() for work in _begun) and time.monotonic() < stop:
+    while (
+        any(not work.is_completed() for work in PROCESS.works)
+        and time.monotonic() < stop
+    ):
         time.sleep(_PAUSE)
-    _begun.clear()
+    PROCESS.works.clear()
     if dist.is_available() and dist.is_initialized() and not os.path.isdir(_TASKS):
         time.sleep(_UNSEEN)
     stop = time.monotonic() + _PATIENCE

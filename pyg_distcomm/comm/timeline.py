@@ -1,6 +1,6 @@
 """Records what a process does and when: computation, and each exchange with its bytes.
 
-[Note: tracing] One recorder is in use in a process, or none: `recorder` is None unless
+[Note: tracing] One recorder is in use in a process, or none: `PROCESS.recorder` is None unless
 `pdc.trace` is open, and whoever could record something looks at that first. What the ledger
 counts is recorded by the ledger itself, so that no exchange can be missing from a trace, and
 bytes in a trace add up to the ledger's. Times are those of `time.perf_counter_ns`.
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from pyg_distcomm.process import PROCESS
 
 LIMIT = 1_000_000  # events of a rank: up to 400 MB
 
@@ -146,7 +148,6 @@ class Recorder:
             self.events.append(event)
 
 
-recorder: Recorder | None = None
 _NOTHING = nullcontext()
 
 
@@ -160,7 +161,7 @@ def label(name: str) -> AbstractContextManager[Any]:
 @contextmanager
 def span(kind: str, name: str, /, **about: Any) -> Iterator[None]:
     """Records a block, if anyone records."""
-    found = recorder
+    found = PROCESS.recorder
     if found is None:
         yield
         return

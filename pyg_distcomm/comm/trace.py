@@ -35,6 +35,7 @@ from pyg_distcomm.comm.failure import FailureMonitor
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh, world_size
 from pyg_distcomm.comm.timeline import LIMIT, Recorder, clock
 from pyg_distcomm.comm.trace_file import as_json, record, write_trace
+from pyg_distcomm.process import PROCESS
 
 TRIPS = 16
 _PIECE = 1 << 20  # the store takes values of a few MB
@@ -155,7 +156,6 @@ class StoreMailbox:
 
 
 _GRACE = 3.0  # seconds for the records of others, once this rank has failed
-_numbers: weakref.WeakKeyDictionary[Mesh, Any] = weakref.WeakKeyDictionary()
 
 
 def trace(
@@ -205,21 +205,21 @@ class Trace(contextlib.ContextDecorator):
             name: as it is shown.
             about: what is to be known of it: plain values, or what `str` makes of others.
         """
-        if timeline.recorder is not None:
+        if PROCESS.recorder is not None:
             about = {key: as_json(value) for key, value in about.items()}
         return timeline.span("script", str(name), **about)
 
     def __enter__(self) -> Trace:
         mesh = self._given or latest_mesh()
         problem = _check(self.path, mesh)
-        if timeline.recorder is not None:
+        if PROCESS.recorder is not None:
             problem = (
                 "a trace is under way in this process; end it before the next begins"
             )
         ranks = _Ranks(mesh)
         ranks.meet(problem, str(self.path))
         self._ranks = ranks
-        self._recorder = timeline.recorder = Recorder(self._limit)
+        self._recorder = PROCESS.recorder = Recorder(self._limit)
         self._started = time.time()
         self._layers = _Layers(self._recorder)
         return self
@@ -231,7 +231,7 @@ class Trace(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         end = timeline.clock()
-        timeline.recorder = None
+        PROCESS.recorder = None
         self._layers.remove()
         told = [*str(error).splitlines(), ""][0]  # its cause on another rank may follow
         failed = None if kind is None else f"{kind.__name__}: {told}"[:300]
@@ -322,7 +322,7 @@ class _Ranks:
         self._readings: list[Reading] = []
         self._away: list[int] = []  # the ranks on other hosts than rank 0's
         if mesh is not None and watch is not None and self.size > 1:
-            number = next(_numbers.setdefault(mesh, itertools.count()))
+            number = next(PROCESS.traces.setdefault(mesh, itertools.count()))
             self._board = StoreMailbox(watch, f"trace/{number}")
 
     def meet(self, problem: str | None, path: str) -> None:

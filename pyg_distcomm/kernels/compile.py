@@ -25,6 +25,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numba
 from numba import njit
 
+from pyg_distcomm.kernels.state import KERNELS
+
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 PATIENCE = 120.0  # seconds to wait for another process before compiling as well
 
@@ -32,7 +34,6 @@ Array: TypeAlias = Any  # of one dimension, contiguous
 OURS = Path(__file__).resolve().parent
 
 Signature = tuple[Any, ...]
-_known: set[tuple[int, Signature]] = set()
 
 
 def jit(loop: Loop) -> Loop:
@@ -87,10 +88,10 @@ SOURCES = _sources()
 def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
     """Binds ``args`` to a loop that is compiled for them and ``integers`` more."""
     key = (id(loop), tuple(_kind(arg) for arg in args))
-    if key not in _known:
+    if key not in KERNELS.compiled:
         types = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
         _compile_apart(loop, tuple(types))
-        _known.add(key)
+        KERNELS.compiled.add(key)
     return partial(loop, *args)
 
 
@@ -101,9 +102,9 @@ def entry(loop: Loop) -> Loop:
     @wraps(loop)
     def call(*args: Any) -> Any:
         types = tuple(numba.typeof(arg) for arg in args)
-        if (id(compiled), types) not in _known:
+        if (id(compiled), types) not in KERNELS.compiled:
             _compile_apart(compiled, types)
-            _known.add((id(compiled), types))
+            KERNELS.compiled.add((id(compiled), types))
         return compiled(*args)
 
     return cast(Loop, call)

@@ -9,7 +9,6 @@ inside a helper, cannot lock each other out.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,28 +17,23 @@ from itertools import pairwise
 
 import torch
 
-# One executor per process and size. The key holds the process id since the threads
-# of a parent do not survive a fork; setdefault needs no lock that a fork could freeze.
-_executors: dict[tuple[int, int], ThreadPoolExecutor] = {}
-
-
-_limit = threading.local()
+from pyg_distcomm.kernels.state import KERNELS
 
 
 def width() -> int:
     """Returns the number of threads a kernel may use: torch's own, at call time."""
-    limit: int | None = getattr(_limit, "width", None)
+    limit: int | None = getattr(KERNELS.limit, "width", None)
     return torch.get_num_threads() if limit is None else limit
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
     """Sets how many threads the kernels called by this thread may use."""
-    before, _limit.width = getattr(_limit, "width", None), most
+    before, KERNELS.limit.width = getattr(KERNELS.limit, "width", None), most
     try:
         yield
     finally:
-        _limit.width = before
+        KERNELS.limit.width = before
 
 
 def run(work: Callable[..., None], pieces: Iterable[tuple[int, ...]]) -> None:
@@ -88,5 +82,5 @@ def _join(helpers: list[Future[None]]) -> None:
 def _executor(size: int) -> ThreadPoolExecutor:
     key = (os.getpid(), size)
     make = partial(ThreadPoolExecutor, size, thread_name_prefix="pyg_distcomm")
-    found = _executors.get(key)
-    return _executors.setdefault(key, make()) if found is None else found
+    found = KERNELS.executors.get(key)
+    return KERNELS.executors.setdefault(key, make()) if found is None else found

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.random import fold, keyed_permutation
+from pyg_distcomm.process import PROCESS
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
 
@@ -89,7 +89,7 @@ class Phases:
             phase.seconds += (time.perf_counter_ns() - begin) / 1e9
             phase.waiting += waiting
             phase.bytes += bytes
-        if (recorder := timeline.recorder) is not None:
+        if (recorder := PROCESS.recorder) is not None:
             about = {"bytes": bytes} if bytes else {}
             recorder.add("loader", name, begin, **about)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm import collectives
@@ -27,13 +26,13 @@ from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, named_seeds, seed_ids
 from pyg_distcomm.loader.row_group import EDGES
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # Stores of the shares that are alive: loaders for training and evaluation keep one.
-_stores: Any = WeakIdKeyDictionary()
 
 
 class PartitionedSource:
@@ -332,7 +331,7 @@ def _kept_store(
 ) -> DistFeatureStore:
     """Returns a store of the share's rows, built before if all ranks have it; collective."""
     anchor = next(s.edge_index for s in data.edge_stores).topology
-    kept = _stores.setdefault(anchor, {})
+    kept = PROCESS.stores.setdefault(anchor, {})
     known = kept.get(channel.replication)
     same = known is not None and _same(known[0], marks)
     if all(one for (one,) in collectives.all_gather_counts([int(same)], channel.world)):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from pyg_distcomm.comm.failure import DeadlineStore, RankError
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
+from pyg_distcomm.process import PROCESS
 
 PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
 _BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
@@ -35,8 +36,6 @@ OWN = (
 )
 _DECISION = "decision"
 _WITNESSES = 3  # later epochs that show whether a rank has passed a loader by
-# what this process has done, in order: kinds of loaders built, and keys of epochs begun
-_history: list[tuple[str, str]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +68,8 @@ class Place:
     @staticmethod
     def next(kind: str) -> Place:
         """Returns the place of the loader of a kind that is built next."""
-        _history.append(("built", kind))
-        return Place(kind, _history.count(("built", kind)))
+        PROCESS.loaders.append(("built", kind))
+        return Place(kind, PROCESS.loaders.count(("built", kind)))
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.number}"
@@ -91,7 +90,7 @@ class Notes:
     ) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
-        self.world, self._born = world, len(_history)
+        self.world, self._born = world, len(PROCESS.loaders)
         self._store: Any = None
         self._common: Any = None
         self._where = ""
@@ -120,7 +119,7 @@ class Notes:
         """Notes that this rank begins an epoch of the loader."""
         if self._common is not None:
             begun = f"begun/{self.name}/{epoch}"
-            _history.append(("begun", begun))
+            PROCESS.loaders.append(("begun", begun))
             self._common.set(f"{begun}/{self.world.rank}", "")
 
     @contextlib.contextmanager
@@ -185,7 +184,7 @@ class Notes:
 
     def _passed(self, rank: int) -> bool:
         """Returns whether a rank has begun an epoch later than this loader."""
-        later = [key for what, key in _history[self._born :] if what == "begun"]
+        later = [key for what, key in PROCESS.loaders[self._born :] if what == "begun"]
         after = later[:_WITNESSES]
         return any(self._common.check([f"{epoch}/{rank}"]) for epoch in after)
 

@@ -16,6 +16,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.halo.link import Link
+from pyg_distcomm.process import PROCESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ class CSR:
         return out if idle else self._spmm(x, out, first, True)
 
     def _spmm(self, x: Tensor, out: Tensor | None, first: int, add: bool) -> Tensor:
-        p, recorder = self.pattern, timeline.recorder
+        p, recorder = self.pattern, PROCESS.recorder
         rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
         begin = 0 if recorder is None else timeline.clock()
         with timeline.label(f"product {self.name}"):

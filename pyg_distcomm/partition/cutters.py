@@ -18,7 +18,6 @@ so the result is never worse.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import warnings
@@ -48,6 +47,7 @@ from pyg_distcomm.partition.partition import (
     check_num_parts,
 )
 from pyg_distcomm.partition.stream import TensorEdges, stream
+from pyg_distcomm.process import PROCESS
 
 DOUBLINGS = range(6)  # the exponents are 2^0 .. 2^5
 SWEEPS = 4  # over all nodes, with each exponent
@@ -422,11 +422,13 @@ def _loops() -> Any:
     return importlib.import_module("pyg_distcomm.partition.ldg_jit")
 
 
-@functools.cache
 def _pymetis() -> Any:
     try:
         return importlib.import_module("pymetis")
     except ImportError:
+        if PROCESS.without_metis:
+            return None
+        PROCESS.without_metis = True
         warnings.warn(
             "pymetis is not installed, so partition method 'metis' falls back to "
             "'ldg', whose cuts are larger; pip install 'pyg-distcomm[metis]'",

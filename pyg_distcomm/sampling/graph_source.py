@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.data import (
     Data,
@@ -30,6 +29,7 @@ from torch_geometric.sampler.utils import to_csc
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.kernels.minibatch import Relation, SampleGraph
+from pyg_distcomm.process import PROCESS
 
 _LEAST = 1e-300  # of a positive weight
 
@@ -234,7 +234,6 @@ EdgeType = tuple[str, str, str]
 # The relations of edge tensors that are alive: loaders for training and evaluation on
 # one graph keep one copy. A list per tensor: (what it was built for, relation). Edits in
 # place are seen by torch's version counter, but not those through a NumPy array below it.
-_built: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,7 +303,7 @@ def remember(
     ends = (None, None) if edge_type is None else (edge_type[0], edge_type[2])
     sizes = tuple(_size((data if e is None else data[e]).num_nodes) for e in ends)
     plain = replace(relation, source=0, target=0)
-    _built.setdefault(edge_index, []).append(
+    PROCESS.topologies.setdefault(edge_index, []).append(
         ((edge_index._version, sizes, False, False), plain)
     )
 
@@ -490,7 +489,7 @@ def _from_edges(
     kept = clock is None and not edge_index.is_inference()  # that has no version
     memo = (edge_index._version if kept else 0, sizes, is_sorted, backward)
     if kept:
-        for made_for, relation in _built.get(edge_index, ()):
+        for made_for, relation in PROCESS.topologies.get(edge_index, ()):
             if made_for == memo:
                 return relation
     edges = edge_index.detach().cpu()
@@ -519,8 +518,12 @@ def _from_edges(
         order = None if when is None else torch.argsort(when, stable=True)
         relation = _sorted_pairs(source, target, sizes, target_size, order)
     if kept:
-        built = [item for item in _built.get(edge_index, ()) if item[0][0] == memo[0]]
-        _built[edge_index] = [*built, (memo, relation)]
+        built = [
+            item
+            for item in PROCESS.topologies.get(edge_index, ())
+            if item[0][0] == memo[0]
+        ]
+        PROCESS.topologies[edge_index] = [*built, (memo, relation)]
     return relation
 
 

@@ -1,0 +1,45 @@
+"""Holds what this process changes while it runs, in one object: `PROCESS`."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+
+@dataclass(eq=False)
+class ProcessState:
+    """Lists everything that modules above the kernels keep for the process.
+
+    Args:
+        recorder: of the trace under way; None where there is none.
+        monitors: the failure monitors of meshes in use.
+        works: collectives begun that perhaps nobody waits for.
+        messages: messages under way between two ranks.
+        inboxes: what threads without work listen to.
+        mesh: refers to the mesh that `init` made last.
+        collected: axes of meshes that nobody holds any more, to be closed.
+        traces: how many traces each mesh has had.
+        loaders: kinds of loaders built, and keys of epochs begun, in order.
+        stores: feature stores made for a share, by its edges.
+        topologies: what samplers have built for an edge_index.
+        without_metis: whether it was said that pymetis is missing.
+    """
+
+    recorder: Any = None
+    monitors: Any = field(default_factory=weakref.WeakSet)
+    works: set[Any] = field(default_factory=set)
+    messages: set[Any] = field(default_factory=set)
+    inboxes: list[Any] = field(default_factory=list)
+    mesh: Any = None
+    collected: list[Any] = field(default_factory=list)
+    traces: Any = field(default_factory=weakref.WeakKeyDictionary)
+    loaders: list[tuple[str, str]] = field(default_factory=list)
+    stores: Any = field(default_factory=WeakIdKeyDictionary)
+    topologies: Any = field(default_factory=WeakTensorKeyDictionary)
+    without_metis: bool = False
+
+
+PROCESS = ProcessState()
