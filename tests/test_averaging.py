@@ -167,6 +167,16 @@ def _embedding(net, data):
     return step(net, data, net(net.table.weight, data.edge_index))
 
 
+def _sparse(net, data):
+    net.rows = torch.nn.Embedding(4, 7, sparse=True).double()
+    torch.nn.init.normal_(net.rows.weight, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):  # the second time it is known to be sparse
+        step(net, data, net(data.x + net.rows(data.y), data.edge_index))
+    assert net.rows.weight.grad.is_sparse
+    net.rows.weight.grad = net.rows.weight.grad.to_dense()
+    return net
+
+
 def _shared(net, data):
     net.conv2.lin_l.weight = net.conv2.lin_r.weight
     return step(net, data)
@@ -266,6 +276,7 @@ CASES = {
     "deepcopy": _copied,
     "two models": _two_models,
     "whole embedding": _embedding,
+    "sparse": _sparse,
     "shared": _shared,
     "edge weights": _edge_weights,
     "gcn2": _gcn2,

@@ -200,7 +200,10 @@ def test_mask_variance_and_choice_are_the_formula(pick):
             assert k == min(max(round(f / rate), 1), f)
 
 
-@pytest.mark.parametrize("codec", [c for c in EVERY if c.linear], ids=str)
+ROWS = [RowSample(4.0), RowSample(3.0, scaled=False, values=ColumnMask(2))]
+
+
+@pytest.mark.parametrize("codec", [*(c for c in EVERY if c.linear), *ROWS], ids=str)
 def test_linear_codecs_are_linear_and_pass_the_dot_product_test(codec):
     x, y = rows(torch.float64, seed=1), rows(torch.float64, seed=2)
     draw = draw_of(len(x), 9)
@@ -429,6 +432,23 @@ def test_top_k_keeps_the_largest():
     assert TopK(5e4).wire_bytes(2, 10**5) == 2 * 2 * (4 + 4)
     wide = rows(m=2, f=40_000)
     assert int((there_and_back(TopK(2e4), wide) != 0).sum()) == 4
+
+
+@pytest.mark.parametrize("width", [256, 257, 1 << 15, (1 << 15) + 1, 1 << 16])
+def test_top_k_finds_the_last_columns_of_wide_rows(width):
+    x = torch.zeros(3, width)
+    for row, column in enumerate((0, width // 2, width - 1)):
+        x[row, column] = 1.0 + row
+    # one column of each row is the largest, and others are zero
+    assert torch.equal(there_and_back(TopK(width), x), x)
+
+
+def test_a_bitmap_as_long_as_its_rows_is_read_as_it_was_written():
+    x = torch.arange(1.0, 33.0).view(4, 8)
+    for zeros in range(3):  # 4 bytes of flags, and as many of each zero
+        x.view(-1)[:zeros] = 0.0
+        assert len(Bitmap().encode(x)) == min(128, 4 + 4 * (32 - zeros))
+        assert torch.equal(there_and_back(Bitmap(), x), x)
 
 
 def test_chain_bytes_and_what_is_refused():

@@ -109,6 +109,18 @@ def test_ldg_never_exceeds_its_capacity(order, balance):
     assert max(found.sizes) <= max(-(-997 // 9), int(balance * 997 / 9))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ldg_keeps_the_best_of_its_passes(seed, monkeypatch):
+    edge_index = random_graph(300, 900, seed=seed)
+    monkeypatch.setattr(cutters, "_settle", lambda *args: None)  # what passes give
+    sizes = []
+    for passes in range(1, 11):
+        monkeypatch.setattr(cutters, "PASSES", passes)
+        found = cut(edge_index, 300, 4, "ldg", order="random", seed=seed)
+        sizes.append(report(edge_index, found).edge_cut)
+    assert sizes == sorted(sizes, reverse=True)
+
+
 @pytest.mark.parametrize(("method", "most"), [("ldg", 1.2), ("metis", 3.7)])
 def test_train_nodes_are_spread_too(method, most):
     edge_index, clique = cliques(8, 50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import tiers
 import torch
@@ -144,6 +145,23 @@ def test_masks_are_those_of_the_kernel():
         assert (drawn[0] == told[0]).all()
         assert (drawn[1] == told[1]).all()
         assert (drawn[0] != drawn[1]).any()
+
+
+def slopes():
+    """Numbers, what dropout made of them, and their gradients."""
+    share = shared(problem("directed"), worlds.mesh(), "random")
+    x = share.x.detach().abs().add(1.0).requires_grad_()
+    y = F.dropout(x, 0.3)
+    (y * x.detach()).sum().backward()
+    return [t.detach().full_tensor().numpy() for t in (y, x, x.grad)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients_go_where_numbers_were_kept(size):
+    for y, x, slope in worlds.run(slopes, size):
+        assert 0 < (y == 0).sum() < y.size
+        np.testing.assert_allclose(y, (y != 0) * x / 0.7, rtol=1e-12)
+        np.testing.assert_allclose(slope, (y != 0) * x / 0.7, rtol=1e-12)
 
 
 def test_rates_are_kept_and_calls_are_independent():

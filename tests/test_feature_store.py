@@ -260,6 +260,8 @@ def _cached(c, ranking):
     late = torch.arange(n * 2.0).view(n, 2)
     store.put_tensor(late, None, "late", None)  # what comes later is kept too
     assert torch.equal(store.fetch({None: known})[None]["late"], late[known])
+    store.update_tensor(late + 1, None, "late", None)  # and so is what takes its place
+    assert torch.equal(store.fetch({None: known})[None]["late"], late[known] + 1)
     store.fetch({None: random_ids(rank, 20, n)})
     return row_group.chosen.tolist()
 

@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import mutations
 import pytest
 
 import pyg_distcomm
@@ -308,6 +309,18 @@ def test_the_plan_in_contributing_shows_every_room():
         if name != "__init__":
             room = name.split(".")[-1]
             assert re.search(rf"\b{room}(\.py|/)", plan), f"{name} is not on the plan"
+
+
+def test_every_fault_of_the_campaign_has_its_place():
+    names = [fault.name for fault in mutations.MUTATIONS]
+    assert len(names) == len(set(names)) >= 36
+    for fault in mutations.MUTATIONS:
+        ast.parse(mutations.find(fault).read_text().replace(fault.old, fault.new))
+        for name in fault.files.split():
+            assert (ROOT / "tests" / name).is_file(), name
+    gone = mutations.Mutation("gone", "", "no such text: \0", "", "")
+    with pytest.raises(LookupError, match=r"'gone' must occur once .* occurs 0 times"):
+        mutations.find(gone)
 
 
 def test_readme_holds_the_two_commands():

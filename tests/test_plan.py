@@ -40,6 +40,7 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.process_grid import new_axis_group
 from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.halo.codecs import Quantise, Residual
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
@@ -47,6 +48,7 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.degree_distribution import Degrees, PowerLaw
 from pyg_distcomm.plan.machine import Rate, Wire, lines_of
 from pyg_distcomm.plan.planner import plan
+from pyg_distcomm.plan.traffic import CutEdges
 from pyg_distcomm.plan.training import training_of, training_of_model
 
 WIDTHS = (7, 5, 9, 4)
@@ -145,6 +147,32 @@ def test_bytes_are_those_of_the_ledger(size, graph, cutter, layer, some):
     """The planner's sums; that each product costs its price, test_products.py proves."""
     for number, grid in enumerate(some):
         same_as_ledger(size, grid, graph, cutter, layer, SWITCHES[number + size :: 12])
+
+
+def multiplied(grid, graph, owner, halo):
+    """Nonzeros of each of this rank's blocks, of sums and of a GCN."""
+    mesh = worlds.mesh(grid=grid)
+    edges = pdc.partition(GRAPHS[graph](), mesh, owner).edge_index.with_halo(halo)
+    kinds = OperatorKind(), OperatorKind("gcn", False, True)
+    found = [edges.topology.operator(kind, None, torch.float64) for kind in kinds]
+    return [[block.pattern.nnz for block in m.tile.blocks] for m in found]
+
+
+@pytest.mark.parametrize("halo", ["auto", "rows", "sums"])
+@pytest.mark.parametrize("graph", ["loops_and_copies", "directed", "star"])
+def test_nonzeros_are_those_that_ranks_multiply_by(graph, halo):
+    data = GRAPHS[graph]()
+    for grid in ((4, 1, 1), (2, 2, 1), (2, 1, 2)):
+        cutter = owners("lopsided" if graph == "star" else "random", data, 4)
+        partition = cut(data.edge_index, data.num_nodes, 4, cutter)
+        edges, owner = CutEdges.of(data.edge_index, partition), partition.owner
+        flows = [edges.flow(grid, halo, loops) for loops in (False, True)]
+        for rank, counted in enumerate(
+            worlds.run(multiplied, 4, grid, graph, owner, halo)
+        ):
+            place = np.unravel_index(rank, grid)[:2]
+            for flow, nonzeros in zip(flows, counted, strict=True):
+                assert [int(part[place]) for part in flow.nonzeros] == nonzeros
 
 
 CASES = [

@@ -98,6 +98,8 @@ GLOBAL = {
     "max 0": lambda x: x.max(0).values,
     "max 0 at": lambda x: x.max(dim=0).indices,
     "argmax 0": lambda x: x.argmax(0),
+    "argmax of all": lambda x: x.argmax(),
+    "argmin of all": lambda x: torch.argmin(x[:, [3, 1]]),
     "argmin column": lambda x: x[:, 1].argmin(),
     "last dim of a vector": lambda x: x[:, 0].sum(-1),
     "any": lambda x: (x > 2).any(),
@@ -200,6 +202,59 @@ def _losses(cutter):
         torch.testing.assert_close(
             got_in.grad.full_tensor(), want_in.grad, rtol=1e-9, atol=1e-12, msg=name
         )
+
+
+def _rows_of_ones_own(cutter):
+    data, share = _share(cutter)
+    want = torch.arange(350.0, dtype=torch.float64).view(50, 7).requires_grad_()
+    mine = want.detach()[share.x.rows.gid].requires_grad_()
+    (want * data.x).square().mean().backward()
+    (pdc.from_local(mine, like=share.x) * share.x).square().mean().backward()
+    torch.testing.assert_close(
+        mine.grad, want.grad[share.x.rows.gid], rtol=1e-9, atol=1e-12
+    )
+
+
+def _ties():
+    data, share = _share()
+    want, got = (x.clone().round().requires_grad_() for x in (data.x, share.x.detach()))
+    for extreme in (torch.amax, torch.amin):
+        for dims in ((0,), (0, 1)):
+            pairs = [(x, extreme(x, dims)) for x in (want, got)]
+            torch.testing.assert_close(pairs[1][1], pairs[0][1])
+            slopes = [torch.autograd.grad(y.sum(), x)[0] for x, y in pairs]
+            assert int((slopes[0] != 0).sum()) > pairs[0][1].numel()  # some are shared
+            torch.testing.assert_close(slopes[1].full_tensor(), slopes[0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_extremes_share_their_gradient_as_in_torch(size):
+    worlds.run(_ties, size)
+
+
+def _slopes_of_norms_at_zero():
+    data, share = _share()
+    want, got = data.x.clone(), share.x.detach().clone()
+    for x in (want, got):
+        x[:, 2] = 0.0
+        x.requires_grad_()
+    for p in (1, 2, 3.5):
+        pairs = [(x, torch.linalg.vector_norm(x, p, dim=0)) for x in (want, got)]
+        pairs += [(x, torch.linalg.vector_norm(x[:, 2], p)) for x in (want, got)]
+        slopes = [torch.autograd.grad(y.sum(), x)[0] for x, y in pairs]
+        torch.testing.assert_close(slopes[1].full_tensor(), slopes[0])
+        torch.testing.assert_close(slopes[3].full_tensor(), slopes[2])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_of_zeros_have_torchs_slope(size):
+    worlds.run(_slopes_of_norms_at_zero, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_of_ones_own_get_their_gradient(size):
+    for cutter in CUTS:
+        worlds.run(_rows_of_ones_own, size, cutter)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,955 @@
+"""Puts one fault at a time into a copy of the package, and tells whether tests find it.
+
+    python tests/mutations.py --report benchmarks/reports/mutations.md
+
+A fault is one changed line. The package and its tests are copied into a temporary folder,
+the working tree is left alone. There the tests named with each fault first have to pass; with
+the fault one of them has to fail. Tests that do not come to an end have found nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "pyg_distcomm"
+LIMIT = 300.0  # seconds that the tests of one fault may take
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault, and the tests that should find it.
+
+    Args:
+        name: what is wrong with it.
+        kind: what part of the package it is in.
+        old, new: a text that occurs once in the package, and what takes its place.
+        files: tests of the default tier.
+        words: selects some of them, as pytest's -k does; nothing selects all.
+    """
+
+    name: str
+    kind: str
+    old: str
+    new: str
+    files: str
+    words: str = ""
+
+
+MUTATIONS = (
+    # what goes back
+    Mutation(
+        "the gradient of a product has the other sign",
+        "adjoint",
+        "gx, *found = OverlappedSpMM(mirror, g).run()",
+        "gx, *found = OverlappedSpMM(mirror, -g).run()",
+        "test_parity.py",
+        "test_step_equals_pyg",
+    ),
+    Mutation(
+        "the transpose of a grid matrix keeps its exchanges",
+        "adjoint",
+        "GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)",
+        "GridMatrix(self.tile.transposed, self.links, self.fiber)",
+        "test_products.py",
+        "test_contract_on_every_grid and 4",
+    ),
+    Mutation(
+        "a chunk pulls gradients through the matrix, not its transpose",
+        "adjoint",
+        "operator.own.transposed.matmul(self.gradients, out, own.start)",
+        "operator.own.matmul(self.gradients, out, own.start)",
+        "test_pipeline.py",
+        "constant_history and gcn-True-1",
+    ),
+    Mutation(
+        "the gradient of an edge's value takes row and column the wrong way round",
+        "adjoint",
+        "block.value_gradient(rows, cols)",
+        "block.value_gradient(cols, rows)",
+        "test_cover.py",
+        "test_learnt_weights",
+    ),
+    Mutation(
+        "the gradient of a global sum is this rank's alone",
+        "adjoint",
+        "return all_reduce(g, ctx.axis), None",
+        "return g, None",
+        "test_tensor.py",
+        "test_losses_are_global_means and 2",
+    ),
+    Mutation(
+        "a rank's own rows get P times their gradient",
+        "adjoint",
+        "return g / ctx.size, None",
+        "return g, None",
+        "test_tensor.py",
+        "ones_own and 2",
+    ),
+    Mutation(
+        "gradients of kept rows are scaled by the inverse",
+        "adjoint",
+        "scale = rows / len(chosen) if self.scaled else 1.0",
+        "scale = len(chosen) / rows if self.scaled else 1.0",
+        "test_codec.py",
+        "dot_product and RowSample",
+    ),
+    Mutation(
+        "the gradient of dropout draws a mask of its own",
+        "adjoint",
+        "return _KeyedDropout.apply(g.contiguous(), p, gid, key), None, None, None",
+        "return _KeyedDropout.apply(g.contiguous(), p, gid, key + 1), None, None, None",
+        "test_dropout.py",
+        "where_numbers_were_kept",
+    ),
+    Mutation(
+        "the slope of a norm at zero is not a number",
+        "adjoint",
+        "return torch.where(positive, power, 1).pow(1 / p) * positive",
+        "return power.pow(1 / p)",
+        "test_tensor.py",
+        "norms_of_zeros and 2",
+    ),
+    # averages of gradients
+    Mutation(
+        "gradients in buckets are divided by P twice",
+        "averaging",
+        "bucket.buffer.div_(self._axis.size)",
+        "bucket.buffer.div_(self._axis.size**2)",
+        "test_averaging.py",
+        "test_gradients_are_those_of_one_process",
+    ),
+    Mutation(
+        "gradients that are averaged at once are summed",
+        "averaging",
+        "return collectives.all_reduce(g.detach() / self._axis.size, self._axis)",
+        "return collectives.all_reduce(g.detach(), self._axis)",
+        "test_averaging.py",
+        "test_gradients_are_those_of_one_process",
+    ),
+    Mutation(
+        "a leaf that had a gradient gets the mean in its place",
+        "averaging",
+        "p.grad.add_(mean)",
+        "p.grad.copy_(mean)",
+        "test_averaging.py",
+        "test_gradients_are_those_of_one_process",
+    ),
+    Mutation(
+        "sparse gradients are summed",
+        "averaging",
+        "g.values() / self._axis.size, counts, self._axis",
+        "g.values(), counts, self._axis",
+        "test_averaging.py",
+        "test_gradients_are_those_of_one_process",
+    ),
+    # losses and reductions
+    Mutation(
+        "a mean loss is a sum",
+        "loss",
+        "return (pair[0] / pair[1].detach()).to(summed.dtype), False",
+        "return pair[0].to(summed.dtype), False",
+        "test_tensor.py",
+        "test_losses_are_global_means and 2",
+    ),
+    Mutation(
+        "ignored targets count in the mean",
+        "loss",
+        'valid = target != given["ignore_index"]',
+        "valid = target == target",
+        "test_tensor.py",
+        "test_losses_are_global_means and 2",
+    ),
+    Mutation(
+        "weights of classes do not count in the mean",
+        "loss",
+        "return weight[target[valid]].sum()",
+        "return valid.sum()",
+        "test_tensor.py",
+        "test_losses_are_global_means and 2",
+    ),
+    Mutation(
+        "the running variance of batch norm is biased",
+        "reduction",
+        "_track(running_var, spread * (count / (count - 1)), momentum)",
+        "_track(running_var, spread, momentum)",
+        "test_tensor.py",
+        "test_norms_see_all_nodes",
+    ),
+    Mutation(
+        "an extreme that two rows share counts twice",
+        "reduction",
+        "return total(torch.where(hit, x, 0), rows, dims, keepdim) / ties",
+        "return total(torch.where(hit, x, 0), rows, dims, keepdim)",
+        "test_tensor.py",
+        "extremes_share and 2",
+    ),
+    Mutation(
+        "the place of the largest entry is that of its row's first column",
+        "index",
+        "return best.indices.flatten()[column] * width + column",
+        "return best.indices.flatten()[column] * width",
+        "test_tensor.py",
+        "test_tables and 2",
+    ),
+    Mutation(
+        "SAGEConv sums where it should take means",
+        "reduction",
+        'plan = LinearProduct(*product, mean=self.aggr == "mean")',
+        "plan = LinearProduct(*product, mean=False)",
+        "test_parity.py",
+        "test_step_equals_pyg",
+    ),
+    # degrees
+    Mutation(
+        "degrees leave out the self-loops",
+        "degrees",
+        "degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)",
+        "degree = weight.new_full((here.num_own,), -fill * add_self_loops).index_add(0, "
+        "edge_index[1], weight)",
+        "test_parity.py",
+        "test_step_equals_pyg",
+    ),
+    Mutation(
+        "the loops of an improved GCN count once",
+        "degrees",
+        "fill = 2.0 if improved else 1.0",
+        "fill = 1.0",
+        "test_layers.py",
+        "test_arguments_of_the_matrix_layers",
+    ),
+    Mutation(
+        "an operator with weights is kept when they change",
+        "cache",
+        "if same and seen_version == version:",
+        "if same:",
+        "test_share.py test_ordering.py",
+        "test_cached_operators or test_ranks_compare_changes",
+    ),
+    Mutation(
+        "a product is kept when its input changes in place",
+        "cache",
+        "key, now = _key(kind, weight), (x._version, _version(weight))",
+        "key, now = _key(kind, weight), (0, _version(weight))",
+        "test_ordering.py",
+        "test_a_kept_product_follows_its_inputs",
+    ),
+    # prices
+    Mutation(
+        "a price counts four bytes a word, whatever the type",
+        "price",
+        "return self.words * itemsize",
+        "return self.words * 4",
+        "test_pipeline_ranks.py",
+        "test_bytes_are_those",
+    ),
+    Mutation(
+        "an exchange's price counts what a rank keeps",
+        "price",
+        "words=(sum(recv_counts) - recv_counts[rank]) * width,",
+        "words=sum(recv_counts) * width,",
+        "test_feature_store.py",
+        "test_the_ledger_says_what_the_price_says",
+    ),
+    Mutation(
+        "an all-reduce costs half of what a ring moves",
+        "price",
+        "return -(-2 * numel * (size - 1) // size)",
+        "return -(-numel * (size - 1) // size)",
+        "test_averaging.py test_ledger.py",
+        "test_a_pass_costs_two_words or test_sums_over_ranks",
+    ),
+    Mutation(
+        "the ledger counts four bytes a word, whatever the type",
+        "price",
+        "bytes=received * width * x.element_size(),",
+        "bytes=received * width * 4,",
+        "test_products.py",
+        "test_contract_on_every_grid and 2",
+    ),
+    Mutation(
+        "the words of a dense halo count the fiber once",
+        "price",
+        "(1 - 1 / s) / (r * p) + 2 * (1 - 1 / p) / size",
+        "(1 - 1 / s) / (r * p) + (1 - 1 / p) / size",
+        "test_products.py",
+        "test_dense_halo_costs_the_formula",
+    ),
+    Mutation(
+        "stages over several ranks average their weights for half the price",
+        "price",
+        "return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights",
+        "return stage_words(n, d, stages, shared) + rows + (ways - 1) * weights",
+        "test_pipeline_parts.py",
+        "test_prices_are_those_of_the_paper",
+    ),
+    Mutation(
+        "what a link remembers of rows it has sent is left out of its memory",
+        "price",
+        "total += load.rows_bytes + exchange.sent_rows[backward] * row",
+        "total += load.rows_bytes",
+        "test_link_bytes.py test_link_memory.py",
+    ),
+    Mutation(
+        "ranks agree on the modes of a link's calls for nothing",
+        "price",
+        "return times * collectives.ring_words(1, self.size)",
+        "return 0",
+        "test_link_bytes.py",
+        "test_bytes_are_those_foretold",
+    ),
+    Mutation(
+        "quantised float64 rows are priced as float32",
+        "price",
+        "size = dtype.itemsize\n        return codec_ops.message_bytes(",
+        "size = 4\n        return codec_ops.message_bytes(",
+        "test_codec.py",
+        "test_shapes_bytes_and_out and float64 and Quantise",
+    ),
+    # codecs
+    Mutation(
+        "the zero of a quantised row is rounded up",
+        "codec",
+        "bits += 0xFFFF  # a negative number falls as its bits grow",
+        "bits += 0",
+        "test_codec.py",
+        "test_quantised_rows_lie_within_half_a_step",
+    ),
+    Mutation(
+        "the step of a quantised row is too short",
+        "codec",
+        "d = bf16_up((most - low[k]) / top, number, number_bits)",
+        "d = bf16_up((most - low[k]) / (top + 1), number, number_bits)",
+        "test_codec.py",
+        "test_quantised_rows_lie_within_half_a_step",
+    ),
+    Mutation(
+        "random rounding favours the lower level",
+        "codec",
+        "np.int32(np.rint(t * scale)) + np.int32(noise[np.uint64(c)])",
+        "np.int32(np.rint(t * scale)) + np.int32(noise[np.uint64(c)] >> np.uint16(1))",
+        "test_codec.py",
+        "test_unbiased_both_ways",
+    ),
+    Mutation(
+        "a mask is scaled by its rate, not by what it keeps",
+        "codec",
+        "return width / self.kept(width) if self.scaled and width else 1.0",
+        "return self.rate if self.scaled and width else 1.0",
+        "test_codec.py",
+        "test_unbiased_both_ways or mask_variance",
+    ),
+    Mutation(
+        "columns of wide rows do not fit in a byte",
+        "codec",
+        "if width <= 1 << 8:",
+        "if width <= 1 << 9:",
+        "test_codec.py",
+        "test_top_k",
+    ),
+    Mutation(
+        "columns of very wide rows do not fit in two bytes",
+        "codec",
+        "return torch.int16 if width <= 1 << 15 else torch.int32",
+        "return torch.int16 if width <= 1 << 16 else torch.int32",
+        "test_codec.py",
+        "test_top_k",
+    ),
+    Mutation(
+        "flags that save nothing are sent, and read as rows",
+        "codec",
+        "if len(message) >= whole:",
+        "if len(message) > whole:",
+        "test_codec.py",
+        "bitmap",
+    ),
+    # samplers
+    Mutation(
+        "a row that is small gives all it has, with replacement too",
+        "sampler",
+        "if fan_out < 0 or (choices < fan_out and not replace):",
+        "if fan_out < 0 or choices < fan_out:",
+        "test_sampling_statistics.py",
+        "test_draws_with_replacement or test_weighted_draws_with_replacement",
+    ),
+    Mutation(
+        "the last edge of a row is never drawn first",
+        "sampler",
+        "pick = np.int64(uniform(generator, k) * top)\n            if replace:",
+        "pick = np.int64(uniform(generator, k) * (top - 1))\n            if replace:",
+        "test_sampling_statistics.py",
+        "test_all_subsets_are_equally_likely or test_draws_with_replacement",
+    ),
+    Mutation(
+        "an edge as late as its seed is left out",
+        "sampler",
+        "if time[timed] <= limit:",
+        "if time[timed] < limit:",
+        "test_loader_life.py",
+        "test_nothing_later or test_seeds_take_the_time",
+    ),
+    Mutation(
+        "LADIES draws by the weights, not by their squares",
+        "weights",
+        'return SQUARED if self.definition == "code" else COUNTED',
+        'return PLAIN if self.definition == "code" else COUNTED',
+        "test_layer_sampler.py",
+        "test_probabilities_are_those_of_the_formula",
+    ),
+    Mutation(
+        "debiased weights count the draw itself among those to come",
+        "weights",
+        "chance = drawn.left.double() / value.double() + (s - nth - 1)",
+        "chance = drawn.left.double() / value.double() + (s - nth)",
+        "test_layer_sampler.py",
+        "test_debiased_weights_by_hand or test_unbiased_estimates",
+    ),
+    Mutation(
+        "importance weights are not divided by the number of draws",
+        "weights",
+        "found.index_add_(0, place, chance / s)",
+        "found.index_add_(0, place, chance)",
+        "test_layer_sampler.py",
+        "test_importance_weights_by_hand",
+    ),
+    Mutation(
+        "nodes of the batch are weighted, the others count once",
+        "mask",
+        "found.masked_fill_(kept, 1.0)",
+        "found.masked_fill_(~kept, 1.0)",
+        "test_layer_sampler.py",
+        "by_hand",
+    ),
+    Mutation(
+        "a row with as many entries as draws is taken for an estimate",
+        "weights",
+        "return offsets(count.clamp(max=s)), count <= s",
+        "return offsets(count.clamp(max=s)), count < s",
+        "test_algebra.py",
+        "test_rows_that_give_all_they_have",
+    ),
+    Mutation(
+        "fan-outs do not bound the chance that a node is reached",
+        "weights",
+        "drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=1)",
+        "drawn = (fanout / upstream.in_degree.clamp(min=1)).clamp_(max=0.5)",
+        "test_hot.py",
+        "test_exact_on_a_tree",
+    ),
+    # indices
+    Mutation(
+        "an id just behind a block is found in it",
+        "index",
+        "here = (place >= 0) & (place < len(self.gid))",
+        "here = (place >= 0) & (place <= len(self.gid))",
+        "test_feature_store.py",
+        "test_an_owner_that_has_not or test_rows_are_those",
+    ),
+    Mutation(
+        "plain rows after row-cut ones take the ids of those",
+        "index",
+        "gids.append(before + block.gid)",
+        "gids.append(block.gid)",
+        "test_whole.py test_tensor.py test_transforms.py",
+        "test_values_and_gradients or test_utilities or test_tables or test_sizes",
+    ),
+    Mutation(
+        "a mask keeps the rows that it leaves out",
+        "mask",
+        "return x.wrap(x.to_local()[mask.to_local()], _selected(mask))",
+        "return x.wrap(x.to_local()[~mask.to_local()], _selected(mask))",
+        "test_tensor.py",
+        "test_masks_cost_nothing",
+    ),
+    # late rows
+    Mutation(
+        "rows are one epoch later than they should be",
+        "staleness",
+        "return self.messages[max(len(self.messages) - 1 - late, 0)]",
+        "return self.messages[max(len(self.messages) - 2 - late, 0)]",
+        "test_link_late.py",
+        "test_synchronous_epochs or test_late_links or test_smooth",
+    ),
+    Mutation(
+        "synchronous epochs come one too late",
+        "staleness",
+        "return every is not None and (epoch + 1) % every == 0",
+        "return every is not None and epoch % every == 0",
+        "test_link_late.py",
+        "test_synchronous_epochs",
+    ),
+    Mutation(
+        "a moving average takes the two shares the wrong way round",
+        "staleness",
+        "self.mean.mul_(smooth).add_(rows, alpha=1 - smooth)",
+        "self.mean.mul_(1 - smooth).add_(rows, alpha=smooth)",
+        "test_link_late.py",
+        "test_smooth",
+    ),
+    Mutation(
+        "the history of a chunk is one epoch older",
+        "staleness",
+        "self.history.store(block, fresh)",
+        "self.history.store(block, rows)",
+        "test_pipeline.py",
+        "constant_history and gcn-True",
+    ),
+    Mutation(
+        "stale gradients are those of all epochs before",
+        "staleness",
+        "elif self.gradients is not None and self.rule.keep != 1:",
+        "elif self.gradients is not None and self.rule.keep > 1:",
+        "test_pipeline.py",
+        "test_gradients_between_chunks",
+    ),
+    # the rows of a feature store
+    Mutation(
+        "the cache keeps the rows of an attribute that was replaced",
+        "cache",
+        "row_group.foreign.pop(name, None)\n        if len(row_group.chosen):",
+        "row_group.foreign.pop(name, None)\n"
+        "        if len(row_group.chosen) and name not in row_group.hot:",
+        "test_feature_store.py",
+        "test_the_cache_is_the_same or test_putting",
+    ),
+    Mutation(
+        "rows of the cache are laid out as if they came from others",
+        "cache",
+        "ids, torch.cat([home, hot, cold]), tuple(counts), here, kept[found]",
+        "ids, torch.cat([home, cold, hot]), tuple(counts), here, kept[found]",
+        "test_feature_store.py",
+        "test_the_cache_is_the_same or test_traffic_falls",
+    ),
+    # what goes wrong
+    Mutation(
+        "a problem is raised on the rank that has it alone",
+        "error",
+        "found = all_gather_object(problem, axis)",
+        "found = [problem]",
+        "test_feature_store.py",
+        "test_mistakes_are_told_to_all_ranks",
+    ),
+    Mutation(
+        "a wait goes on past its deadline",
+        "error",
+        "if time.monotonic() - start > watch.deadline:",
+        "if time.monotonic() - start > 10 * watch.deadline:",
+        "test_ends.py",
+        "test_a_backward_pass_stands_under_the_deadline",
+    ),
+    Mutation(
+        "a wait does not look whether another rank has failed",
+        "error",
+        "watch.look()\n        if time.monotonic() - start > watch.deadline:",
+        "if time.monotonic() - start > watch.deadline:",
+        "test_failure.py",
+        "test_launch_raises_the_first_cause or test_bad_input",
+    ),
+    Mutation(
+        "a rank reads another's failure as its own",
+        "error",
+        'if note["rank"] != self.rank:',
+        'if note["rank"] == self.rank:',
+        "test_failure.py",
+        "test_launch_raises_the_first_cause",
+    ),
+    Mutation(
+        "ranks may change weights in place on some of them alone",
+        "error",
+        "if self._changed < place <= self._passed:",
+        "if self._changed < place < self._passed:",
+        "test_ordering.py",
+        "test_a_change_on_one_rank",
+    ),
+    # checkpoints
+    Mutation(
+        "a saved file may be altered",
+        "checkpoint",
+        "if sha256(path) != sums[path.name]:",
+        "if not sums[path.name]:",
+        "test_saving.py",
+        "test_a_flipped_bit_of_a_checkpoint",
+    ),
+    Mutation(
+        "history is taken whatever nodes it is of",
+        "checkpoint",
+        "told.update(plan.gid.numpy().tobytes())",
+        "told.update(bytes(8))",
+        "test_pipeline_ranks.py test_pipeline.py test_pipeline_links.py",
+        "test_history_of_other_chunks or test_what_was_kept_of_other_chunks",
+    ),
+    Mutation(
+        "late rows are taken whatever partition they are of",
+        "checkpoint",
+        '"owners": digest,',
+        '"owners": None,',
+        "test_link_resume.py",
+        "test_rows_of_another_partition",
+    ),
+    Mutation(
+        "a partition's digest leaves out the owners",
+        "checkpoint",
+        "state.update(self.owner.contiguous().numpy().data)",
+        "state.update(bytes(8))",
+        "test_cutters.py",
+        "test_digest_tells_partitions_apart",
+    ),
+    Mutation(
+        "an optimizer of another model is taken",
+        "checkpoint",
+        'strange = [p for p in group["params"] if id(p) not in held]',
+        'strange = [p for p in group["params"] if id(p) in ()]',
+        "test_checkpoint.py",
+        "test_an_optimizer_of_another_model",
+    ),
+    # cutters
+    Mutation(
+        "parts may be larger than the balance says",
+        "cutter",
+        "capacity[0] = max(capacity[0], math.floor(mean[0] * balance))",
+        "capacity[0] = max(capacity[0], math.ceil(mean[0] * balance * 1.05))",
+        "test_cutters.py",
+        "test_ldg_never_exceeds_its_capacity",
+    ),
+    Mutation(
+        "the first parts of a block cut are all the larger ones",
+        "cutter",
+        "sizes[:more] += 1",
+        "sizes[-1] += more",
+        "test_cutters.py",
+        "test_block_is_consecutive_and_even",
+    ),
+    Mutation(
+        "LDG keeps its last cut, not its best",
+        "cutter",
+        "best, best_cut = owner.copy(), size",
+        "best, best_cut = owner, size",
+        "test_cutters.py",
+        "ldg or cliques",
+    ),
+    # the planner
+    Mutation(
+        "the planner sends the loss of a stage's ranks once",
+        "planner",
+        "last = 2 * ring_words(LOSS_WORDS, ways) * LOSS_ITEM",
+        "last = ring_words(LOSS_WORDS, ways) * LOSS_ITEM",
+        "test_plan_pipelines.py",
+        "test_bytes_are_those_of_the_ledger",
+    ),
+    Mutation(
+        "the planner's stages send nothing on",
+        "planner",
+        "self.border = self._n * (self._into + self._out) * item",
+        "self.border = self._n * self._into * item",
+        "test_plan_pipelines.py",
+        "test_bytes_are_those_of_the_ledger",
+    ),
+    Mutation(
+        "the planner gives whole blocks to their own rank as well",
+        "planner",
+        "np.repeat(own[:, None, :], size, 1) * (1 - np.eye(size, dtype=np.int64))",
+        "np.repeat(own[:, None, :], size, 1)",
+        "test_plan.py",
+        "test_bytes_are_those_of_the_ledger",
+    ),
+    Mutation(
+        "the planner forgets sums that are paid for already",
+        "planner",
+        "words[i, j] += len(torch.unique(near[away & paid]))",
+        "words[i, j] += 0",
+        "test_plan.py",
+        "test_bytes_are_those_of_the_ledger",
+    ),
+    Mutation(
+        "the planner multiplies by self-loops twice",
+        "planner",
+        "own = own + (self.nodes - self.loops).reshape(r, s, p).sum(2)",
+        "own = own + self.nodes.reshape(r, s, p).sum(2)",
+        "test_plan.py",
+        "nonzeros_are and directed",
+    ),
+)
+
+
+def find(mutation: Mutation, root: Path = ROOT) -> Path:
+    """Returns the only file below a root whose text a fault changes.
+
+    Raises:
+        LookupError: if there is no such text, or more than one.
+    """
+    paths = sorted((root / PACKAGE).rglob("*.py"))
+    counts = {path: path.read_text().count(mutation.old) for path in paths}
+    places = [str(p.relative_to(root)) for p, count in counts.items() if count]
+    if sum(counts.values()) != 1:
+        raise LookupError(
+            f"the old text of {mutation.name!r} must occur once in {PACKAGE}, but occurs "
+            f"{sum(counts.values())} times (in {places}): {mutation.old!r}"
+        )
+    return root / places[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the tests of one fault.
+
+    Args:
+        mutation: the fault.
+        file: where it was.
+        verdict: "caught", "NOT caught", "timeout", or "broken" where tests could not be run.
+        by: the first test that failed.
+        seconds: that the tests took.
+    """
+
+    mutation: Mutation
+    file: str
+    verdict: str
+    by: str
+    seconds: float
+
+
+class Workshop:
+    """A copy of the package and its tests, in which faults are put one at a time."""
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.root, self.limit = folder, limit
+        skip = shutil.ignore_patterns("__pycache__")
+        for name in (PACKAGE, "tests"):
+            shutil.copytree(ROOT / name, folder / name, ignore=skip)
+        shutil.copy2(ROOT / "pyproject.toml", folder)
+        self._cache = folder / "cache"  # of compiled loops
+
+    def pytest(
+        self, arguments: Sequence[str], cache: Path | None = None
+    ) -> tuple[int | None, str, float]:
+        """Runs pytest; returns its exit code, None if it was stopped, output and seconds."""
+        place = {
+            "PYTHONPATH": str(self.root),
+            "NUMBA_CACHE_DIR": str(cache or self._cache),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.root,
+            env={**os.environ, **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=self.limit)
+            code: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            code, text = None, ""
+        finally:
+            self._end(process)
+        return code, text, time.monotonic() - begin
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        """Ends a run, and the ranks that it has left."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    @contextmanager
+    def mutated(self, mutation: Mutation) -> Iterator[tuple[Path, Path | None]]:
+        """Has a fault in a block; yields its file, and a folder for compiled loops if new."""
+        path = find(mutation, self.root)
+        text, about = path.read_text(), path.stat()
+        cache = self._cache_without(path) if "@jit" in text else None
+        self._write(path, text.replace(mutation.old, mutation.new))
+        try:
+            yield path.relative_to(self.root), cache
+        finally:
+            self._write(path, text)
+            os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+            if cache is not None:
+                shutil.rmtree(cache, ignore_errors=True)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        # byte code is known by seconds and sizes, which may be the same
+        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            stale.unlink()
+
+    def _cache_without(self, path: Path) -> Path:
+        """Copies the compiled loops but those of a module, and of modules that use it."""
+        sources = {p.stem: p.read_text() for p in (self.root / PACKAGE).rglob("*.py")}
+        stale, before = {path.stem}, 0
+        while len(stale) > before:
+            before = len(stale)
+            uses = re.compile(rf"^(?:from|import) .*\b({'|'.join(stale)})\b", re.M)
+            stale |= {stem for stem, text in sources.items() if uses.search(text)}
+        cache = self.root / "cache-apart"
+        names = [f"{stem}.*" for stem in stale]
+        if self._cache.exists():
+            shutil.copytree(self._cache, cache, ignore=shutil.ignore_patterns(*names))
+        return cache
+
+    def judge(self, mutation: Mutation) -> Outcome:
+        """Runs the tests of a fault with it."""
+        with self.mutated(mutation) as (path, cache):
+            code, text, seconds = self.pytest(["-x", *selection(mutation)], cache)
+        failed = FAILED.search(text)
+        by = failed[1].removeprefix("tests/") if failed else ""
+        verdict = {None: "timeout", 0: "NOT caught", 1: "caught"}.get(code, "broken")
+        if verdict == "caught" and not failed:
+            verdict = "broken"
+        if verdict == "broken":
+            print(text[-3000:])
+        return Outcome(mutation, str(path), verdict, by, seconds)
+
+    def check_unmutated(self, mutations: Sequence[Mutation]) -> None:
+        """Runs the tests of faults without any, file by file.
+
+        Raises:
+            RuntimeError: with what pytest said, unless they pass.
+        """
+        for files in dict.fromkeys(m.files for m in mutations):
+            words = dict.fromkeys(m.words for m in mutations if m.files == files)
+            either = "" if "" in words else " or ".join(f"({one})" for one in words)
+            both = Mutation("", "", "", "", files, either)
+            code, text, _ = self.pytest(selection(both))
+            said = (text.splitlines() or [""])[-1]
+            print(f"without a fault, {files}: {said}", flush=True)
+            if code != 0:
+                raise RuntimeError(
+                    f"{files} does not pass without a fault:\n{text[-5000:]}"
+                )
+
+
+def selection(mutation: Mutation) -> list[str]:
+    """Returns the arguments of pytest that select the tests of a fault."""
+    files = [f"tests/{name}" for name in mutation.files.split()]
+    return [*files, *(["-k", mutation.words] if mutation.words else [])]
+
+
+def campaign(
+    mutations: Sequence[Mutation], jobs: int, limit: float, check: bool
+) -> list[Outcome]:
+    """Judges faults, some at a time; prints each outcome as it comes."""
+    for mutation in mutations:
+        find(mutation)
+    shops: Queue[Workshop] = Queue()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        for number in range(jobs):
+            shops.put(Workshop(Path(folder) / str(number), limit))
+
+        def judge(mutation: Mutation) -> Outcome:
+            shop = shops.get()
+            try:
+                outcome = shop.judge(mutation)
+            finally:
+                shops.put(shop)
+            print(
+                f"{outcome.verdict:>10}  {outcome.seconds:5.0f} s  {mutation.name}  "
+                f"{outcome.by}",
+                flush=True,
+            )
+            return outcome
+
+        if check:
+            shop = shops.get()
+            shop.check_unmutated(mutations)
+            shops.put(shop)
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(judge, mutations))
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Returns the line of a table for each fault, by name."""
+    rows = {}
+    for outcome in outcomes:
+        mutation = outcome.mutation
+        by = f"`{outcome.by}`" if outcome.verdict == "caught" else outcome.verdict
+        file = outcome.file.removeprefix(f"{PACKAGE}/")
+        cells = mutation.name, mutation.kind, f"`{file}`", by, f"{outcome.seconds:.0f}"
+        line = " | ".join(cell.replace("|", "&#124;") for cell in cells)
+        rows[mutation.name] = f"| {line} |"
+    return rows
+
+
+def report(outcomes: Sequence[Outcome], before: str) -> str:
+    """Returns a report in Markdown, a line for each fault.
+
+    Args:
+        outcomes: of this run.
+        before: an earlier report, from which the lines of other faults are taken.
+    """
+    lines = re.findall(r"^\| (.+?) \| .+ \| +\d+ \|$", before, re.M)
+    kept = re.findall(r"^\| .+ \| +\d+ \|$", before, re.M)
+    known = dict(zip(lines, kept, strict=True)) | rows_of(outcomes)
+    rows = [known[m.name] for m in MUTATIONS if m.name in known]
+    caught = sum("::" in row.split(" | ")[3] for row in rows)
+    return "\n".join(
+        [*HEAD, f"{caught} of {len(rows)} are caught.", "", *COLUMNS, *rows, ""]
+    )
+
+
+HEAD = (
+    "# Faults that tests find",
+    "",
+    "```bash",
+    "python tests/mutations.py --report benchmarks/reports/mutations.md",
+    "```",
+    "",
+    "Each line is one fault: a changed line in a copy of the package. The tests named with it "
+    "in `tests/mutations.py` pass without it; it is caught where one of them fails, and the "
+    "first that did is named. Seconds are those of the tests with the fault, and of "
+    "compiling where it is in a compiled loop.",
+    "",
+)
+COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0 if all faults were caught."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--report", type=Path, help="a Markdown file; with -k, other lines of it stay")
+    add("-k", dest="words", default="", help="a pattern to be found in names or kinds")
+    add("--jobs", type=int, default=1, help="faults at a time")
+    add("--limit", type=float, default=LIMIT, help="seconds for the tests of a fault")
+    add(
+        "--unchecked",
+        action="store_true",
+        help="tests are known to pass without faults",
+    )
+    add("--list", action="store_true", help="name the faults, and do nothing")
+    given = parser.parse_args(arguments)
+    chosen = [m for m in MUTATIONS if re.search(given.words, f"{m.kind}: {m.name}")]
+    if given.list:
+        for mutation in chosen:
+            print(
+                f"{mutation.kind}: {mutation.name} ({find(mutation).relative_to(ROOT)})"
+            )
+        return 0
+    outcomes = campaign(chosen, given.jobs, given.limit, not given.unchecked)
+    if given.report is not None:
+        before = (
+            given.report.read_text() if given.words and given.report.exists() else ""
+        )
+        given.report.write_text(report(outcomes, before))
+    missed = [outcome for outcome in outcomes if outcome.verdict != "caught"]
+    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
