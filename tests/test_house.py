@@ -70,7 +70,7 @@ CHANGES = set("add append clear discard extend insert pop popitem remove".split(
 CHANGES |= set("setdefault update subtract appendleft popleft".split())
 EMPTY = re.compile(
     r"\[\]|\{\}|(\w+\.)*(dict|list|set|deque|Counter|OrderedDict|local|Weak\w+)\(\)"
-    r"|(\w+\.)*defaultdict\(.*\)"
+    r"|(\w+\.)*defaultdict\(.*\)|\w+State\(\)"
 )
 
 

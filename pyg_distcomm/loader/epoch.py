@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.random import fold, keyed_permutation
 from pyg_distcomm.process import PROCESS
@@ -67,7 +68,7 @@ class Phases:
         """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
         begin, before = time.perf_counter_ns(), _travelled(ledger)
         try:
-            with torch.profiler.record_function(f"pyg_distcomm: {name}"):
+            with timeline.label(name):
                 yield
         finally:
             after = _travelled(ledger)
