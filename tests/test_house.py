@@ -62,7 +62,6 @@ TWICE: set[str] = set()
 STATE = {
     "comm.shutdown._begun",
     "comm.failure._live",
-    "kernels.compile._known",
     "kernels.memory._advise",
     "kernels.memory._heap_start",
     "kernels.memory._libc",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -499,7 +500,7 @@ def start_cold(cache: str) -> subprocess.Popen:
 def test_processes_that_start_cold_together_compile_once(tmp_path):
     ranks = [start_cold(str(tmp_path)) for _ in range(3)]
     assert [rank.communicate(timeout=600)[0].strip() for rank in ranks] == ["6.0"] * 3
-    kept = [file.name for file in tmp_path.rglob("loops.spmm-*.nbc")]
+    kept = [file.name for file in tmp_path.rglob("core_jit.spmm-*.nbc")]
     assert len(kept) == 2  # a block of two columns and one of one: nothing twice
     assert list(tmp_path.rglob("pyg_distcomm.lock"))
 
@@ -541,23 +542,84 @@ def test_tensors_that_require_gradients_are_read():
 
 
 def test_loops_compile_without_a_cache_folder(monkeypatch):
-    from pyg_distcomm.kernels import core_jit
+    from pyg_distcomm.kernels import compile
 
-    def no_folder(**options):
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        assert options["nogil"]
-        return lambda loop: ("kept in memory", loop)
+    def no_folder(loop):
+        raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(core_jit, "njit", no_folder)
-    assert core_jit.jit(len) == ("kept in memory", len)
+    monkeypatch.setattr(compile, "KernelCache", no_folder)
+    double = compile.jit(lambda x: 2 * x)
+    assert compile.cache_folder(double) is None
+    assert compile.ready(double, (3,))() == 6
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Writes two modules and calls `outer.run`: (its result, whether from the cache)."""
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def call(constant: int, operator: str) -> tuple[int, bool]:
+        (tmp_path / "inner_loops.py").write_text(
+            "from pyg_distcomm.kernels.compile import jit\n"
+            f"CONSTANT = {constant}\n"
+            "@jit\n"
+            f"def step(x):\n    return x {operator} CONSTANT\n"
+        )
+        (tmp_path / "outer_loops.py").write_text(
+            "from inner_loops import CONSTANT, step\n"
+            "from pyg_distcomm.kernels.compile import jit, ready\n"
+            "@jit\n"
+            "def run(x):\n    return step(x) + 100 * CONSTANT\n"
+        )
+        for name in ("inner_loops", "outer_loops"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        outer = importlib.import_module("outer_loops")
+        result = compile.ready(outer.run, (6,))()
+        return result, bool(outer.run.stats.cache_hits)
+
+    from pyg_distcomm.kernels import compile
+
+    return call
+
+
+def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
+    assert cached(2, "+") == (208, False)
+    assert cached(2, "+") == (208, True)
+    assert cached(2, "*") == (212, False)  # another function, which is inlined
+    assert cached(3, "*") == (318, False)  # another constant
+    assert cached(2, "+") == (208, True)
+
+
+def test_cached_code_is_keyed_by_the_tools_and_intrinsics(monkeypatch):
+    import llvmlite
+    import numba
+
+    from pyg_distcomm.kernels import compile, core_jit
+
+    loop = core_jit.spmm.py_func
+    known = {compile.fingerprint(loop)}
+    monkeypatch.setattr(compile, "LINE", 128)  # of the prefetch that it contains
+    known.add(compile.fingerprint(loop))
+    monkeypatch.setattr(compile, "_start", lambda build, fresh, home: None)
+    known.add(compile.fingerprint(loop))
+    for tool in (numba, llvmlite):
+        monkeypatch.setattr(tool, "__version__", "0.1")
+        known.add(compile.fingerprint(loop))
+    monkeypatch.setattr(compile.platform, "python_version", lambda: "3.0")
+    assert len(known | {compile.fingerprint(loop)}) == 6
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
     """Numba's cache is made of pickles: whoever writes there would run code here."""
     cache = tmp_path / "cache"
     program = (
-        "from pyg_distcomm.kernels import loops; print(loops.spmm.stats.cache_path)"
+        "from pyg_distcomm.kernels import core_jit as loops;"
+        "print(loops.spmm.stats.cache_path)"
     )
 
     def run(mode):
@@ -575,25 +637,23 @@ def test_a_cache_that_others_can_write_is_not_read(tmp_path):
 
 
 def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
-    from pyg_distcomm.kernels import cache_trust
+    from pyg_distcomm.kernels import compile
 
     deep = tmp_path / "a" / "b" / "not yet"
     deep.parent.mkdir(parents=True)
-    assert cache_trust.untrusted_writer(deep) is None
+    assert compile.untrusted_writer(deep) is None
     (tmp_path / "a").chmod(0o777)
-    assert (
-        cache_trust.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
-    )
+    assert compile.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
     (tmp_path / "a").chmod(0o1777)  # as /tmp: others add names, and replace none
-    assert cache_trust.untrusted_writer(deep) is None
-    assert "all users" in cache_trust.untrusted_writer(tmp_path / "a")
+    assert compile.untrusted_writer(deep) is None
+    assert "all users" in compile.untrusted_writer(tmp_path / "a")
     (tmp_path / "a").chmod(0o775)
-    monkeypatch.setattr(cache_trust, "_is_own", lambda _: False)
-    assert "group" in cache_trust.untrusted_writer(deep)
+    monkeypatch.setattr(compile, "_is_own", lambda _: False)
+    assert "group" in compile.untrusted_writer(deep)
     (tmp_path / "a").chmod(0o755)
     if os.getuid() == 0:
         os.chown(tmp_path / "a", 12345, 0)
-        assert "another user (uid 12345)" in cache_trust.untrusted_writer(deep)
+        assert "another user (uid 12345)" in compile.untrusted_writer(deep)
 
 
 def test_large_matrices_ask_for_huge_pages():

@@ -20,7 +20,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.launch import launch
 from pyg_distcomm.comm.mesh import init
 from pyg_distcomm.kernels import reference
-from pyg_distcomm.kernels.cache_trust import untrusted_writer
 
 REQUIRED = {"torch": (2, 6), "torch_geometric": (2, 6), "numba": (0, 57)}
 OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothing
@@ -167,7 +166,7 @@ def cache(folder: object) -> Finding:
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
-    other = untrusted_writer(folder)
+    other = kernels.untrusted_writer(folder)
     if other is not None:
         return Finding("kernel cache", f"not used: {other}", _OWN)
     if os.access(place, os.W_OK):

@@ -41,6 +41,7 @@ __all__ = [
     "sddmm",
     "spgemm",
     "spmm",
+    "untrusted_writer",
     "warm_up",
     "weighted_sampler",
 ]
@@ -244,6 +245,14 @@ def describe() -> dict[str, object]:
         ".cpu", __name__
     ).describe()
     return description
+
+
+def untrusted_writer(folder: str) -> str | None:
+    """Names who else can write to a cache folder; see `compile.untrusted_writer`."""
+    other: str | None = importlib.import_module(".compile", __name__).untrusted_writer(
+        folder
+    )
+    return other
 
 
 def _pick(

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import hash_row, jit, mix
+from pyg_distcomm.kernels.compile import jit
+from pyg_distcomm.kernels.core_jit import hash_row, mix
 
 Array: TypeAlias = Any  # of one dimension, contiguous
 WIDEST = 3e38  # see `code_reference.WIDEST`

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pyg_distcomm.kernels.codec_jit import bounds, draw_noise, pack_group, unpack_group
-from pyg_distcomm.kernels.core_jit import jit
+from pyg_distcomm.kernels.compile import jit
 
 Array: TypeAlias = Any  # of one dimension, contiguous
 COLUMN = (1 << 20) - 1  # the bits of a hash that are replaced by its column

@@ -7,52 +7,21 @@ loop serves contiguous and strided matrices.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
-from pyg_distcomm.kernels.cache_trust import untrusted_writer
-from pyg_distcomm.kernels.llvm_intrinsics import LINE, prefetch, sum_block
+from pyg_distcomm.kernels.compile import (
+    LINE,
+    Array,
+    jit,
+    prefetch,
+    reordering,
+    sum_block,
+)
 
-Array: TypeAlias = Any  # of one dimension, contiguous
-Loop = TypeVar("Loop", bound=Callable[..., Any])
 AHEAD = 4096  # bytes of rows asked for before they are needed
 SOON = 16  # rows asked for before they are needed
-
-
-def jit(loop: Loop) -> Loop:
-    """Declares a loop that is compiled at its first call, and kept on disk.
-
-    Where Numba finds no folder it may write to, or others can write to that folder, the
-    loop is kept in memory only.
-    """
-    plain: Any = njit(nogil=True, error_model="numpy")(loop)
-    try:
-        kept: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
-        other = untrusted_writer(kept.stats.cache_path)
-    except RuntimeError:
-        return cast(Loop, plain)
-    if other is not None:
-        warnings.warn(
-            f"compiled loops are not kept, because {other}; set NUMBA_CACHE_DIR to a folder "
-            "of your own, which nobody else can write to",
-            stacklevel=2,
-        )
-        return cast(Loop, plain)
-    return cast(Loop, kept)
-
-
-def reordering(loop: Loop) -> Loop:
-    """Declares a loop whose sums may be taken in another order, so in vectors.
-
-    The order is fixed when compiling: bits do not depend on threads. Never cached
-    on its own, since its callers contain it.
-    """
-    compiled: Any = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
-    return cast(Loop, compiled)
 
 
 @jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit
+from pyg_distcomm.kernels.compile import Array, jit
 
 FREE = -1
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit, mix
+from pyg_distcomm.kernels.compile import Array, jit
+from pyg_distcomm.kernels.core_jit import mix
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 UNIT = 2.0**-53

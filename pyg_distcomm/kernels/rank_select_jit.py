@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
 from pyg_distcomm.kernels.relabel_jit import SOON
 
 ONE = np.uint64(1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit, mix
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
+from pyg_distcomm.kernels.core_jit import mix
 
 SOON = 32  # nodes or entries asked for before they are needed
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

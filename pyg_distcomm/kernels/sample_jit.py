@@ -17,8 +17,8 @@ import math
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit, mix
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
+from pyg_distcomm.kernels.core_jit import mix
 from pyg_distcomm.kernels.relabel_jit import GOLDEN, SOON
 
 FEW = 48  # draws of a row up to which a scan for repeats beats a table

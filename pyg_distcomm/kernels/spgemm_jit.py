@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.core_jit import Array, jit
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
 from pyg_distcomm.kernels.rank_select_jit import ONE, ones_in
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -6,8 +6,7 @@ import heapq
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import entry
-from pyg_distcomm.kernels.core_jit import jit
+from pyg_distcomm.kernels.compile import entry, jit
 
 Array = np.ndarray
 

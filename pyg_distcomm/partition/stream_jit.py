@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import entry
-from pyg_distcomm.kernels.core_jit import jit
+from pyg_distcomm.kernels.compile import entry, jit
 
 Array = np.ndarray
 
