@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 
+import definitions
 import pytest
 import tiers
 import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels import reference, threads
+from pyg_distcomm.kernels import core_ops, threads
+
+reference = definitions.of(core_ops)
 
 WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
 KEY = 2**62 + 12345
@@ -158,7 +162,7 @@ def test_columns_do_not_depend_on_their_neighbours():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_panels_give_the_same_bits(monkeypatch, dtype):
-    from pyg_distcomm.kernels import cpu
+    from pyg_distcomm.kernels import core_cpu as cpu
 
     rowptr, col, value, x = large_problem(100, dtype)
     start = torch.randn(len(rowptr) - 1, 100, dtype=dtype)
@@ -514,8 +518,22 @@ def test_importing_compiles_nothing():
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "kernels.reference" in found.stdout
-    assert "kernels.cpu" not in found.stdout
+    assert "kernels.core_ops" in found.stdout
+    assert "kernels.core_cpu" not in found.stdout
+
+
+@pytest.mark.parametrize("name", ["core", "codec", "matrix"])
+def test_compiled_ops_have_the_arguments_of_their_definitions(name):
+    module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")
+    twins = importlib.import_module(f"pyg_distcomm.kernels.{name}_cpu")
+    ops = vars(definitions.of(module))
+    assert ops
+    for op, definition in ops.items():
+        wanted, found = (
+            [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
+            for f in (definition, getattr(twins, op))
+        )
+        assert found == wanted, op
 
 
 # --- the front door -----------------------------------------------------------
@@ -702,7 +720,7 @@ def test_places_of_ids(total, share):
     gid = (torch.rand(total, generator=g) < share).nonzero().view(-1)
     ids = torch.randint(total, (40_000,), generator=g)
     found = kernels.rank_select_index(gid, total)(ids)
-    assert torch.equal(found, reference.places(gid, ids))
+    assert torch.equal(found, definitions.places(gid, ids))
     assert torch.equal(
         kernels.rank_select_index(gid, total)(gid), torch.arange(len(gid))
     )

@@ -7,16 +7,17 @@ import sys
 
 import numpy as np
 import pytest
+import sample_reference
 import torch
 
-from pyg_distcomm.kernels import sample_jit, sample_reference
+from pyg_distcomm.kernels import sample_jit
 from pyg_distcomm.kernels.minibatch import (
     Relation,
     Request,
     SampleGraph,
     UnweightedNode,
 )
-from pyg_distcomm.kernels.sample import Sampler
+from pyg_distcomm.kernels.sample_cpu import Sampler
 
 NORESERVE = 0x4000  # of Linux; named by mmap from Python 3.13 on
 INDEX = {"int32": torch.int32, "int64": torch.int64}
@@ -107,7 +108,7 @@ def test_compiled_equals_reference(
     hetero, kind, replace, disjoint, induced, hashed, monkeypatch
 ):
     if hashed:
-        monkeypatch.setattr("pyg_distcomm.kernels.sample.TABLES", 0)
+        monkeypatch.setattr("pyg_distcomm.kernels.sample_cpu.TABLES", 0)
     pairs, dtype = replace, torch.int64 if disjoint else torch.int32
     timed = (kind,) if kind in ("node", "edge") else ()
     g = graph(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_distcomm.kernels.reference import MAX_INT32
+from pyg_distcomm.kernels.core_ops import MAX_INT32
 from pyg_distcomm.partition.edges import (
     capacities,
     fill_empty,

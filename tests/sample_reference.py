@@ -1,10 +1,10 @@
-"""Neighbour sampling in plain torch and Python: the definition of `sample.Sampler`.
+"""Defines what `kernels.sample_cpu.Sampler` draws, in plain torch and Python.
 
 Draws of a node come from a generator of its own,
 
     s = mix(mix(key ^ mix(t + G)) ^ mix(v + G)),    u_j = (mix(s + (j + 1) G) >>> 11) / 2^53
 
-with mix and G those of `reference.keyed_bits`, v the node and t its tree: for disjoint
+with mix and G those of `core_ops.keyed_bits`, v the node and t its tree: for disjoint
 sampling the place of its seed, otherwise 0, or for a seed how many equal ones came before.
 """
 
@@ -152,7 +152,7 @@ class _Drawing:
 
 
 def _floyd(generator: int, size: int, draws: int, replace: bool) -> list[int]:
-    """Draws places in 0 .. size-1; without replacement as [Bentley87] has it."""
+    """Draws places in 0 .. size-1; without replacement by Floyd's method."""
     picks: list[int] = []
     for k in range(draws):
         top = size if replace else size - draws + k + 1
@@ -179,7 +179,7 @@ def _by_clocks(
 ) -> list[int]:
     """Draws without replacement: the entries with the least -log(u) / weight.
 
-    The number u of an edge is keyed by its id ([Efraimidis06]).
+    The number u of an edge is keyed by its id.
     """
     assert relation.weight is not None
     clocks = []

@@ -1,7 +1,4 @@
-"""Neighbour sampling on the CPU: compiled loops, one minibatch on one thread.
-
-`sample_reference` is the definition, and draws the same minibatches bit for bit.
-"""
+"""Samples neighbours on the CPU: compiled loops, one minibatch on one thread."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import Tensor
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.compile import ready
+from pyg_distcomm.kernels.id_lookup import NodeRelabeler, Table, grown
 from pyg_distcomm.kernels.minibatch import (
     Draws,
     HopDraw,
@@ -28,7 +26,6 @@ from pyg_distcomm.kernels.minibatch import (
     UnweightedNode,
     relation_key,
 )
-from pyg_distcomm.kernels.node_relabeler import NodeRelabeler, Table, grown
 
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
