@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from itertools import combinations, permutations
 
+import definitions
 import pytest
 import tiers
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
 from pyg_distcomm.comm.random import fold
-from pyg_distcomm.kernels import matrix, matrix_reference
+from pyg_distcomm.kernels import matrix_cpu, matrix_ops
 from pyg_distcomm.ops import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
@@ -25,6 +26,7 @@ from pyg_distcomm.sampling.algebra import (
     sample,
 )
 
+matrix_reference = definitions.of(matrix_ops)
 LONG, REAL = torch.int64, torch.float64
 
 
@@ -94,11 +96,11 @@ def same(ours, theirs):
 @pytest.mark.parametrize("right", [None, LONG, REAL])
 @pytest.mark.parametrize("left", [None, LONG, REAL])
 def test_product_equals_reference(left, right, diagonal, dense, monkeypatch):
-    monkeypatch.setattr(matrix, "DENSE", 200 if dense else 0)
+    monkeypatch.setattr(matrix_cpu, "DENSE", 200 if dense else 0)
     q, a = entries(7, 20, 90, left), entries(20, 200, 600, right, seed=1)
     extra = (torch.arange(20) % 7 * 30, torch.arange(20) % 3) if diagonal else None
     args = (q, a, 200, extra)
-    same(matrix.spgemm(*args), matrix_reference.spgemm(*args))
+    same(matrix_cpu.spgemm(*args), matrix_reference.spgemm(*args))
 
 
 def test_product_of_long_rows(monkeypatch):
@@ -106,7 +108,7 @@ def test_product_of_long_rows(monkeypatch):
     q, a = entries(3, 200, 500, LONG), entries(200, 1 << 40, 9000, LONG, seed=1)
     wanted = matrix_reference.spgemm(q, a, 1 << 40)
     assert int(wanted[0].diff().min()) > 2048
-    same(matrix.spgemm(q, a, 1 << 40), wanted)
+    same(matrix_cpu.spgemm(q, a, 1 << 40), wanted)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -121,7 +123,7 @@ def test_extraction_equals_reference(pairs, own):
     cols = torch.cat(parts), torch.tensor([0, 9, 29, 32])
     loops = torch.arange(20) + 5 if own else None
     args = ((rowptr, col), rows, cols, loops)
-    same(matrix.extract(*args), matrix_reference.extract(*args))
+    same(matrix_cpu.extract(*args), matrix_reference.extract(*args))
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -130,19 +132,20 @@ def test_extraction_equals_reference(pairs, own):
 def test_draws_equal_reference(s, most, replace):
     rowptr, _, value = entries(30, 50, 300, LONG, most=most)
     count = matrix_reference.count_positive(rowptr, value)
-    same([matrix.count_positive(rowptr, value)], [count])
+    same([matrix_cpu.count_positive(rowptr, value)], [count])
     each = torch.where(count > 0, s, 0) if replace else count.clamp(max=s)
     ptr = torch.cat([torch.zeros(1, dtype=LONG), each.cumsum(0)])
     args = (rowptr, value, count, keys(30), ptr, replace)
-    same(matrix.draw(*args), matrix_reference.draw(*args))
+    same(matrix_cpu.draw(*args), matrix_reference.draw(*args))
     if not replace:
         clocks = (rowptr, value, keys(30), ptr)
         same(
-            matrix.exponential_race(*clocks), matrix_reference.exponential_race(*clocks)
+            matrix_cpu.exponential_race(*clocks),
+            matrix_reference.exponential_race(*clocks),
         )
     ptr = torch.arange(31) * (s if replace else min(s, int((value > 0).sum())))
     ours, theirs = (
-        matrix.weighted_sampler(value),
+        matrix_cpu.weighted_sampler(value),
         matrix_reference.weighted_sampler(value),
     )
     for seed in (0, 1):  # the second finds the tree as it was
@@ -154,7 +157,7 @@ def test_bad_values_are_found_by_both():
     rowptr = torch.tensor([0, 2, 3, 5, 8, 8])
     value = torch.tensor([1, -1, 2, 1 << 61, 1 << 61, 1 << 62, 1, -3])
     wanted = torch.tensor([-1, 1, -2, -1, 0])
-    same([matrix.count_positive(rowptr, value)], [wanted])
+    same([matrix_cpu.count_positive(rowptr, value)], [wanted])
     same([matrix_reference.count_positive(rowptr, value)], [wanted])
 
 
@@ -166,7 +169,7 @@ def test_layer_weights_equal_reference(power, scale, weighted, own):
         rowptr, col, value = entries(20, n, 100, REAL if weighted else None)
         loops = torch.arange(20) if own else None
         args = ((rowptr, col, value), loops, power, scale)
-        same(matrix.layer_weights(*args), matrix_reference.layer_weights(*args))
+        same(matrix_cpu.layer_weights(*args), matrix_reference.layer_weights(*args))
 
 
 def test_threads_do_not_change_a_bit():
@@ -178,7 +181,7 @@ def test_threads_do_not_change_a_bit():
         try:
             drawn = sample(p, 4, keys(70))
             found.append(
-                [*matrix.spgemm(q, a, 300), drawn.drawn, drawn.left, norm(p).value]
+                [*matrix_cpu.spgemm(q, a, 300), drawn.drawn, drawn.left, norm(p).value]
             )
         finally:
             torch.set_num_threads(1)

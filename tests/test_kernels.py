@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
+import definitions
 import pytest
 import tiers
 import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.kernels import compile as compiling
-from pyg_distcomm.kernels import reference, threads
+from pyg_distcomm.kernels import core_ops, threads
+
+reference = definitions.of(core_ops)
 
 WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
 KEY = 2**62 + 12345
@@ -160,7 +162,7 @@ def test_columns_do_not_depend_on_their_neighbours():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_panels_give_the_same_bits(monkeypatch, dtype):
-    from pyg_distcomm.kernels import cpu
+    from pyg_distcomm.kernels import core_cpu as cpu
 
     rowptr, col, value, x = large_problem(100, dtype)
     start = torch.randn(len(rowptr) - 1, 100, dtype=dtype)
@@ -516,8 +518,22 @@ def test_importing_compiles_nothing():
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "kernels.reference" in found.stdout
-    assert "kernels.cpu" not in found.stdout
+    assert "kernels.core_ops" in found.stdout
+    assert "kernels.core_cpu" not in found.stdout
+
+
+@pytest.mark.parametrize("name", ["core", "codec", "matrix"])
+def test_compiled_ops_have_the_arguments_of_their_definitions(name):
+    module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")
+    twins = importlib.import_module(f"pyg_distcomm.kernels.{name}_cpu")
+    ops = vars(definitions.of(module))
+    assert ops
+    for op, definition in ops.items():
+        wanted, found = (
+            [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
+            for f in (definition, getattr(twins, op))
+        )
+        assert found == wanted, op
 
 
 # --- the front door -----------------------------------------------------------
@@ -544,57 +560,85 @@ def test_tensors_that_require_gradients_are_read():
 
 
 def test_loops_compile_without_a_cache_folder(monkeypatch):
+    from pyg_distcomm.kernels import compile
 
-    def no_folder(**options):
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        assert options["nogil"]
-        return lambda loop: ("kept in memory", loop)
+    def no_folder(loop):
+        raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(compiling, "njit", no_folder)
-    assert compiling.jit(len) == ("kept in memory", len)
+    monkeypatch.setattr(compile, "KernelCache", no_folder)
+    double = compile.jit(lambda x: 2 * x)
+    assert compile.cache_folder(double) is None
+    assert compile.ready(double, (3,))() == 6
 
 
-@pytest.mark.cold
-@pytest.mark.subprocess
-def test_compiled_loops_are_kept_while_all_kernels_are_as_they_were(tmp_path):
-    """A loop contains others, of whose files Numba knows nothing."""
-    package = Path(compiling.__file__).parents[1]
-    copy = tmp_path / "pyg_distcomm"
-    shutil.copytree(package / "kernels", copy / "kernels")
-    (copy / "__init__.py").touch()
-    program = (
-        "import numpy as np; from pyg_distcomm.kernels import core_jit\n"
-        "loop = core_jit.hash_row\n"
-        "loop(np.uint64(1), np.int64(2))\n"
-        "print(sum(loop.stats.cache_hits.values()), core_jit.__file__)"
-    )
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    env["PYTHONPATH"] = str(tmp_path)
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Writes two modules and calls `outer.run`: (its result, whether from the cache)."""
+    import numba
 
-    def hits():
-        told = subprocess.run(
-            [sys.executable, "-c", program],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def call(constant: int, operator: str) -> tuple[int, bool]:
+        (tmp_path / "inner_loops.py").write_text(
+            "from pyg_distcomm.kernels.compile import jit\n"
+            f"CONSTANT = {constant}\n"
+            "@jit\n"
+            f"def step(x):\n    return x {operator} CONSTANT\n"
         )
-        assert str(tmp_path) in told.stdout, told.stderr
-        return int(told.stdout.split()[0])
+        (tmp_path / "outer_loops.py").write_text(
+            "from inner_loops import CONSTANT, step\n"
+            "from pyg_distcomm.kernels.compile import jit, ready\n"
+            "@jit\n"
+            "def run(x):\n    return step(x) + 100 * CONSTANT\n"
+        )
+        for name in ("inner_loops", "outer_loops"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        outer = importlib.import_module("outer_loops")
+        result = compile.ready(outer.run, (6,))()
+        return result, bool(outer.run.stats.cache_hits)
 
-    assert hits() == 0
-    assert hits() == 1
-    with open(copy / "kernels" / "llvm_intrinsics.py", "a") as file:
-        file.write("# another instruction\n")
-    assert hits() == 0
-    assert hits() == 1
+    from pyg_distcomm.kernels import compile
+
+    return call
+
+
+def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
+    assert cached(2, "+") == (208, False)
+    assert cached(2, "+") == (208, True)
+    assert cached(2, "*") == (212, False)  # another function, which is inlined
+    assert cached(3, "*") == (318, False)  # another constant
+    assert cached(2, "+") == (208, True)
+
+
+def test_cached_code_is_keyed_by_the_tools_and_intrinsics(monkeypatch):
+    import llvmlite
+    import numba
+
+    from pyg_distcomm.kernels import compile, core_jit
+
+    loop = core_jit.spmm.py_func
+    known = {compile.fingerprint(loop)}
+    monkeypatch.setattr(compile, "LINE", 128)  # of the prefetch that it contains
+    known.add(compile.fingerprint(loop))
+    monkeypatch.setattr(compile, "_start", lambda build, fresh, home: None)
+    known.add(compile.fingerprint(loop))
+    for tool in (numba, llvmlite):
+        monkeypatch.setattr(tool, "__version__", "0.1")
+        known.add(compile.fingerprint(loop))
+    monkeypatch.setattr(compile.platform, "python_version", lambda: "3.0")
+    assert len(known | {compile.fingerprint(loop)}) == 6
 
 
 def test_a_cache_that_others_can_write_is_not_read(tmp_path):
     """Numba's cache is made of pickles: whoever writes there would run code here."""
     cache = tmp_path / "cache"
-    program = "from pyg_distcomm.kernels import core_jit; print(core_jit.spmm.stats.cache_path)"
+    program = (
+        "from pyg_distcomm.kernels import core_jit as loops;"
+        "print(loops.spmm.stats.cache_path)"
+    )
 
     def run(mode):
         cache.mkdir(exist_ok=True)
@@ -611,23 +655,23 @@ def test_a_cache_that_others_can_write_is_not_read(tmp_path):
 
 
 def test_a_folder_is_judged_by_all_above_it(tmp_path, monkeypatch):
+    from pyg_distcomm.kernels import compile
+
     deep = tmp_path / "a" / "b" / "not yet"
     deep.parent.mkdir(parents=True)
-    assert compiling.untrusted_writer(deep) is None
+    assert compile.untrusted_writer(deep) is None
     (tmp_path / "a").chmod(0o777)
-    assert (
-        compiling.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
-    )
+    assert compile.untrusted_writer(deep) == f"all users can write to {tmp_path / 'a'}"
     (tmp_path / "a").chmod(0o1777)  # as /tmp: others add names, and replace none
-    assert compiling.untrusted_writer(deep) is None
-    assert "all users" in compiling.untrusted_writer(tmp_path / "a")
+    assert compile.untrusted_writer(deep) is None
+    assert "all users" in compile.untrusted_writer(tmp_path / "a")
     (tmp_path / "a").chmod(0o775)
-    monkeypatch.setattr(compiling, "_is_own", lambda _: False)
-    assert "group" in compiling.untrusted_writer(deep)
+    monkeypatch.setattr(compile, "_is_own", lambda _: False)
+    assert "group" in compile.untrusted_writer(deep)
     (tmp_path / "a").chmod(0o755)
     if os.getuid() == 0:
         os.chown(tmp_path / "a", 12345, 0)
-        assert "another user (uid 12345)" in compiling.untrusted_writer(deep)
+        assert "another user (uid 12345)" in compile.untrusted_writer(deep)
 
 
 def test_large_matrices_ask_for_huge_pages():
@@ -641,12 +685,14 @@ def test_large_matrices_ask_for_huge_pages():
 def test_a_lock_that_nobody_can_hold_stops_nobody(tmp_path, monkeypatch):
     import fcntl
 
-    with compiling._alone(None), compiling._alone(str(tmp_path / "file" / "\0")):
+    from pyg_distcomm.kernels import compile
+
+    with compile._alone(None), compile._alone(str(tmp_path / "file" / "\0")):
         pass
     with open(tmp_path / "pyg_distcomm.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(compiling, "PATIENCE", 0.05)
-        with compiling._alone(str(tmp_path)):
+        monkeypatch.setattr(compile, "PATIENCE", 0.05)
+        with compile._alone(str(tmp_path)):
             pass
 
 
@@ -674,7 +720,7 @@ def test_places_of_ids(total, share):
     gid = (torch.rand(total, generator=g) < share).nonzero().view(-1)
     ids = torch.randint(total, (40_000,), generator=g)
     found = kernels.rank_select_index(gid, total)(ids)
-    assert torch.equal(found, reference.places(gid, ids))
+    assert torch.equal(found, definitions.places(gid, ids))
     assert torch.equal(
         kernels.rank_select_index(gid, total)(gid), torch.arange(len(gid))
     )

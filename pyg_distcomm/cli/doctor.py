@@ -19,8 +19,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.launch import launch
 from pyg_distcomm.comm.mesh import init
-from pyg_distcomm.kernels import reference
-from pyg_distcomm.kernels.compile import untrusted_writer
+from pyg_distcomm.kernels import core_ops
 
 REQUIRED = {"torch": (2, 6), "torch_geometric": (2, 6), "numba": (0, 57)}
 OPTIONAL = {  # package -> what is lost without it, and what to do; "" for nothing
@@ -147,7 +146,9 @@ def compiled() -> Finding:
     try:
         x = torch.arange(6.0).view(3, 2)
         matrix = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 2, 1]), None
-        right = torch.equal(kernels.spmm(*matrix, x), reference.spmm(*matrix, x))
+        right = torch.equal(
+            kernels.spmm(*matrix, x), core_ops.spmm.definition(*matrix, x)
+        )
         about = ", ".join(f"{k} {v}" for k, v in kernels.describe().items())
     except Exception as error:  # whatever a broken Numba raises, the report goes on
         advice = "pip install --upgrade numba"
@@ -167,7 +168,7 @@ def cache(folder: object) -> Finding:
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
-    other = untrusted_writer(folder)
+    other = kernels.untrusted_writer(folder)
     if other is not None:
         return Finding("kernel cache", f"not used: {other}", _OWN)
     if os.access(place, os.W_OK):

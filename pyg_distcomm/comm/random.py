@@ -3,7 +3,7 @@
 [Note: keyed randomness] No generator is advanced, so the number of ranks, the partition
 and the order of calls on one rank cannot change a draw. A key is 63 bits folded from
 integers with the splitmix64 finaliser ([Steele14] Sec. 3); the bits for one (id, column)
-are a hash of the key and the two (`kernels.reference.keyed_bits` is the definition).
+are a hash of the key and the two (`kernels.keyed_bits` is the definition).
 """
 
 from __future__ import annotations

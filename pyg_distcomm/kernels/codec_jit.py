@@ -1,4 +1,4 @@
-"""Holds the inner loops of codecs, for Numba. Groups of eight rows fill whole bytes.
+"""Holds the loops that quantise rows, for Numba. Groups of eight rows fill whole bytes.
 
 Codes of a group are written side by side, a byte each, and then packed: so no row needs
 to know at which bit it starts. Bytes are little-endian, as on every processor that
@@ -7,16 +7,14 @@ PyTorch is built for.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import jit
-from pyg_distcomm.kernels.core_jit import hash_row, mix
+from pyg_distcomm.kernels.codec_ops import LEAST, WIDEST
+from pyg_distcomm.kernels.compile import Array, jit
+from pyg_distcomm.kernels.core_jit import hash_row, word
 
-Array: TypeAlias = Any  # of one dimension, contiguous
-WIDEST = 3e38  # see `code_reference.WIDEST`
-LEAST = 1e-37  # see `code_reference.LEAST`
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
 
@@ -120,9 +118,9 @@ def bounds(x: Array, at: Any, f: Any, rest: Any) -> tuple[Any, Any]:
 @jit
 def draw_noise(key: int, gid: int, words: Array, count: int) -> None:
     """Fills ``count`` words with hashes of (key, gid, 0 .. count-1)."""
-    row, gamma = hash_row(key, gid), np.uint64(0x9E3779B97F4A7C15)
+    row = hash_row(key, gid)
     for j in range(count):
-        words[np.uint64(j)] = mix(row + (np.uint64(j) + np.uint64(1)) * gamma)
+        words[np.uint64(j)] = word(row, j)
 
 
 @jit
@@ -324,11 +322,12 @@ def dequantise(
             first = np.int64(meta[4 * r]) | np.int64(meta[4 * r + 1]) << 8
             second = np.int64(meta[4 * r + 2]) | np.int64(meta[4 * r + 3]) << 8
             if first >= 0x8000:
-                rest = np.uint64(0)
+                head = np.uint64(first & 0x7FFF) << np.uint64(49)
+                head |= np.uint64(second) << np.uint64(33)
                 if len(tail):
                     for i in range(4):
-                        rest |= np.uint64(tail[4 * r + i]) << np.uint64(8 * i)
-                value = constant(first, second, rest, codes, to, f, bits, out.itemsize)
+                        head |= np.uint64(tail[4 * r + i]) << np.uint64(8 * i)
+                value = constant(head, codes, to, f, bits, out.itemsize)
                 for c in range(f):
                     out[np.uint64(at + c)] = kind(value)
                 continue
@@ -359,25 +358,14 @@ def fill_below(
 
 
 @jit
-def constant(
-    first: Any,
-    second: Any,
-    rest: Any,
-    codes: Array,
-    to: Any,
-    f: Any,
-    bits: Any,
-    size: Any,
-) -> float:
-    """Reads the number of a row that `same` wrote."""
-    word = np.uint64(0)
+def constant(head: Any, codes: Array, to: Any, f: Any, bits: Any, size: Any) -> float:
+    """Reads the number of a row that `same` wrote; `head` is all of it but its codes."""
+    tail = np.uint64(0)
     for c in range(min(f, (32 + bits) // bits)):
-        word |= np.uint64(codes[to + c]) << np.uint64(40 - (c + 1) * bits)
-    word = rest | word >> np.uint64(7) | np.uint64(second) << np.uint64(33)
-    word |= np.uint64(first & 0x7FFF) << np.uint64(49)
+        tail |= np.uint64(codes[to + c]) << np.uint64(40 - (c + 1) * bits)
     one = np.empty(1, np.uint64)
     if size == 8:
-        one[0] = word
+        one[0] = head | tail >> np.uint64(7)
         return one.view(np.float64)[0]
-    one[0] = word >> np.uint64(32)
+    one[0] = (head | tail >> np.uint64(7)) >> np.uint64(32)
     return np.float64(one.view(np.float32)[0])

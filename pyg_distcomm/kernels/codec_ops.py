@@ -1,37 +1,91 @@
-"""Chooses the kernels of codecs: compiled on the CPU, plain torch elsewhere.
+"""Defines what codecs compute: a few bits a number, no zeros, and columns of rows.
 
-`code_reference` defines every op; `code_cpu` holds the compiled ones, for float32 and
-float64. Rows are those of a matrix, or those at an index of it.
+Letters: ``m`` rows of ``f`` numbers, ``b`` bits a code, ``k`` numbers kept of a row. The
+rows are those of ``x``, or those at ``index`` if it is given. A message is a vector of
+bytes; within it codes and flags follow each other without a gap, the first in the lowest
+bits of the first byte, and only the last byte may have bits left over.
+
+[Note: one row as a minimum and a step] For a row with lowest and highest number lo, hi,
+
+    z = lo rounded down to bf16,   D = (hi - z) / B rounded up,   B = 2^b - 1
+
+and a number x between them is a code q in 0 .. B that is read as z + q D. Four bytes
+lead each row: D, whose sign is free, then z. A row of one and the same number c sets
+that sign instead. Its other 31 bits are the first of c, written as 64 bits (as 32, and
+then zeros, in float32), and the next 33 bits are its codes, as far as they go. Where
+float64 rows have fewer, the last 32 bits of each row come after all codes.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels import codec_reference
-from pyg_distcomm.kernels.codec_reference import META, Noise
-from pyg_distcomm.kernels.codec_reference import message_bytes as message_bytes
-from pyg_distcomm.kernels.codec_reference import wrong_length as wrong_length
+from pyg_distcomm.kernels.core_ops import keyed_hashes
+from pyg_distcomm.kernels.registry import FLOATS, INDICES, op
 
-FLOATS = (torch.float32, torch.float64)
-HALVES = (*FLOATS, torch.float16, torch.bfloat16)
+META = 4  # bytes that lead a quantised row
+FLAG = -(2**15)  # the sign of D, as int16
+LEAST = 1e-37  # a step D below which it is left, too
+TAIL = 33  # bits of a constant that do not fit in META
+WIDEST = 3e38  # a range B D above which float32 is left for float64
+MAX_WIDTH = 1 << 20  # columns a keyed choice is made of
+REALS = (*FLOATS, torch.float16, torch.bfloat16)
 BLOCK = 1 << 16  # numbers of a narrower type that are float32 at a time
+Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_MASK31 = (1 << 31) - 1
+
+
+def message_bytes(rows: int, width: int, bits: int, itemsize: int) -> int:
+    """Returns the bytes of quantised rows, of numbers of `itemsize` bytes."""
+    start = rest_begins(rows, width, bits)
+    return start + (META * rows if itemsize == 8 and width * bits < TAIL else 0)
+
+
+def rest_begins(rows: int, width: int, bits: int) -> int:
+    """Returns where the codes end."""
+    return META * rows + -(-rows * width * bits // 8)
+
+
+def wrong_length(got: int, wanted: int) -> str:
+    """Returns the error for a message that was cut elsewhere than it was written."""
+    return (
+        f"a message of {got} bytes says itself that it has {wanted}; both ends must cut "
+        "messages by the sizes that were sent ahead"
+    )
+
+
+def _check_packed(packed: Tensor, bits: int, count: int) -> None:
+    if len(packed) != -(-count * bits // 8):
+        raise ValueError(wrong_length(len(packed), -(-count * bits // 8)))
+
+
+def _check_columns(key: int, ids: Tensor, width: int, count: int) -> None:
+    if not 0 < count <= width <= MAX_WIDTH:
+        raise ValueError(
+            f"count and width must satisfy 0 < count <= width <= {MAX_WIDTH}, got {count} "
+            f"and {width}"
+        )
 
 
 def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
-    """Writes rows as a few bits a number; see `code_reference.quantise`.
+    """Writes rows as codes, to nearest or, with `noise`, up or down at random.
 
-    Rows of a narrower type are written as float32, some at a time.
+        t = (x - z) (1/D),   q = round(t)  or  floor((round(2^16 t) + u) / 2^16)
+
+    and not above B, with u the 16 bits of `noise_bits`, so that the mean of z + q D is x
+    to 2^-17 D. Four bytes a row, then the codes. A row that has a NaN, an infinity, or no
+    z or D in bf16 is written to be read as NaN.
+
+    Rows of float16 and bfloat16 are written as float32, some at a time.
+
+    Shapes: x [n, f]; out as long as `message_bytes` says, uint8.
+    Returns the first row that could not be written, or -1.
     """
     wanted = message_bytes(_count(x, index), x.size(1), bits, x.element_size())
     if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
@@ -43,7 +97,7 @@ def quantise(
             f"noise must name each of the {_count(x, index)} rows, got {len(noise[1])}"
         )
     if x.dtype in FLOATS:
-        return _pick(codec_reference.quantise, x)(x, index, bits, noise, out)
+        return quantise_wide(x, index, bits, noise, out)
     bad = -1
     for rows, meta, packed in _blocks(_count(x, index), x, bits):
         some = x[rows] if index is None else x[index[rows].long()]
@@ -56,16 +110,52 @@ def quantise(
     return bad
 
 
-def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Reads rows of a few bits a number; see `code_reference.dequantise`.
+@op("x", FLOATS)
+def quantise_wide(
+    x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
+) -> int:
+    """Writes rows of float32 or float64; see `quantise`."""
+    x = _rows(x, index)
+    m, f = x.shape
+    if not x.numel():
+        out.zero_()
+        return -1
+    low, high = (t + 0.0 for t in torch.aminmax(x, dim=1))  # a zero has no sign here
+    z = _rounded(low.double(), up=False)
+    span = high.double() - z.double()
+    top = 2**bits - 1
+    step = _rounded(span / top, up=True)
+    same = (low == high) & high.isfinite()
+    bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
+    codes = _codes(x, z, step, top, noise).clamp_(max=top)
+    codes[bad] = 0.0
+    word = _word(low)
+    codes[same] = _tail(word[same], bits, f).to(codes.dtype)
+    first = step.view(torch.int16).masked_fill(bad, 0)
+    second = z.masked_fill(bad, float("nan")).view(torch.int16)
+    first = torch.where(same, ((word >> 49) & 0x7FFF | FLAG).to(torch.int16), first)
+    second = torch.where(same, (word >> 33).to(torch.int16), second)
+    meta = torch.stack([first, second], 1)
+    out[: META * m] = meta.view(torch.uint8).view(-1)
+    end = rest_begins(m, f, bits)
+    out[META * m : end] = pack_bits.definition(codes.to(torch.uint8).view(-1), bits)
+    if end < len(out):
+        rest = word.masked_fill(~same, 0).to(torch.int32)
+        out[end:] = rest.view(torch.uint8)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
 
-    In a narrower type, numbers beyond its range arrive as its greatest.
+
+def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Reads quantised rows into `out` [m, f], as z + q D.
+
+    The sum is taken in float64 (float32 for narrower types), so that it is rounded once;
+    one beyond the range of the type, as D was rounded up, is its greatest number.
     """
     wanted = message_bytes(len(out), out.size(1), bits, out.element_size())
     if len(message) != wanted:
         raise ValueError(wrong_length(len(message), wanted))
     if out.dtype in FLOATS:
-        return _pick(codec_reference.dequantise, out)(message, bits, out)
+        return dequantise_wide(message, bits, out)
     most = torch.finfo(out.dtype).max
     for rows, meta, packed in _blocks(len(out), out, bits):
         part = torch.cat([message[meta], message[packed]])
@@ -74,74 +164,204 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
     return out
 
 
-def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Writes rows without their zeros; see `code_reference.compact`."""
-    return _pick(codec_reference.compact, x, HALVES)(x, index)
+@op("out", FLOATS)
+def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Reads rows into float32 or float64; see `dequantise`."""
+    m, f = out.shape
+    if not out.numel():
+        return out
+    end = rest_begins(m, f, bits)
+    codes = (
+        unpack_bits.definition(message[META * m : end], bits, m * f).view(m, f).long()
+    )
+    meta = message[: META * m].clone().view(torch.int16).view(m, 2)
+    first, second = meta.unbind(1)
+    step, z = (t.contiguous().view(torch.bfloat16).double() for t in (first, second))
+    sums = torch.addcmul(z.unsqueeze(1), codes.double(), step.unsqueeze(1))
+    out.copy_(sums.clamp_(max=torch.finfo(out.dtype).max))
+    same = first < 0
+    head = (first.long() & 0x7FFF) << 49 | (second.long() & 0xFFFF) << 33
+    word = head[same] | _joined(codes[same], bits)
+    if end < len(message):
+        word |= message[end:].clone().view(torch.int32)[same].long() & 0xFFFFFFFF
+    if out.dtype == torch.float32:
+        constant = (word >> 32).to(torch.int32).view(torch.float32)
+    else:
+        constant = word.view(torch.float64)
+    out[same] = constant.unsqueeze(1).expand(-1, f)
+    return out
 
 
-def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Reads rows without their zeros; see `code_reference.expand`."""
-    return _pick(codec_reference.expand, out, HALVES)(message, out)
+def _codes(x: Tensor, z: Tensor, step: Tensor, top: int, noise: Noise | None) -> Tensor:
+    """Returns the codes of rows, as float64, before they are cut off at B."""
+    inverse = 1.0 / step.double()
+    t = (x - z.to(x.dtype)[:, None]).mul_(inverse.to(x.dtype)[:, None]).double()
+    far = (step.double() * top > WIDEST) | (step.double() < LEAST)
+    t[far] = (x[far].double() - z[far].double()[:, None]) * inverse[far][:, None]
+    t = t.nan_to_num_(0.0)  # zero times infinity in rows of one number
+    if noise is None:
+        return t.round_()
+    parts = (t * 2.0**16).round_() + noise_bits(*noise, x.size(1))
+    return (parts / 2.0**16).floor_()
 
 
+def noise_bits(key: int, gid: Tensor, width: int) -> Tensor:
+    """Draws 16 random bits for each (key, global id, column), four columns a hash.
+
+        bits[v, c] = h[v, c // 4] >>> 16 (c mod 4)  modulo 2^16
+
+    with h the hashes of `core_ops.keyed_hashes`. Shapes: gid [m]; bits [m, width].
+    """
+    h = keyed_hashes(key, gid, (width + 3) // 4)
+    place = 16 * torch.arange(4, device=gid.device)
+    return (h.unsqueeze(2) >> place & 0xFFFF).view(len(gid), -1)[:, :width]
+
+
+@op("codes", (torch.uint8,))
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Packs small integers into bytes; see `code_reference.pack_bits`."""
-    return _pick(codec_reference.pack_bits, codes, (torch.uint8,))(codes, bits)
+    """Packs codes [n] (uint8, below 2^bits) into bytes [ceil(n bits / 8)]."""
+    per = 8 // bits
+    padded = codes.new_zeros(-(-len(codes) // per) * per)
+    padded[: len(codes)] = codes
+    place = torch.arange(per, device=codes.device) * bits
+    return (padded.view(-1, per).int() << place).sum(1).to(torch.uint8)
 
 
+@op("packed", (torch.uint8,), check=_check_packed)
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Reads packed integers; see `code_reference.unpack_bits`."""
-    if len(packed) != -(-count * bits // 8):
-        raise ValueError(wrong_length(len(packed), -(-count * bits // 8)))
-    op = _pick(codec_reference.unpack_bits, packed, (torch.uint8,))
-    return op(packed, bits, count)
+    """Reads the first `count` codes of packed bytes: the reverse of `pack_bits`."""
+    place = torch.arange(8 // bits, device=packed.device) * bits
+    codes = (packed.int().unsqueeze(1) >> place) & (2**bits - 1)
+    return codes.view(-1)[:count].to(torch.uint8)
 
 
+@op("x", REALS)
+def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
+    """Writes a flag for each number, and the numbers that are not zero, in order.
+
+    Shapes: x [n, f]; the message has ceil(m f / 8) bytes of flags and those of the
+    numbers. A zero with a sign is a zero.
+    """
+    flat = _rows(x, index).reshape(-1)
+    kept = flat != 0
+    values = flat[kept].view(torch.uint8)
+    return torch.cat([pack_bits.definition(kept.to(torch.uint8), 1), values])
+
+
+@op("out", REALS)
+def expand(message: Tensor, out: Tensor) -> Tensor:
+    """Reads what `compact` wrote into `out` [m, f].
+
+    Raises:
+        ValueError: if the message is not as long as its flags say.
+    """
+    flags = -(-out.numel() // 8)
+    kept = unpack_bits.definition(message[:flags], 1, out.numel()).bool()
+    count, size = int(kept.sum()), out.element_size()
+    if len(message) != flags + count * size:
+        raise ValueError(wrong_length(len(message), flags + count * size))
+    values = message[flags:].clone().view(out.dtype)
+    flat = torch.zeros(out.numel(), dtype=out.dtype, device=out.device)
+    flat[kept] = values
+    return out.copy_(flat.view(out.shape))
+
+
+@op("ids", INDICES, check=_check_columns)
 def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Chooses columns for each id; see `code_reference.keyed_columns`."""
-    if not 0 < count <= width <= codec_reference.MAX_WIDTH:
-        raise ValueError(
-            f"count and width must satisfy 0 < count <= width <= "
-            f"{codec_reference.MAX_WIDTH}, got {count} and {width}"
-        )
-    op = _pick(codec_reference.keyed_columns, ids, (torch.int32, torch.int64))
-    return op(key, ids, width, count)
+    """Chooses `count` of `width` columns for each id, all subsets equally likely.
+
+    Column c has the hash h of (key, id, c) whose low 20 bits are replaced by c; those
+    of the `count` least hashes are chosen, and listed in ascending order.
+
+    Shapes: ids [i]; columns [i, count], int32. Needs width <= 2^20.
+    """
+    column = torch.arange(width, device=ids.device)
+    h = (keyed_hashes(key, ids, width) >> 1) & ((1 << 63) - MAX_WIDTH) | column
+    least = h.sort(dim=1).values[:, :count] & (MAX_WIDTH - 1)
+    return least.sort(dim=1).values.to(torch.int32)
 
 
+@op("x", FLOATS)
 def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Finds the largest numbers of each row; see `code_reference.top_columns`."""
-    return _pick(codec_reference.top_columns, x)(x, index, count)
+    """Finds the columns of the `count` largest magnitudes of each row, ascending.
+
+    Of equal ones the first are taken. Shapes: x [n, f]; columns [m, count], int32.
+    """
+    size = _rows(x, index).abs()
+    order = torch.argsort(size, dim=1, descending=True, stable=True)
+    return order[:, :count].sort(dim=1).values.to(torch.int32)
 
 
+@op("x", FLOATS)
 def take_columns(
     x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
 ) -> Tensor:
-    """Copies columns of rows; see `code_reference.take_columns`."""
-    return _pick(codec_reference.take_columns, x)(x, index, columns, which)
+    """Copies chosen columns: ``out[r, j] = x[r, columns[which[r], j]]``.
+
+    Shapes: x [n, f], columns [i, k] (one list for all rows if `which` is None), out [m, k].
+    """
+    rows = _rows(x, index)
+    return rows.gather(1, _lists(columns, which, len(rows)))
 
 
+@op("y", FLOATS)
 def put_columns(
     y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
 ) -> Tensor:
-    """Puts columns back in their rows; see `code_reference.put_columns`."""
-    return _pick(codec_reference.put_columns, y)(y, columns, which, scale, out)
+    """Puts numbers back where they were taken, times `scale`, among zeros.
+
+    Shapes: y [m, k], columns and which as in `take_columns`, out [m, f].
+    """
+    return out.zero_().scatter_(1, _lists(columns, which, len(y)), y * scale)
 
 
+@op("x", FLOATS)
 def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int:
-    """Finds a row that is not finite; see `code_reference.first_nonfinite`."""
-    return _pick(codec_reference.first_nonfinite, x)(x, index)
+    """Returns the first row that has a NaN or an infinity, or -1."""
+    bad = ~_rows(x, index).isfinite().all(dim=1)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else -1
 
 
-def _pick(
-    op: Callable[P, R], x: Tensor, types: tuple[torch.dtype, ...] = FLOATS
-) -> Callable[P, R]:
-    """Returns the compiled twin of an op where there is one."""
-    if x.device.type != "cpu" or x.dtype not in types:
-        return op
-    # importing Numba takes a while: only those who encode pay for it
-    module = importlib.import_module(".codec_cpu", __package__)
-    twin: Callable[P, R] = getattr(module, op.__name__)
-    return twin
+def _lists(columns: Tensor, which: Tensor | None, rows: int) -> Tensor:
+    if which is None:
+        return columns.long().expand(rows, -1)
+    return columns.long()[which]
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index.long()]
+
+
+def _rounded(x: Tensor, up: bool) -> Tensor:
+    """Rounds float64 to bf16, never below (`up`) or never above."""
+    near = x.to(torch.bfloat16)
+    beyond = near.double() < x if up else near.double() > x
+    end = torch.full_like(near, float("inf") if up else float("-inf"))
+    return torch.where(beyond, torch.nextafter(near, end), near)
+
+
+def _word(number: Tensor) -> Tensor:
+    """Returns the bits of float32 or float64 numbers as the first of an int64."""
+    if number.dtype == torch.float64:
+        return number.view(torch.int64)
+    return number.view(torch.int32).long() << 32
+
+
+def _tail(word: Tensor, bits: int, width: int) -> Tensor:
+    """Cuts the last 33 bits of words into codes [m, width]; zeros follow."""
+    codes = torch.zeros(len(word), width, dtype=torch.int64, device=word.device)
+    left = (word & ((1 << 33) - 1)) << 7  # 40 bits: whole codes for any number of bits
+    for at in range(min(width, -(-33 // bits))):
+        codes[:, at] = (left >> (40 - (at + 1) * bits)) & (2**bits - 1)
+    return codes
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Joins the codes of `_tail` to the last 33 bits of words."""
+    word = torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
+    for at in range(min(codes.size(1), -(-33 // bits))):
+        word |= codes[:, at] << (40 - (at + 1) * bits)
+    return word >> 7
 
 
 def _blocks(rows: int, x: Tensor, bits: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -1,11 +1,18 @@
-"""Compiles each loop once, also when several processes start together.
+"""Compiles loops by Numba, each once, and offers them two instructions that Numba lacks.
 
 [Note: compiled apart] Numba keeps the exceptions that it meets while it compiles, with
 their tracebacks, and these hold every frame below: the caller's graph, its model, its
 process groups. So loops are compiled in a thread of their own, below which nothing lies.
 
-[Note: who may write the cache] Numba keeps compiled loops as pickles, so whoever can write to
-their folder can run code in the processes that load them.
+[Note: the key of cached code] Numba files machine code under the loop's own source file, its
+bytecode, the types of its arguments, the processor and Numba's version. Yet the code
+contains all that the loop calls, so `fingerprint` adds the functions and constants of other
+modules, and the versions of Python and llvmlite.
+
+[Note: why write LLVM by hand] A random gather waits for memory, so the product must ask
+for a row well before it needs it, and must keep its sums in registers meanwhile. Numba has
+no prefetch, and spills a loop's sums to memory at each edge. Both are a few LLVM
+instructions, the same on every processor.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import stat
 import time
 import warnings
@@ -20,45 +28,53 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 
+import llvmlite
 import numba
-from numba import njit
-
-from pyg_distcomm.kernels.state import KERNELS
-
-Loop = TypeVar("Loop", bound=Callable[..., Any])
-PATIENCE = 120.0  # seconds to wait for another process before compiling as well
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
-OURS = Path(__file__).resolve().parent
+Builder: TypeAlias = Any  # llvmlite.ir.IRBuilder, which has no types
+Emitted = tuple[Any, Callable[..., Any]]
+Loop = TypeVar("Loop", bound=Callable[..., Any])
 
-Signature = tuple[Any, ...]
+PATIENCE = 120.0  # seconds to wait for another process before compiling as well
+PACKAGE = Path(__file__).resolve().parent
+LINE = 64  # bytes in a cache line
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+# Loops --------------------------------------------------------------------------------
 
 
 def jit(loop: Loop) -> Loop:
     """Declares a loop that is compiled at its first call, and kept on disk.
 
     Where Numba finds no folder it may write to, or others can write to that folder, the
-    loop is kept in memory only. What is kept is used again while the loop's own file and
-    all kernels, which it may contain, are as they were: see `_sources`.
+    loop is kept in memory only.
     """
-    plain: Any = njit(nogil=True, error_model="numpy")(loop)
+    compiled: Any = njit(nogil=True, error_model="numpy")(loop)
+    compiled.ready_for = set()  # the kinds of arguments that it has been compiled for
     try:
-        kept: Any = njit(nogil=True, cache=True, error_model="numpy")(loop)
-        other = untrusted_writer(kept.stats.cache_path)
-        index = kept._cache._cache_file
-        index._source_stamp = (index._source_stamp, SOURCES)
-    except (RuntimeError, AttributeError):
-        return cast(Loop, plain)
-    if other is not None:
+        cache = KernelCache(loop)
+    except RuntimeError:  # no folder
+        return cast(Loop, compiled)
+    other = untrusted_writer(cache.cache_path)
+    if other is None:
+        compiled._cache = cache
+    else:
         warnings.warn(
             f"compiled loops are not kept, because {other}; set NUMBA_CACHE_DIR to a folder "
             "of your own, which nobody else can write to",
             stacklevel=2,
         )
-        return cast(Loop, plain)
-    return cast(Loop, kept)
+    return cast(Loop, compiled)
 
 
 def reordering(loop: Loop) -> Loop:
@@ -71,58 +87,29 @@ def reordering(loop: Loop) -> Loop:
     return cast(Loop, compiled)
 
 
-def _sources() -> str:
-    """Returns a hash of the source of all kernels.
-
-    Numba looks at the file of a loop alone, not at those of the loops that it contains.
-    """
-    known = hashlib.blake2b(digest_size=16)
-    for path in sorted(OURS.glob("*.py")):
-        known.update(path.read_bytes())
-    return known.hexdigest()
-
-
-SOURCES = _sources()
-
-
 def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
     """Binds ``args`` to a loop that is compiled for them and ``integers`` more."""
-    key = (id(loop), tuple(_kind(arg) for arg in args))
-    if key not in KERNELS.compiled:
-        types = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
-        _compile_apart(loop, tuple(types))
-        KERNELS.compiled.add(key)
+    kinds = tuple(_kind(arg) for arg in args)
+    if kinds not in loop.ready_for:
+        signature = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
+        _compile_apart(loop, tuple(signature))
+        loop.ready_for.add(kinds)
     return partial(loop, *args)
 
 
 def entry(loop: Loop) -> Loop:
     """Declares a loop for Python to call, not for other loops: see `ready`."""
-    compiled = jit(loop)
+    compiled: Any = jit(loop)
 
     @wraps(loop)
     def call(*args: Any) -> Any:
-        types = tuple(numba.typeof(arg) for arg in args)
-        if (id(compiled), types) not in KERNELS.compiled:
-            _compile_apart(compiled, types)
-            KERNELS.compiled.add((id(compiled), types))
+        signature = tuple(numba.typeof(arg) for arg in args)
+        if signature not in compiled.ready_for:
+            _compile_apart(compiled, signature)
+            compiled.ready_for.add(signature)
         return compiled(*args)
 
     return cast(Loop, call)
-
-
-def _compile_apart(loop: Any, types: tuple[Any, ...]) -> None:
-    """Compiles in a thread of its own; see [Note: compiled apart]."""
-    with ThreadPoolExecutor(1) as own:
-        try:
-            done = own.submit(_compile, loop, types)
-        except RuntimeError:  # Python begins to end, and no thread begins any more
-            return _compile(loop, types)
-    return done.result()
-
-
-def _compile(loop: Any, types: tuple[Any, ...]) -> None:
-    with _alone(cache_folder(loop)):
-        loop.compile(types)
 
 
 def cache_folder(loop: Any) -> str | None:
@@ -136,6 +123,21 @@ def _kind(arg: Any) -> object:
     return getattr(arg, "dtype", None) or (
         len(arg) if isinstance(arg, tuple) else type(arg)
     )
+
+
+def _compile_apart(loop: Any, signature: tuple[Any, ...]) -> None:
+    """Compiles in a thread of its own; see [Note: compiled apart]."""
+    with ThreadPoolExecutor(1) as own:
+        try:
+            done = own.submit(_compile, loop, signature)
+        except RuntimeError:  # Python begins to end, and no thread begins any more
+            return _compile(loop, signature)
+    return done.result()
+
+
+def _compile(loop: Any, signature: tuple[Any, ...]) -> None:
+    with _alone(cache_folder(loop)):
+        loop.compile(signature)
 
 
 @contextlib.contextmanager
@@ -182,16 +184,67 @@ def _lock(file: int) -> None:
             return
 
 
-def untrusted_writer(folder: str | Path) -> str | None:
-    """Says who else can write to a folder or rename it, if somebody can.
+# The cache on disk --------------------------------------------------------------------
 
-    The user, root, and whoever can write this package's source are trusted. Folders that do
-    not exist yet are judged by those above them.
+
+class KernelCache(FunctionCache):
+    """Files machine code under all that it was made from.
+
+    See [Note: the key of cached code].
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(sig, codegen), fingerprint(self._py_func))
+
+
+def fingerprint(loop: Any) -> str:
+    """Hashes the functions and constants that a loop reaches, and the compiler's versions."""
+    parts = {
+        f"python {platform.python_version()}",
+        f"numba {numba.__version__}",
+        f"llvmlite {llvmlite.__version__}",
+    }
+    pending, met = [loop], set()
+    while pending:
+        function = pending.pop()
+        if function in met:
+            continue
+        met.add(function)
+        for code in _codes(function.__code__):
+            constants = [c for c in code.co_consts if not isinstance(c, CodeType)]
+            parts.add(
+                f"{code.co_name} {code.co_code.hex()} {constants!r} {code.co_names}"
+            )
+            for name in code.co_names:
+                used = function.__globals__.get(name)
+                # of a loop, of an intrinsic, or itself
+                used = getattr(used, "py_func", getattr(used, "_defn", used))
+                if isinstance(used, FunctionType):
+                    pending.append(used)
+                elif isinstance(used, (int, float, tuple, np.generic)):
+                    parts.add(f"{function.__module__}.{name} = {used!r}")
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function, and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def untrusted_writer(folder: str | Path) -> str | None:
+    """Names who else can write to a folder or rename it; None if nobody can.
+
+    Numba keeps compiled loops as pickles, so whoever can write to their folder can run code
+    in the processes that load them. The user, root, and whoever can write this package's
+    source are trusted. Folders that do not exist yet are judged by those above them.
     """
     if not hasattr(os, "getuid"):
         return None  # Windows keeps users' folders apart
     path = Path(os.path.abspath(folder))
-    trusted = {0, os.getuid(), OURS.stat().st_uid}
+    trusted = {0, os.getuid(), PACKAGE.stat().st_uid}
     for place in (path, *path.parents):
         try:
             about = place.stat()
@@ -209,8 +262,8 @@ def untrusted_writer(folder: str | Path) -> str | None:
 
 
 def _is_own(gid: int) -> bool:
-    """Says whether a group is the user's alone, or can write this package's source."""
-    source = OURS.stat()
+    """Tells whether a group is the user's alone, or can write this package's source."""
+    source = PACKAGE.stat()
     if gid == 0 or (source.st_gid == gid and source.st_mode & stat.S_IWGRP):
         return True
     import grp
@@ -222,3 +275,165 @@ def _is_own(gid: int) -> bool:
     except KeyError:
         return False
     return group.gr_name == name and not set(group.gr_mem) - {name}
+
+
+# Instructions -------------------------------------------------------------------------
+
+
+def _prefetch_line(typing: Any, x: Any, position: Any) -> Emitted:
+    """Asks for the cache line of ``x[position]``, without waiting for it."""
+
+    def emit(context: Any, build: Builder, sig: Any, args: Any) -> Any:
+        pointer = _pointer(context, build, sig.args[0], args[0])
+        _prefetch(build, build.gep(pointer, [args[1]]), 1)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64), emit
+
+
+def _sum_block(
+    typing: Any,
+    width: Any,
+    total: Any,
+    at: Any,
+    fresh: Any,
+    col: Any,
+    value: Any,
+    begin: Any,
+    end: Any,
+    x: Any,
+    x_ld: Any,
+    offset: Any,
+    ahead: Any,
+    last: Any,
+) -> Emitted:
+    """Sums a block of the rows of x that edges begin .. end-1 point to.
+
+        total[at + k] (+)= sum of value[e] x[col[e] x_ld + offset + k]
+
+    A block is 2**len(width) bytes, known when compiling as the length of a tuple;
+    ``value`` may be None. While it adds edge e it prefetches for edge e + ahead, or
+    the last. The sum is taken in the order of edges, from zero if ``fresh``.
+    """
+    integer, size = types.int64, 2 ** len(width)
+    head = (width, total, integer, types.boolean, col, value, integer, integer)
+    sig = types.void(*head, x, integer, integer, integer, integer)
+    lanes = 8 * size // x.dtype.bitwidth
+    weighted = not isinstance(value, types.NoneType)
+
+    def emit(context: Any, build: Builder, sig: Any, args: Any) -> Any:
+        def pointer(k: int) -> ir.Value:
+            return _pointer(context, build, sig.args[k], args[k])
+
+        x, weights = pointer(8), pointer(5) if weighted else None
+        columns, origin = pointer(4), build.gep(x, [args[10]])
+        block = ir.VectorType(x.type.pointee, lanes)
+        home = build.bitcast(build.gep(pointer(1), [args[2]]), block.as_pointer())
+
+        def row_of(edge: ir.Value) -> ir.Value:
+            column = build.load(build.gep(columns, [edge]))
+            if column.type != I64:
+                column = build.zext(column, I64)
+            return build.gep(origin, [build.mul(column, args[9])])
+
+        def step(edge: ir.Value, sums: ir.Value) -> ir.Value:
+            soon = build.add(edge, args[11])
+            within = build.icmp_signed("<", soon, args[12])
+            _prefetch(build, row_of(build.select(within, soon, args[12])), size)
+            row = _load(build, build.bitcast(row_of(edge), block.as_pointer()))
+            if weights is None:
+                return build.fadd(sums, row)
+            weight = build.load(build.gep(weights, [edge]))
+            return _multiply_add(build, _spread(build, weight, block), row, sums)
+
+        start = _start(build, args[3], home)
+        build.store(
+            _loop(build, args[6], args[7], start, step), home, align=_align(home)
+        )
+        return context.get_dummy_value()
+
+    return sig, emit
+
+
+def _start(build: Builder, fresh: ir.Value, home: ir.Value) -> ir.Value:
+    """Returns zeros, or what lies at ``home``, which is then read."""
+    zeros = ir.Constant(home.type.pointee, None)
+    before = build.block
+    with build.if_then(build.not_(fresh)):
+        found, inside = _load(build, home), build.block
+    start = build.phi(zeros.type)
+    start.add_incoming(zeros, before)
+    start.add_incoming(found, inside)
+    return start
+
+
+def _loop(
+    build: Builder,
+    begin: ir.Value,
+    end: ir.Value,
+    start: ir.Value,
+    step: Callable[[ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """Folds ``step`` over begin .. end-1, the carried value staying in registers."""
+    before, body = build.block, build.append_basic_block()
+    after = build.append_basic_block()
+    build.cbranch(build.icmp_signed("<", begin, end), body, after)
+    build.position_at_end(body)
+    index, carried = build.phi(I64), build.phi(start.type)
+    folded = step(index, carried)
+    following = build.add(index, I64(1), flags=["nsw"])
+    index.add_incoming(begin, before)
+    index.add_incoming(following, body)
+    carried.add_incoming(start, before)
+    carried.add_incoming(folded, body)
+    build.cbranch(build.icmp_signed("<", following, end), body, after)
+    build.position_at_end(after)
+    result = build.phi(start.type)
+    result.add_incoming(start, before)
+    result.add_incoming(folded, body)
+    return result
+
+
+def _prefetch(build: Builder, pointer: ir.Value, size: int) -> None:
+    """Prefetches the lines of ``size`` bytes, for reading, into every cache."""
+    base = build.bitcast(pointer, I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [base.type, I32, I32, I32])
+    name = "llvm.prefetch.p0i8"
+    call = cgutils.get_or_insert_function(build.module, kind, name)
+    for byte in range(0, size, LINE):
+        build.call(call, [build.gep(base, [I64(byte)]), I32(0), I32(3), I32(1)])
+
+
+def _multiply_add(build: Builder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """Returns a b + c, rounded once where the processor can."""
+    kind = a.type
+    bits = 8 * _align(kind.as_pointer())
+    name = f"llvm.fmuladd.v{kind.count}f{bits}"
+    signature = ir.FunctionType(kind, [kind, kind, kind])
+    call = cgutils.get_or_insert_function(build.module, signature, name)
+    return build.call(call, [a, b, c])
+
+
+def _spread(build: Builder, number: ir.Value, kind: ir.VectorType) -> ir.Value:
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = build.insert_element(nothing, number, I32(0))
+    zeros = ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
+    return build.shuffle_vector(first, nothing, zeros)
+
+
+def _load(build: Builder, pointer: ir.Value) -> ir.Value:
+    return build.load(pointer, align=_align(pointer))
+
+
+def _align(pointer: ir.Value | ir.PointerType) -> int:
+    """Returns the bytes of one number: all the alignment a row is sure to have."""
+    kind = getattr(pointer, "type", pointer).pointee
+    return 4 if kind.element == ir.FloatType() else 8
+
+
+def _pointer(context: Any, build: Builder, kind: Any, array: Any) -> ir.Value:
+    return context.make_array(kind)(context, build, array).data
+
+
+prefetch: Any = intrinsic(_prefetch_line)
+sum_block: Any = intrinsic(_sum_block)

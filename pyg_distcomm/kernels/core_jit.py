@@ -1,4 +1,4 @@
-"""Holds the inner loops, for Numba: flat arrays, row strides, and a range of work each.
+"""Holds the loops of `core_cpu` for Numba: flat arrays, row strides, and a range of work each.
 
 Nothing is compiled when this module is imported. A matrix is passed as the flat
 view of its storage and the distance between rows (``ld``), so that one compiled
@@ -11,11 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import Array, jit, reordering
-from pyg_distcomm.kernels.llvm_intrinsics import LINE, prefetch, sum_block
+from pyg_distcomm.kernels.compile import (
+    LINE,
+    Array,
+    jit,
+    prefetch,
+    reordering,
+    sum_block,
+)
 
 AHEAD = 4096  # bytes of rows asked for before they are needed
 SOON = 16  # rows asked for before they are needed
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+UNIT = 2.0**-53  # the grain of uniform numbers
+FREE = -1  # a vertex without a mate, or that no path has reached
 
 
 @jit
@@ -214,6 +223,22 @@ def place_transposed(
 
 
 @jit
+def place_pairs(
+    col: Array, source: Array, order: Array | None, cursor: Array, pair: Array
+) -> None:
+    """Places (source, edge id) by target, edges in the order given, or as they are."""
+    for k in range(len(col)):
+        e = k if order is None else order[k]
+        slot = cursor[col[e]]
+        cursor[col[e]] = slot + 1
+        pair[2 * slot] = source[e]
+        pair[2 * slot + 1] = e
+
+
+# Keyed randomness ---------------------------------------------------------------------
+
+
+@jit
 def mix(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -222,13 +247,19 @@ def mix(z: np.uint64) -> np.uint64:
 
 @jit
 def hash_row(key: int, gid: int) -> np.uint64:
-    return mix(np.uint64(key) ^ mix(np.uint64(gid) + np.uint64(0x9E3779B97F4A7C15)))
+    """Returns the generator of one row, node or seed."""
+    return mix(np.uint64(key) ^ mix(np.uint64(gid) + GOLDEN))
+
+
+@jit
+def word(generator: np.uint64, draw: int | np.int64) -> np.uint64:
+    """Returns draw number ``draw`` of a generator: 64 bits."""
+    return mix(generator + (np.uint64(draw) + np.uint64(1)) * GOLDEN)
 
 
 @jit
 def draw(row: np.uint64, c: int) -> np.uint64:
-    step = (np.uint64(c) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return mix(row + step) >> np.uint64(40)
+    return word(row, c) >> np.uint64(40)
 
 
 @jit
@@ -267,3 +298,126 @@ def dropout(
             keep = draw(row, c) >= np.uint64(threshold)
             k = base + np.uint64(c)
             out[k] = x[k] * (scale if keep else out.dtype.type(0))
+
+
+# Vertex covers ------------------------------------------------------------------------
+
+
+@jit
+def match(ptr: Array, to: Array, mate: Array, mate_of_right: Array) -> None:
+    """Fills in a maximum matching ([Hopcroft73] Sec. 3).
+
+    Phases: a search by breadth gives every left vertex its distance from a free one, and
+    searches by depth along growing distances find augmenting paths, apart from each
+    other. The first phase is greedy.
+    """
+    lefts = len(ptr) - 1
+    for u in range(lefts):
+        for e in range(ptr[u], ptr[u + 1]):
+            if mate_of_right[to[e]] == FREE:
+                mate[u], mate_of_right[to[e]] = to[e], u
+                break
+    distance = np.empty(lefts, np.int64)
+    cursor = np.empty(lefts, np.int64)
+    room = np.empty(lefts, np.int64)
+    while spread(ptr, to, mate, mate_of_right, distance, room):
+        cursor[:] = ptr[:-1]
+        for root in range(lefts):
+            if mate[root] == FREE:
+                augment(root, ptr, to, mate, mate_of_right, distance, cursor, room)
+
+
+@jit
+def spread(
+    ptr: Array,
+    to: Array,
+    mate: Array,
+    mate_of_right: Array,
+    distance: Array,
+    queue: Array,
+) -> bool:
+    """Measures alternating paths from free left vertices; tells if one ends free."""
+    tail, found = 0, False
+    for u in range(len(ptr) - 1):
+        distance[u] = FREE
+        if mate[u] == FREE:
+            distance[u] = 0
+            queue[tail] = u
+            tail += 1
+    head = 0
+    while head < tail:
+        u = queue[head]
+        head += 1
+        for e in range(ptr[u], ptr[u + 1]):
+            w = mate_of_right[to[e]]
+            if w == FREE:
+                found = True
+            elif distance[w] == FREE:
+                distance[w] = distance[u] + 1
+                queue[tail] = w
+                tail += 1
+    return found
+
+
+@jit
+def augment(
+    root: int,
+    ptr: Array,
+    to: Array,
+    mate: Array,
+    mate_of_right: Array,
+    distance: Array,
+    cursor: Array,
+    path: Array,
+) -> None:
+    """Looks for one augmenting path; a vertex that leads nowhere is left for good."""
+    depth = 0
+    path[0] = root
+    while depth >= 0:
+        u = path[depth]
+        if cursor[u] == ptr[u + 1]:
+            depth -= 1
+            if depth >= 0:
+                cursor[path[depth]] += 1
+            continue
+        w = mate_of_right[to[cursor[u]]]
+        if w == FREE:
+            for k in range(depth, -1, -1):  # turns the path around
+                u = path[k]
+                v = to[cursor[u]]
+                mate[u], mate_of_right[v] = v, u
+                cursor[u] = ptr[u + 1]
+            return
+        if distance[w] == distance[u] + 1:
+            depth += 1
+            path[depth] = w
+        else:
+            cursor[u] += 1
+
+
+@jit
+def reach(
+    ptr: Array, to: Array, mate: Array, mate_of_right: Array, left: Array, right: Array
+) -> None:
+    """Marks what alternating paths from free left vertices reach."""
+    lefts = len(ptr) - 1
+    queue = np.empty(lefts, np.int64)
+    tail = 0
+    for u in range(lefts):
+        if mate[u] == FREE:
+            left[u] = True
+            queue[tail] = u
+            tail += 1
+    head = 0
+    while head < tail:
+        u = queue[head]
+        head += 1
+        for e in range(ptr[u], ptr[u + 1]):
+            v = to[e]
+            if not right[v]:
+                right[v] = True
+                w = mate_of_right[v]
+                if not left[w]:
+                    left[w] = True
+                    queue[tail] = w
+                    tail += 1

@@ -1,4 +1,4 @@
-"""Defines what a sampler is asked for and what it returns: types that kernels share.
+"""What a sampler is asked for, and what it answers: the shapes that the kernels share.
 
 A graph has nodes of one or more types and relations between them; a type is a number,
 its place in `SampleGraph.sizes`. A homogeneous graph has one of each.

@@ -1,4 +1,4 @@
-"""Holds the inner loops of neighbour sampling, for Numba.
+"""Holds the loops of `sample_cpu` for Numba: neighbour sampling.
 
 A relation is a CSC matrix: the in-edges of node v are entries ``colptr[v] ..
 colptr[v+1]-1``, in ascending edge id. Entry e is ``row[e * stride]``, the source; with
@@ -17,27 +17,23 @@ import math
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import Array, jit
-from pyg_distcomm.kernels.core_jit import mix
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
-from pyg_distcomm.kernels.node_relabeler import GOLDEN, SOON
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
+from pyg_distcomm.kernels.core_jit import GOLDEN, UNIT, hash_row, mix, word
 
+SOON = 32  # nodes or entries asked for before they are needed
 FEW = 48  # draws of a row up to which a scan for repeats beats a table
-UNIT = 2.0**-53
 
 
 @jit
 def stream(key: int, tree: int, node: int) -> np.uint64:
     """Returns the generator of one node in one tree of one minibatch."""
-    tree_key = mix(np.uint64(key) ^ mix(np.uint64(tree) + GOLDEN))
-    return mix(tree_key ^ mix(np.uint64(node) + GOLDEN))
+    return mix(hash_row(key, tree) ^ mix(np.uint64(node) + GOLDEN))
 
 
 @jit
 def uniform(generator: np.uint64, draw: int | np.int64) -> float:
     """Returns draw number ``draw`` of a generator, in [0, 1)."""
-    step = (np.uint64(draw) + np.uint64(1)) * GOLDEN
-    return np.float64(mix(generator + step) >> np.uint64(11)) * UNIT
+    return np.float64(word(generator, draw) >> np.uint64(11)) * UNIT
 
 
 @jit
@@ -310,16 +306,3 @@ def take_rows(
         for e in range(start, start + 2 * count[i], 2):
             source[at], target[at], edge[at] = words[e], first + i, words[e + 1]
             at += 1
-
-
-@jit
-def place_pairs(
-    col: Array, source: Array, order: Array | None, cursor: Array, pair: Array
-) -> None:
-    """Places (source, edge id) by target, edges in the order given, or as they are."""
-    for k in range(len(col)):
-        e = k if order is None else order[k]
-        slot = cursor[col[e]]
-        cursor[col[e]] = slot + 1
-        pair[2 * slot] = source[e]
-        pair[2 * slot + 1] = e

@@ -1,4 +1,4 @@
-"""Runs kernels that release the interpreter lock in a pool of threads.
+"""Runs kernels that release the interpreter lock on a pool of threads.
 
 Work is a list of pieces. The caller and its helpers take the next piece when they
 are done with the last, so a piece that takes long stalls nobody; and the caller
@@ -12,28 +12,34 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-from pyg_distcomm.kernels.state import KERNELS
+# One executor per process and size. The key holds the process id since the threads
+# of a parent do not survive a fork; setdefault needs no lock that a fork could freeze.
+_executors: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+# of the thread that calls kernels; None for torch's own width
+_limit: ContextVar[int | None] = ContextVar("pyg_distcomm_threads", default=None)
 
 
 def width() -> int:
     """Returns the number of threads a kernel may use: torch's own, at call time."""
-    limit: int | None = getattr(KERNELS.limit, "width", None)
+    limit = _limit.get()
     return torch.get_num_threads() if limit is None else limit
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
     """Sets how many threads the kernels called by this thread may use."""
-    before, KERNELS.limit.width = getattr(KERNELS.limit, "width", None), most
+    token = _limit.set(most)
     try:
         yield
     finally:
-        KERNELS.limit.width = before
+        _limit.reset(token)
 
 
 def run(work: Callable[..., None], pieces: Iterable[tuple[int, ...]]) -> None:
@@ -82,5 +88,5 @@ def _join(helpers: list[Future[None]]) -> None:
 def _executor(size: int) -> ThreadPoolExecutor:
     key = (os.getpid(), size)
     make = partial(ThreadPoolExecutor, size, thread_name_prefix="pyg_distcomm")
-    found = KERNELS.executors.get(key)
-    return KERNELS.executors.setdefault(key, make()) if found is None else found
+    found = _executors.get(key)
+    return _executors.setdefault(key, make()) if found is None else found

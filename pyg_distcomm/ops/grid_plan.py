@@ -22,7 +22,7 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.halo.halo import Halo, plan_link
 from pyg_distcomm.halo.link import Link
-from pyg_distcomm.kernels.reference import offset_dtype
+from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.ops.csr import CSR, Links, LocalBlocks, Pattern
 from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_distcomm.kernels.reference import MAX_INT32
+from pyg_distcomm.kernels.core_ops import MAX_INT32
 from pyg_distcomm.partition.folder import report
 from pyg_distcomm.partition.metrics import (
     capacities,

@@ -1,11 +1,11 @@
-"""Defines products, draws and extraction of sparse rows, in plain Python.
+"""Defines products of sparse matrices, and draws from their rows, in plain Python.
 
-Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the twins in `matrix`
-return the same numbers, bit for bit. A row draws from a generator of its own key,
+Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the twins return the same
+numbers, bit for bit. A row draws from a generator of its own key,
 
     s = mix(key + G),    h_j = mix(s + (j + 1) G)
 
-with mix and G those of `reference.keyed_bits`; h_j are 64 bits.
+with mix and G those of `core_ops.keyed_bits`; h_j are 64 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyg_distcomm.kernels.registry import op
+
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 MOST = 1 << 62  # sums of integer weights stay below it
@@ -24,6 +26,7 @@ Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
 WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
+@op("a", types=None)
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +62,7 @@ def value_type(*values: Tensor | None) -> torch.dtype:
     return torch.float64 if real else torch.int64
 
 
+@op("a", types=None)
 def extract(
     a: tuple[Tensor, Tensor],
     rows: tuple[Tensor, Tensor],
@@ -90,6 +94,7 @@ def extract(
     return r, c, e
 
 
+@op("value", types=None)
 def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Counts the positive entries of each row; -1 for a row with a negative one.
 
@@ -103,6 +108,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     return _ids(counts)
 
 
+@op("value", types=None)
 def draw(
     rowptr: Tensor,
     value: Tensor,
@@ -131,6 +137,7 @@ def draw(
     return _ids(entries), _ids(sums)
 
 
+@op("value", types=None)
 def weighted_sampler(value: Tensor) -> WeightedSampler:
     """Returns what draws from one row for many keys: `weighted_sampler(keys, ptr, replace)`.
 
@@ -176,6 +183,7 @@ def _first(weight: list[int], goal: int) -> int:
     raise AssertionError("the goal must be below the sum")
 
 
+@op("value", types=None)
 def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -203,6 +211,7 @@ def exponential_race(
     return _ids(entries), _ids(sums)
 
 
+@op("value", types=None)
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Divides float64 entries by the sum of their row, taken in order; zero rows stay."""
     out = value.clone()
@@ -215,6 +224,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     return out
 
 
+@op("a", types=None)
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -1,7 +1,4 @@
-"""Multiplies, draws and extracts sparse rows on the CPU, by compiled loops over rows.
-
-Same signatures and the same numbers as `matrix_reference`, bit for bit.
-"""
+"""Runs the ops of `matrix_ops` on the CPU: compiled loops over rows, the same bits."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import spgemm_jit, threads
-from pyg_distcomm.kernels import spgemm_jit as loops
+from pyg_distcomm.kernels import matrix_jit as loops
+from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.matrix_reference import Csr, value_type
+from pyg_distcomm.kernels.matrix_ops import Csr, value_type
 
 Array = NDArray[Any]
 NONE = np.empty(0, np.int64)
@@ -28,7 +25,7 @@ FAIR = 256  # columns for one product, up to which that pays
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs `matrix_reference.spgemm`, rows in parallel."""
+    """Runs `matrix_ops.spgemm`, rows in parallel."""
     dtype, m = value_type(q[2], a[2]), len(q[0]) - 1
     own, extra = diagonal or (torch.empty(0), torch.empty(0))
     left = (_long(q[0]), _long(q[1]), _values(q[2], dtype))
@@ -51,7 +48,7 @@ def extract(
     cols: tuple[Tensor, Tensor],
     own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs `matrix_reference.extract`, minibatches in parallel."""
+    """Runs `matrix_ops.extract`, minibatches in parallel."""
     wanted = (*map(_long, rows), *map(_long, cols))
     loop = NONE if own is None else _long(own)
     args = (_long(a[0]), *_strided(a[1]), *wanted, loop)
@@ -60,10 +57,10 @@ def extract(
 
 
 def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
-    """Runs `matrix_reference.count_positive`, rows in parallel."""
+    """Runs `matrix_ops.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(spgemm_jit.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
     return count
 
 
@@ -75,11 +72,11 @@ def draw(
     ptr: Tensor,
     replace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Runs `matrix_reference.draw`, rows in parallel."""
+    """Runs `matrix_ops.draw`, rows in parallel."""
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
     args = (*row, replace, entry.numpy(), left.numpy())
-    threads.run_split(ready(spgemm_jit.draw, args, 2), len(keys), 1)
+    threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
     return entry, left
 
 
@@ -96,7 +93,7 @@ class WeightedSampler:
     def __call__(
         self, keys: Tensor, ptr: Tensor, replace: bool
     ) -> tuple[Tensor, Tensor]:
-        """Runs what `matrix_reference.urn` returns."""
+        """Runs what `matrix_ops.weighted_sampler` returns."""
         try:
             tree = self._trees.pop()
         except IndexError:
@@ -104,13 +101,13 @@ class WeightedSampler:
         entry, left = _drawn(ptr)
         row = (tree, self._value, self._count, self._total)
         args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
-        ready(spgemm_jit.draw_shared, args)()
+        ready(loops.draw_shared, args)()
         self._trees.append(tree)
         return entry, left
 
     def _tree(self) -> Array:
         tree = np.zeros(len(self._value) + 1, np.int64)
-        ready(spgemm_jit.grow, (self._value, 0, len(self._value), tree))()
+        ready(loops.grow, (self._value, 0, len(self._value), tree))()
         return tree
 
 
@@ -120,28 +117,26 @@ weighted_sampler = WeightedSampler
 def exponential_race(
     rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Runs `matrix_reference.exponential_race`, rows in parallel."""
+    """Runs `matrix_ops.exponential_race`, rows in parallel."""
     entry, left = _drawn(ptr)
     row = (_long(rowptr), _long(value), _long(keys), _long(ptr))
     args = (*row, entry.numpy(), left.numpy())
-    threads.run_split(ready(spgemm_jit.exponential_race, args, 2), len(keys), 1)
+    threads.run_split(ready(loops.exponential_race, args, 2), len(keys), 1)
     return entry, left
 
 
 def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
-    """Runs `matrix_reference.normalize_rows`, rows in parallel."""
+    """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(
-        ready(spgemm_jit.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12
-    )
+    threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
     return out
 
 
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Runs `matrix_reference.layer_weights`, rows in parallel."""
+    """Runs `matrix_ops.layer_weights`, rows in parallel."""
     m = len(a[0]) - 1
     total, even = torch.empty(m, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
     loop = torch.empty(0 if own is None else m, dtype=torch.int64)

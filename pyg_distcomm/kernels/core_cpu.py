@@ -1,27 +1,20 @@
-"""Runs kernels on the CPU: tensors in, compiled loops over ranges of rows, tensors out.
+"""Runs the ops of `core_ops` on the CPU: compiled loops over ranges of rows.
 
-Same signatures and the same meaning as `reference`. Imported at the first call of
-a kernel, because importing Numba takes a while.
+Imported at the first call of an op, because importing Numba takes a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import core_jit, memory, sample_jit, threads
+from pyg_distcomm.kernels import core_jit, core_ops, memory, threads
 from pyg_distcomm.kernels.compile import cache_folder, ready
-from pyg_distcomm.kernels.reference import (
-    column_dtype,
-    drop_scale,
-    drop_threshold,
-    offset_dtype,
-)
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
 PANEL = 128  # bytes of a row copied together; see _panels_pay
@@ -41,15 +34,15 @@ def spmm(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Runs `reference.spmm`, rows in parallel, pieces balanced by edges."""
-    target = _writable(out, rowptr.numel() - 1, x)
+    """Runs `core_ops.spmm`, rows in parallel, pieces balanced by edges."""
+    target = writable(out, rowptr.numel() - 1, x)
     if target.numel():
-        weight = None if value is None else _vector(value)
-        matrix = _vector(rowptr), _vector(col), weight
+        weight = None if value is None else vector(value.to(x.dtype))
+        matrix = vector(rowptr), vector(col), weight
         edges = int(matrix[0][-1]) - int(matrix[0][0])
         multiply = _multiply_panels if _panels_pay(x, edges) else _multiply
         multiply(matrix, x, target, accumulate)
-    return _delivered(target, out)
+    return deliver(target, out)
 
 
 def _panels_pay(x: Tensor, edges: int) -> bool:
@@ -68,10 +61,10 @@ def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -
     n, f = x.shape
     wide = PANEL // x.element_size()
     panel = memory.empty(n, wide, x.dtype)
-    x_flat, x_ld = _flat(x)
+    x_flat, x_ld = flat(x)
     for at in range(0, f - f % wide, wide):
         args = (x_flat, x_ld, at, wide, panel.view(-1).numpy())
-        threads.run_split(ready(core_jit.pack, args, 2), n, GRAIN // wide)
+        over_rows(core_jit.pack, args, n, wide)
         _multiply(matrix, panel, out[:, at : at + wide], accumulate)
     if f % wide:
         _multiply(matrix, x[:, -(f % wide) :], out[:, -(f % wide) :], accumulate)
@@ -79,7 +72,7 @@ def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -
 
 def _multiply(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """Multiplies a block of columns at a time, as many as fit in registers."""
-    arrays = (*matrix, *_flat(x), *_flat(out), accumulate)
+    arrays = (*matrix, *flat(x), *flat(out), accumulate)
     pieces = _pieces(matrix[0], x.size(1))
     for at, lanes, keep in _blocks(x.size(1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
@@ -103,55 +96,58 @@ def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
 
 
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
-    """Runs `reference.sddmm`, rows in parallel."""
-    pointers = _vector(rowptr)
+    """Runs `core_ops.sddmm`, rows in parallel."""
+    pointers = vector(rowptr)
     f = x.size(1)
     out = x.new_empty(int(pointers[-1]) - int(pointers[0]))
     if f and out.numel():
-        args = (pointers, _vector(col), *_flat(g), *_flat(x), out.numpy(), f)
+        args = (pointers, vector(col), *flat(g), *flat(x), out.numpy(), f)
         threads.run(ready(core_jit.sddmm, args, 2), _pieces(pointers, f))
         return out
     return out.zero_()
 
 
 def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Runs `reference.gather_rows`, rows in parallel."""
+    """Runs `core_ops.gather_rows`, rows in parallel."""
+    if x.dim() != 2:
+        return core_ops.gather_rows.definition(x, index, out)
     k, f = index.numel(), x.size(1)
-    target = _writable(out, k, x)
-    positions = _vector(index)
-    _check_index(positions, x.size(0))
-    if k and f:
-        args = (*_flat(x), positions, *_flat(target), f)
-        threads.run_split(ready(core_jit.gather, args, 2), k, GRAIN // f)
-    return _delivered(target, out)
+    target = writable(out, k, x)
+    positions = vector(index)
+    check_index(positions, x.size(0))
+    args = (*flat(x), positions, *flat(target), f)
+    over_rows(core_jit.gather, args, k, f)
+    return deliver(target, out)
 
 
 def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
-    """Runs `reference.scatter_add_rows`, each target row on one thread."""
+    """Runs `core_ops.scatter_add_rows`, each target row on one thread."""
+    if out.dim() != 2:
+        return core_ops.scatter_add_rows.definition(out, index, src)
     k, f = index.numel(), src.size(1)
-    target = _writable(out, out.size(0), src)
-    positions = _vector(index)
-    _check_index(positions, out.size(0))
+    target = writable(out, out.size(0), src)
+    positions = vector(index)
+    check_index(positions, out.size(0))
     if k and f:
         parts = threads.width() if k * f >= GRAIN else 1
-        args = (*_flat(target), positions, *_flat(src), f)
+        args = (*flat(target), positions, *flat(src), f)
         work = ready(core_jit.scatter_add, args, 2)
         threads.run(work, [(part, parts) for part in range(parts)])
-    return _delivered(target, out)
+    return deliver(target, out)
 
 
 def coo_to_csr(
     row: Tensor, col: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs `reference.coo_to_csr` as a counting sort."""
-    rows = _vector(row)
-    _check_index(rows, num_rows)
-    rowptr = torch.zeros(num_rows + 1, dtype=offset_dtype(len(rows)))
+    """Runs `core_ops.coo_to_csr` as a counting sort."""
+    rows = vector(row)
+    check_index(rows, num_rows)
+    rowptr = torch.zeros(num_rows + 1, dtype=core_ops.offset_dtype(len(rows)))
     ready(core_jit.count, (rows, rowptr.numpy()))()
-    col_sorted = torch.empty(len(rows), dtype=column_dtype(col))
+    col_sorted = torch.empty(len(rows), dtype=core_ops.column_dtype(col))
     perm = torch.empty(len(rows), dtype=torch.int64)
     cursor = rowptr.clone().numpy()
-    args = (rows, _vector(col), cursor, col_sorted.numpy(), perm.numpy())
+    args = (rows, vector(col), cursor, col_sorted.numpy(), perm.numpy())
     ready(core_jit.place, args)()
     return rowptr, col_sorted, perm
 
@@ -159,16 +155,16 @@ def coo_to_csr(
 def csr_transpose(
     rowptr: Tensor, col: Tensor, num_cols: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs `reference.csr_transpose` as a counting sort."""
-    pointers = _vector(rowptr)
-    part = _vector(col)[int(pointers[0]) : int(pointers[-1])]
-    _check_index(part, num_cols)
-    rowptr_t = torch.zeros(num_cols + 1, dtype=offset_dtype(len(part)))
+    """Runs `core_ops.csr_transpose` as a counting sort."""
+    pointers = vector(rowptr)
+    part = vector(col)[int(pointers[0]) : int(pointers[-1])]
+    check_index(part, num_cols)
+    rowptr_t = torch.zeros(num_cols + 1, dtype=core_ops.offset_dtype(len(part)))
     ready(core_jit.count, (part, rowptr_t.numpy()))()
-    row_t = torch.empty(len(part), dtype=offset_dtype(len(pointers) - 1))
+    row_t = torch.empty(len(part), dtype=core_ops.offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=torch.int64)
     cursor = rowptr_t.clone().numpy()
-    args = (pointers, _vector(col), cursor, row_t.numpy(), perm.numpy())
+    args = (pointers, vector(col), cursor, row_t.numpy(), perm.numpy())
     ready(core_jit.place_transposed, args)()
     return rowptr_t, row_t, perm
 
@@ -176,41 +172,57 @@ def csr_transpose(
 def place_pairs(
     target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
 ) -> Tensor:
-    """Runs `reference.place_pairs`, on one thread."""
+    """Runs `core_ops.place_pairs`, on one thread."""
     memory.advise(pair)
-    sorted_by = None if order is None else _vector(order)
+    sorted_by = None if order is None else vector(order)
     cursor = colptr[:-1].numpy().copy()
-    args = (_vector(target), _vector(source), sorted_by, cursor, pair.numpy())
-    ready(sample_jit.place_pairs, args)()
+    args = (vector(target), vector(source), sorted_by, cursor, pair.numpy())
+    ready(core_jit.place_pairs, args)()
     return pair
 
 
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
-    """Runs `reference.keyed_bits`, rows in parallel."""
+    """Runs `core_ops.keyed_bits`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.int32)
-    args = (key, _vector(gid), out.view(-1).numpy(), cols)
-    _over_rows(ready(core_jit.bits, args, 2), gid.numel(), cols)
+    args = (key, vector(gid), out.view(-1).numpy(), cols)
+    over_rows(core_jit.bits, args, gid.numel(), cols)
     return out
 
 
 def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:
-    """Runs `reference.keyed_mask`, rows in parallel."""
+    """Runs `core_ops.keyed_mask`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.bool)
-    args = (key, _vector(gid), out.view(-1).numpy(), cols, drop_threshold(p))
-    _over_rows(ready(core_jit.mask, args, 2), gid.numel(), cols)
+    args = (key, vector(gid), out.view(-1).numpy(), cols, core_ops.drop_threshold(p))
+    over_rows(core_jit.mask, args, gid.numel(), cols)
     return out
 
 
 def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
-    """Runs `reference.keyed_dropout`, fused, rows in parallel."""
+    """Runs `core_ops.keyed_dropout`, fused, rows in parallel."""
     rows, source = len(x), x.detach().contiguous()
     out = torch.empty_like(source)
     cols = x.numel() // rows if rows else 0
-    arrays = source.view(-1).numpy(), key, _vector(gid), out.view(-1).numpy()
-    scale = arrays[0].dtype.type(drop_scale(p))
-    args = (*arrays, cols, drop_threshold(p), scale)
-    _over_rows(ready(core_jit.dropout, args, 2), rows, cols)
+    arrays = source.view(-1).numpy(), key, vector(gid), out.view(-1).numpy()
+    scale = arrays[0].dtype.type(core_ops.drop_scale(p))
+    args = (*arrays, cols, core_ops.drop_threshold(p), scale)
+    over_rows(core_jit.dropout, args, rows, cols)
     return out
+
+
+def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
+    """Runs `kernels.minimum_cover`, on one thread.
+
+    By Konig's theorem: with a maximum matching, and all that alternating paths reach from
+    unmatched left vertices, it is the left vertices not reached and the right ones reached.
+    What is reached is the same for every maximum matching.
+    """
+    graph = ptr.to(torch.int64).numpy(), to.to(torch.int64).numpy()
+    lefts = ptr.numel() - 1
+    mates = np.full(lefts, -1, np.int64), np.full(num_right, -1, np.int64)
+    ready(core_jit.match, (*graph, *mates))()
+    left, right = np.zeros(lefts, np.bool_), np.zeros(num_right, np.bool_)
+    ready(core_jit.reach, (*graph, *mates, left, right))()
+    return torch.from_numpy(~left), torch.from_numpy(right)
 
 
 def warm_up() -> None:
@@ -245,9 +257,10 @@ def describe() -> dict[str, object]:
     }
 
 
-def _over_rows(work: Callable[[int, int], None], rows: int, cols: int) -> None:
-    if rows and cols:
-        threads.run_split(work, rows, GRAIN // cols)
+def over_rows(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
+    """Runs a loop over ranges of rows in parallel, each row with `width` numbers."""
+    if rows and width:
+        threads.run_split(ready(loop, args, 2), rows, GRAIN // width)
 
 
 def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
@@ -262,14 +275,15 @@ def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
     return sorted(pieces, key=lambda piece: int(rowptr[piece[0]] - rowptr[piece[1]]))
 
 
-def _writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
+def writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
     """Returns ``out``, or a matrix to compute it in when its columns are strided."""
     if out is None:
         return memory.empty(rows, like.size(1), like.dtype)
-    return out.detach() if _row_strided(out) else out.detach().contiguous()
+    return out.detach() if row_strided(out) else out.detach().contiguous()
 
 
-def _delivered(target: Tensor, out: Tensor | None) -> Tensor:
+def deliver(target: Tensor, out: Tensor | None) -> Tensor:
+    """Returns ``out``, with what was computed in ``target``."""
     if out is None:
         return target
     if target.data_ptr() != out.data_ptr():
@@ -277,22 +291,25 @@ def _delivered(target: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
-def _row_strided(t: Tensor) -> bool:
+def row_strided(t: Tensor) -> bool:
+    """Tells whether the numbers of a row of a matrix lie side by side."""
     return t.stride(1) == 1 and t.stride(0) >= t.size(1)
 
 
-def _flat(t: Tensor) -> tuple[Array, int]:
+def flat(t: Tensor) -> tuple[Array, int]:
     """Returns the storage under a matrix as a vector, and its row stride."""
-    t = t.detach() if _row_strided(t) else t.detach().contiguous()
+    t = t.detach() if row_strided(t) else t.detach().contiguous()
     span = (t.size(0) - 1) * t.stride(0) + t.size(1) if t.numel() else 0
     return t.as_strided((span,), (1,)).numpy(), t.stride(0)
 
 
-def _vector(t: Tensor) -> Array:
+def vector(t: Tensor) -> Array:
+    """Returns a tensor as a contiguous array."""
     return t.detach().contiguous().numpy()
 
 
-def _check_index(index: Array, size: int) -> None:
+def check_index(index: Array, size: int) -> None:
+    """Raises IndexError unless all of an index lies in 0 .. size-1."""
     if not ready(core_jit.in_range, (index, size))():
         raise IndexError(
             f"index spans {index.min()} .. {index.max()}, but there are {size} rows"

@@ -1,7 +1,8 @@
-"""Holds the inner loops of products and extraction of sparse rows, for Numba.
+"""Holds the loops of `matrix_cpu` for Numba: products, extraction, and draws from rows.
 
 Column e of a matrix is `col[e * stride]`. Arrays of length zero stand for what is not
 given (ones, no diagonal), so that one compiled loop serves both.
+
 [Note: drawing from a Fenwick tree] Node i (from 1) of the tree of a row holds the sum of
 its last `i & -i` weights up to i ([Fenwick94]). Going down from the root by halves finds
 the first entry whose running sum exceeds a goal, and going up takes its weight away, each
@@ -16,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import Array, jit
-from pyg_distcomm.kernels.core_jit import mix
-from pyg_distcomm.kernels.llvm_intrinsics import prefetch
-from pyg_distcomm.kernels.rank_select import ONE, ones_in
+from pyg_distcomm.kernels.compile import Array, jit, prefetch
+from pyg_distcomm.kernels.core_jit import GOLDEN, UNIT, mix, word
+from pyg_distcomm.kernels.id_lookup import ONE, ones_in
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FEW = 1 << 9  # columns that a table has room for at first
 SOON = 16  # products before it is needed that a slot is asked for
 DIGIT_BITS = 11  # of a pass of a radix sort
 DIGIT = 1 << DIGIT_BITS
+LOW = np.uint64(0xFFFFFFFF)  # the lower half of a word
+HALF = np.uint64(32)
+MOST = 1 << 62  # sums of integer weights stay below it
 
 
 @jit
@@ -347,10 +349,7 @@ def layer_weights(
     return other
 
 
-UNIT = 2.0**-53
-LOW = np.uint64(0xFFFFFFFF)
-HALF = np.uint64(32)
-MOST = 1 << 62
+# Draws --------------------------------------------------------------------------------
 
 
 @jit
@@ -379,12 +378,6 @@ def high_half(a: np.uint64, b: np.uint64) -> np.uint64:
     middle = a_high * b_low + ((a_low * b_low) >> HALF)
     other = a_low * b_high + (middle & LOW)
     return a_high * b_high + (middle >> HALF) + (other >> HALF)
-
-
-@jit
-def word(generator: np.uint64, draw: int) -> np.uint64:
-    """Returns draw number `draw` of a generator: 64 bits."""
-    return mix(generator + (np.uint64(draw) + np.uint64(1)) * GOLDEN)
 
 
 @jit

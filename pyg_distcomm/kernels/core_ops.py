@@ -1,4 +1,4 @@
-"""Defines every kernel in plain torch, on any device.
+"""Defines products with sparse matrices, row copies, sorting of edges, and keyed randomness.
 
 Letters: a CSR matrix has ``m`` rows and ``nnz`` edges, ``x`` has ``n`` rows, ``f``
 is the feature width. ``rowptr`` may be a slice of a longer one: its entries are
@@ -7,15 +7,91 @@ offsets into ``col`` and ``value`` as they stand, and need not start at zero.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
+
+from pyg_distcomm.kernels.registry import op
 
 MAX_INT32 = 2**31 - 1
 HASH_BITS = 24
 
 
+def _check_product(rowptr: Tensor, col: Tensor, x: Tensor) -> None:
+    if rowptr.dim() != 1 or col.dim() != 1 or not rowptr.numel():
+        raise ValueError(
+            f"rowptr [m + 1] and col [nnz] must be vectors, got "
+            f"{list(rowptr.shape)} and {list(col.shape)}"
+        )
+    if x.dim() != 2:
+        raise ValueError(f"x must be a matrix [n, f], got {list(x.shape)}")
+
+
+def _check_out(out: Tensor, rows: int, like: Tensor) -> None:
+    wanted = (rows, like.size(1))
+    if tuple(out.shape) != wanted or out.dtype != like.dtype:
+        raise ValueError(
+            f"expected a tensor of shape {list(wanted)} and type {like.dtype}, "
+            f"got {list(out.shape)} and {out.dtype}"
+        )
+
+
+def _check_spmm(
+    rowptr: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    x: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    _check_product(rowptr, col, x)
+    if value is not None and value.shape != col.shape:
+        raise ValueError(
+            f"value must hold one number for each of the {col.numel()} edges, "
+            f"got {list(value.shape)}"
+        )
+    if accumulate and out is None:
+        raise ValueError("spmm(accumulate=True) needs the out to add to")
+    if out is not None:
+        _check_out(out, rowptr.numel() - 1, x)
+
+
+def _check_sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> None:
+    _check_product(rowptr, col, x)
+    _check_out(g, rowptr.numel() - 1, x)
+
+
+def _check_gather(x: Tensor, index: Tensor, out: Tensor | None = None) -> None:
+    if x.dim() == 2 and out is not None:
+        _check_out(out, index.numel(), x)
+
+
+def _check_scatter(out: Tensor, index: Tensor, src: Tensor) -> None:
+    if out.dim() == 2:
+        _check_out(src, index.numel(), out)
+
+
+def _check_coo(row: Tensor, col: Tensor, num_rows: int) -> None:
+    if row.shape != col.shape or row.dim() != 1:
+        raise ValueError(
+            f"row and col must be vectors of one length, got {list(row.shape)} "
+            f"and {list(col.shape)}"
+        )
+
+
+def _check_key(key: int, *_: object, **__: object) -> None:
+    if not 0 <= key < 2**63:
+        raise ValueError(f"key must lie in [0, 2**63), got {key}")
+
+
+def _check_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> None:
+    if gid.shape != x.shape[:1]:
+        raise ValueError(
+            f"gid must name each of the {len(x)} rows of x, got {list(gid.shape)}"
+        )
+    _check_key(key)
+
+
+@op("rowptr col x", check=_check_spmm)
 def spmm(
     rowptr: Tensor,
     col: Tensor,
@@ -29,13 +105,15 @@ def spmm(
         out[i] (+)= sum of value[e] x[col[e]] over rowptr[i] <= e < rowptr[i + 1]
 
     Shapes: rowptr [m + 1], col and value [nnz], x [n, f], out [m, f].
-    Half-precision sums are taken in float32.
+    Half-precision sums are taken in float32. Values are rounded to the type of x. The sum
+    of a row is taken in edge order, so the bits depend neither on the number of threads nor
+    on how callers cut ``rowptr``.
     """
     row, lo, hi = _rows(rowptr)
     wide = _wide(x.dtype)
     message = x[col[lo:hi].long()].to(wide)
     if value is not None:
-        message = message * value[lo:hi, None].to(wide)
+        message = message * value[lo:hi, None].to(x.dtype).to(wide)
     m = rowptr.numel() - 1
     total = torch.zeros(m, x.size(1), dtype=wide, device=x.device)
     total = total.index_add_(0, row, message).to(x.dtype)
@@ -44,6 +122,7 @@ def spmm(
     return out.add_(total) if accumulate else out.copy_(total)
 
 
+@op("rowptr col g x", check=_check_sddmm)
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Takes one dot product for each edge.
 
@@ -57,6 +136,7 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     return product.sum(1).to(x.dtype)
 
 
+@op("x index", check=_check_gather)
 def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Copies rows: ``out[k] = x[index[k]]``.
 
@@ -67,6 +147,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     return rows if out is None else out.copy_(rows)
 
 
+@op("out index src", check=_check_scatter)
 def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     """Adds rows in place, in order of k: ``out[index[k]] += src[k]``.
 
@@ -76,6 +157,7 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     return out.index_add_(0, index.long(), src)
 
 
+@op("row col", check=_check_coo)
 def coo_to_csr(
     row: Tensor, col: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +175,7 @@ def coo_to_csr(
     return rowptr, col[perm].to(column_dtype(col)), perm
 
 
+@op("rowptr col")
 def csr_transpose(
     rowptr: Tensor, col: Tensor, num_cols: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +194,7 @@ def csr_transpose(
     return rowptr_t, row[perm].to(offset_dtype(rowptr.numel() - 1)), perm + lo
 
 
+@op("target source pair")
 def place_pairs(
     target: Tensor, source: Tensor, order: Tensor | None, colptr: Tensor, pair: Tensor
 ) -> Tensor:
@@ -126,6 +210,7 @@ def place_pairs(
     return pair.copy_(torch.stack([source[edge], edge], 1).view(-1))
 
 
+@op("gid", check=_check_key)
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     """Draws 24 random bits for each (key, gid, column): a counter-based hash.
 
@@ -146,16 +231,18 @@ def keyed_hashes(key: int, gid: Tensor, count: int) -> Tensor:
     return _mix(row[:, None] + step)
 
 
+@op("gid", check=_check_key)
 def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:
-    """Tells which entries a dropout of probability ``p`` keeps.
+    """Marks the entries that a dropout of probability ``p`` keeps.
 
         keep = keyed_bits >= round(p 2**24)
 
     Shapes: gid [k]; keep [k, cols], bool.
     """
-    return keyed_bits(key, gid, cols) >= drop_threshold(p)
+    return keyed_bits.definition(key, gid, cols) >= drop_threshold(p)
 
 
+@op("x gid", check=_check_dropout)
 def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     """Zeroes entries with probability ``p`` and scales the rest.
 
@@ -163,7 +250,8 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
 
     Shapes: x [k, ...], trailing dimensions flattened as columns; gid [k].
     """
-    keep = keyed_mask(key, gid, x[:1].numel() if len(x) else 0, p)
+    cols = x[:1].numel() if len(x) else 0
+    keep = keyed_mask.definition(key, gid, cols, p)
     return x * (keep.to(x.dtype) * drop_scale(p)).view(x.shape)
 
 
@@ -229,54 +317,3 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def _signed(constant: int) -> int:
     return constant - (1 << 64) if constant >= 1 << 63 else constant
-
-
-def places(gid: Tensor, ids: Tensor) -> Tensor:
-    """Returns where ids [k] stand in ascending, distinct gid [m]; -1 if they do not."""
-    if not len(gid):
-        return torch.full_like(ids, -1)
-    place = torch.searchsorted(gid, ids).clamp_(max=len(gid) - 1)
-    return torch.where(gid[place] == ids, place, -1)
-
-
-def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tensor]:
-    """Returns a smallest set of vertices of a bipartite graph that touches every edge.
-
-    By Konig's theorem: with a maximum matching, and all that alternating paths reach from
-    unmatched left vertices, it is the left vertices not reached and the right ones
-    reached. What is reached is the same for every maximum matching, so the cover is one
-    of a kind; of all smallest ones it has the most left vertices.
-
-    Shapes: ptr [m + 1], to [e], edges from left to right vertices as CSR; returns bool
-    [m] and [num_right].
-    """
-    neighbours = [to[a:b].tolist() for a, b in pairwise(ptr.tolist())]
-    mate: dict[int, int] = {}  # of right vertices
-
-    def reached(start: int) -> tuple[dict[int, int], int | None]:
-        """Searches alternating paths: who led to each right vertex, and a free one."""
-        led: dict[int, int] = {}
-        queue = [start]
-        for u in queue:
-            for v in neighbours[u]:
-                if v not in led:
-                    led[v] = u
-                    if v not in mate:
-                        return led, v
-                    queue.append(mate[v])
-        return led, None
-
-    left = torch.ones(len(neighbours), dtype=torch.bool)
-    right = torch.zeros(num_right, dtype=torch.bool)
-    for start in range(len(neighbours)):
-        led, v = reached(start)
-        while v is not None:  # turns the path around
-            u = led[v]
-            before = next((w for w, m in mate.items() if m == u), None)
-            mate[v] = u
-            v = before if u != start else None
-    for start in set(range(len(neighbours))) - set(mate.values()):
-        led, _ = reached(start)
-        left[[start, *(mate[v] for v in led)]] = False
-        right[list(led)] = True
-    return left, right
