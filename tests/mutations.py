@@ -244,8 +244,8 @@ MUTATIONS = (
     Mutation(
         "a product is kept when its input changes in place",
         "cache",
-        "if before != now and not at_once:",
-        "if before is None and not at_once:",
+        "key, now = _key(kind, weight), (x._version, _version(weight))",
+        "key, now = _key(kind, weight), (0, _version(weight))",
         "test_ordering.py",
         "test_a_kept_product_follows_its_inputs",
     ),
@@ -858,8 +858,8 @@ def selection(mutation: Mutation) -> list[str]:
 
 def campaign(
     mutations: Sequence[Mutation], jobs: int, limit: float, check: bool
-) -> list[Outcome]:
-    """Judges faults, some at a time; prints each outcome as it comes."""
+) -> Iterator[Outcome]:
+    """Judges faults, some at a time; yields each outcome in turn, and prints it."""
     for mutation in mutations:
         find(mutation)
     shops: Queue[Workshop] = Queue()
@@ -870,22 +870,19 @@ def campaign(
         def judge(mutation: Mutation) -> Outcome:
             shop = shops.get()
             try:
-                outcome = shop.judge(mutation)
+                return shop.judge(mutation)
             finally:
                 shops.put(shop)
-            print(
-                f"{outcome.verdict:>10}  {outcome.seconds:5.0f} s  {mutation.name}  "
-                f"{outcome.by}",
-                flush=True,
-            )
-            return outcome
 
         if check:
             shop = shops.get()
             shop.check_unmutated(mutations)
             shops.put(shop)
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(judge, mutations))
+            for one in pool.map(judge, mutations):
+                line = f"{one.verdict:>10}  {one.seconds:5.0f} s  {one.mutation.name}"
+                print(f"{line}  {one.by}", flush=True)
+                yield one
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -956,12 +953,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{mutation.kind}: {mutation.name} ({find(mutation).relative_to(ROOT)})"
             )
         return 0
-    outcomes = campaign(chosen, given.jobs, given.limit, not given.unchecked)
-    if given.report is not None:
-        before = (
-            given.report.read_text() if given.words and given.report.exists() else ""
-        )
-        given.report.write_text(report(outcomes, before))
+    known = given.report is not None and given.words and given.report.exists()
+    before = given.report.read_text() if known else ""
+    outcomes = []
+    for outcome in campaign(chosen, given.jobs, given.limit, not given.unchecked):
+        outcomes.append(outcome)
+        if given.report is not None:  # as far as it has come
+            given.report.write_text(report(outcomes, before))
     missed = [outcome for outcome in outcomes if outcome.verdict != "caught"]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught")
     return int(bool(missed))
