@@ -878,11 +878,14 @@ def campaign(
             shop = shops.get()
             shop.check_unmutated(mutations)
             shops.put(shop)
-        with ThreadPoolExecutor(jobs) as pool:
+        pool = ThreadPoolExecutor(jobs)
+        try:
             for one in pool.map(judge, mutations):
                 line = f"{one.verdict:>10}  {one.seconds:5.0f} s  {one.mutation.name}"
                 print(f"{line}  {one.by}", flush=True)
                 yield one
+        finally:  # interrupted, it ends with the faults that are being judged
+            pool.shutdown(cancel_futures=True)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -910,9 +913,12 @@ def report(outcomes: Sequence[Outcome], before: str) -> str:
     known = dict(zip(lines, kept, strict=True)) | rows_of(outcomes)
     rows = [known[m.name] for m in MUTATIONS if m.name in known]
     caught = sum("::" in row.split(" | ")[3] for row in rows)
-    return "\n".join(
-        [*HEAD, f"{caught} of {len(rows)} are caught.", "", *COLUMNS, *rows, ""]
-    )
+    told = f"{caught} of {len(rows)} faults are caught."
+    if len(rows) < len(MUTATIONS):
+        told += (
+            f" {len(MUTATIONS) - len(rows)} more of the list have not been tried here."
+        )
+    return "\n".join([*HEAD, told, "", *COLUMNS, *rows, ""])
 
 
 HEAD = (
