@@ -458,7 +458,7 @@ MUTATIONS = (
         "here = (place >= 0) & (place < len(self.gid))",
         "here = (place >= 0) & (place <= len(self.gid))",
         "test_feature_store.py",
-        "test_an_owner_that_has_not or test_rows_are_those",
+        "found_in_a_block",
     ),
     Mutation(
         "plain rows after row-cut ones take the ids of those",
