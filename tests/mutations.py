@@ -28,7 +28,7 @@ from queue import Queue
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pyg_distcomm"
 LIMIT = 300.0  # seconds that the tests of one fault may take
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.M)
 
 
 @dataclass(frozen=True)
@@ -728,7 +728,7 @@ class Workshop:
     def __init__(self, folder: Path, limit: float) -> None:
         self.root, self.limit = folder, limit
         skip = shutil.ignore_patterns("*.pyc")  # compiled loops come along
-        for name in (PACKAGE, "tests"):
+        for name in (PACKAGE, "tests", "benchmarks", "examples"):
             shutil.copytree(ROOT / name, folder / name, ignore=skip)
         shutil.copy2(ROOT / "pyproject.toml", folder)
 
