@@ -1,6 +1,6 @@
 """Runs codecs on the CPU by compiled loops over groups of eight rows.
 
-Same signatures and the same bytes as `code_reference`.
+Same signatures and the same bytes as `codec_reference`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rows = tuple[Array, int, "Array | None"]  # storage, row stride, which rows
 def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
-    """Runs `code_reference.quantise`, groups of rows in parallel."""
+    """Runs `codec_reference.quantise`, groups of rows in parallel."""
     m, f = _size(x, index)
     if not m * f:
         out.zero_()
@@ -44,7 +44,7 @@ def quantise(
 
 
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Runs `code_reference.dequantise`, groups of rows in parallel."""
+    """Runs `codec_reference.dequantise`, groups of rows in parallel."""
     m, f = out.shape
     target = _target(out)
     if m * f:
@@ -55,7 +55,7 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
 
 
 def compact(x: Tensor, index: Tensor | None) -> Tensor:
-    """Runs `code_reference.compact`: counts first, so that no byte is written twice."""
+    """Runs `codec_reference.compact`: counts first, so that no byte is written twice."""
     m, f = _size(x, index)
     numbers = (*_rows(_integers(x), index), f, m)
     first = np.zeros(-(-m // 8) + 1, np.int64)
@@ -69,7 +69,7 @@ def compact(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Runs `code_reference.expand`, groups of rows in parallel."""
+    """Runs `codec_reference.expand`, groups of rows in parallel."""
     m, f = out.shape
     target, flags = _target(out), -(-m * f // 8)
     packed, values = _cut(message, min(flags, len(message)))
@@ -86,7 +86,7 @@ def expand(message: Tensor, out: Tensor) -> Tensor:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Runs `code_reference.pack_bits`, on one thread."""
+    """Runs `codec_reference.pack_bits`, on one thread."""
     out = torch.empty(-(-len(codes) * bits // 8), dtype=torch.uint8)
     words = np.zeros(-(-len(codes) // 8), np.uint64)
     padded = words.view(np.uint8)
@@ -96,7 +96,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Runs `code_reference.unpack_bits`, on one thread."""
+    """Runs `codec_reference.unpack_bits`, on one thread."""
     words = np.zeros(-(-count // 8), np.uint64)
     codes = words.view(np.uint8)
     args = (packed.contiguous().numpy(), 0, bits, codes, words)
@@ -105,7 +105,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Runs `code_reference.keyed_columns`, ids in parallel."""
+    """Runs `codec_reference.keyed_columns`, ids in parallel."""
     out = torch.empty(len(ids), count, dtype=torch.int32)
     args = (key, _vector(ids.long()), width, count, out.view(-1).numpy())
     _over_rows(column_select_jit.keyed_columns, args, len(ids), 16 * width)
@@ -113,7 +113,7 @@ def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
 
 
 def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Runs `code_reference.top_columns`, rows in parallel."""
+    """Runs `codec_reference.top_columns`, rows in parallel."""
     m, f = _size(x, index)
     out = torch.empty(m, count, dtype=torch.int32)
     args = (*_rows(_integers(x), index), f, count, out.view(-1).numpy())
@@ -124,7 +124,7 @@ def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
 def take_columns(
     x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None
 ) -> Tensor:
-    """Runs `code_reference.take_columns`, rows in parallel."""
+    """Runs `codec_reference.take_columns`, rows in parallel."""
     (m, _), count = _size(x, index), columns.size(1)
     out = memory.empty(m, count, x.dtype)
     lists = (_vector(columns.view(-1)), None if which is None else _vector(which))
@@ -136,7 +136,7 @@ def take_columns(
 def put_columns(
     y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
 ) -> Tensor:
-    """Runs `code_reference.put_columns`, rows in parallel."""
+    """Runs `codec_reference.put_columns`, rows in parallel."""
     (m, f), count = out.shape, columns.size(1)
     target = _target(out)
     lists = (_vector(columns.view(-1)), None if which is None else _vector(which))
@@ -148,7 +148,7 @@ def put_columns(
 
 
 def first_nonfinite(x: Tensor, index: Tensor | None) -> int:
-    """Runs `code_reference.first_nonfinite`, rows in parallel."""
+    """Runs `codec_reference.first_nonfinite`, rows in parallel."""
     m, f = _size(x, index)
     bad = np.zeros(m, np.bool_)
     infinity = int(_integers(torch.full((1,), float("inf"), dtype=x.dtype)))

@@ -15,8 +15,8 @@ from pyg_distcomm.kernels.compile import jit
 from pyg_distcomm.kernels.core_jit import hash_row, mix
 
 Array: TypeAlias = Any  # of one dimension, contiguous
-WIDEST = 3e38  # see `code_reference.WIDEST`
-LEAST = 1e-37  # see `code_reference.LEAST`
+WIDEST = 3e38  # see `codec_reference.WIDEST`
+LEAST = 1e-37  # see `codec_reference.LEAST`
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
 

@@ -1,6 +1,6 @@
 """Chooses the kernels of codecs: compiled on the CPU, plain torch elsewhere.
 
-`code_reference` defines every op; `code_cpu` holds the compiled ones, for float32 and
+`codec_reference` defines every op; `code_cpu` holds the compiled ones, for float32 and
 float64. Rows are those of a matrix, or those at an index of it.
 """
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
-    """Writes rows as a few bits a number; see `code_reference.quantise`.
+    """Writes rows as a few bits a number; see `codec_reference.quantise`.
 
     Rows of a narrower type are written as float32, some at a time.
     """
@@ -57,7 +57,7 @@ def quantise(
 
 
 def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Reads rows of a few bits a number; see `code_reference.dequantise`.
+    """Reads rows of a few bits a number; see `codec_reference.dequantise`.
 
     In a narrower type, numbers beyond its range arrive as its greatest.
     """
@@ -75,22 +75,22 @@ def dequantise(message: Tensor, bits: int, out: Tensor) -> Tensor:
 
 
 def compact(x: Tensor, index: Tensor | None = None) -> Tensor:
-    """Writes rows without their zeros; see `code_reference.compact`."""
+    """Writes rows without their zeros; see `codec_reference.compact`."""
     return _pick(codec_reference.compact, x, HALVES)(x, index)
 
 
 def expand(message: Tensor, out: Tensor) -> Tensor:
-    """Reads rows without their zeros; see `code_reference.expand`."""
+    """Reads rows without their zeros; see `codec_reference.expand`."""
     return _pick(codec_reference.expand, out, HALVES)(message, out)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Packs small integers into bytes; see `code_reference.pack_bits`."""
+    """Packs small integers into bytes; see `codec_reference.pack_bits`."""
     return _pick(codec_reference.pack_bits, codes, (torch.uint8,))(codes, bits)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Reads packed integers; see `code_reference.unpack_bits`."""
+    """Reads packed integers; see `codec_reference.unpack_bits`."""
     if len(packed) != -(-count * bits // 8):
         raise ValueError(wrong_length(len(packed), -(-count * bits // 8)))
     op = _pick(codec_reference.unpack_bits, packed, (torch.uint8,))
@@ -98,7 +98,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
-    """Chooses columns for each id; see `code_reference.keyed_columns`."""
+    """Chooses columns for each id; see `codec_reference.keyed_columns`."""
     if not 0 < count <= width <= codec_reference.MAX_WIDTH:
         raise ValueError(
             f"count and width must satisfy 0 < count <= width <= "
@@ -109,26 +109,26 @@ def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
 
 
 def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Finds the largest numbers of each row; see `code_reference.top_columns`."""
+    """Finds the largest numbers of each row; see `codec_reference.top_columns`."""
     return _pick(codec_reference.top_columns, x)(x, index, count)
 
 
 def take_columns(
     x: Tensor, index: Tensor | None, columns: Tensor, which: Tensor | None = None
 ) -> Tensor:
-    """Copies columns of rows; see `code_reference.take_columns`."""
+    """Copies columns of rows; see `codec_reference.take_columns`."""
     return _pick(codec_reference.take_columns, x)(x, index, columns, which)
 
 
 def put_columns(
     y: Tensor, columns: Tensor, which: Tensor | None, scale: float, out: Tensor
 ) -> Tensor:
-    """Puts columns back in their rows; see `code_reference.put_columns`."""
+    """Puts columns back in their rows; see `codec_reference.put_columns`."""
     return _pick(codec_reference.put_columns, y)(y, columns, which, scale, out)
 
 
 def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int:
-    """Finds a row that is not finite; see `code_reference.first_nonfinite`."""
+    """Finds a row that is not finite; see `codec_reference.first_nonfinite`."""
     return _pick(codec_reference.first_nonfinite, x)(x, index)
 
 

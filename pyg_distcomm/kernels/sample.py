@@ -448,15 +448,10 @@ class _Drawing:
         return found
 
     def _result(self, ends: list[list[int]], drawn: list[list[int]]) -> Minibatch:
-        trees = [
-            _sample_reference_vector([tree for tree, _ in nodes])
-            for nodes in self.nodes
-        ]
+        trees = [_ids([tree for tree, _ in nodes]) for nodes in self.nodes]
         edges = [torch.tensor(found).view(-1, 3).long().T for found in self.edges]
         return Minibatch(
-            node=[
-                _sample_reference_vector([v for _, v in nodes]) for nodes in self.nodes
-            ],
+            node=[_ids([v for _, v in nodes]) for nodes in self.nodes],
             tree=trees if self.request.disjoint else None,
             edge_index=[found[:2].contiguous() for found in edges],
             edge=[found[2].contiguous() for found in edges],
@@ -525,5 +520,5 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _sample_reference_vector(values: list[int]) -> Tensor:
+def _ids(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)

@@ -165,7 +165,7 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
     which is all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `adjoint.py`). Row-sharded parameters (an embedding per node)
+    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (an embedding per node)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
 
     Args:
