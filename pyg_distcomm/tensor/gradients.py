@@ -1,4 +1,4 @@
-"""Gradients of row-sharded tensors: divided by P once; see [Note: gradients] in comm/autograd.py."""
+"""Divides gradients of row-sharded tensors by P, once; [Note: gradients] in comm/autograd.py."""
 
 from __future__ import annotations
 
