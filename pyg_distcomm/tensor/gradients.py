@@ -1,4 +1,4 @@
-"""Divides gradients of row-sharded tensors by P, once; [Note: gradients] in comm/autograd.py."""
+"""Divides gradients of row-sharded tensors by P, once; see comm/autograd.py."""
 
 from __future__ import annotations
 
