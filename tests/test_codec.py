@@ -384,6 +384,16 @@ def test_a_prefix_keeps_the_first_columns_and_at_least_one():
     assert ColumnMask(128).wire_bytes(7, 100) == 28
 
 
+@pytest.mark.parametrize("codec", [m for m in MASKS if m.scaled], ids=str)
+def test_a_scaled_mask_multiplies_by_its_width_over_what_it_keeps(codec):
+    x = rows(torch.float64)
+    y = there_and_back(codec, x)
+    kept = (y != 0).sum(1, keepdim=True)
+    assert kept.unique().tolist() == [codec.kept(x.size(1))]
+    assert codec.kept(33) * codec.rate != 33  # a rate is met as nearly as may be
+    torch.testing.assert_close(y, torch.where(y != 0, x * 33 / kept, 0.0))
+
+
 def test_rows_of_a_block_share_their_columns():
     x = torch.ones(40, 50)
     gid = torch.arange(40)

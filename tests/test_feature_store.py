@@ -101,6 +101,17 @@ def _fetches(graph, cutter, c):
     assert all(list(rows) == ["y"] for rows in found.values())
 
 
+@pytest.mark.parametrize(
+    "gid", [[], [0], [3, 4, 5], [0, 1, 2, 3], [9, 10, 11], [1, 4, 9], [0, 2, 3, 11]]
+)
+def test_ids_are_found_in_a_block_and_beside_it_none_are(gid):
+    index = Index(torch.tensor(gid, dtype=torch.int64), 12)
+    ids = torch.arange(12).flip(0)
+    place, here = index.places(ids.clone())
+    assert here.tolist() == [v in gid for v in ids.tolist()]
+    assert place.tolist() == [gid.index(v) if v in gid else 0 for v in ids.tolist()]
+
+
 def test_rows_are_those_of_the_whole_tensor(world):
     size, c = world
     cutters = ("random", "empty_rank", "lopsided", "block")

@@ -50,7 +50,7 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(g, recv, send, axis, back), None, None, None, None
 
 
-# autograd nodes whose gradient is summed over ranks already; see `averaging.py`
+# autograd nodes whose gradient is summed over ranks already; see `gradient_averaging.py`
 SUMMED: tuple[type, ...] = tuple(
     kind._backward_cls  # type: ignore[attr-defined]
     for kind in (_AllReduce, _AllToAll)

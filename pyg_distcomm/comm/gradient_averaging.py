@@ -2,7 +2,7 @@
 
 [Note: meetings] A plain tensor that requires a gradient *meets* row-sharded data where an
 operation has both among its operands. Each rank then computes a part of its gradient, and
-the mean over ranks is the gradient of one process (see [Note: gradients] in `adjoint.py`).
+the mean over ranks is the gradient of one process ([Note: gradients] in `comm/autograd.py`).
 A leaf is known from its first meeting on: its whole gradient is averaged, whatever else
 it was used for, since terms that every rank repeats are their own mean. A tensor with a
 history is averaged through its leaves, where these are found in a few steps and nobody asks

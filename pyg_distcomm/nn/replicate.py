@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 import weakref
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 BUCKETS = 4
+_TRANSPORT = re.compile(r"gloo|nccl|\b(pair|peer)\b|connect|time[d ]*out", re.I)
 SMALLEST = 1 / 64  # MB of a bucket: below, a message's latency is dearer than its bytes
 
 
@@ -95,7 +97,8 @@ class Replicated(_Transparent, DistributedDataParallel):
         try:  # DDP sends buckets and buffers in here, and checks its own use
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            lost = _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError)
+            if not lost and not (mesh.data.watch and mesh.data.watch.failed):
                 raise
             with guarded(mesh.data, "replicate"):
                 raise
@@ -162,7 +165,7 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
     which is all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `adjoint.py`). Row-sharded parameters (an embedding per node)
+    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (an embedding per node)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
 
     Args:

@@ -442,7 +442,7 @@ def gradients_added(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> Iterato
 
 
 def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
-    """Averages gradients over the ranks of a stage; see [Note: gradients] in `adjoint`.
+    """Averages gradients over the ranks of a stage; [Note: gradients] in `comm/autograd.py`.
 
     Price: one all-reduce of the parameters that have a gradient.
     """

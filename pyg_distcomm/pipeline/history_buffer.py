@@ -46,7 +46,7 @@ class History:
     """Rows in blocks, each written and read as a whole.
 
     As int8, a row is 256 levels between its least and its greatest number, which are kept
-    in bf16 (see `code_reference.quantise`); rounding is to nearest.
+    in bf16 (see `codec_reference.quantise`); rounding is to nearest.
 
     Args:
         bounds: where blocks end, from 0.

@@ -60,7 +60,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
 
 
 def _met(name: str, args: Any, kwargs: Any) -> Any:
-    """Tells the ranks which plain tensors meet row-sharded ones; see `averaging.py`."""
+    """Tells the ranks which plain tensors meet row-sharded ones (`gradient_averaging.py`)."""
     found = first_sharded(args, kwargs)
     mesh = found.rows.mesh
     if mesh.size == 1 or name in _SILENT:

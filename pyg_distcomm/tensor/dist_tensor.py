@@ -42,7 +42,7 @@ class DistTensor(RowShardedTensor):
     each rank gets those it asks for. `x[mask]` costs nothing. Noise is what one process
     draws; dropout is keyed by row id.
 
-    Gradients: see [Note: gradients] in `adjoint.py`; `x.grad` of a leaf is exact.
+    Gradients: see [Note: gradients] in `comm/autograd.py`; `x.grad` of a leaf is exact.
     `torch.save` and pickling are refused on several ranks: save `x.full_tensor()`.
 
     Shapes: `[n, ...]`, of which `to_local()` `[n_i, ...]` is on rank i.

@@ -1,4 +1,4 @@
-"""Gradients of row-sharded tensors: divided by P once; see [Note: gradients] in adjoint.py."""
+"""Divides gradients of row-sharded tensors by P, once; see comm/autograd.py."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def _begun(out: Any, g: Any) -> Any:
                 f"row-sharded one; got {list(g.shape)}"
             )
         g = out.wrap(g[out.rows.place.to(g.device)], out.rows)
-    return g.to_local() * out.rows.mesh.size  # see [Note: gradients] in adjoint.py
+    return (
+        g.to_local() * out.rows.mesh.size
+    )  # see [Note: gradients] in comm/autograd.py
 
 
 def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
