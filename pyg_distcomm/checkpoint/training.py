@@ -31,6 +31,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.arrays import told
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -117,10 +118,15 @@ def load_checkpoint(
     collectives.agree(_try_load(folder, state), mesh.world)
     if link is not None:
         _load_link(folder, mesh, link)
-    set_model_state_dict(model, _cut_like(state["model"], get_model_state_dict(model)))
+    shards = sharded_parameters(model)
+    saved = _cut_like(state["model"], _model_state(model))
+    set_model_state_dict(model, {**saved, **{n: _local(saved[n]) for n in shards}})
     if optimizer is not None:
-        now = get_optimizer_state_dict(model, optimizer)
-        set_optimizer_state_dict(model, optimizer, _cut_like(state["optimizer"], now))
+        saved = _cut_like(state["optimizer"], _optimizer_state(model, optimizer))
+        saved["state"] |= {
+            n: _local(v) for n, v in saved["state"].items() if n in shards
+        }
+        set_optimizer_state_dict(model, optimizer, saved)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
     return {name: state["extra"][name] for name in extra}
@@ -297,13 +303,63 @@ def _state(
     mesh: Mesh, model: torch.nn.Module, optimizer: Any, extra: dict[str, Any]
 ) -> dict[str, Any]:
     state = {
-        "model": _whole(get_model_state_dict(model)),
+        "model": _whole(_model_state(model)),
         "mesh": {**mesh.state_dict(), "inputs": ""},
         "extra": _whole(extra),
     }
     if optimizer is not None:
-        state["optimizer"] = _whole(get_optimizer_state_dict(model, optimizer))
+        state["optimizer"] = _whole(_optimizer_state(model, optimizer))
     return state
+
+
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns a model's state, the rows of `DistEmbedding` as DistTensors."""
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name, rows in sharded_parameters(model).items():
+        state[name] = DistTensor.wrap(state[name], rows)
+    return state
+
+
+def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Returns an optimizer's state, what it keeps for each row as DistTensors."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
+        _begin_sparse(optimizer)
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    sizes = {name: p.shape for name, p in model.named_parameters()}
+    for name, rows in sharded_parameters(model).items():
+        kept = dict(
+            found["state"].get(name, {})
+        )  # the optimizer's own goes on as it is
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == sizes[name]:
+                value = value.to_dense() if value.is_sparse else value
+                kept[key] = DistTensor.wrap(value, rows)
+        if kept:
+            found["state"][name] = kept
+    return found
+
+
+def _begin_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state of an optimizer that takes no dense gradients, as torch's zeros are."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None for p in held):
+        return
+    for p in held:
+        p.grad = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64),
+            p.new_empty((0, *p.shape[1:])),
+            p.shape,
+            device=p.device,
+            check_invariants=False,
+        )
+    optimizer.step()
+    for p in held:
+        optimizer.state[p]["step"] = 0
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _local(tree: Any) -> Any:
+    return tree_map(lambda v: v.to_local() if isinstance(v, DistTensor) else v, tree)
 
 
 def _whole(tree: Any) -> Any:

@@ -20,6 +20,7 @@ from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
+from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
@@ -30,8 +31,8 @@ from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 _OURS = (
-    "convert replicate HaloConv HaloExecution DistBatchNorm DistGCNConv DistGCN2Conv "
-    "DistSAGEConv"
+    "convert replicate HaloConv HaloExecution DistBatchNorm DistEmbedding DistGCNConv "
+    "DistGCN2Conv DistSAGEConv"
 ).split()
 _WITH_LAYERS = ("torch_geometric.nn.models.", "torch_geometric.nn.pool.")
 _THEIRS = [name for name in dir(_pyg) if name[0] != "_"]

@@ -19,6 +19,7 @@ from pyg_distcomm.comm.axis import guarded
 from pyg_distcomm.comm.collectives import Axis, Pending
 from pyg_distcomm.comm.gradient_averaging import averager_of
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 BUCKETS = 4
@@ -165,7 +166,7 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     behind the backward pass, in buckets of about a quarter of them (DDP's own hold 25 MB,
     which is all of most graph models, so that nothing is left to hide behind). With the
     global losses of DistTensor the average *is* the single-process gradient (see
-    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (an embedding per node)
+    [Note: gradients] in `comm/autograd.py`). Row-sharded parameters (`DistEmbedding`)
     stay with their rank. On one rank nothing is wrapped but the name `.module`.
 
     Args:
@@ -180,15 +181,14 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
     Price: one all-reduce of all parameters per backward pass.
     """
     cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
+    cut += sharded_parameters(model)
     if cut:
         cut += [
             f".{name}" for name in cut if "." not in name
         ]  # DDP's name for the root's
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, cut)
     free = [
-        p
-        for p in model.parameters()
-        if p.requires_grad and not isinstance(p, DistTensor)
+        p for name, p in model.named_parameters() if p.requires_grad and name not in cut
     ]
     if mesh.size == 1 or not free:
         return Alone(model)

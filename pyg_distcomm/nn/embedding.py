@@ -1,0 +1,251 @@
+"""Stores learnable rows, sharded over the ranks; gradients travel to the rows' owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.gather_by_id import IdPlan
+from pyg_distcomm.tensor.gradients import from_local
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class DistEmbedding(torch.nn.Module):
+    r"""Learns a vector for each node, as `torch.nn.Embedding` does, row-sharded over the ranks.
+
+        forward()      the whole table, as a DistTensor  [n, dim]
+        forward(v)     y_i = weight[v_i], for this rank's ids v
+        backward       dL/dweight[v] = 1/P sum of dL/dy_i over all ranks' i with v_i = v
+
+    Full-graph models take `emb()` or `emb.weight`; models of minibatches `emb(batch.n_id)`,
+    where each rank asks for the rows of its own minibatch. `emb.parameters()` holds this
+    rank's rows `[n_i, dim]` alone: any optimizer of torch updates them where they lie
+    (`torch.optim.SparseAdam`, `SGD`, `Adagrad` with `sparse=True`), `pdc.replicate` leaves
+    them out, and `pdc.save_checkpoint` saves them, and what the optimizer keeps of them, for
+    any number of ranks. Gradients of minibatches are means over the ranks, as
+    DistributedDataParallel's; contributions are added in the order of ranks.
+
+    Args:
+        num_embeddings: n, the number of nodes.
+        embedding_dim: dim.
+        like: says which rows are on which rank: a share of `pdc.partition`, its
+            `edge_index` or one of its row-sharded tensors, or a Mesh, whose ranks get
+            equal blocks (default: the mesh that `pdc.init` made last).
+        sparse: whether gradients of minibatches are sparse tensors, for optimizers that
+            take these; steps then cost what the minibatch touches, not n_i.
+        device: of the table (default: that of `like`, or of the mesh).
+        dtype: of the table.
+
+    The table starts as torch.nn.Embedding's does on one process with the same generator.
+
+    Shapes (this rank): v [...] with k ids in all, y [..., dim].
+
+    Raises:
+        ValueError: if `like` has another number of rows than n; on all ranks.
+        IndexError: on all ranks, if ids are no integers in [0, n).
+        TypeError: if `like` says nothing of rows.
+
+    Price: with ids, collective over all ranks: h ids and h rows of dim words here (h the
+    distinct rows of other ranks), and h rows back in the backward pass, each in one
+    all-to-all. Without ids nothing travels.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        like: Any = None,
+        *,
+        sparse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sparse = sparse
+        self.rows = _rows_of(like, num_embeddings)
+        device = self.rows.mesh.device if device is None else device
+        shape = (len(self.rows), embedding_dim)
+        local = torch.empty(shape, device=device, dtype=dtype)
+        self.register_parameter("weight", torch.nn.Parameter(local))
+        self.reset_parameters()
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: DistTensor, freeze: bool = True, sparse: bool = False
+    ) -> DistEmbedding:
+        """Returns an embedding that starts as a row-sharded tensor [n, dim], such as `data.x`.
+
+        Args:
+            embeddings: the table; it is copied.
+            freeze: whether the table is not learnt, as in torch.nn.Embedding.
+            sparse: as above.
+        """
+        if not isinstance(embeddings, RowShardedTensor) or embeddings.dim() != 2:
+            raise TypeError(
+                "from_pretrained takes a row-sharded tensor of 2 dims, such as data.x of "
+                f"pdc.partition; got a {type(embeddings).__name__}"
+            )
+        local = embeddings.to_local().detach()
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made.num_embeddings, made.embedding_dim = embeddings.rows.total, local.size(1)
+        made.sparse, made.rows = sparse, embeddings.rows
+        made.register_parameter(
+            "weight", torch.nn.Parameter(local.clone(), requires_grad=not freeze)
+        )
+        return made
+
+    @property
+    def weight(self) -> DistTensor:
+        """Returns the whole table as a DistTensor `[n, dim]`, differentiably."""
+        return from_local(self.shard, DistTensor.wrap(self.shard.detach(), self.rows))
+
+    @property
+    def shard(self) -> torch.nn.Parameter:
+        """Returns the parameter: this rank's rows `[n_i, dim]`."""
+        try:
+            return self._parameters["weight"]  # type: ignore[return-value]
+        except KeyError:
+            raise AttributeError("the embedding has no rows yet") from None
+
+    def reset_parameters(self) -> None:
+        """Draws all rows anew from the standard normal distribution, as one process does."""
+        local = self.shard.data
+        drawn = random.rows_drawn(
+            torch.nn.init.normal_, local, self.rows.count, self.rows.place
+        )
+        local.copy_(drawn)
+
+    def forward(self, ids: Tensor | None = None) -> Tensor:
+        """Returns the rows of this rank's ids, or of all nodes; see the class."""
+        if ids is None:
+            return self.weight
+        if isinstance(ids, RowShardedTensor):
+            return self.weight[ids]
+        flat = self._checked(ids)
+        plan = IdPlan.build(flat, self.rows).to(self.shard.device)
+        out: Tensor = _Lookup.apply(self.shard, plan, self.rows.mesh, self.sparse)
+        return out.view(*ids.shape, self.embedding_dim)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Returns ids `[k]`, once all ranks have good ones."""
+        n, problem = self.num_embeddings, None
+        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            problem = f"give ids as a tensor of integers in [0, {n}), got {got}"
+        elif bool(((ids < 0) | (ids >= n)).any()):
+            wrong = ids[(ids < 0) | (ids >= n)]
+            problem = f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
+        collectives.agree(problem, self.rows.mesh.control, IndexError)
+        return ids.detach().reshape(-1).long()
+
+    def extra_repr(self) -> str:
+        """Describes the table and this rank's part of it."""
+        sparse = ", sparse=True" if self.sparse else ""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{sparse}, {len(self.rows)} rows on "
+            f"rank {self.rows.mesh.rank}/{self.rows.mesh.size}"
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """Gathers rows by ids; the gradient of a row is summed where the row lies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, plan: IdPlan, mesh: Mesh, sparse: bool
+    ) -> Tensor:
+        ctx.plan, ctx.mesh, ctx.sparse, ctx.shape = plan, mesh, sparse, shard.shape
+        return plan.gather(shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        slot, sums = _owner_sums(g / ctx.mesh.size, ctx.plan, ctx.mesh.rank)
+        if ctx.sparse:
+            grad = torch.sparse_coo_tensor(
+                slot.unsqueeze(0),
+                sums,
+                ctx.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        else:
+            grad = g.new_zeros(ctx.shape).index_copy(0, slot, sums)
+        return grad, None, None, None
+
+
+def _owner_sums(g: Tensor, plan: IdPlan, rank: int) -> tuple[Tensor, Tensor]:
+    """Sends gradients `[k, dim]` to the owners of their rows, and adds them up there.
+
+    Returns:
+        The own rows that any rank asked for, ascending [u], and their sums [u, dim].
+    """
+    slot, mine = _summed(plan.slot, g)
+    here = int(torch.searchsorted(slot, plan.own))
+    own_slot, own, ghosts = slot[:here], mine[:here], mine[here:]
+    halo = plan.halo
+    if halo.silent:
+        return own_slot, own
+    came = collectives.all_to_all(
+        ghosts,
+        halo.recv_counts,
+        halo.send_counts,
+        halo.axis,
+        "halo_transpose",
+        halo.most,
+    ).wait()
+    before = sum(halo.send_counts[:rank])  # rows that lower ranks asked for
+    slots = [halo.send_slot[:before], own_slot, halo.send_slot[before:]]
+    return _summed(torch.cat(slots), torch.cat([came[:before], own, came[before:]]))
+
+
+def _summed(slot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds up rows `[k, dim]` of one slot, in order; slots ascend in the result."""
+    distinct, place = torch.unique(slot, return_inverse=True)
+    sums = rows.new_zeros((len(distinct), rows.size(1)))
+    return distinct, sums.index_add_(0, place, rows)
+
+
+def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
+    """Returns the names of the parameters that hold one rank's rows, and which rows."""
+    return {
+        f"{name}.weight" if name else "weight": module.rows
+        for name, module in model.named_modules()
+        if isinstance(module, DistEmbedding)
+    }
+
+
+def _rows_of(like: Any, total: int) -> Rows:
+    if like is None:
+        like = latest_mesh() or init()
+    if isinstance(like, Mesh):
+        return Rows.blocks(total, like)
+    edge_index = getattr(like, "edge_index", like)
+    if isinstance(edge_index, DistEdgeIndex):
+        rows = edge_index.nodes
+    elif isinstance(like, RowShardedTensor):
+        rows = like.rows
+    else:
+        raise TypeError(
+            "like says which rank holds which rows: a share of pdc.partition, its "
+            "edge_index, a row-sharded tensor of it, or a Mesh; got a "
+            f"{type(like).__name__}"
+        )
+    if not rows.whole or rows.total != total:
+        raise ValueError(
+            f"an embedding of {total} nodes needs as many rows, but `like` has "
+            f"{rows.count}; give num_embeddings=data.num_nodes and like=data"
+        )
+    return rows
