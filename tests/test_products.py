@@ -14,7 +14,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.topology import OperatorKind
-from pyg_distcomm.tensor.losses import keyed_dropout
+from pyg_distcomm.tensor.reductions import keyed_dropout
 
 SIZES = (1, 2, 3, 4, 6, 8)
 

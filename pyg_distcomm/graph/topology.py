@@ -20,9 +20,8 @@ from pyg_distcomm.halo.link import DEGREES, Link, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.ops.csr import LinkWrapper
-from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import GridMatrix
-from pyg_distcomm.ops.grid_plan import GridPlan, build_plan
+from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
 """Plans a GridMatrix from the edges each rank owns; collective, once per graph.
+
+Edge values take an `EdgeRoute` to the blocks that use them.
+
 [Note: rows or sums] Rank a needs, from rank b, the product of a block B with b's rows. A
 nonzero B[v, u] is paid for by the row x_u travelling to a, or by the partial sum of row v,
 which b computes, travelling to a; one row or sum pays for all nonzeros of its column or
@@ -17,16 +20,71 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.halo.halo import Halo, plan_link
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels.core_ops import offset_dtype
 from pyg_distcomm.ops.csr import CSR, Links, LocalBlocks, Pattern
-from pyg_distcomm.ops.edge_routing import EdgeRoute
 from pyg_distcomm.ops.grid_matrix import FiberSplit, GridMatrix
 from pyg_distcomm.partition.partition import Partition
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeRoute:
+    """Takes edge values from the owners of their targets to the blocks that use them.
+
+    Shapes (this rank; e own edges, b edges of its block): send_slot [sum(send_counts)],
+    keep_slot [k], what stays here, ahead of what arrives.
+    On (P, 1, 1) owner and block are the same rank, and nothing moves.
+
+    Args:
+        axis: over which they travel.
+        send_slot, send_counts, recv_counts: which go where, and how many come.
+        local: whether nothing moves.
+        keep_slot: which stay, if any do.
+        then: a route that they take from there.
+    """
+
+    axis: Axis
+    send_slot: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    local: bool = False
+    keep_slot: Tensor | None = None
+    then: EdgeRoute | None = None
+
+    def carry(self, value: Tensor) -> Tensor:
+        """Returns the block's values `[b]` of own edge values `[e]`, differentiably."""
+        moved = value if self.local else self._moved(value)
+        return moved if self.then is None else self.then.carry(moved)
+
+    def _moved(self, value: Tensor) -> Tensor:
+        rows = value.index_select(0, self.send_slot)
+        came = autograd.all_to_all(
+            rows, self.send_counts, self.recv_counts, self.axis, "edges"
+        )
+        if self.keep_slot is None:
+            return came
+        return torch.cat([value.index_select(0, self.keep_slot), came])
+
+    def to(self, device: torch.device) -> EdgeRoute:
+        """Returns the same route with its indices on another device."""
+        return replace(
+            self,
+            send_slot=self.send_slot.to(device),
+            keep_slot=None if self.keep_slot is None else self.keep_slot.to(device),
+            then=None if self.then is None else self.then.to(device),
+        )
+
+    def followed_by(self, then: EdgeRoute | None) -> EdgeRoute:
+        """Returns the route that goes on with another."""
+        if then is None:
+            return self
+        after = then if self.then is None else self.then.followed_by(then)
+        return replace(self, then=after)
+
 
 HALOS = ("auto", "cover", "rows", "sums", "blocks")
 PACKING = 1 / 16  # the price of picking a row into a message, in rows sent

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import gather_by_id, gradients, losses, reductions, sizes
+from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
 from pyg_distcomm.tensor.getitem import check_writes
 from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
-from pyg_distcomm.tensor.losses import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
     FACTS,
@@ -25,6 +24,7 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
+from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     RowShardedTensor,
@@ -43,12 +43,12 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in FACTS:
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
-        return losses.apply(func, args, kwargs)
+        return reductions.apply(func, args, kwargs)
     check_writes(func, args)
     args, kwargs = _met(name, args, kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](func, args, kwargs)
-    if name in losses.LOSSES:
+    if name in reductions.LOSSES:
         return _loss(func, args, kwargs)
     if name in BY_DIM:
         return _by_dim(name, func, args, kwargs)
@@ -273,7 +273,7 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, width = _aligned_rows(func, args, kwargs)
     if not any(type(v) is str and v == "none" for v in (*args, *kwargs.values())):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
-    name, fitted = func.__name__, func.__name__ in losses.ELEMENTWISE
+    name, fitted = func.__name__, func.__name__ in reductions.ELEMENTWISE
     if fitted:
         args, kwargs = _aligned(func, (args, kwargs), rows, width)
 
@@ -287,7 +287,7 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
         return value
 
     like = first_sharded(args, kwargs)
-    out, per_row = losses.global_loss(
+    out, per_row = reductions.global_loss(
         func,
         [fit(value, place) for place, value in enumerate(args)],
         {key: fit(value, key) for key, value in kwargs.items()},
