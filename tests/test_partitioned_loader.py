@@ -19,7 +19,6 @@ from pyg_distcomm.comm.process_grid import new_process_grid
 from pyg_distcomm.loader import (
     DistFeatureStore,
     DistLayerLoader,
-    DistLinkNeighborLoader,
     DistNeighborLoader,
 )
 from pyg_distcomm.partition.folder import write_folder
@@ -399,7 +398,6 @@ def links(size):
     data = masked()
     share = pdc.partition(data, mesh, owners(data.num_nodes, size))
     for make in (
-        lambda: DistLinkNeighborLoader(share, [2], edge_label_index=data.edge_index),
         lambda: KeyedNeighborSampler(share, [2]),
         lambda: KeyedLayerSampler(share, [2]),
     ):

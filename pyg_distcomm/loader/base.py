@@ -220,7 +220,7 @@ class BulkLoading(_PyGLoader):
     def _sampled_bulk(self, plan: list[Numbered]) -> list[Any]:
         """Samples minibatches together."""
         inputs = [self._input_of(index) for index in plan]
-        outs = self.neighbor_sampler_in_use.sample_bulk(inputs)
+        outs = self._sample_bulk(inputs)
         return [self._marked(out, k) for out, k in zip(outs, plan, strict=True)]
 
     def _input_of(self, index: Numbered) -> Any:
@@ -236,6 +236,10 @@ class BulkLoading(_PyGLoader):
 
     def _sample(self, inputs: Any) -> Any:
         return self.node_sampler.sample_from_nodes(inputs)
+
+    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
+        found: list[Any] = self.neighbor_sampler_in_use.sample_bulk(inputs)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process has no use for, and cannot be given."""

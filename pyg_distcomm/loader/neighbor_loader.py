@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
+from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
 from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
@@ -16,7 +17,7 @@ from pyg_distcomm.loader.options import (
     checked_seeds,
     unused_arguments,
 )
-from pyg_distcomm.loader.partitioned_source import PartitionedOptions, PartitionedSource
+from pyg_distcomm.loader.partitioned_source import PartitionedOptions
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -125,21 +126,16 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         partitioned = PartitionedOptions(topology, replication, sample_at, features)
         if partitioned.wanted(data):
             partitioned.check(neighbor_sampler, loader_options, kwargs)
-            replicated_args = partitioned.replicated_args(
+            self.spread, neighbor_sampler = partitioned.begin(
+                type(self).__qualname__,
+                data,
+                num_neighbors,
                 loader_options,
                 kwargs,
-                num_neighbors=num_neighbors,
-                own_transform=transform_sampler_output is not None,
-                loader=type(self).__qualname__,
-                **options,
-            )
-            self.spread = PartitionedSource(
-                data, replication, features, replicated_args
+                options,
+                transform_sampler_output is not None,
             )
             input_time = self.spread.plain(input_time, "input_time")
-            neighbor_sampler = partitioned.sampler(
-                self.spread, num_neighbors, options, seed
-            )
             input_nodes = self.spread.seeds(input_nodes, input_time, neighbor_sampler)
             whole = self.spread.hollow
         else:
@@ -172,13 +168,17 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     under a process group `edge_label_index` is the list of all ranks. Negative edges are
     keyed as well, so that they too do not depend on workers or ranks.
 
+    Of a share, from `pdc.partition`, the minibatches are the same, bit for bit; seed edges
+    are pairs of ids of the whole graph, wherever these nodes are, or the share's own
+    `edge_index`. Without a list all edges are seeds, 16 bytes an edge on every rank.
+
     Args:
         data, num_neighbors, edge_label_index, edge_label, edge_label_time, replace,
         subgraph_type, disjoint, temporal_strategy, neg_sampling, neg_sampling_ratio,
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
-        bulk_size, seed, even_batches, prefetch, split, **kwargs: as in
-            `DistNeighborLoader`.
+        bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
+        features, **kwargs: as in `DistNeighborLoader`.
     """
 
     def __init__(
@@ -208,34 +208,58 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         even_batches: str = "pad",
         prefetch: int = 1,
         split: bool | str = "auto",
+        topology: str = "auto",
+        replication: int | None = None,
+        sample_at: str = "owner",
+        features: DistFeatureStore | None = None,
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         kwargs = unused_arguments(kwargs)
-        edge_label_index = checked_links(data, edge_label_index)
-        neighbor_sampler = keyed_sampler(
-            neighbor_sampler,
-            data,
-            num_neighbors,
-            seed,
-            kwargs,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
-            is_sorted=is_sorted,
-            directed=directed,
-        )
+        options = {
+            "replace": replace,
+            "subgraph_type": subgraph_type,
+            "disjoint": disjoint,
+            "temporal_strategy": temporal_strategy,
+            "time_attr": time_attr,
+            "weight_attr": weight_attr,
+            "is_sorted": is_sorted,
+            "directed": directed,
+        }
+        if neg_sampling_ratio:  # PyG's old name of it
+            neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
+        neg_sampling = NegativeSampling.cast(neg_sampling)
+        whole = data
+        partitioned = PartitionedOptions(topology, replication, sample_at, features)
+        if partitioned.wanted(data):
+            partitioned.check(neighbor_sampler, loader_options, kwargs)
+            self.spread, neighbor_sampler = partitioned.begin(
+                f"{type(self).__qualname__}, neg_sampling={neg_sampling}",
+                data,
+                num_neighbors,
+                loader_options,
+                kwargs,
+                options,
+                transform_sampler_output is not None,
+            )
+            edge_label = self.spread.plain(edge_label, "edge_label")
+            edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
+            edge_label_index, neg_sampling = self.spread.links(
+                edge_label_index, neg_sampling, neighbor_sampler
+            )
+            whole = self.spread.hollow
+        else:
+            edge_label_index = checked_links(data, edge_label_index)
+            neighbor_sampler = keyed_sampler(
+                neighbor_sampler, data, num_neighbors, seed, kwargs, **options
+            )
         super().__init__(
-            data,
+            whole,
             num_neighbors,
             edge_label_index=edge_label_index,
             edge_label=edge_label,
             edge_label_time=edge_label_time,
             neg_sampling=neg_sampling,
-            neg_sampling_ratio=neg_sampling_ratio,
             time_attr=time_attr,
             transform=transform,
             transform_sampler_output=transform_sampler_output,
@@ -243,7 +267,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             neighbor_sampler=neighbor_sampler,
             **kwargs,
         )
-        inputs = self.input_data
+        self.data, inputs = data, self.input_data
         listed = [inputs.row, inputs.col, inputs.label, inputs.time, inputs.input_type]
         self._set_up(loader_options, listed, kwargs)
 
@@ -251,3 +275,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         return self.link_sampler.sample_from_edges(
             inputs, neg_sampling=self.neg_sampling
         )
+
+    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
+        found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
+        return found

@@ -154,6 +154,46 @@ def checked_seeds(data: Any, nodes: Any) -> Any:
     return name if ids is None else (name, ids)
 
 
+def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
+    """Returns the edge type of seed edges, None where there are none, and their ends.
+
+    Raises:
+        ValueError: for no such edge type.
+    """
+    if isinstance(data, Data):
+        return None, links
+    typed = isinstance(links, (tuple, list)) and len(links) > 1
+    single = typed and all(isinstance(part, str) for part in links)
+    name, ends = (links, None) if single or not typed else links
+    name = tuple(name) if isinstance(name, list) else name
+    known = [t for t in data.edge_types if name in (t, (t[0], t[2]))]
+    if not typed or (ends is None and not known):
+        raise ValueError(
+            "edge_label_index of a HeteroData is an edge type, or a pair of one and "
+            f"edges [2, k]; the types are {data.edge_types}, got "
+            f"{name if typed else type(links).__name__!r}"
+        )
+    return name, ends
+
+
+def checked_ends(ends: Any) -> Tensor:
+    """Returns the ends `[2, k]` of edges as a tensor.
+
+    Raises:
+        ValueError: for what is no list of pairs.
+    """
+    try:
+        ends = torch.as_tensor(ends)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"edge_label_index must be [2, k], got {ends!r}") from None
+    if ends.dim() != 2 or len(ends) != 2 or ends.is_floating_point():
+        raise ValueError(
+            f"edge_label_index must be [2, k] node ids, got {list(ends.shape)} of "
+            f"{ends.dtype}"
+        )
+    return ends
+
+
 def checked_links(data: Any, links: Any) -> Any:
     """Returns the edges of a link loader as PyG takes them.
 
@@ -162,30 +202,11 @@ def checked_links(data: Any, links: Any) -> Any:
     """
     if not isinstance(data, (Data, HeteroData)):
         return links
-    name, ends = None, links
-    if isinstance(data, HeteroData):
-        typed = isinstance(links, (tuple, list)) and len(links) > 1
-        single = typed and all(isinstance(part, str) for part in links)
-        name, ends = (links, None) if single or not typed else links
-        name = tuple(name) if isinstance(name, list) else name
-        known = [t for t in data.edge_types if name in (t, (t[0], t[2]))]
-        if not typed or (ends is None and not known):
-            raise ValueError(
-                "edge_label_index of a HeteroData is an edge type, or a pair of one and "
-                f"edges [2, k]; the types are {data.edge_types}, got "
-                f"{name if typed else type(links).__name__!r}"
-            )
-    if ends is not None:
-        try:
-            ends = torch.as_tensor(ends)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"edge_label_index must be [2, k], got {ends!r}") from None
-        if ends.dim() != 2 or len(ends) != 2 or ends.is_floating_point():
-            raise ValueError(
-                f"edge_label_index must be [2, k] node ids, got {list(ends.shape)} of "
-                f"{ends.dtype}"
-            )
-    return ends if name is None else name if ends is None else (name, ends)
+    name, ends = named_links(data, links)
+    if ends is None:
+        return name
+    ends = checked_ends(ends)
+    return ends if name is None else (name, ends)
 
 
 def check_lengths(inputs: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import (
@@ -24,7 +25,13 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
-from pyg_distcomm.loader.options import LoaderOptions, named_seeds, seed_ids
+from pyg_distcomm.loader.options import (
+    LoaderOptions,
+    checked_ends,
+    named_links,
+    named_seeds,
+    seed_ids,
+)
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling import KeyedNeighborSampler
@@ -159,9 +166,42 @@ class PartitionedSource:
             return ids
         return name if ids is None else (name, ids)
 
+    def links(self, given: Any, negatives: Any, sampler: Any) -> tuple[Any, Any]:
+        """Returns seed edges by ids of the whole graph, and how negative ones are drawn.
+
+        Without a list, all edges (of a type) are seeds, in the order of the whole graph: 16
+        bytes an edge on every rank. Where nodes have times, the sampler gets all of them if
+        negative ends are drawn, 8 bytes a node.
+        """
+        with alike(self.mesh.world):
+            name, ends = named_links(self.data, given)
+        _agree_on({"edge_label_index of type": name}, self.mesh.world)
+        if ends is None:
+            ends = _store(self.data, name).edge_index
+        ends = self.plain(ends, "edge_label_index")
+        with alike(self.mesh.world):
+            ends = checked_ends(ends).cpu()
+        if isinstance(negatives, NegativeSampling):
+            negatives = copy.copy(negatives)
+            for side in ("src_weight", "dst_weight"):
+                setattr(negatives, side, self.plain(getattr(negatives, side), side))
+        if negatives is not None and getattr(sampler, "time_attr", None) is not None:
+            self._give_times(name, sampler)
+        return ends if name is None else (name, ends), negatives
+
+    def _give_times(self, edge_type: Any, sampler: Any) -> None:
+        """Gives a sampler the times of all nodes at the ends of edges of a type."""
+        set_times = getattr(sampler, "set_node_times", None)
+        types = [None] if edge_type is None else [edge_type[0], edge_type[-1]]
+        for name in dict.fromkeys(types):
+            time = _store(self.data, name).get(sampler.time_attr)
+            of_nodes = isinstance(time, DistTensor) and time.rows.partition is not None
+            if set_times is not None and of_nodes:
+                set_times(name, time.full_tensor().cpu())
+
     def plain(self, values: Any, what: str) -> Any:
         """Returns values of all nodes, spread or not, as a plain tensor; collective."""
-        spread = isinstance(values, DistTensor)
+        spread = isinstance(values, (DistTensor, DistEdgeIndex))
         kind = "rows of the share" if spread else "a tensor, or None"
         _agree_on({what: kind}, self.mesh.world)
         return values.full_tensor() if spread else values
@@ -454,6 +494,35 @@ class PartitionedOptions:
                 "split=False is for a loader of one rank's own, but a partitioned graph "
                 "is sampled by all ranks together; leave it out"
             )
+
+    def begin(
+        self,
+        loader: str,
+        data: Any,
+        num_neighbors: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        options: dict[str, Any],
+        own_transform: bool,
+    ) -> tuple[PartitionedSource, Any]:
+        """Returns the source of a loader of a share, and what samples it; collective.
+
+        Args:
+            loader: what it is, the same on all ranks.
+            data, num_neighbors: as it got them.
+            loader_options, dataloader, options: its options, torch's and PyG's.
+            own_transform: whether it got a `transform_sampler_output`.
+        """
+        arguments = self.replicated_args(
+            loader_options,
+            dataloader,
+            num_neighbors=num_neighbors,
+            own_transform=own_transform,
+            loader=loader,
+            **options,
+        )
+        source = PartitionedSource(data, self.replication, self.features, arguments)
+        return source, self.sampler(source, num_neighbors, options, loader_options.seed)
 
     def sampler(
         self,

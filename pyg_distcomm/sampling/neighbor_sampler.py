@@ -66,6 +66,15 @@ class KeyedNegatives(NegativeSampling):
         return place.clamp_(max=weight.numel() - 1)
 
 
+def keyed_negatives(
+    given: NegativeSampling | None, key: int
+) -> NegativeSampling | None:
+    """Returns negative sampling by a key; one that draws in a way of its own as it is."""
+    if given is None or type(given).sample is not NegativeSampling.sample:
+        return given
+    return KeyedNegatives(given, fold(key, 1))
+
+
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
@@ -200,18 +209,13 @@ class KeyedNeighborSampler(NeighborSampler):
     ) -> Output:
         """Samples around edges, and around negative ones, which are keyed as well."""
         key = self._key(inputs)
-        # one that draws in a way of its own is left to it
-        if neg_sampling is not None and (
-            type(neg_sampling).sample is NegativeSampling.sample
-        ):
-            neg_sampling = KeyedNegatives(neg_sampling, fold(key, 1))
         out = edge_sample(
             inputs,
             partial(self._sample, key=key),
             self.num_nodes,
             self.disjoint,
             self.node_time,
-            neg_sampling,
+            keyed_negatives(neg_sampling, key),
         )
         return self._finished(out)
 

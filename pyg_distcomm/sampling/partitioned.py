@@ -18,17 +18,18 @@ draws are made from equal rows by equal keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.sampler import NodeSamplerInput
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
-from torch_geometric.sampler.neighbor_sampler import node_sample
+from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
@@ -53,7 +54,11 @@ from pyg_distcomm.sampling.algebra import (
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
 from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
-from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler, Output
+from pyg_distcomm.sampling.neighbor_sampler import (
+    KeyedNeighborSampler,
+    Output,
+    keyed_negatives,
+)
 from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
 
@@ -96,6 +101,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
+        self.node_time: Any = None  # those of this rank's nodes say nothing of others
         self._rows = RemoteRows(self.block, channel)
         self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
@@ -123,33 +129,86 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         order = torch.argsort(node)
         self._clock[name] = node[order], time[order]
 
+    def set_node_times(self, name: Any, time: Tensor) -> None:
+        """Sets the times of all nodes of a type: negative ends of links must not be later."""
+        times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
+        self.node_time = times
+
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; collective, see `sample_bulk`."""
         return self.sample_bulk([inputs])[0]
 
-    def sample_bulk(self, bulk: Sequence[NodeSamplerInput]) -> list[Output]:
-        """Samples minibatches together: all hops of all of them in a few exchanges."""
-        requests = []
-        for inputs in bulk:
-            hetero = inputs.input_type is not None
-            seed = {inputs.input_type: inputs.node} if hetero else inputs.node
-            time = inputs.time
-            if hetero and time is not None:
-                time = {inputs.input_type: time}
-            requests.append(self._request(seed, time, self._key(inputs)))
-        outs = []
-        for inputs, found in zip(bulk, self._grown(requests), strict=True):
-            out = self._output(found, inputs.input_type is not None)
-            outs.append(self._finished(node_sample(inputs, lambda *_, out=out: out)))
-        return outs
+    def sample_from_edges(
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
+    ) -> Output:
+        """Samples around edges; collective, see `sample_bulk`."""
+        return self.sample_bulk([inputs], neg_sampling)[0]
 
-    def sample_from_edges(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: a partitioned graph is sampled around nodes."""
-        raise TypeError(
-            "a partitioned graph is sampled around nodes only; for links, give "
-            "DistLinkNeighborLoader the whole graph (pyg_distcomm.loader.shared keeps one "
-            "copy a host)"
+    def sample_bulk(
+        self,
+        bulk: Sequence[NodeSamplerInput | EdgeSamplerInput],
+        neg_sampling: NegativeSampling | None = None,
+    ) -> list[Output]:
+        """Samples minibatches together: all hops of all of them in a few exchanges.
+
+        Args:
+            bulk: seed nodes, or seed edges, of each minibatch.
+            neg_sampling: how many negative edges to draw for each seed edge, and how.
+        """
+        asked = [self._asked(inputs, neg_sampling) for inputs in bulk]
+        drawn = self._grown([request for request, _ in asked])
+        return [
+            self._finished(finish(self._output(found, inputs.input_type is not None)))
+            for inputs, found, (_, finish) in zip(bulk, drawn, asked, strict=True)
+        ]
+
+    def _asked(
+        self, inputs: Any, neg_sampling: NegativeSampling | None
+    ) -> tuple[Request, Callable[[Output], Output]]:
+        """Returns what to draw for a minibatch, and what to do with it."""
+        key = self._key(inputs)
+        if isinstance(inputs, EdgeSamplerInput):
+            seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
+            return self._request(seed, time, key), finish
+        hetero = inputs.input_type is not None
+        seed = {inputs.input_type: inputs.node} if hetero else inputs.node
+        time = inputs.time
+        if hetero and time is not None:
+            time = {inputs.input_type: time}
+        return (
+            self._request(seed, time, key),
+            lambda out: node_sample(inputs, lambda *_: out),
         )
+
+    def _edge_seeds(
+        self, inputs: EdgeSamplerInput, key: int, neg_sampling: NegativeSampling | None
+    ) -> tuple[Any, Any, Callable[[Output], Output]]:
+        """Returns the ends of seed edges, their times, and what labels the minibatch."""
+        seeds: list[tuple[Any, Any]] = []
+        blank = SimpleNamespace(
+            batch=torch.empty(0).long() if inputs.input_type is None else {}
+        )
+
+        def note(seed: Any, time: Any) -> Any:
+            seeds.append((seed, time))
+            return blank
+
+        negatives = keyed_negatives(neg_sampling, key)
+        edge_sample(
+            inputs, note, self.num_nodes, self.disjoint, self.node_time, negatives
+        )
+
+        def finish(out: Output) -> Output:
+            out.metadata = blank.metadata
+            if self.disjoint:
+                trees, count = out.batch, len(inputs.row)
+                named = isinstance(trees, dict)
+                out.batch = (
+                    {k: t % count for k, t in trees.items()} if named else trees % count
+                )
+            return out
+
+        return *seeds[0], finish
 
     def _tree_time(self, seeds: dict[Any, Tensor], times: Any) -> Tensor:
         found = dict(times or {})

@@ -1,0 +1,165 @@
+"""Minibatches around links of a graph spread over ranks are those of the whole graph."""
+
+from __future__ import annotations
+
+import batches
+import pytest
+import tiers
+import torch
+import worlds
+from test_partitioned_loader import GRIDS, cut
+from test_partitioned_sampling import timed, timed_hetero
+from torch_geometric.sampler import NegativeSampling
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistLinkNeighborLoader
+
+CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
+
+
+def _pairs(data):
+    return data.edge_index[:, ::3]
+
+
+def _weighted():
+    return NegativeSampling("triplet", 2, dst_weight=torch.arange(60) % 3 + 0.5)
+
+
+def _timed_links(data):
+    pairs = _pairs(data)
+    return {"edge_label_index": pairs, "edge_label_time": data.time[pairs[1]] + 5}
+
+
+def _timed_types(data):
+    pairs = data[WRITES].edge_index[:, :40]
+    when = data["paper"].time[pairs[1]] + 20
+    return {"edge_label_index": (WRITES, pairs), "edge_label_time": when}
+
+
+CASES = {
+    "pairs": (batches.graph, lambda d: {"edge_label_index": _pairs(d)}),
+    "all edges": (batches.graph, lambda d: {"batch_size": 50}),
+    "own edges": (
+        batches.graph,
+        lambda d: {"edge_label_index": d.edge_index, "batch_size": 50},
+    ),
+    "labels": (
+        batches.graph,
+        lambda d: {
+            "edge_label_index": _pairs(d),
+            "edge_label": torch.arange(_pairs(d).size(1)),
+            "neg_sampling": "binary",
+        },
+    ),
+    "ratio": (
+        batches.graph,
+        lambda d: {"edge_label_index": _pairs(d), "neg_sampling_ratio": 1.5},
+    ),
+    "triplets": (
+        batches.graph,
+        lambda d: {"edge_label_index": _pairs(d), "neg_sampling": _weighted()},
+    ),
+    "disjoint": (
+        batches.graph,
+        lambda d: {
+            "edge_label_index": _pairs(d),
+            "neg_sampling": "binary",
+            "disjoint": True,
+        },
+    ),
+    "disjoint triplets": (
+        batches.graph,
+        lambda d: {
+            "edge_label_index": _pairs(d),
+            "neg_sampling": NegativeSampling("triplet", 2),
+            "disjoint": True,
+        },
+    ),
+    "bidirectional": (
+        batches.graph,
+        lambda d: {"edge_label_index": _pairs(d), "subgraph_type": "bidirectional"},
+    ),
+    "times": (timed, lambda d: {**_timed_links(d), "time_attr": "time"}),
+    "times, negatives": (
+        timed,
+        lambda d: {**_timed_links(d), "time_attr": "time", "neg_sampling": "binary"},
+    ),
+    "types": (
+        batches.hetero,
+        lambda d: {"edge_label_index": WRITES, "neg_sampling": "binary"},
+    ),
+    "one type": (
+        batches.hetero,
+        lambda d: {
+            "edge_label_index": (CITES, d[CITES].edge_index[:, :30]),
+            "neg_sampling": NegativeSampling("triplet", 1),
+            "disjoint": True,
+        },
+    ),
+    "times of types": (
+        timed_hetero,
+        lambda d: {
+            **_timed_types(d),
+            "time_attr": "time",
+            "neg_sampling": NegativeSampling("triplet", 2),
+        },
+    ),
+}
+
+
+def _compared(size, c, case, place):
+    mesh = worlds.mesh()
+    make, options = CASES[case]
+    data = make()
+    share = pdc.partition(data, mesh, cut(data, size))
+    given = {"num_neighbors": [3, 2], "batch_size": 7, "shuffle": True, "seed": 11}
+    whole = DistLinkNeighborLoader(data, **{**given, **options(data)})
+    own = options(share) if case == "own edges" else options(data)
+    part = DistLinkNeighborLoader(
+        share, **{**given, **own}, replication=c, **place, bulk_size=3
+    )
+    assert len(whole) == len(part)
+    for _ in range(2):
+        for one, two in zip(list(whole), list(part), strict=True):
+            assert one.num_nodes == two.num_nodes
+            a, b = ({**d.to_dict(), "num_nodes": 0} for d in (one, two))
+            assert set(a) == set(b)
+            for key, value in a.items():
+                batches.same(value, b[key])
+
+
+@tiers.cover(
+    ("world", "case", "place"),
+    GRIDS,
+    list(CASES),
+    [{}, {"sample_at": "requester"}, {"topology": "replicated"}],
+)
+def test_links_of_a_share_are_those_of_the_whole_graph(world, case, place):
+    size, c = world
+    worlds.run(_compared, size, size, c, case, place)
+
+
+def _refused(case):
+    mesh = worlds.mesh()
+    data = batches.graph()
+    share = pdc.partition(data, mesh, "block")
+    pairs, said = {
+        "a vector": (torch.arange(4), r"must be \[2, k\]"),
+        "of one rank": (_pairs(data) if mesh.rank else None, "edge_label_index"),
+        "out of range": (torch.tensor([[0], [60]]), "there are 60 nodes"),
+        "workers": (_pairs(data), "num_workers"),
+    }[case]
+    workers = 2 * (case == "workers")
+    with pytest.raises(ValueError, match=said):
+        list(
+            DistLinkNeighborLoader(
+                share, [2], edge_label_index=pairs, num_workers=workers
+            )
+        )
+    with pytest.raises(ValueError, match="neg_sampling=NegativeSampling"):
+        DistLinkNeighborLoader(share, [2], neg_sampling=["binary", None][mesh.rank])
+
+
+@pytest.mark.parametrize("case", ["a vector", "of one rank", "out of range", "workers"])
+def test_what_is_wrong_is_refused_on_all_ranks(case):
+    worlds.run(_refused, 2, case)
