@@ -75,7 +75,7 @@ def test_resume_on_another_number_of_ranks(tmp_path, embedding):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_save, 3, path, embedding)[0]
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
-    for size in (1, 2, 3, 4):
+    for size in (1, 4) if embedding else (2, 3):
         got = worlds.run(_resume, size, path, embedding)[0]
         assert got == pytest.approx(want, rel=1e-9)
 

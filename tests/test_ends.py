@@ -292,9 +292,7 @@ CASES = [
 
 
 @pytest.mark.subprocess
-@tiers.parametrize(
-    ("case", "destroy"), CASES, [("one loader", True), ("before init", False)]
-)
+@tiers.parametrize(("case", "destroy"), CASES, [("one loader", True)])
 def test_a_process_ends_soon_after_its_error(tmp_path, case, destroy):
     text = f"CASE, DESTROY = {case!r}, {destroy}\n{SCRIPT}"
     for rank, (said, code, ended) in enumerate(on_two_ranks(tmp_path, text)):
@@ -690,6 +688,7 @@ def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
         assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
 
 
+@tiers.rare
 @linked
 def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
     said, codes = on_two_hosts(tmp_path, CUT)
@@ -702,6 +701,7 @@ def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
 # Restarts ----------------------------------------------------------------------------
 
 
+@tiers.rare
 @pytest.mark.subprocess
 def test_a_run_that_torchrun_restarts_ends_in_the_bits_of_a_straight_one(tmp_path):
     ends = []

@@ -75,7 +75,7 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("ranks", [ALONE, 2])
+@pytest.mark.parametrize("ranks", [ALONE, tiers.rarely(2)])
 def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
     flags = ("--epochs", "20", "--trace", "epoch.json")
     if ranks == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiers
 import torch
 import worlds
 from batches import hetero
@@ -140,6 +141,7 @@ def test_near_what_the_sampler_does():
     assert hits["vip"] > 0.98 * hits["truth"]
 
 
+@tiers.rare
 def test_near_what_the_sampler_does_with_types():
     data = hetero()
     data["paper"].train_mask = torch.arange(40) % 2 == 0

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import problems
 import pytest
+import tiers
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from torch_geometric.data import Data, HeteroData
@@ -148,8 +149,7 @@ def test_a_layer_is_the_graph_between_its_rows_and_columns(rule, graph, weight):
         )
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@tiers.cover(("replace", "rule"), [False, True], list(RULES))
 def test_a_minibatch_does_not_depend_on_its_bulk(rule, replace):
     data = problems.directed(n=200, e=1500)
     weights = "importance" if replace else "debiased"
@@ -369,8 +369,9 @@ def sets_drawn(outs, n, s):
     return torch.bincount(torch.tensor(found), minlength=len(code))
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("rule", ["code", "cagnet", "paper", "fastgcn", "user"])
+@tiers.cover(
+    ("weight", "rule"), WEIGHTS, ["code", "cagnet", "paper", "fastgcn", "user"]
+)
 def test_all_subsets_of_a_layer(rule, weight):
     data = small()
     p = chances(rule, data, [0, 1], weight)
@@ -448,7 +449,7 @@ UNBIASED = [
 UNBIASED += [("debiased", False, *case[2:]) for case in UNBIASED]
 
 
-@pytest.mark.parametrize(("weights", "replace", "rule", "keep"), UNBIASED)
+@tiers.parametrize(("weights", "replace", "rule", "keep"), UNBIASED, UNBIASED[::3])
 def test_unbiased_estimates(weights, replace, rule, keep):
     options = {"weights": weights, "replace": replace, "keep_batch": keep}
     for s in (2, 3):

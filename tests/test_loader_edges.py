@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiers
 import torch
 import worlds
 from batches import hetero
@@ -288,6 +289,7 @@ def test_ranks_of_launch_may_have_workers():
     assert pdc.launch(_with_workers, 2, threads=1) == [6, 6]
 
 
+@tiers.rare
 def test_workers_may_be_spawned():
     reference = [batch.n_id for batch in loader(graph())]
     spawned = loader(graph(), num_workers=1, multiprocessing_context="spawn")

@@ -12,7 +12,11 @@ import pytest
 import torch
 from batches import all_same, check, graph, hetero, ids
 
-from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+)
 
 WRITES = ("author", "writes", "paper")
 
@@ -207,6 +211,27 @@ def test_states_that_do_not_fit_are_refused():
         nodes().load_state_dict({**state, "ranks": 2})
 
 
+OTHERS = {
+    "num_neighbors=": lambda: nodes(fan_outs=[2, 2]),
+    "replace=False": lambda: nodes(replace=True),
+    "disjoint=False": lambda: nodes(disjoint=True),
+    "subgraph_type=directional": lambda: nodes(subgraph_type="induced"),
+    "number of edges=": lambda: nodes(graph(e=399)),
+    "edges=": lambda: nodes(graph(seed=8)),
+    "loader=DistNeighborLoader": lambda: DistLayerLoader(
+        graph(), [3], batch_size=7, shuffle=True, seed=1
+    ),
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_a_state_of_another_loader_is_refused_by_name(said):
+    state = nodes().state_dict()
+    with pytest.raises(ValueError, match=f"of a loader with {said}"):
+        OTHERS[said]().load_state_dict(state)
+    nodes(bulk_size=2, prefetch=0).load_state_dict(state)
+
+
 # Threads -------------------------------------------------------------------------------
 
 
@@ -338,7 +363,23 @@ BAD = {
         ),
         "0 or at least 1e-300",
     ),
-    "no such time": (lambda: nodes(time_attr="when"), "'when'"),
+    "no such time": (lambda: nodes(time_attr="when"), "'when' is neither"),
+    "too many draws": (
+        lambda: nodes(fan_outs=[2**31 - 1], replace=True),
+        "smaller fan-out, or a smaller batch_size",
+    ),
+    "fan-out of 33 bits": (lambda: nodes(fan_outs=[2**32]), "holds 4294967296"),
+    "complex weights": (
+        lambda: nodes(
+            graph().update({"w": torch.ones(400, dtype=torch.complex64)}),
+            weight_attr="w",
+        ),
+        "one real number each, got torch.complex64",
+    ),
+    "edges in a list": (
+        lambda: nodes(graph().update({"edge_index": [[0, 1], [1, 2]]})),
+        "is a list, wanted a tensor",
+    ),
     "time that is nan": (
         lambda: nodes(graph().update({"t": torch.full((60,), np.nan)}), time_attr="t"),
         "NaN",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import batches
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 import worlds
@@ -51,7 +52,9 @@ def few_edges(size, c):
         alike(data, share, subgraph_type="induced", replication=c)
 
 
-@pytest.mark.parametrize(("size", "c"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("size", "c"), [(2, 1), tiers.rarely(2, 2), tiers.rarely(3, 1)]
+)
 def test_blocks_without_edges(size, c):
     worlds.run(few_edges, size, size, c)
 
@@ -88,6 +91,7 @@ def wide(size):
                 alike(plain, share, DistLayerLoader, weight_attr="weight", **common)
 
 
+@tiers.rare
 def test_ids_that_need_eight_bytes():
     worlds.run(wide, 2, 2)
 

@@ -510,9 +510,10 @@ def test_seeds_are_named_as_on_a_whole_graph(size):
 
 def only_targets():
     mesh, data = worlds.mesh(), HeteroData()
-    data["author"].x, data["paper"].x = torch.rand(20, 2), torch.rand(30, 2)
-    data["paper"].time = torch.arange(30)
     g = torch.Generator().manual_seed(0)
+    data["author"].x = torch.rand(20, 2, generator=g)
+    data["paper"].x = torch.rand(30, 2, generator=g)
+    data["paper"].time = torch.arange(30)
     ends = [torch.randint(n, (200,), generator=g) for n in (20, 30)]
     data["author", "writes", "paper"].edge_index = torch.stack(ends)
     mine = {k: torch.arange(data[k].num_nodes) % 2 for k in data.node_types}

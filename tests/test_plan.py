@@ -142,7 +142,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(("size", "graph", "cutter", "layer", "some"), FEW)
+@tiers.parametrize(("size", "graph", "cutter", "layer", "some"), FEW, slice(1, 3))
 def test_bytes_are_those_of_the_ledger(size, graph, cutter, layer, some):
     """The planner's sums; that each product costs its price, test_products.py proves."""
     for number, grid in enumerate(some):

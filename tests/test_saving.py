@@ -122,9 +122,9 @@ def campaign(folder, exchanged, kind, keep):
 @pytest.mark.parametrize(
     ("exchanged", "kind", "keep"),
     [
-        (True, "checkpoint", 1),
+        tiers.rarely(True, "checkpoint", 1),
         (False, "checkpoint", 1),
-        (True, "checkpoint", 3),
+        tiers.rarely(True, "checkpoint", 3),
         (True, "pipeline", 1),
         tiers.rarely(False, "checkpoint", 3),
         tiers.rarely(False, "pipeline", 1),

@@ -44,6 +44,17 @@ if GLIBC is not None:
 ADVISES = _open_libc("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
+def available() -> int | None:
+    """Returns how many bytes this process may still take, where the system says so."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
 def empty(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised CPU matrix [rows, cols], in huge pages when large."""
     return advise(torch.empty(rows, cols, dtype=dtype))

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_distcomm.kernels import memory, threads
 from pyg_distcomm.kernels import sample_jit as loops
-from pyg_distcomm.kernels import threads
 from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.id_lookup import NodeRelabeler, Table, grown
 from pyg_distcomm.kernels.minibatch import (
@@ -27,6 +27,10 @@ from pyg_distcomm.kernels.minibatch import (
     relation_key,
 )
 
+MANY = 1 << 24  # edges of a hop from which room for them is looked for
+EDGE_BYTES = (
+    32  # of an edge: both ends and its id, twice where a minibatch is put together
+)
 GRAIN = 1 << 14  # nodes or entries that are worth a thread
 TABLES = 1 << 28  # bytes of tables, one slot a node, beyond which nodes are hashed
 
@@ -274,6 +278,7 @@ def draw_rows(
 
     Raises:
         UnweightedNode: if all in-edges of a node have weight zero.
+        ValueError: if memory does not hold the draws.
     """
     low, high = _bounds(relation, clock, ask)
     weight = None if relation.weight is None else relation.weight.numpy()
@@ -283,6 +288,8 @@ def draw_rows(
     total = ready(loops.add_up, (start,))()
     if total < 0:
         raise UnweightedNode(0, int(ask.node[-1 - total]))
+    if total >= MANY:
+        _check_room(int(total), len(low), ask.fan_out)
     position, at = room(int(total))
     name = None if ask.name is None else ask.name.numpy()
     keys, ends = np.array(ask.keys, np.int64), np.array(ask.ends, np.int64)
@@ -313,6 +320,21 @@ def _bounds(
     narrow = ready(loops.narrow, (*timed, ask.limit.numpy(), keep, low, high), 2)
     threads.run_split(narrow, count, GRAIN)
     return low, high
+
+
+def _check_room(edges: int, nodes: int, fan_out: int) -> None:
+    """Refuses draws that memory does not hold.
+
+    Raises:
+        ValueError: with what they would take, and what is free.
+    """
+    free, size = memory.available(), edges * EDGE_BYTES
+    if free is not None and size > free:
+        raise ValueError(
+            f"num_neighbors={fan_out} draws {edges:,} edges for {nodes:,} nodes of one hop, "
+            f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give a smaller "
+            "fan-out, or a smaller batch_size"
+        )
 
 
 def _vector(t: Tensor) -> Array:

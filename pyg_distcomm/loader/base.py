@@ -23,7 +23,12 @@ from pyg_distcomm.loader.epoch import (
     Progress,
     Tracked,
 )
-from pyg_distcomm.loader.options import LoaderOptions, check_lengths, digest
+from pyg_distcomm.loader.options import (
+    LoaderOptions,
+    check_lengths,
+    describe_graph,
+    digest,
+)
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
@@ -111,6 +116,9 @@ class BulkLoading(_PyGLoader):
         self._place = None if loader_options.split is False else Place.next(kind)
         self._known_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
+        self._described: dict[str, Any] | None = None
+        if self.spread is not None:  # collective
+            self._describe()
         self._join()
 
     spread: PartitionedSource | None = None  # for a graph that is spread over the ranks
@@ -280,19 +288,46 @@ class BulkLoading(_PyGLoader):
             **state,
             "inputs": self._inputs,
             "ranks": sharding.size if sharding.split else 0,
+            "made_from": self._describe(),
         }
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns what its minibatches depend on, besides inputs and keys."""
+        if self._described is None:
+            describe = getattr(self.neighbor_sampler_in_use, "describe", dict)
+            negatives = getattr(self, "neg_sampling", None)
+            kind = next(
+                c.__name__
+                for c in type(self).__mro__
+                if c.__module__.startswith("pyg_distcomm.")
+            )
+            world = None if self.spread is None else self.spread.mesh.world
+            self._described = {
+                "loader": kind,
+                **describe(),
+                "neg_sampling": None if negatives is None else repr(negatives),
+                **describe_graph(self.data, world),
+            }
+        return self._described
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes an epoch where `state_dict` left it.
 
         Raises:
-            ValueError: if the state is of other inputs, or of lists split over another
-                number of ranks.
+            ValueError: if the state is of another graph, other options or inputs, or of
+                lists split over another number of ranks.
         """
         sharding = self._sharding()
-        missing = {"seed", "epoch", "batches", "inputs"} - set(state)
+        missing = {"seed", "epoch", "batches", "inputs", "made_from"} - set(state)
         if missing:
             raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
+        before, now = state["made_from"], self._describe()
+        for name in {**now, **before}:
+            if before.get(name) != now.get(name):
+                raise ValueError(
+                    f"the state is of a loader with {name}={before.get(name)}, and this one "
+                    f"has {name}={now.get(name)}; build this one as that one was"
+                )
         if not sharding.split and state["inputs"] != self._inputs:
             raise ValueError(
                 "the state is of a loader with other inputs, batch size or shuffling; "

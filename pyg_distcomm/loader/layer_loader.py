@@ -28,7 +28,7 @@ from pyg_distcomm.sampling.layer_graph import (
     rows_of_layers,
 )
 from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
-from pyg_distcomm.sampling.rules import Rule, UserRule
+from pyg_distcomm.sampling.rules import Rule, UserRule, rule_name
 
 # seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler
 _LEAST, _MOST = 1 << 13, 1 << 20
@@ -45,7 +45,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     adds (A + I) have `e_id` -1, and zeros for other edge attributes. An `edge_weight` of the
     data gives way to the rule's, which is float32.
 
-    PrefetchQueue, keys, ranks, resuming and shares of `pdc.partition` are as in
+    Bulks, keys, ranks, resuming and shares of `pdc.partition` are as in
     `DistNeighborLoader`; a batch is the same bit for bit on any number of ranks, blocks and
     copies, and at the owner or the requester.
 
@@ -117,7 +117,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 kwargs,
                 num_nodes_per_layer=numbers,
                 weight_attr=weight_attr,
-                rule=_name(chosen),
+                rule=rule_name(chosen),
                 own_transform=transform_sampler_output is not None,
                 loader=type(self).__qualname__,
                 **options,
@@ -189,16 +189,6 @@ def _rule(rule: Any) -> Rule:
     if not callable(rule):
         raise TypeError(f"rule must be a name, a Rule or a function, got {rule!r}")
     return UserRule(rule)
-
-
-def _name(rule: Rule) -> str:
-    """Names a rule in a way that is the same on all ranks."""
-    if isinstance(rule, UserRule):
-        function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
-        return f"UserRule({function}, {rule.counted}, {rule.loops})"
-    if type(rule).__repr__ is object.__repr__:  # that tells the address, too
-        return type(rule).__qualname__
-    return repr(rule)
 
 
 def _most_rows(

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.axis import Axis
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+
 # arguments of torch_geometric.distributed's loaders that have no meaning here
 RPC_ARGUMENTS = (
     "master_addr",
@@ -221,3 +225,44 @@ def check_lengths(inputs: Any) -> None:
                 f"{name} must have one entry for each of the {count} seeds, in their "
                 f"order, got {len(values)}"
             )
+
+
+def describe_graph(data: Any, world: Axis | None) -> dict[str, Any]:
+    """Returns the sizes of a graph, and sums over its edges that tell it from others.
+
+    The same for a share and the whole graph; collective over `world` for a share.
+    """
+    if not isinstance(data, (Data, HeteroData)):
+        return {}
+    sums = [_edge_sum(store) for store in data.edge_stores]
+    if world is not None and any(
+        isinstance(s.get("edge_index"), DistEdgeIndex) for s in data.edge_stores
+    ):
+        parts = collectives.all_gather_counts(sums, world)
+        sums = [_wrapped(sum(part)) for part in zip(*parts, strict=True)]
+    edges = [store.num_edges for store in data.edge_stores]
+    return {"number of nodes": data.num_nodes, "number of edges": edges, "edges": sums}
+
+
+def _edge_sum(store: Any) -> int:
+    """Sums a hash of each edge, modulo 2^64."""
+    edge_index, adj = store.get("edge_index"), store.get("adj_t")
+    if isinstance(edge_index, DistEdgeIndex):
+        source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
+    elif isinstance(edge_index, Tensor):
+        source, target = edge_index.as_subclass(Tensor).long()
+    elif isinstance(adj, Tensor):
+        target, source = adj.to_sparse_coo().coalesce().indices()
+    elif adj is not None:
+        target, source, _ = adj.coo()
+    else:
+        return 0
+    mixed = source * _ODD[0] + target * _ODD[1]
+    return int(((mixed ^ (mixed >> 29)) * _ODD[2]).sum())
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_ODD = -0x61C8864680B583EB, 0x2545F4914F6CDD1D, 0x4F6CDD1D25458B6B

@@ -74,13 +74,22 @@ def check_times(relation: Relation, node_time: Tensor | None) -> None:
         )
 
 
+def _numbers(values: Any, name: str) -> Tensor:
+    """Returns times or weights as a vector of real numbers."""
+    try:
+        values = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(values).__name__
+        raise ValueError(f"'{name}' must hold numbers, got a {kind}") from None
+    values = values.squeeze(-1) if values.dim() == 2 else values
+    if values.dim() != 1 or values.is_complex():
+        got = f"{values.dtype} of shape {list(values.shape)}"
+        raise ValueError(f"'{name}' must hold one real number each, got {got}")
+    return values
+
+
 def read_times(time: Tensor, name: str) -> Tensor:
-    time = torch.as_tensor(time).detach().cpu()
-    time = time.squeeze(-1) if time.dim() == 2 else time
-    if time.dim() != 1:
-        raise ValueError(
-            f"'{name}' must hold one number each, got shape {list(time.shape)}"
-        )
+    time = _numbers(time, name)
     if time.is_floating_point():
         if bool(time.isnan().any()):
             raise ValueError(f"'{name}' holds NaN: there is no order to sample by")
@@ -91,27 +100,18 @@ def read_times(time: Tensor, name: str) -> Tensor:
 def check_weighted(data: Data | HeteroData, name: str) -> None:
     """Refuses a name that no edges have."""
     if not any(name in store for store in data.edge_stores):
-        raise ValueError(
-            f"no edges have an attribute '{name}' to be weighted by; data has "
-            f"{list(data.keys())}"
-        )
+        there = list(data.keys())
+        raise ValueError(f"no edges have an attribute '{name}'; data has {there}")
 
 
 def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
-    weight = torch.as_tensor(weight).detach().cpu()
-    weight = weight.squeeze(-1) if weight.dim() == 2 else weight
-    if weight.dim() != 1:
-        raise ValueError(
-            f"'{name}' must hold one weight for each edge, got shape {list(weight.shape)}"
-        )
+    weight = _numbers(weight, name)
     weight = weight if weight.dtype == torch.float64 else weight.float()
     bad = ~weight.isfinite() | (weight < 0)
     if bool(bad.any()):
         where = int(bad.nonzero()[0])
-        raise ValueError(
-            f"'{name}' holds {float(weight[where])} for edge {where}; weights must be "
-            "finite and not negative"
-        )
+        got = f"{float(weight[where])} for edge {where}"
+        raise ValueError(f"'{name}' holds {got}; weights are finite and not negative")
     tiny = (weight > 0) & (weight < _LEAST)  # a draw divides by them
     if bool(tiny.any()):
         raise ValueError(
@@ -119,9 +119,7 @@ def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
             f"{_LEAST:g}: multiply them all by what they need"
         )
     if not bool(weight.sum(dtype=torch.float64).isfinite()):
-        raise ValueError(
-            f"the weights in '{name}' add up to infinity; divide them all by the largest"
-        )
+        raise ValueError(f"weights in '{name}' add up to infinity; divide them all")
     if whole and weight.numel() and not bool((weight > 0).any()):
         raise ValueError(f"all weights in '{name}' are zero, so no edge can be drawn")
     return weight.contiguous()
@@ -285,6 +283,11 @@ def read_topology(
 
 def _check_whole(data: Data | HeteroData) -> None:
     for store in data.edge_stores:
+        edge_index = store.get("edge_index")
+        if edge_index is not None and not isinstance(edge_index, Tensor):
+            kind = type(edge_index).__name__
+            wanted = "a tensor [2, E]; use torch.tensor(edge_index)"
+            raise ValueError(f"edge_index is a {kind}, wanted {wanted}")
         if isinstance(store.get("edge_index"), DistEdgeIndex):
             raise TypeError(
                 "this graph is a share of pdc.partition, which is sampled by all ranks "
@@ -317,9 +320,10 @@ def _homogeneous(
 ) -> SampledTopology:
     node_time = edge_time = None
     if time_attr is not None:
-        if data.is_node_attr(time_attr):
+        known = time_attr in data
+        if known and data.is_node_attr(time_attr):
             node_time = read_times(data[time_attr], time_attr)
-        elif data.is_edge_attr(time_attr):
+        elif known and data.is_edge_attr(time_attr):
             edge_time = read_times(data[time_attr], time_attr)
         else:
             raise ValueError(
@@ -449,17 +453,17 @@ def _relation(
 ) -> Relation:
     """Returns the edges of one store; targets and sources change places if backward."""
     _check_length("source nodes", sizes[0], "times", node_time)
-    if "edge_index" in store and store.edge_index is not None:
-        # before they are sorted by it: a kernel follows the order of the times
-        _check_length("edges", store.edge_index.size(-1), "times", edge_time)
-    if "edge_index" not in store or store.edge_index is None:
+    edge_index = store.get("edge_index")
+    if edge_index is None:
         way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
         colptr, row, perm = to_csc(store, device="cpu", **way)
         check_csc(colptr, row, sizes[::-1] if backward else sizes)
         relation = _joined(colptr, row, perm, 0, 0)
     else:
+        # before they are sorted by it: a kernel follows the order of the times
+        _check_length("edges", edge_index.size(-1), "times", edge_time)
         built_for = (sizes, is_sorted, backward, node_time, edge_time)
-        relation = _from_edges(store.edge_index, *built_for)
+        relation = _from_edges(edge_index, *built_for)
     if weight is None and edge_time is None:
         check_times(relation, node_time) if is_sorted else None
         return relation

@@ -58,7 +58,7 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
-from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule
+from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule, rule_name
 
 OPTIONS = (None, "normalized", "importance", "debiased")
 
@@ -238,6 +238,17 @@ class KeyedLayerSampler(BaseSampler):
         self.seed = fresh_seed() if seed is None else seed
         self._calls = itertools.count()
         self._shared: SharedRow | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what its minibatches depend on, besides the graph, the seeds and keys."""
+        return {
+            "num_nodes_per_layer": list(self.num_nodes_per_layer),
+            "rule": rule_name(self.rule),
+            "weights": self.weights,
+            "replace": self.replace,
+            "method": self.method,
+            "keep_batch": self.keep_batch,
+        }
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> LayerSamplerOutput:
         """Samples one minibatch, keyed by `inputs.key` if it has one."""

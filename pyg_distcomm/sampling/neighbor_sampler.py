@@ -199,6 +199,19 @@ class KeyedNeighborSampler(NeighborSampler):
         """Returns whether nodes or edges have types."""
         return self._topology.edge_types != [None]
 
+    def describe(self) -> dict[str, Any]:
+        """Returns what its minibatches depend on, besides the graph, the seeds and keys."""
+        relations = self._topology.graph.relations
+        fan_outs = [list(numbers) for numbers in self._fan_outs()]
+        return {
+            "num_neighbors": fan_outs if self.is_hetero else fan_outs[0],
+            "replace": self.replace,
+            "subgraph_type": self.subgraph_type.value,
+            "disjoint": self.disjoint,
+            "weighted": any(relation.weight is not None for relation in relations),
+            "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
+        }
+
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
         sample = partial(self._sample, key=self._key(inputs))

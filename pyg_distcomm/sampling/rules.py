@@ -178,3 +178,13 @@ class UserRule(Rule):
             f"a rule must return the {p.nnz} entries of P with other values, as "
             f"P.with_value(...) does; got {got}"
         )
+
+
+def rule_name(rule: Rule) -> str:
+    """Names a rule in a way that is the same on all ranks."""
+    if isinstance(rule, UserRule):
+        function = getattr(rule.function, "__qualname__", type(rule.function).__name__)
+        return f"UserRule({function}, {rule.counted}, {rule.loops})"
+    if type(rule).__repr__ is object.__repr__:  # that tells the address, too
+        return type(rule).__qualname__
+    return repr(rule)
