@@ -17,7 +17,7 @@ from problems import GRAPHS
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import axis, collectives
 from pyg_distcomm.comm.failure import FailureMonitor, RankError
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -271,6 +271,26 @@ def test_a_store_that_went_is_asked_once():
     assert "closed by peer" in str(told)
     assert "store does not answer" in str(watch.expired("halo"))
     assert store.calls == 1
+
+
+class _Stuck:
+    """An exchange whose rows another rank never sends."""
+
+    def wait(self, seconds):
+        raise RuntimeError("timed out")
+
+    def is_completed(self):
+        return False
+
+
+def test_a_wait_raises_what_another_rank_reported():
+    store = torch.distributed.HashStore()
+    here, there = (FailureMonitor(store, rank, 2, deadline=0.0) for rank in range(2))
+    there.report(LookupError("no such row"))
+    with pytest.raises(LookupError, match="rank 1 failed with LookupError: no such"):
+        axis._wait_in_slices(_Stuck(), "halo", here)
+    with pytest.raises(RankError, match="rank 1 waited 0 s for halo"):  # its own error
+        axis._wait_in_slices(_Stuck(), "halo", there)
 
 
 def fails_alike():

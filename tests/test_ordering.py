@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import FailureMonitor, RankError
 from pyg_distcomm.graph import topology
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
@@ -225,6 +226,21 @@ def changed_on_one():
 def test_a_change_on_one_rank_is_an_error_on_all():
     worlds.run(changed_on_one, 2)
     worlds.only(0)  # messages are left over
+
+
+def test_a_change_is_noticed_at_its_place_and_not_before():
+    store = torch.distributed.HashStore()
+    one, other = (FailureMonitor(store, rank, 2, deadline=0.0) for rank in range(2))
+    for monitor in (one, other):
+        monitor.all_or_none(False, 0, 2)
+    with pytest.raises(RankError, match="changed in place on some ranks only"):
+        one.all_or_none(True, 0, 2)  # gives up at its deadline
+    other.look()  # may change it, too
+    other.all_or_none(False, 0, 2)
+    with pytest.raises(ValueError, match="not on rank 1"):
+        other.look()
+    with pytest.raises(ValueError, match="rank 1 failed with ValueError"):
+        one.look()
 
 
 def test_ranks_compare_changes_of_weights(monkeypatch):

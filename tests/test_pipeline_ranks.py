@@ -289,15 +289,15 @@ def test_training_resumes_bit_for_bit_on_any_number_of_stages(
     assert [p.name for p in path.parent.iterdir()] == ["pipe"]
 
 
-def _elsewhere(stages, path):
+def _elsewhere(stages, path, chunks, others):
     mesh = worlds.mesh(stages=stages)
     share = pdc.partition(GRAPHS["directed"](), mesh, "random")
-    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=3)
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=chunks)
     with pytest.raises(ValueError, match="cannot load the pipeline"):
         pipe.load(path / "nothing")
     pipe.train_step(share, loss_of)
     pipe.save(path / "a")
-    other = pdc.Pipeline(stack_of("gcn"), mesh, chunks=4)
+    other = pdc.Pipeline(stack_of("gcn"), mesh, chunks=others)
     other.load(path / "a")
     with pytest.warns(UserWarning, match="begins anew"):
         other.train_step(share, loss_of)
@@ -306,8 +306,15 @@ def _elsewhere(stages, path):
     return other.epoch
 
 
-def test_history_of_other_chunks_is_not_taken(tmp_path):
-    assert worlds.run(_elsewhere, 2, 2, tmp_path) == [2, 2]
+NODES = torch.arange(60)  # of the directed graph
+
+
+@pytest.mark.parametrize(
+    ("chunks", "others"),
+    [(3, 4), pytest.param(NODES % 3, NODES // 20, id="other nodes")],
+)
+def test_history_of_other_chunks_is_not_taken(chunks, others, tmp_path):
+    assert worlds.run(_elsewhere, 2, 2, tmp_path, chunks, others) == [2, 2]
 
 
 class _Broken(torch.nn.Module):

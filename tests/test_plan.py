@@ -175,6 +175,31 @@ def test_nonzeros_are_those_that_ranks_multiply_by(graph, halo):
                 assert [int(part[place]) for part in flow.nonzeros] == nonzeros
 
 
+def needed(edge_index, owner):
+    """Rows that this rank of a grid needs from others, by link."""
+    mesh = worlds.mesh(grid=(2, 2, 1))
+    share = pdc.partition(Data(edge_index=edge_index, num_nodes=58), mesh, owner)
+    kind = OperatorKind()
+    links = share.edge_index.topology.operator(kind, None, torch.float64).links
+    every = links.ghost, links.out, links.sums, links.far
+    return [link.num_ghosts for link in every]
+
+
+def test_sums_that_are_needed_anyway_count_where_whole_blocks_are_chosen():
+    """Rank 0 sums 16 of rank 1's 17 rows, for ranks 2 and 3 and for an edge of its own."""
+    owner = torch.tensor([0, *[1] * 17, *[2] * 20, *[3] * 20])
+    edges = torch.cartesian_prod(torch.arange(58), torch.arange(18)).T
+    source, target = edges
+    within = (source < 2) & ((source == 0) ^ (target == 0))
+    edges = edges[:, ((source >= 18) | within) & ((owner[source] > 2) | (target < 17))]
+    partition = cut(edges, 58, 4, owner)
+    sides = CutEdges.of(edges, partition).flow((2, 2, 1), "auto", False).sides
+    found = worlds.run(needed, 4, edges, owner)
+    assert found[0][1] == 17
+    for rank, got in enumerate(found):
+        assert [int(side.ghosts[divmod(rank, 2)]) for side in sides.all] == got
+
+
 CASES = [
     (1, "undirected", "block", "gcn"),
     (2, "directed", "random", "sage"),
