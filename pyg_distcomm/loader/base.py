@@ -33,26 +33,30 @@ from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 
-def keyed_sampler(
+def chosen_sampler(
     given: Any,
     data: Any,
     num_neighbors: Any,
     seed: int | None,
     dataloader: dict[str, Any],
+    backend: str | None,
     **options: Any,
 ) -> Any:
-    """Returns the sampler of a loader: the one given, or ours with PyG's options."""
+    """Returns the sampler of a loader: the one given, PyG's by a backend, or ours."""
     if given is not None:
+        if backend is not None:
+            raise ValueError(
+                f"backend={backend!r} and neighbor_sampler were given; leave one out"
+            )
         return given
-    return KeyedNeighborSampler(
-        data,
-        num_neighbors,
-        share_memory=dataloader.get("num_workers", 0) > 0,
-        seed=fresh_seed(dataloader.get("generator")) if seed is None else seed,
-        **options,
-    )
+    options["share_memory"] = dataloader.get("num_workers", 0) > 0
+    if backend is not None:
+        return library_sampler(backend, data, num_neighbors, **options)
+    seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
+    return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
 
 
 _PyGLoader: Any = object  # for the type checker: PyG's loader, which stands behind

@@ -9,7 +9,7 @@ from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
 
-from pyg_distcomm.loader.base import BulkLoading, keyed_sampler
+from pyg_distcomm.loader.base import BulkLoading, chosen_sampler
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
     LoaderOptions,
@@ -70,6 +70,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         sample_at: of a share: "owner" or "requester", where in-edges are drawn.
         features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
             codec or files on disk (default: one of the share's own rows).
+        backend: "pyg-lib" or "torch-sparse" to sample a graph that each rank holds by PyG's
+            own compiled libraries, where they are installed; their draws are not keyed.
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
             `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
             warning if they have no use here.
@@ -108,6 +110,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         replication: int | None = None,
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
+        backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
@@ -125,7 +128,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         whole = data
         partitioned = PartitionedOptions(topology, replication, sample_at, features)
         if partitioned.wanted(data):
-            partitioned.check(neighbor_sampler, loader_options, kwargs)
+            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 type(self).__qualname__,
                 data,
@@ -140,8 +143,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            neighbor_sampler = keyed_sampler(
-                neighbor_sampler, data, num_neighbors, seed, kwargs, **options
+            neighbor_sampler = chosen_sampler(
+                neighbor_sampler, data, num_neighbors, seed, kwargs, backend, **options
             )
         super().__init__(
             whole,
@@ -178,7 +181,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, **kwargs: as in `DistNeighborLoader`.
+        features, backend, **kwargs: as in `DistNeighborLoader`.
     """
 
     def __init__(
@@ -212,6 +215,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         replication: int | None = None,
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
+        backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
@@ -232,7 +236,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         whole = data
         partitioned = PartitionedOptions(topology, replication, sample_at, features)
         if partitioned.wanted(data):
-            partitioned.check(neighbor_sampler, loader_options, kwargs)
+            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 f"{type(self).__qualname__}, neg_sampling={neg_sampling}",
                 data,
@@ -250,8 +254,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
-            neighbor_sampler = keyed_sampler(
-                neighbor_sampler, data, num_neighbors, seed, kwargs, **options
+            neighbor_sampler = chosen_sampler(
+                neighbor_sampler, data, num_neighbors, seed, kwargs, backend, **options
             )
         super().__init__(
             whole,

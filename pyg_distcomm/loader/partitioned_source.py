@@ -475,9 +475,17 @@ class PartitionedOptions:
 
     @staticmethod
     def check(
-        sampler: Any, loader_options: LoaderOptions, dataloader: dict[str, Any]
+        sampler: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        backend: str | None = None,
     ) -> None:
         """Refuses what cannot be done by all ranks together."""
+        if backend is not None:
+            raise ValueError(
+                f"backend={backend!r} samples a graph that each rank holds whole, but this "
+                "one is partitioned; leave it out"
+            )
         if sampler is not None:
             raise ValueError(
                 "neighbor_sampler was given, but a partitioned graph is sampled by all "

@@ -1,0 +1,99 @@
+"""Samples by the compiled libraries of PyG, pyg-lib and torch-sparse, where asked for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch_geometric.typing as installed
+from torch_geometric.sampler import (
+    HeteroSamplerOutput,
+    NeighborSampler,
+    SamplerOutput,
+)
+from torch_geometric.sampler.base import SubgraphType
+from torch_geometric.sampler.utils import remap_keys
+
+BACKENDS = ("pyg-lib", "torch-sparse")
+
+
+class TorchSparseSampler(NeighborSampler):
+    """Samples as PyG does by torch-sparse, where pyg-lib is installed as well.
+
+    Raises:
+        ValueError: for disjoint trees, which torch-sparse does not draw.
+    """
+
+    def _sample(
+        self, seed: Any, seed_time: Any = None, **kwargs: Any
+    ) -> SamplerOutput | HeteroSamplerOutput:
+        if self.disjoint:
+            raise ValueError(
+                "torch-sparse draws no disjoint trees, which times need, too; leave "
+                "disjoint out, or take backend='pyg-lib' or none"
+            )
+        directed = self.subgraph_type != SubgraphType.induced
+        if not isinstance(seed, dict):
+            node, row, col, edge = torch.ops.torch_sparse.neighbor_sample(
+                self.colptr,
+                self.row,
+                seed,
+                self.num_neighbors.get_mapped_values(),
+                self.replace,
+                directed,
+            )
+            row, col = self._turned(row, col)
+            return SamplerOutput(node, row, col, edge)
+        node, row, col, edge = torch.ops.torch_sparse.hetero_neighbor_sample(
+            self.node_types,
+            self.edge_types,
+            self.colptr_dict,
+            self.row_dict,
+            seed,
+            self.num_neighbors.get_mapped_values(self.edge_types),
+            self.num_neighbors.num_hops,
+            self.replace,
+            directed,
+        )
+        parts = [remap_keys(part, self.to_edge_type) for part in (row, col, edge)]
+        row, col = self._turned(*parts[:2])
+        parts = [row, col, parts[2]]
+        if self.sample_direction == "backward":
+            parts = [remap_keys(part, self.to_restored_edge_type) for part in parts]
+        return HeteroSamplerOutput(node, *parts)
+
+    def _turned(self, row: Any, col: Any) -> tuple[Any, Any]:
+        return (col, row) if self.sample_direction == "backward" else (row, col)
+
+
+def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any) -> Any:
+    """Returns a sampler of PyG's that draws by one of its compiled libraries.
+
+    Args:
+        backend: "pyg-lib" or "torch-sparse".
+        data, num_neighbors, options: as `torch_geometric.sampler.NeighborSampler` takes them.
+
+    Raises:
+        ValueError: if there is no such backend, or its package is not installed.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be 'pyg-lib', 'torch-sparse' or None, got {backend!r}"
+        )
+    found = {
+        "pyg-lib": installed.WITH_PYG_LIB,
+        "torch-sparse": installed.WITH_TORCH_SPARSE,
+    }
+    if not found[backend]:
+        raise ValueError(
+            f"backend={backend!r} needs the package {backend}, which is not installed here "
+            "(see PyG's installation guide); without backend, neither is needed"
+        )
+    warnings.warn(
+        f"{backend} draws from a generator of its own: minibatches are not those of other "
+        "runs, ranks or bulk sizes, and a state resumes an epoch with other draws",
+        stacklevel=5,
+    )
+    kind = NeighborSampler if backend == "pyg-lib" else TorchSparseSampler
+    return kind(data, num_neighbors, **options)

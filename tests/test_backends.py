@@ -1,0 +1,78 @@
+"""Loaders that sample by PyG's own compiled libraries, where these are installed."""
+
+from __future__ import annotations
+
+import batches
+import pytest
+import torch
+import torch_geometric.typing as installed
+import worlds
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistLinkNeighborLoader, DistNeighborLoader
+
+WRITES = ("author", "writes", "paper")
+FOUND = {
+    "pyg-lib": installed.WITH_PYG_LIB,
+    "torch-sparse": installed.WITH_TORCH_SPARSE,
+}
+CASES = {
+    "uniform": lambda **kw: DistNeighborLoader(batches.graph(), [3, 2], **kw),
+    "replace": lambda **kw: DistNeighborLoader(
+        batches.graph(), [3, 2], replace=True, **kw
+    ),
+    "types": lambda **kw: DistNeighborLoader(
+        batches.hetero(), [3, 2], input_nodes=("paper", torch.arange(20)), **kw
+    ),
+    "links": lambda **kw: DistLinkNeighborLoader(
+        batches.graph(), [2], edge_label_index=batches.graph().edge_index[:, :30], **kw
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", FOUND)
+def test_minibatches_are_neighbourhoods(backend, case):
+    if not FOUND[backend]:
+        pytest.skip(f"{backend} is not installed")
+    with pytest.warns(UserWarning, match="generator of its own"):
+        loader = CASES[case](backend=backend, batch_size=7)
+    ours = CASES[case](batch_size=7)
+    found = list(loader)
+    assert len(found) == len(ours)
+    for batch in found:
+        stores = [(batch, batch)]
+        data = batches.graph()
+        if case == "types":
+            data = batches.hetero()
+            stores = [(batch[t], batch[t[0]]) for t in batch.edge_types]
+        for edges, nodes in stores:
+            whole = data if case != "types" else data[edges._key]
+            rows = data if case != "types" else data[nodes._key]
+            last = batch if case != "types" else batch[edges._key[2]]
+            ends = torch.stack(
+                [nodes.n_id[edges.edge_index[0]], last.n_id[edges.edge_index[1]]]
+            )
+            assert torch.equal(ends, whole.edge_index[:, edges.e_id])
+            assert torch.equal(nodes.x, rows.x[nodes.n_id])
+
+
+def _spread():
+    share = pdc.partition(batches.graph(), worlds.mesh(), "block")
+    with pytest.raises(ValueError, match="one is partitioned; leave it out"):
+        DistNeighborLoader(share, [2], backend="pyg-lib")
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"'pyg-lib', 'torch-sparse' or None"):
+        DistNeighborLoader(batches.graph(), [2], backend="dgl")
+    with pytest.raises(ValueError, match="leave one out"):
+        DistNeighborLoader(
+            batches.graph(), [2], backend="pyg-lib", neighbor_sampler=object()
+        )
+    for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
+        monkeypatch.setattr(installed, name, False)
+    for backend in FOUND:
+        with pytest.raises(ValueError, match=f"the package {backend}"):
+            DistNeighborLoader(batches.graph(), [2], backend=backend)
+    worlds.run(_spread, 2)
