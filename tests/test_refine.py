@@ -10,10 +10,10 @@ import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
 from pyg_distcomm.partition import refine_jit
-from pyg_distcomm.partition.cutters import METHODS, cut, refine_partition
-from pyg_distcomm.partition.folder import report
-from pyg_distcomm.partition.metrics import capacities, node_weights, part_loads
+from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.refine import refine_partition
+from pyg_distcomm.partition.report import capacities, node_weights, part_loads, report
 
 DATA = real.SHARED.exists()
 

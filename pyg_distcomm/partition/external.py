@@ -2,12 +2,13 @@
 
 [Note: out of core] Memory is what the cutter needs for the nodes, and a chunk. Edges are
 read once more, and each goes to the next free place in the files of its part, so that a
-part's edges keep their order without a sort; rows of attributes likewise. What travels
-is counted by reading the parts back, one after another.
+part's edges keep their order without a sort; rows of attributes likewise. Rows to
+exchange are counted by reading the parts back, one after another.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,27 +18,34 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from pyg_distcomm.partition.arrays import ArrayFile, flush_files, write_array
-from pyg_distcomm.partition.attribute_levels import Kind, shape_kinds
-from pyg_distcomm.partition.columns import Column, RowReader, torch_name
-from pyg_distcomm.partition.cutters import METHODS, check_nodes_fit, cut
-from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
-from pyg_distcomm.partition.folder import RowCount
+from pyg_distcomm.partition.atomic import sha256, sync
+from pyg_distcomm.partition.cutters import METHODS, check_nodes_fit, cut, stream
+from pyg_distcomm.partition.edge_files import (
+    Column,
+    EdgeFile,
+    RowReader,
+    plain_opener,
+    torch_name,
+)
+from pyg_distcomm.partition.folder import Kind, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
-    check_target,
     file_name,
-    new_aside,
+    new_folder,
     part_name,
-    put_in_place,
+    write_array,
     write_meta,
-    written,
 )
-from pyg_distcomm.partition.metrics import PartitionReport
-from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
+from pyg_distcomm.partition.partition import (
+    Grid,
+    Owner,
+    Partition,
+    PartitionReport,
+    check_num_parts,
+)
+from pyg_distcomm.partition.report import RowCount
 from pyg_distcomm.partition.sources import GraphFiles, open_source
-from pyg_distcomm.partition.stream import stream
 
 NEED_NO_EDGES = ("block", "random")
 
@@ -80,11 +88,9 @@ def partition_files(
         raise ValueError(
             f"unknown partition method {method!r}; give one of {', '.join(METHODS)}"
         )
-    aside = new_aside(out)
-    check_target(out, force)
-    spool = aside / "spool"
-    with written(aside, out):
-        spool.mkdir(parents=True)
+    with new_folder(out, force) as aside:
+        spool = aside / "spool"
+        spool.mkdir()
         graph = open_source(
             source,
             spool,
@@ -98,7 +104,6 @@ def partition_files(
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
         figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
-        put_in_place(aside, out, force)
     return figures
 
 
@@ -299,9 +304,49 @@ class _Writer:
 
 
 def _by_part(home: np.ndarray, parts: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each part that occurs, and where it does, ascending."""
+    """Yields each part that occurs, and the places where it does, ascending."""
     order = np.argsort(home, kind="stable")
     counts = np.bincount(home, minlength=parts)
     ends = np.cumsum(counts)
     for part in np.flatnonzero(counts):
         yield int(part), order[ends[part] - counts[part] : ends[part]]
+
+
+class ArrayFile:
+    """Writes a .npy file of known dtype and shape, a piece at a time."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        """Writes the header, and extends the file to its final length."""
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("=")
+        with open(path, "wb") as file:
+            np.lib.format.write_array_header_1_0(
+                file,
+                {
+                    "descr": np.lib.format.dtype_to_descr(self._dtype),
+                    "fortran_order": False,
+                    "shape": shape,
+                },
+            )
+            self._head = file.tell()
+            file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
+
+    def write(self, at: int, array: np.ndarray) -> None:
+        """Writes numbers from element `at` of the flat array on."""
+        # opened each time, as a process may hold few files; not mapped, as a full disk
+        # would end the process
+        with open(self._path, "r+b") as file:
+            file.seek(self._head + at * self._dtype.itemsize)
+            file.write(np.ascontiguousarray(array, self._dtype).tobytes())
+
+
+def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
+    """Flushes all .npy files below a folder; returns their lengths and sha256."""
+    files: dict[str, dict[str, str | int]] = {}
+    for path in sorted(folder.rglob("*.npy")):
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for inner in {path.parent for path in folder.rglob("*.npy")}:
+        sync(inner)
+    return files

@@ -1,4 +1,4 @@
-"""Reads a graph in files: what its edges are, and which attributes lie beside them."""
+"""Opens a graph in files: its edges, and the attributes beside them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.partition.columns import (
-    ArrayColumn,
-    Column,
-    NpyColumn,
-    TextColumn,
-)
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
     TEXT,
+    ArrayColumn,
+    Column,
     EdgeFile,
+    NpyColumn,
     PairWriter,
+    TextColumn,
     both_ways,
     is_text,
     member_opener,
@@ -35,7 +33,7 @@ MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 @dataclass
 class GraphFiles:
-    """A graph whose edges, features and labels stay in their files until they are read.
+    """Holds a graph whose edges, features and labels stay in files until they are read.
 
     edges     the edges, in chunks; `doubled` if each is followed by its reverse
     columns   attributes by name; a row of the edges is that of the file, not doubled
@@ -59,7 +57,7 @@ class GraphFiles:
 
 
 def is_source(name: str) -> bool:
-    """Says whether a name is that of edges in a file, or of an OGB-style folder."""
+    """Returns whether a name is that of edges in a file, or of an OGB-style folder."""
     path = Path(name)
     return is_text(path) or path.suffix in (".npy", ".npz") or path.is_dir()
 
@@ -81,7 +79,7 @@ def open_source(
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
                 in raw/data.npz
-    num_nodes   where it is not told by the files and nodes without edges come last
+    num_nodes   needed if the files do not give it and nodes without edges come last
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
@@ -184,29 +182,27 @@ def _count(name: Path | str, largest: int, edges: EdgeFile) -> int:
     return largest + 1
 
 
-def _members(path: Path) -> dict[str, NpyColumn]:
-    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
+def _names_in(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            return archive.namelist()
     except BAD_FILE as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _members(path: Path) -> dict[str, NpyColumn]:
+    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
     return {
         name.removesuffix(".npy"): NpyColumn(
             f"{path}:{name}", member_opener(path, name)
         )
-        for name in names
+        for name in _names_in(path)
         if name.endswith(".npy") and name != "edge_index.npy"
     }
 
 
 def _edges_of_npz(path: Path) -> EdgeFile:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except BAD_FILE as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if "edge_index.npy" not in names:
+    if "edge_index.npy" not in _names_in(path):
         raise ValueError(f"{path}: has no edge_index [2, num_edges]")
     return EdgeFile(f"{path}:edge_index", member_opener(path, "edge_index.npy"))
 
@@ -215,9 +211,9 @@ def _from_npz(
     path: Path, spool: Path, num_nodes: int | None, undirected: bool
 ) -> GraphFiles:
     edges, columns = _edges_of_npz(path), _members(path)
-    told = columns.pop("num_nodes", None)
-    if num_nodes is None and told is not None:
-        num_nodes = int(next(told.rows()).reshape(-1)[0])
+    count = columns.pop("num_nodes", None)
+    if num_nodes is None and count is not None:
+        num_nodes = int(next(count.rows()).reshape(-1)[0])
     for name in ("x", "y", "pos"):
         if num_nodes is None and name in columns and columns[name].shape:
             num_nodes = columns[name].shape[0]
@@ -231,7 +227,7 @@ def _from_npz(
 
 
 class _Folder:
-    """A folder as OGB lays them out, text or binary; heterogeneous ones are refused."""
+    """Reads a folder laid out as OGB's, text or binary; refuses heterogeneous graphs."""
 
     def __init__(
         self,
@@ -252,7 +248,7 @@ class _Folder:
 
     def read(self) -> GraphFiles:
         if self.num_nodes is None:
-            self.num_nodes = self._told_nodes()
+            self.num_nodes = self._num_nodes()
         found = self._edges()
         num_edges = found.edges_in_file()
         for name, key, count, real in (
@@ -294,7 +290,7 @@ class _Folder:
             return members[key]
         return TextColumn(path, count, real=real)
 
-    def _told_nodes(self) -> int | None:
+    def _num_nodes(self) -> int | None:
         counts = None
         if "num_nodes_list" in self.packed:
             counts = next(self.packed["num_nodes_list"].rows()).reshape(-1)
