@@ -248,7 +248,7 @@ def metis(
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
     """Returns indptr [n + 1] and sorted indices of A + A^T, loops and repeats dropped."""
     src, dst = plain_edges(edge_index).cpu().to(torch.int64).contiguous().numpy()
-    pair: Csr = _loops().symmetric_csr(src, dst, num_nodes)
+    pair: Csr = _loops().distinct_sources(src, dst, num_nodes, True)
     return pair
 
 

@@ -17,51 +17,60 @@ Array = np.ndarray
 
 
 @entry
-def symmetric_csr(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    """Returns indptr [n + 1] and sorted indices of A + A^T, loops and duplicates dropped.
+def distinct_sources(
+    src: Array, dst: Array, num_nodes: int, both: bool
+) -> tuple[Array, Array]:
+    """Returns indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
 
-    Two counting sorts, linear in nodes and edges.
+    With `both`, edges count in both directions. Two counting sorts, linear in nodes and
+    edges.
     """
     start = np.zeros(num_nodes + 1, np.int64)
     for e in range(src.size):
         if src[e] != dst[e]:
             start[src[e] + 1] += 1
-            start[dst[e] + 1] += 1
+            if both:
+                start[dst[e] + 1] += 1
     start = np.cumsum(start)
     fill = start[:-1].copy()
-    first = np.empty(start[-1], np.int32)
+    target = np.empty(start[-1], np.int32)
     for e in range(src.size):
         s, d = src[e], dst[e]
         if s != d:
-            first[fill[s]] = d
+            target[fill[s]] = d
             fill[s] += 1
-            first[fill[d]] = s
-            fill[d] += 1
-    # the pattern is symmetric, so walking its rows in order fills its columns sorted;
-    # equal neighbours then follow one another, and the last one written is enough
-    indices = np.empty(start[-1], np.int32)
-    fill[:] = start[:-1]
-    for v in range(num_nodes):
-        for k in range(start[v], start[v + 1]):
-            u = first[k]
-            if fill[u] == start[u] or indices[fill[u] - 1] != v:
-                indices[fill[u]] = v
-                fill[u] += 1
-    return squeeze(start, fill, indices)
+            if both:
+                target[fill[d]] = s
+                fill[d] += 1
+    begin = np.zeros(num_nodes + 1, np.int64)
+    for k in range(target.size):
+        begin[target[k] + 1] += 1
+    begin = np.cumsum(begin)
+    end = begin[:-1].copy()
+    source = np.empty(target.size, np.int32)
+    for u in range(num_nodes):
+        for k in range(start[u], start[u + 1]):
+            t = target[k]
+            # equal ones follow one another, and the last one written is enough
+            if end[t] == begin[t] or source[end[t] - 1] != u:
+                source[end[t]] = u
+                end[t] += 1
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    total = 0
+    for v in range(num_nodes):  # closes the gaps between rows
+        for k in range(begin[v], end[v]):
+            source[total] = source[k]
+            total += 1
+        indptr[v + 1] = total
+    return indptr, source[:total].copy()
 
 
 @jit
-def squeeze(start: Array, end: Array, indices: Array) -> tuple[Array, Array]:
-    """Returns indptr and indices of rows start .. end without the gaps between them."""
-    num_nodes = end.size
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    total = 0
-    for v in range(num_nodes):
-        for k in range(start[v], end[v]):
-            indices[total] = indices[k]
-            total += 1
-        indptr[v + 1] = total
-    return indptr, indices[:total].copy()
+def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
+    """Takes what node v adds from the load of part a, and gives it to part b."""
+    for c in range(weight.shape[1]):
+        load[a, c] -= weight[v, c]
+        load[b, c] += weight[v, c]
 
 
 @entry
@@ -209,9 +218,7 @@ def lower_cut(
         if best != home and load[home, 0] > 1:
             moves += 1
             owner[v] = best
-            for c in range(capacity.size):
-                load[home, c] -= weight[v, c]
-                load[best, c] += weight[v, c]
+            transfer(load, weight, v, home, best)
     return moves
 
 
@@ -257,9 +264,7 @@ def rebalance(
             count[touched[t]] = 0
         if best >= 0 and best != home:
             owner[v] = best
-            for c in range(capacity.size):
-                load[home, c] -= weight[v, c]
-                load[best, c] += weight[v, c]
+            transfer(load, weight, v, home, best)
 
 
 @entry
@@ -437,7 +442,6 @@ def move(
                 best, most = q, count[v, k]
         if best >= 0 and load[a, 0] > weight[v, 0]:
             owner[v] = best
-            load[a] -= weight[v]
-            load[best] += weight[v]
+            transfer(load, weight, v, a, best)
             moves += 1
     return moves

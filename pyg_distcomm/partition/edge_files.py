@@ -9,7 +9,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -145,10 +145,13 @@ class EdgeFile:
     read. A file with two edges is read as `[2, m]`, unless `tall`.
     """
 
-    def __init__(self, name: str, opener: Opener, tall: bool | None = None) -> None:
+    def __init__(
+        self, name: str | Path, opener: Opener | None = None, tall: bool | None = None
+    ) -> None:
         """Reads the head of the file; raises ValueError unless it holds edges."""
-        self.name, self._opener = name, opener
-        self.head = head = NpyHead.read(name, opener)
+        self.name = name = str(name)
+        self._opener = opener or plain_opener(Path(name))
+        self.head = head = NpyHead.read(name, self._opener)
         self._nodes = MOST_NODES
         if len(head.shape) != 2 or 2 not in head.shape or head.dtype.kind not in "iu":
             raise ValueError(
@@ -168,33 +171,22 @@ class EdgeFile:
         bar = tqdm(
             desc=what, total=self.num_edges, unit=" edges", disable=None, leave=False
         )
-        with bar, opened(self.name, self._opener) as file:
-            second: Any = None
+        dtype = self.head.dtype
+        with bar, opened(self.name, self._opener) as file, ExitStack() as stack:
             file.seek(self.head.size)
-            if not self._paired:
-                second = self._opener()
-                second.seek(self.head.size + self.num_edges * self.head.dtype.itemsize)
-            try:
-                for start in range(0, self.num_edges, CHUNK):
-                    count = min(CHUNK, self.num_edges - start)
-                    pair = self._read(file, second, count)
-                    self._check(pair, start)
-                    yield pair
-                    bar.update(count)
-            finally:
-                if second is not None:
-                    second.close()
-
-    def _read(
-        self, file: IO[bytes], second: IO[bytes] | None, count: int
-    ) -> np.ndarray:
-        if second is None:
-            flat = read_rows(self.name, file, self.head.dtype, 2 * count)
-            return np.array(flat.reshape(count, 2).T, np.int64, order="C")
-        ends = [
-            read_rows(self.name, end, self.head.dtype, count) for end in (file, second)
-        ]
-        return np.stack(ends).astype(np.int64)
+            files = [file]
+            if not self._paired:  # all targets follow all sources
+                files.append(stack.enter_context(self._opener()))
+                files[1].seek(self.head.size + self.num_edges * dtype.itemsize)
+            for start in range(0, self.num_edges, CHUNK):
+                count = min(CHUNK, self.num_edges - start)
+                each = 2 * count // len(files)
+                flat = [read_rows(self.name, end, dtype, each) for end in files]
+                pair = flat[0].reshape(count, 2).T if self._paired else np.stack(flat)
+                pair = np.array(pair, np.int64, order="C")
+                self._check(pair, start)
+                yield pair
+                bar.update(count)
 
     def _check(self, pair: np.ndarray, start: int) -> None:
         bad = (pair < 0) | (pair >= self._nodes)
@@ -245,7 +237,7 @@ def spool_text(
                 largest = max(largest, int(pairs.max()))
             writer.write(both_ways(pairs) if undirected else pairs)
             bar.update(_position(file) - bar.n)
-    return EdgeFile(str(out), plain_opener(out), tall=True), largest
+    return EdgeFile(out, tall=True), largest
 
 
 def _position(file: IO[bytes]) -> int:
@@ -360,10 +352,12 @@ class Column(Protocol):
 class NpyColumn:
     """Reads the rows of a .npy file, or of a member of an .npz file."""
 
-    def __init__(self, name: str, opener: Opener) -> None:
+    def __init__(self, name: str | Path, opener: Opener | None = None) -> None:
         """Reads the header; raises ValueError for an array that a folder cannot hold."""
-        head = NpyHead.read(name, opener)
-        self.name, self._opener, self._size = name, opener, head.size
+        self.name = name = str(name)
+        self._opener = opener or plain_opener(Path(name))
+        head = NpyHead.read(name, self._opener)
+        self._size = head.size
         self.dtype, self.shape = head.dtype, head.shape
         if head.shape:
             torch_name(name, head.dtype)
@@ -374,22 +368,14 @@ class NpyColumn:
 
     def rows(self) -> Iterator[np.ndarray]:
         """Yields arrays `[c, ...]` of rows, in order."""
-        if not self.shape:
-            yield self._whole()
-            return
-        width = int(np.prod(self.shape[1:]))
+        total, width = (*self.shape, 1)[0], int(np.prod(self.shape[1:]))
         each = max(1, BYTES // max(1, width * self.dtype.itemsize))
         with opened(self.name, self._opener) as file:
             file.seek(self._size)
-            for start in range(0, self.shape[0], each):
-                count = min(each, self.shape[0] - start)
+            for start in range(0, total, each):
+                count = min(each, total - start)
                 flat = read_rows(self.name, file, self.dtype, count * width)
-                yield flat.reshape(count, *self.shape[1:])
-
-    def _whole(self) -> np.ndarray:
-        with opened(self.name, self._opener) as file:
-            file.seek(self._size)
-            return read_rows(self.name, file, self.dtype, 1).reshape(())
+                yield flat.reshape(self.shape and (count, *self.shape[1:]))
 
 
 class TextColumn:
@@ -405,7 +391,7 @@ class TextColumn:
         """
         self.name, self._path, self._count = str(path), path, count
         with opened(self.name, plain_opener(path)) as file:
-            first = [line for _, line in self._lines(file, 64)]
+            first = [line for _, line in islice(self._lines(file), 64)]
         if real is None:
             real = not _fits(first, np.int64)
         self.dtype = np.dtype(np.float32 if real else np.int64)
@@ -416,7 +402,7 @@ class TextColumn:
         """Yields arrays `[c, width]` of rows, in order."""
         done = 0
         with opened(self.name, plain_opener(self._path)) as file:
-            lines = self._lines(file, None)
+            lines = self._lines(file)
             while some := list(islice(lines, LINES)):
                 block = self._parse(some[0][0], [line for _, line in some])
                 if block.shape[1] != self.shape[1]:
@@ -430,13 +416,11 @@ class TextColumn:
             raise ValueError(f"{self.name}: has {done} rows, wanted {self._count}")
 
     @staticmethod
-    def _lines(file: IO[bytes], most: int | None) -> Iterator[tuple[int, bytes]]:
-        marked = (
-            line.removeprefix(BYTE_ORDER_MARK) if at == 1 else line
-            for at, line in enumerate(file, 1)
-        )
-        numbered = ((at, line) for at, line in enumerate(marked, 1) if line.strip())
-        return islice(numbered, most)
+    def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        for at, line in enumerate(file, 1):
+            row = line.removeprefix(BYTE_ORDER_MARK) if at == 1 else line
+            if row.strip():
+                yield at, row
 
     def _parse(self, first: int, lines: list[bytes]) -> np.ndarray:
         try:

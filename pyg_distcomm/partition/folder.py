@@ -15,6 +15,7 @@ An edge and its attributes live with the owner of its target.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,18 +203,13 @@ def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
         meta = folder_meta(folder)
     except ValueError as error:
         return [str(error)]
-    problems = _wrong_files(folder, meta, checksums)
-    return problems or _inconsistencies(folder, meta)
-
-
-def _wrong_files(folder: Path, meta: Meta, checksums: bool) -> list[str]:
     problems = []
     for name in tqdm(meta["files"], "checking files", disable=None, leave=False):
         try:
             check_file(folder, meta, name, "checksums" if checksums else "sizes")
         except ValueError as error:
             problems.append(str(error))
-    return problems
+    return problems or _inconsistencies(folder, meta)
 
 
 def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
@@ -271,19 +267,30 @@ def _write_all(out: Path, source: _Source, figures: PartitionReport) -> None:
     home = partition.owner[source.edge_index[1].long()]
     for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
         files |= _write_part(out, source, home, part)
-    write_meta(
-        out,
-        {
-            "num_nodes": partition.num_nodes,
-            "num_edges": source.edge_index.size(1),
-            "num_parts": partition.num_parts,
-            "partition": partition.digest(),
-            "attributes": attributes,
-            "values": values,
-            "report": asdict(figures),
-            "files": files,
-        },
-    )
+    num_edges = source.edge_index.size(1)
+    meta = graph_meta(partition, num_edges, attributes, values, figures, files)
+    write_meta(out, meta)
+
+
+def graph_meta(
+    partition: Partition,
+    num_edges: int,
+    attributes: Meta,
+    values: Meta,
+    figures: PartitionReport,
+    files: Meta,
+) -> Meta:
+    """Returns what META.json says of a graph, for `write_meta`."""
+    return {
+        "num_nodes": partition.num_nodes,
+        "num_edges": num_edges,
+        "num_parts": partition.num_parts,
+        "partition": partition.digest(),
+        "attributes": attributes,
+        "values": values,
+        "report": asdict(figures),
+        "files": files,
+    }
 
 
 def _write_part(
@@ -320,26 +327,17 @@ def _describe(data: Data, kinds: dict[str, Kind]) -> tuple[Meta, Meta]:
             values[name] = value
             continue
         tensor = _dense(name, value)
-        attributes[name] = {
-            "kind": kind,
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-        }
+        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
+        attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
     return attributes, values
 
 
 def _dense(name: str, value: Any) -> Tensor:
-    try:
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
         tensor: Tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise _not_dense(name, value) from None
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise _not_dense(name, value)
-    return tensor
-
-
-def _not_dense(name: str, value: Any) -> TypeError:
-    return TypeError(
+        if tensor.layout == torch.strided and not tensor.is_quantized:
+            return tensor
+    raise TypeError(
         f"attribute {name!r} is a {type(value).__name__}; a partition folder keeps "
         "dense tensors, str, int, float, bool, and lists and dicts of them; "
         "delete or convert it first"
@@ -432,12 +430,20 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
             )
         return declared
     if length == nodes == edges:
-        return _by_name(name, nodes)
+        if "edge" in name:
+            return "edge"
+        if name in NODE_NAMES or name.endswith("_mask"):
+            return "node"
+        raise ValueError(
+            f"{name!r} could be of the nodes or of the edges, of which there are {nodes} "
+            f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
+        )
     if length == nodes:
         return "node"
     if length == edges:
         return "edge"
-    if length is not None and _must_fit(name):
+    must_fit = name in ("x", *EDGE_NAMES) or name.endswith("_mask")
+    if length is not None and must_fit:
         raise ValueError(
             f"{name!r} fits neither the {nodes} nodes nor the {edges} edges: "
             f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
@@ -454,21 +460,6 @@ def _length(data: Data, name: str) -> int | None:
     if not isinstance(dim, int) or dim % value.ndim != 0:
         return None
     return int(value.shape[0])
-
-
-def _by_name(name: str, count: int) -> Kind:
-    if "edge" in name:
-        return "edge"
-    if name in NODE_NAMES or name.endswith("_mask"):
-        return "node"
-    raise ValueError(
-        f"{name!r} could be of the nodes or of the edges, of which there are {count} "
-        f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
-    )
-
-
-def _must_fit(name: str) -> bool:
-    return name == "x" or name in EDGE_NAMES or name.endswith("_mask")
 
 
 def _what(value: Any) -> str:

@@ -51,8 +51,7 @@ _LEVELS = ("node", "edge", "graph")
 _MOST = 2**53  # a number that JSON keeps
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEPARATOR = re.compile(r"[/\\]")
-# a dtype that NumPy lacks is stored as unsigned integers of the same width
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def part_name(part: int) -> str:
@@ -194,9 +193,7 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
             if something else is at `out`. What was there before stays.
     """
     last = None if out.exists() else newest(out, ended=True)
-    if last is not None and is_folder(
-        last
-    ):  # its writer was killed between two renames
+    if last is not None and is_folder(last):  # a kill came between two renames
         last.rename(out)
     clear(out, lambda left: left.is_dir() and not any(foreign(left)))
     check_target(out, force)
@@ -227,12 +224,10 @@ def _problems(meta: Meta) -> Iterator[str]:
             yield f"{name} is {meta[name]!r}, wanted a number of at least 0"
     if meta["num_parts"] < 1:
         yield "num_parts is 0, wanted at least 1"
-    for name, kind in {"attributes": dict, "values": dict, "partition": str}.items():
+    for name in ("attributes", "values", "partition", "report", "files"):
+        kind = str if name == "partition" else dict
         if not isinstance(meta[name], kind):
             yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
-    for name in ("report", "files"):
-        if not isinstance(meta[name], dict):
-            yield f"{name} is {meta[name]!r}, wanted a dict"
     yield from _wrong_report(meta)
     for name, value in meta["values"].items():
         if name in _STRUCTURE or name in meta["attributes"]:
@@ -245,6 +240,11 @@ def _problems(meta: Meta) -> Iterator[str]:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
+
+
+def _are_counts(value: Any, length: int) -> bool:
+    fits = isinstance(value, list) and len(value) == length
+    return fits and all(map(_is_count, value))
 
 
 def _wrong_report(meta: Meta) -> Iterator[str]:
@@ -263,8 +263,7 @@ def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[st
     parts = meta["num_parts"]
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
         counts = report[name]
-        fits = isinstance(counts, list) and len(counts) == parts
-        if not fits or not all(map(_is_count, counts)):
+        if not _are_counts(counts, parts):
             yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
     for name in ("nodes", "edges"):
         total = meta[f"num_{name}"]
@@ -282,19 +281,14 @@ def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[st
 
 def _wrong_blocks(where: str, report: dict[str, Any], parts: int) -> Iterator[str]:
     grid = report.get("grid", [])
-    if not isinstance(grid, list) or not all(map(_is_count, grid)):
-        yield f"{where}.grid is {str(grid)[:80]}, wanted [] or three sizes"
-    if grid and (len(grid) != 3 or math.prod(grid) != parts):
+    if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
         yield f"{where}.grid is {str(grid)[:80]}, wanted three sizes that make {parts}"
     wanted = grid[0] * grid[1] if grid else 0
     for name in ("blocks", "block_send", "block_halo"):
         counts = report.get(name, [])
-        fits = isinstance(counts, list) and len(counts) == wanted
-        if not fits or not all(map(_is_count, counts)):
-            yield (
-                f"{where}.{name} is {str(counts)[:80]}, wanted {wanted} counts for the "
-                f"grid {grid}"
-            )
+        if not _are_counts(counts, wanted):
+            got = f"{where}.{name} is {str(counts)[:80]}"
+            yield f"{got}, wanted {wanted} counts for the grid {grid}"
 
 
 def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
@@ -325,7 +319,8 @@ def _wrong_file(name: str, file: Any) -> Iterator[str]:
 
 def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
     """Writes a tensor, flushed to the disk; returns the file's length and sha256."""
-    array = _as_numpy(tensor)
+    plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+    array = plain.view(_stored(plain.dtype)).numpy()
     with open(path, "wb") as file:
         np.save(file, array, allow_pickle=False)
         file.flush()
@@ -345,8 +340,11 @@ def read_array(
         array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
     except Exception as error:  # NumPy evaluates the head, and maps what it says
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    want = _torch_dtype(dtype, path)
-    if list(array.shape) != list(shape) or array.dtype != _stored(want):
+    want = getattr(torch, str(dtype), None)
+    if not isinstance(want, torch.dtype):
+        raise ValueError(f"{path}: META.json gives it the unknown dtype {dtype!r}")
+    stored = torch.empty(0, dtype=_stored(want)).numpy().dtype
+    if list(array.shape) != list(shape) or array.dtype != stored:
         raise ValueError(
             f"{path}: holds {array.dtype} {list(array.shape)}, but META.json says "
             f"{dtype} {list(shape)}"
@@ -359,30 +357,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _torch_dtype(name: str, path: Path) -> torch.dtype:
-    """Finds a dtype by name; raises ValueError, naming the file, if there is none."""
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{path}: META.json gives it the unknown dtype {name!r}")
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in the file: unsigned integers for those that NumPy lacks."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return _BITS[dtype.itemsize]
     return dtype
-
-
-def _stored(dtype: torch.dtype) -> np.dtype:
-    empty = torch.empty(0, dtype=dtype)
-    try:
-        return np.dtype(empty.numpy().dtype)
-    except TypeError:
-        return np.dtype(_BITS[empty.element_size()])
-
-
-def _as_numpy(tensor: Tensor) -> np.ndarray:
-    plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
-    stored = _stored(plain.dtype)
-    if plain.numel() == 0:
-        return np.empty(tuple(plain.shape), stored)
-    try:
-        return plain.numpy()
-    except TypeError:
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        bits: np.ndarray = plain.view(width[plain.element_size()]).numpy()
-        return bits.view(stored)

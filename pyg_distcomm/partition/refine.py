@@ -84,8 +84,9 @@ def _moved(
 ) -> np.ndarray:
     # Numba takes a second to import
     loops: Any = importlib.import_module("pyg_distcomm.partition.refine_jit")
+    csr: Any = importlib.import_module("pyg_distcomm.partition.cutters_jit")
     src, dst = plain_edges(edge_index).cpu().numpy()
-    rows = loops.distinct_sources(src, dst, owner.size)
+    rows = csr.distinct_sources(src, dst, owner.size, False)
     held = loops.hold(*rows, owner, num_parts)
     load = loops.rows(owner, num_parts, held)
     carried = part_loads(owner, weight, num_parts)
@@ -95,20 +96,9 @@ def _moved(
     order = np.argsort(degree, kind="stable")
     most = int(load[:num_parts].sum())
     first = np.array([load[:num_parts].max(), load[num_parts:].max()])
+    state = (*rows, owner, held, load, weight, capacity, carried, first, most)
     for doublings in tqdm(DOUBLINGS, "refining", disable=None, leave=False):
         for _ in range(SWEEPS):
-            if not loops.sweep(
-                order,
-                *rows,
-                owner,
-                held,
-                load,
-                weight,
-                capacity,
-                carried,
-                first,
-                most,
-                doublings,
-            ):
+            if not loops.sweep(order, *state, doublings):
                 break
     return owner

@@ -9,45 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from pyg_distcomm.kernels.compile import entry, jit
-from pyg_distcomm.partition.cutters_jit import fits, squeeze
+from pyg_distcomm.partition.cutters_jit import fits, transfer
 
 Array = np.ndarray
 Held = tuple[Array, Array, Array, Array]
 
 CANDIDATES = 8  # parts that a node is tried in: those with most of its neighbours
 TINY = 1e-12  # differences below are rounding
-
-
-@entry
-def distinct_sources(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    """Returns indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
-
-    Two counting sorts, linear in nodes and edges.
-    """
-    start = np.zeros(num_nodes + 1, np.int64)
-    for e in range(src.size):
-        if src[e] != dst[e]:
-            start[src[e] + 1] += 1
-    start = np.cumsum(start)
-    fill = start[:-1].copy()
-    target = np.empty(start[-1], np.int32)
-    for e in range(src.size):
-        if src[e] != dst[e]:
-            target[fill[src[e]]] = dst[e]
-            fill[src[e]] += 1
-    begin = np.zeros(num_nodes + 1, np.int64)
-    for k in range(target.size):
-        begin[target[k] + 1] += 1
-    begin = np.cumsum(begin)
-    fill = begin[:-1].copy()
-    source = np.empty(target.size, np.int32)
-    for u in range(num_nodes):
-        for k in range(start[u], start[u + 1]):
-            t = target[k]
-            if fill[t] == begin[t] or source[fill[t] - 1] != u:
-                source[fill[t]] = u
-                fill[t] += 1
-    return squeeze(begin, fill, source)
 
 
 @entry
@@ -262,10 +230,8 @@ def sweep(
     The definition is `sweep` in tests/refine_reference.py. Returns the number of moves.
     """
     num_parts = carried.shape[0]
-    delta, hit = (
-        np.zeros((2 * num_parts, 2), np.int64),
-        np.empty(2 * num_parts, np.int64),
-    )
+    delta = np.zeros((2 * num_parts, 2), np.int64)
+    hit = np.empty(2 * num_parts, np.int64)
     near, chosen = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
     scale = float(max(1, load.max()))
     limit = np.minimum(first, load.max())
@@ -294,8 +260,7 @@ def sweep(
             _drop(source[e], a, held)
             _take(source[e], best, held)
         owner[v] = best
-        carried[a] -= weight[v]
-        carried[best] += weight[v]
+        transfer(carried, weight, v, a, best)
         limit = np.minimum(first, load.max())
         moves += 1
     return moves

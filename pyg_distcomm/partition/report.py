@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -33,15 +33,21 @@ def report(
     """
     check_edge_index(edge_index, partition.num_nodes)
     plain = plain_edges(edge_index).cpu().numpy()
-    home = partition.owner.numpy()[plain[1]]
+    count = RowCount(partition, grid)
+    for part, here in by_part(partition.owner.numpy()[plain[1]]):
+        count.add(part, [plain[:, here]])
+    return count.report(train_mask)
+
+
+def by_part(home: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each part that occurs, and the places where it does, ascending."""
     # stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear
     order = np.argsort(home, kind="stable")
-    count = RowCount(partition, grid)
     start = 0
-    for part, edges in enumerate(np.bincount(home, minlength=partition.num_parts)):
-        count.add(part, [plain[:, order[start : start + edges]]])
-        start += edges
-    return count.report(train_mask)
+    for part, count in enumerate(np.bincount(home).tolist()):
+        if count:
+            yield part, order[start : start + count]
+        start += count
 
 
 class RowCount:

@@ -22,7 +22,6 @@ from pyg_distcomm.partition.edge_files import (
     both_ways,
     is_text,
     member_opener,
-    plain_opener,
     spool_text,
 )
 
@@ -97,7 +96,7 @@ def open_source(
     else:
         found = _with_edges(path, spool, num_nodes, undirected)
     for name, file in {**(node_files or {}), **(edge_files or {})}.items():
-        found.columns[name] = NpyColumn(str(file), plain_opener(Path(file)))
+        found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
         _check_rows(found.columns[name], found.num_nodes, "nodes")
     if not found.num_nodes and num_nodes is None:
@@ -143,7 +142,7 @@ def _with_edges(
         raise ValueError(
             f"{path}: edges are read from .npy, .npz, {', '.join(TEXT)} (.gz) or a folder"
         )
-    edges = EdgeFile(str(path), plain_opener(path))
+    edges = EdgeFile(path)
     return _counted(edges, spool, num_nodes, undirected)
 
 
@@ -162,7 +161,7 @@ def _counted(
             for pair in edges.chunks("adding reverse edges"):
                 largest = max(largest, int(pair.max()))
                 writer.write(both_ways(pair.T))
-        edges = EdgeFile(str(file), plain_opener(file), tall=True)
+        edges = EdgeFile(file, tall=True)
     else:
         for pair in edges.chunks("counting nodes"):
             largest = max(largest, int(pair.max()))
@@ -226,25 +225,22 @@ def _from_npz(
     return found
 
 
+@dataclass(eq=False)
 class _Folder:
     """Reads a folder laid out as OGB's, text or binary; refuses heterogeneous graphs."""
 
-    def __init__(
-        self,
-        root: Path,
-        spool: Path,
-        num_nodes: int | None,
-        undirected: bool,
-        split: str | None,
-    ) -> None:
-        self.root, self.spool, self.undirected = root, spool, undirected
-        self.num_nodes, self.split = num_nodes, split
-        self.raw = root / "raw" if (root / "raw").is_dir() else root
+    root: Path
+    spool: Path
+    num_nodes: int | None
+    undirected: bool
+    split: str | None
+
+    def __post_init__(self) -> None:
+        raw = self.root / "raw"
+        self.raw = raw if raw.is_dir() else self.root
         archive = self.raw / "data.npz"
-        self.packed: dict[str, NpyColumn] = {}
         self.archive = archive if archive.is_file() else None
-        if self.archive is not None:
-            self.packed = _members(archive)
+        self.packed = {} if self.archive is None else _members(self.archive)
 
     def read(self) -> GraphFiles:
         if self.num_nodes is None:
@@ -281,14 +277,12 @@ class _Folder:
         path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
         if path is None:
             return None
-        if path.suffix == ".npy":
-            return NpyColumn(str(path), plain_opener(path))
-        if path.suffix == ".npz":
-            members = _members(path)
-            if key not in members:
-                raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
-            return members[key]
-        return TextColumn(path, count, real=real)
+        if path.suffix != ".npz":
+            return _open_column(path, count, real)
+        members = _members(path)
+        if key not in members:
+            raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
+        return members[key]
 
     def _num_nodes(self) -> int | None:
         counts = None
@@ -305,9 +299,7 @@ class _Folder:
                 )
             return int(counts[0])
         path = self._file("node_feat", ".npy") or self._file("node_label", ".npy")
-        return (
-            None if path is None else NpyColumn(str(path), plain_opener(path)).shape[0]
-        )
+        return None if path is None else NpyColumn(path).shape[0]
 
     def _edges(self) -> GraphFiles:
         if self.archive is not None:
@@ -324,11 +316,8 @@ class _Folder:
 
     def _masks(self, num_nodes: int) -> dict[str, np.ndarray]:
         home = self.root / "split"
-        names = (
-            sorted(p.name for p in home.iterdir() if p.is_dir())
-            if home.is_dir()
-            else []
-        )
+        inner = home.iterdir() if home.is_dir() else ()
+        names = sorted(path.name for path in inner if path.is_dir())
         if not names and self.split is None:
             return {}
         split = self.split if self.split is not None else names[0]
@@ -346,15 +335,16 @@ class _Folder:
         return masks
 
 
+def _open_column(path: Path, count: int | None, real: bool | None) -> Column:
+    if path.suffix == ".npy":
+        return NpyColumn(path)
+    return TextColumn(path, count, real=real)
+
+
 def _mask(path: Path, num_nodes: int) -> np.ndarray:
     """Turns a list of node ids into a mask."""
-    column: Column
-    if path.suffix == ".npy":
-        column = NpyColumn(str(path), plain_opener(path))
-    else:
-        column = TextColumn(path, None, real=False)
     mask = np.zeros(num_nodes, np.bool_)
-    for ids in column.rows():
+    for ids in _open_column(path, None, False).rows():
         if ids.dtype.kind not in "iu":
             raise ValueError(f"{path}: holds {ids.dtype}, wanted node ids")
         bad = ids[(ids < 0) | (ids >= num_nodes)]
