@@ -296,14 +296,9 @@ class ArrayFile:
         """Writes the header, and extends the file to its final length."""
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("=")
         with open(path, "wb") as file:
-            np.lib.format.write_array_header_1_0(
-                file,
-                {
-                    "descr": np.lib.format.dtype_to_descr(self._dtype),
-                    "fortran_order": False,
-                    "shape": shape,
-                },
-            )
+            descr = np.lib.format.dtype_to_descr(self._dtype)
+            head = {"descr": descr, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, head)
             self._head = file.tell()
             file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
 
@@ -319,11 +314,12 @@ class ArrayFile:
 def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
     """Flushes all .npy files below a folder; returns their lengths and sha256."""
     files: dict[str, dict[str, str | int]] = {}
-    for path in sorted(folder.rglob("*.npy")):
+    paths = sorted(folder.rglob("*.npy"))
+    for path in paths:
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    for inner in {path.parent for path in folder.rglob("*.npy")}:
+    for inner in {path.parent for path in paths}:
         sync(inner)
     return files

@@ -297,13 +297,8 @@ def imbalance(counts: Counts) -> float:
 
 def _parts(figures: PartitionReport) -> list[str]:
     names = ("nodes", "edges", "train", "halo rows", "sent rows")
-    columns = (
-        figures.nodes,
-        figures.edges,
-        figures.train,
-        figures.halo_rows,
-        figures.send_rows,
-    )
+    owned = figures.nodes, figures.edges, figures.train
+    columns = (*owned, figures.halo_rows, figures.send_rows)
     labels = [str(part) for part in range(figures.num_parts)]
     return _table("part", names, labels, columns, "parts")
 
