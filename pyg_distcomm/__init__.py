@@ -27,8 +27,8 @@ from pyg_distcomm.halo.policy import Sylvie as Sylvie
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
 from pyg_distcomm.nn.replicate import replicate as replicate
-from pyg_distcomm.partition.metrics import PartitionReport as PartitionReport
 from pyg_distcomm.partition.partition import Partition as Partition
+from pyg_distcomm.partition.partition import PartitionReport as PartitionReport
 from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
 from pyg_distcomm.plan.auto import init as init
 from pyg_distcomm.plan.calibrate import calibrate as calibrate

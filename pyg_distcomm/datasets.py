@@ -1,4 +1,4 @@
-"""Graphs by name, from a file, or made up."""
+"""Loads graphs by name or from a file, and generates them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.partition.arrays import check_saved, is_archive
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
+from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
 KNOWN: dict[str, tuple[str, str, str | None]] = {
@@ -43,18 +43,18 @@ KNOWN: dict[str, tuple[str, str, str | None]] = {
     "Tolokers": ("heterophilous", "HeterophilousGraphDataset", "Tolokers"),
     "Questions": ("heterophilous", "HeterophilousGraphDataset", "Questions"),
 }
-MADE = ("digits", "generated-NODES")
+GENERATED = ("digits", "generated-NODES")
 
 # what a saved Data is made of, beyond tensors and plain values
 DATA: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
 
 FEATURES = 32
 CLASSES = 8
-COMMUNITY = 100  # nodes that know one another, all of one class
+COMMUNITY = 100  # nodes, all of one class
 
 
 def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
-    """Loads a graph.
+    """Loads a graph by name or path.
 
     name  a data set of PyG's, in any case, kept and downloaded below `root`;
           "digits"; "generated-N" for a made-up graph of N nodes; or
@@ -76,13 +76,13 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
         if known.lower() == lower:
             return _from_pyg(known, Path(root) / folder, kind, argument)
     raise ValueError(
-        f"unknown data set {name!r}; give one of {', '.join([*MADE, *KNOWN])}, "
+        f"unknown data set {name!r}; give one of {', '.join([*GENERATED, *KNOWN])}, "
         "or the path of a .pt file (a Data) or an .npz file (edge_index, x, y, ...)"
     )
 
 
 def is_known(name: str) -> bool:
-    """Says whether a name, in any case, is that of a data set, and not of a file."""
+    """Returns whether a name, in any case, is that of a data set."""
     return name.lower() in {"digits", *(known.lower() for known in KNOWN)}
 
 
@@ -112,7 +112,7 @@ def digits(seed: int = 0) -> Data:
 
 
 def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
-    """Makes up a graph of communities, in shuffled order, whose classes can be learnt.
+    """Generates a graph of communities, in shuffled order, whose classes can be learnt.
 
     Each node draws degree / 2 partners, four of five in its own community of about 100;
     all of a community share a class. x [n, 32] is the mean of the class plus noise.
@@ -144,7 +144,7 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
 
 
 def _bounds(group: Tensor, groups: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Gives the first place and the size of the community that a place falls in."""
+    """Returns the first node and the size of each node's community, before shuffling."""
     first = -(-group * num_nodes // groups)
     after = -(-(group + 1) * num_nodes // groups)
     return first, after - first
@@ -196,10 +196,12 @@ def _from_pt(path: Path) -> Data:
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as err:
         lines = [line.strip() for line in str(err).splitlines() or ["empty"]]
-        told = [line for line in lines if "Unsupported" in line] or lines
+        reasons = [line for line in lines if "Unsupported" in line] or lines
         if (found := re.search(r"GLOBAL (\S+)", str(err))) is not None:
-            told = [f"it holds {found[1]}, which is not read; save tensors in a Data"]
-        raise ValueError(f"{path}: cannot be read: {told[0]}") from None
+            reasons = [
+                f"it holds {found[1]}, which is not read; save tensors in a Data"
+            ]
+        raise ValueError(f"{path}: cannot be read: {reasons[0]}") from None
     except Exception as err:  # what unpickling makes of other files
         raise ValueError(
             f"{path}: cannot be read: not saved by torch.save ({type(err).__name__})"

@@ -17,10 +17,11 @@ from torch_geometric.loader.cluster import ClusterData
 
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import KNOWN, digits, generated, load_dataset
-from pyg_distcomm.partition import external
+from pyg_distcomm.partition import layout
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import read_part, report
+from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
+from pyg_distcomm.partition.report import report
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 
@@ -114,7 +115,7 @@ def test_a_command_that_is_terminated_leaves_nothing(tmp_path, monkeypatch):
 
     before = signal.getsignal(signal.SIGTERM)
     (tmp_path / "edges.txt").write_text("0 1\n1 2\n")
-    monkeypatch.setattr(external, "put_in_place", ended)
+    monkeypatch.setattr(layout, "put_in_place", ended)
     with pytest.raises(SystemExit) as caught:
         main(
             ["partition", str(tmp_path / "edges.txt"), str(tmp_path / "o"), "--parts=2"]

@@ -9,8 +9,8 @@ import torch
 
 from pyg_distcomm.partition import cutters
 from pyg_distcomm.partition.cutters import METHODS, check_edge_index, cut, ldg
-from pyg_distcomm.partition.folder import report
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.report import report
 from pyg_distcomm.process import PROCESS
 
 REAL = Path(__file__).parents[2] / "shared" / "data"

@@ -22,12 +22,16 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.distributed import Partitioner
 from torch_geometric.loader.cluster import ClusterData
 
-from pyg_distcomm.partition import arrays
+from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition import folder as folder_module
-from pyg_distcomm.partition.arrays import sha256
-from pyg_distcomm.partition.attribute_levels import attribute_kinds
+from pyg_distcomm.partition.atomic import sha256
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
+from pyg_distcomm.partition.folder import (
+    attribute_kinds,
+    read_part,
+    verify_folder,
+    write_folder,
+)
 from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
@@ -36,6 +40,7 @@ from pyg_distcomm.partition.pyg_folder import (
 )
 
 N, E, P = 41, 230, 4
+DEAD = 2**22 + 1  # above the largest process id of Linux
 
 
 def rng(seed=0):
@@ -355,6 +360,20 @@ def fields(meta):
         "block_send": [1.5],
     }.items():
         yield f"report.{name}", meta | {"report": meta["report"] | {name: value}}
+    blocks = {key: [3, 4] for key in ("blocks", "block_send", "block_halo")}
+    for name, values in {
+        "grid": [[4, -1, 1], [2, 2], [3, 1, 1], [1, 2, 2.0], False, None, 0, "", {}],
+        "blocks": ["many", [1], [1, 2, 3], [], False, None],
+        "block_send": [[1.5, 1], [1], [True, 1], 0],
+        "block_halo": [[-1, 1], [1, 2, 3], ""],
+    }.items():
+        for value in values:
+            figures = meta["report"] | blocks | {"grid": [1, 2, 2]} | {name: value}
+            yield f"report.{name} is {value}", meta | {"report": figures}
+            before = meta["report"] | {"before": figures}
+            yield f"report.before.{name} is {value}", meta | {"report": before}
+        figures = meta["report"] | {name: [1, 2]}
+        yield f"report.{name} is [1, 2], wanted", meta | {"report": figures}
     for name in ("x", "edge_index"):
         yield f"values.{name}", meta | {"values": meta["values"] | {name: 5}}
     for grid in (False, 3, [2, 2, 2]):
@@ -450,9 +469,11 @@ def test_an_altered_meta_another_version_and_no_meta_are_refused(written):
     with pytest.raises(ValueError, match=r"META.json: altered"):
         read_part(out, 0)
     meta = json.loads(text)
-    write_meta(out, {**meta, "version": 2})
-    with pytest.raises(ValueError, match="version 2, but this package reads version 1"):
-        read_part(out, 0)
+    for version in (2, 1.0, True, "1", None):
+        write_meta(out, {**meta, "version": version})
+        words = f"META.json: version {version!r}, but this package reads version 1"
+        with pytest.raises(ValueError, match=words):
+            read_part(out, 0)
     (out / META).unlink()
     with pytest.raises(ValueError, match=r"META.json: missing"):
         read_part(out, 0)
@@ -516,6 +537,80 @@ def test_force_does_not_remove_what_is_no_partition(tmp_path):
         assert (tmp_path / name / "thesis.tex").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("part_00000/thesis.txt", True),
+        ("part_00000/thesis.txt", False),
+        ("part_00000/node__z.npy", True),
+        ("part_00001/a", True),
+        ("part_00001/a", False),
+    ],
+)
+def test_force_does_not_remove_a_file_below_a_part(written, name, listed):
+    out, data, partition = written
+    if not listed:
+        (out / META).write_text(json.dumps({"format": folder_meta(out)["format"]}))
+    file = out / name / "b.npy" if name.endswith("a") else out / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("years of work")
+    with pytest.raises(
+        ValueError, match=re.escape(f"{out / name}: no file of the part")
+    ):
+        write_folder(out, data, partition, force=True)
+    assert file.read_text() == "years of work"
+
+
+def test_force_keeps_an_empty_folder_of_others(written):
+    out, data, partition = written
+    (out / "part_00000" / "notes").mkdir()
+    with pytest.raises(ValueError, match="notes: no file of the part"):
+        write_folder(out, data, partition, force=True)
+    (out / "part_00000" / "notes").rmdir()
+    write_folder(out, data, partition, force=True)
+
+
+def test_what_a_killed_writer_left_stays_with_a_file_of_others(written):
+    out, data, partition = written
+    for state in ("writing", "ready", "old", "removing"):
+        left = out.with_name(f".out.{state}-{socket.gethostname()}-{DEAD}-01234567")
+        shutil.copytree(out, left)
+        (left / "part_00001" / "thesis.txt").write_text("years of work")
+        write_folder(out, data, partition, force=True)
+        assert (left / "part_00001" / "thesis.txt").is_file()
+        (left / "part_00001" / "thesis.txt").unlink()
+        write_folder(out, data, partition, force=True)
+        assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.fixture
+def other():
+    """A process that lives until the test is over."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("state", ["writing", "ready", "old"])
+def test_what_a_living_writer_has_beside_stays(written, state, other):
+    out, data, partition = written
+    host = socket.gethostname()
+    left = out.with_name(f".out.{state}-{host}-{other.pid}-01234567")
+    far = out.with_name(f".out.{state}-{host}.far-1-01234567")
+    out.rename(left)
+    shutil.copytree(left, far)
+    with pytest.raises(ValueError, match=r"META.json: missing$"):
+        folder_meta(out)
+    write_folder(out, data, partition)
+    assert left.is_dir()
+    assert far.is_dir()
+    other.kill()
+    other.wait()
+    os.utime(far, (0, 0))
+    write_folder(out, data, partition, force=True)
+    assert os.listdir(out.parent) == ["out"]
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_failure_leaves_nothing_and_keeps_what_was(tmp_path, monkeypatch, force):
     data = graph()
@@ -567,7 +662,7 @@ def campaign(folder, exchanged):
     data = Data(x=torch.rand(N, 3), edge_index=graph().edge_index)
     old, new = (cut(data.edge_index, N, parts, "block") for parts in (2, 3))
     if not exchanged:
-        arrays._EXCHANGE = -1  # as on a file system that can not
+        atomic._EXCHANGE = -1  # as on a file system that can not
     write_folder(out, data, old)
     while killed_at(step, out, data, new):
         if exchanged:
@@ -604,8 +699,8 @@ def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
             raise OSError("refused")
         return real(source, target)
 
-    monkeypatch.setattr(arrays.ctypes, "CDLL", lambda *_, **__: None)
-    monkeypatch.setattr(arrays.os, "rename", refuses)
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: None)
+    monkeypatch.setattr(atomic.os, "rename", refuses)
     with pytest.raises(ValueError, match="refused"):
         write_folder(out, data, cut(data.edge_index, N, 3, "block"), force=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -923,7 +1018,7 @@ def test_an_archive_with_two_tables_of_contents_is_refused(by_pyg, name):
     with zipfile.ZipFile(folder / name) as archive:
         assert not any("code" in shown for shown in archive.namelist())
         assert archive.testzip() is None
-    with pytest.raises(ValueError, match=rf"{name}: cannot be read"):
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read: its tables of con"):
         read_pyg_folder(folder, 1)
 
 
@@ -935,6 +1030,7 @@ def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
         whole = path.read_bytes()
         with zipfile.ZipFile(path) as archive:
             entries = [info for info in archive.infolist() if info.file_size]
+        assert len(entries) > 4
         for entry in entries:
             lengths = struct.unpack_from("<HH", whole, entry.header_offset + 26)
             begin = entry.header_offset + 30 + sum(lengths)
@@ -946,6 +1042,7 @@ def test_any_flipped_bit_of_pygs_files_is_found(by_pyg):
                 with pytest.raises(ValueError, match=name):
                     read_pyg_folder(folder, 1)
         path.write_bytes(whole)
+    read_pyg_folder(folder, 1)
 
 
 def test_a_writer_at_work_keeps_what_it_has_written(tmp_path):

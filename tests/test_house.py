@@ -45,7 +45,6 @@ KNOWS_PYG = {
     "cli.bench",
     "cli.plan",
     "datasets",
-    "partition.attribute_levels",
     "partition.folder",
     "partition.pyg_folder",
 }
@@ -339,7 +338,7 @@ def test_importing_compiles_nothing_and_touches_no_device(name):
         f"import {name}\n"
         "added = set(sys.modules) - before\n"
         "late = {'numba', 'triton', 'pymetis', 'sklearn', 'matplotlib'}\n"
-        "late |= {'pyg_distcomm.kernels.core_cpu', 'pyg_distcomm.partition.ldg_jit'}\n"
+        "late |= {'pyg_distcomm.kernels.core_cpu', 'pyg_distcomm.partition.cutters_jit'}\n"
         "assert not late & added, late & added\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not torch.distributed.is_initialized()\n"

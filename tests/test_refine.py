@@ -9,11 +9,11 @@ import tiers
 import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
-from pyg_distcomm.partition import refine_jit
-from pyg_distcomm.partition.cutters import METHODS, cut, refine_partition
-from pyg_distcomm.partition.folder import report
-from pyg_distcomm.partition.metrics import capacities, node_weights, part_loads
+from pyg_distcomm.partition import cutters_jit, refine_jit
+from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.refine import refine_partition
+from pyg_distcomm.partition.report import capacities, node_weights, part_loads, report
 
 DATA = real.SHARED.exists()
 
@@ -60,7 +60,7 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
     state = refine_reference.RefineState(
         owner.tolist(), pairs, weight, capacity, num_parts
     )
-    rows = refine_jit.distinct_sources(*edge_index.numpy(), n)
+    rows = cutters_jit.distinct_sources(*edge_index.numpy(), n, False)
     held = refine_jit.hold(*rows, owner, num_parts)
     load = refine_jit.rows(owner, num_parts, held)
     most = int(load[:num_parts].sum())

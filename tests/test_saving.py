@@ -9,7 +9,9 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +24,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
-from pyg_distcomm.checkpoint import atomic
+from pyg_distcomm.checkpoint import folder as checkpoint_folder
+from pyg_distcomm.checkpoint.folder import MARK
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.partition import arrays
-from pyg_distcomm.partition.arrays import sha256
+from pyg_distcomm.partition import atomic
+from pyg_distcomm.partition.atomic import sha256
 
 STEPS = "open os.rename os.mkdir os.remove os.rmdir shutil.rmtree os.listdir".split()
 
@@ -92,11 +95,11 @@ def campaign(folder, exchanged, kind, keep):
         "pipeline": (save_pipeline, load_pipeline),
     }[kind]
     if not exchanged:
-        arrays._EXCHANGE = -1  # as on a file system that can not
+        atomic._EXCHANGE = -1  # as on a file system that can not
     places = [path, *(path.with_name(f"run.{k}") for k in range(1, keep))]
     while True:
         for other in path.parent.iterdir():
-            atomic.shutil.rmtree(other)
+            shutil.rmtree(other)
         for epoch in range(1, keep + 1):
             write(path, epoch, keep=keep)
         if not killed_at(steps, path, keep + 1, {"keep": keep}, write):
@@ -150,6 +153,29 @@ def test_earlier_ones_are_kept_on_request(tmp_path):
     assert [load(place) for place in places] == [4, 3, 2]
 
 
+@pytest.fixture
+def other():
+    """A process that lives until the test is over."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("state", ["writing", "ready", "old"])
+def test_what_a_living_save_has_beside_stays(tmp_path, state, other):
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    name = f".ckpt.{state}-{socket.gethostname()}-{other.pid}-01234567"
+    path.rename(tmp_path / name)
+    save(path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "ckpt"]
+    other.kill()
+    other.wait()
+    save(path, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+    assert load(path) == 3
+
+
 def test_nothing_is_replaced_that_was_not_saved_here(tmp_path):
     mine = tmp_path / "results"
     mine.mkdir()
@@ -188,10 +214,10 @@ class Evil:
 
 def write_sums(path):
     """Lists the files of a checkpoint as they are now, as anybody who alters them can."""
-    mark = json.loads((path / atomic.MARK).read_text())
-    names = [file.name for file in path.iterdir() if file.name != atomic.MARK]
+    mark = json.loads((path / MARK).read_text())
+    names = [file.name for file in path.iterdir() if file.name != MARK]
     mark["files"] = {name: sha256(path / name) for name in names}
-    (path / atomic.MARK).write_text(json.dumps(mark))
+    (path / MARK).write_text(json.dumps(mark))
 
 
 def test_a_checkpoint_is_data(tmp_path, monkeypatch):
@@ -234,7 +260,7 @@ def test_a_checkpoint_is_data(tmp_path, monkeypatch):
     assert not place.exists()
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", atomic.MARK])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", MARK])
 def test_a_checkpoint_holds_files_only(tmp_path, name):
     path = tmp_path / "ckpt"
     save(path, 1)
@@ -252,7 +278,7 @@ def test_a_checkpoint_holds_files_only(tmp_path, name):
 def test_a_checkpoint_lists_its_files(tmp_path, text):
     path = tmp_path / "ckpt"
     save(path, 1)
-    (path / atomic.MARK).write_text(text)
+    (path / MARK).write_text(text)
     with pytest.raises(ValueError, match=r"\.pyg_distcomm\.json"):
         load(path)
 
@@ -274,13 +300,13 @@ def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path):
     path = tmp_path / "ckpt"
     save(path, 1, link=pdc.Sylvie(1))
     names = sorted(file.name for file in path.iterdir())
-    assert names == sorted([".metadata", "__0_0.distcp", "link.0.pt", atomic.MARK])
-    for name in flips(path, [n for n in names if n != atomic.MARK]):
+    assert names == sorted([".metadata", "__0_0.distcp", "link.0.pt", MARK])
+    for name in flips(path, [n for n in names if n != MARK]):
         with pytest.raises(ValueError, match=f"{name}: altered since it was saved"):
             pdc.load_checkpoint(
                 path, pdc.init(), model_of(0), link=pdc.Sylvie(1), epoch=0
             )
-    for _ in flips(path, [atomic.MARK]):
+    for _ in flips(path, [MARK]):
         with contextlib.suppress(ValueError):
             assert load(path) == 1
     assert load(path) == 1
@@ -342,7 +368,7 @@ def test_a_saved_pipeline_misses_nothing(tmp_path):
         torch.save(part, folder / "rows0-stage0.pt")
         names = ("model.pt", "rows0-stage0.pt")
         mark = {"kind": "pipeline", "files": {n: sha256(folder / n) for n in names}}
-        (folder / atomic.MARK).write_text(json.dumps(mark))
+        (folder / MARK).write_text(json.dumps(mark))
         epoch = pipe.epoch
         with pytest.raises(ValueError, match=r"cannot load the pipeline at .*\.pt"):
             pipe.load(folder)
@@ -379,7 +405,7 @@ def _apart(folder):
         unshared = True
     if not all(collectives.all_gather_object(unshared, mesh.world)):
         return None
-    atomic._PATIENCE = 1.0
+    checkpoint_folder._PATIENCE = 1.0
     try:
         pdc.save_checkpoint(f"{folder}/run", mesh, torch.nn.Linear(2, 2))
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import worlds
@@ -11,7 +12,8 @@ from torch_geometric.data import HeteroData
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import report, write_folder
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.partition.report import report
 
 
 def _from_folder(folder):
@@ -40,10 +42,10 @@ def test_a_folder_is_the_graph_and_reports_alike(tmp_path, size):
         assert found == want
 
 
-def _refused(folder, text):
+def _refused(folder, text, verify="checksums"):
     mesh = worlds.mesh()
     with pytest.raises(ValueError, match=text):
-        pdc.load_partition(folder, mesh, verify="checksums")
+        pdc.load_partition(folder, mesh, verify=verify)
     return float(pdc.partition(GRAPHS["star"](), mesh, "block").x.sum())
 
 
@@ -60,6 +62,28 @@ def test_folders_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
     worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
     file.unlink()
     worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("edge_index", 60, "a node id is out of range"),
+        ("edge_index", -1, "a node id is out of range"),
+        ("edge_index", 0, "a target is owned by another part"),
+        ("edge_gid", 10**6, "an edge id is out of range"),
+        ("edge_gid", 0, "edge ids do not ascend"),
+        ("node_gid", 0, "not the nodes that owner.npy gives to 1"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused_on_all_ranks(tmp_path, name, value, words):
+    data = GRAPHS["directed"]()
+    write_folder(tmp_path / "two", data, cut(data.edge_index, 60, 2, "block"))
+    file = tmp_path / "two" / "part_00001" / f"{name}.npy"
+    array = np.load(file)
+    array[..., -1] = value
+    np.save(file, array)
+    text = rf"rank 1: .*part_00001/{name}.npy: {words}"
+    worlds.run(_refused, 2, str(tmp_path / "two"), text, "sizes")
 
 
 def _replicated():

@@ -1,4 +1,4 @@
-"""Checkpoints through torch.distributed.checkpoint, loadable on any number of ranks."""
+"""Saves checkpoints by torch.distributed.checkpoint, and loads them on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-from pyg_distcomm.checkpoint.atomic import damage, find, whole_folder, write_whole
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
-from pyg_distcomm.partition.arrays import told
+from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
@@ -49,7 +49,7 @@ def save_checkpoint(
 ) -> None:
     """Writes model, optimizer, the mesh's counters and anything extra; collective.
 
-    The folder appears whole or not at all: see [Note: whole folders] in `atomic.py`.
+    The folder appears whole or not at all: see [Note: whole folders] in `partition/atomic.py`.
     Row-sharded parameters are gathered, so that any number of ranks can load it. Rank 0 writes.
 
     Args:
@@ -119,10 +119,10 @@ def load_checkpoint(
     if link is not None:
         _load_link(folder, mesh, link)
     shards = sharded_parameters(model)
-    saved = _cut_like(state["model"], _model_state(model))
+    saved = _shard_like(state["model"], _model_state(model))
     set_model_state_dict(model, {**saved, **{n: _local(saved[n]) for n in shards}})
     if optimizer is not None:
-        saved = _cut_like(state["optimizer"], _optimizer_state(model, optimizer))
+        saved = _shard_like(state["optimizer"], _optimizer_state(model, optimizer))
         saved["state"] |= {
             n: _local(v) for n, v in saved["state"].items() if n in shards
         }
@@ -141,14 +141,14 @@ def _try_write(path: Path, link: LinkPolicy) -> str | None:
         state = link.state_dict()
         write_whole(path, lambda file: torch.save(state, file))
     except (OSError, RuntimeError) as error:
-        return told(error, path)
+        return write_problem(error, path)
     except ValueError as error:
         return f"cannot write {path}: {error}"
     return None
 
 
 def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
-    """Gives each rank its own part, or rank 0's without the rows if one lacks a part."""
+    """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file."""
     here = (path / _link_file(mesh)).exists()
     whole = all(
         row[0] for row in collectives.all_gather_counts([int(here)], mesh.world)
@@ -211,12 +211,12 @@ def _try_save(folder: Path, state: dict[str, Any]) -> str | None:
             dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
     except (Exception, CheckpointException) as error:
         cause = next((c for c in _causes(error) if isinstance(c, OSError)), error)
-        return told(cause, folder)
+        return write_problem(cause, folder)
     return None
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Returns what a failure of torch's checkpoints wraps."""
+    """Returns an error and those that torch's checkpoints wrapped in it."""
     inner = getattr(error, "failures", {}).values()
     return [error, *(wrapped[0] for wrapped in inner)]
 
@@ -245,7 +245,7 @@ class _MetadataReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Described(file).load()
+            metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata) or not metadata.storage_data:
             raise ValueError("its .metadata is not that of a checkpoint")
         for stored in metadata.storage_data.values():
@@ -258,7 +258,7 @@ class _MetadataReader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads objects that are no tensors as data."""
+    """Loads objects other than tensors with weights_only=True."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         data = io.BytesIO()
@@ -267,11 +267,11 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, data)
 
 
-class _Described(pickle.Unpickler):
-    """Knows the classes that describe tensors in a checkpoint, and no others."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes that describe tensors in a checkpoint, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _DESCRIPTIONS
+        known = (module, name) in _METADATA_CLASSES
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             known = True
         if not known:
@@ -282,7 +282,7 @@ class _Described(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_DESCRIPTIONS = {
+_METADATA_CLASSES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
         for name in (
@@ -366,8 +366,8 @@ def _whole(tree: Any) -> Any:
     return tree_map(lambda v: v.full_tensor() if isinstance(v, DistTensor) else v, tree)
 
 
-def _cut_like(saved: Any, now: Any) -> Any:
-    """Gives each rank its rows of what is row-sharded in the running model."""
+def _shard_like(saved: Any, now: Any) -> Any:
+    """Cuts saved tensors to this rank's rows where the running model's are row-sharded."""
 
     def cut(value: Any, like: Any) -> Any:
         if isinstance(like, DistTensor):

@@ -21,7 +21,7 @@ from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.metrics import PartitionReport
+from pyg_distcomm.partition.partition import PartitionReport
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,

@@ -32,12 +32,10 @@ from pyg_distcomm.graph.edge_index import (
 )
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.partition.attribute_levels import attribute_kinds
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import PartShare, read_part
+from pyg_distcomm.partition.folder import PartShare, attribute_kinds, read_part
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
-from pyg_distcomm.partition.metrics import PartitionReport
-from pyg_distcomm.partition.partition import Owner, Partition
+from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 

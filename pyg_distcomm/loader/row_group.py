@@ -21,8 +21,12 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
-from pyg_distcomm.partition.arrays import dtype_name, read_array, write_array
-from pyg_distcomm.partition.layout import file_name
+from pyg_distcomm.partition.layout import (
+    dtype_name,
+    file_name,
+    read_array,
+    write_array,
+)
 from pyg_distcomm.partition.partition import Partition
 
 Values = Tensor | np.ndarray

@@ -1,1 +1,1 @@
-"""Who owns which node: cutters, their figures, and partitioned graphs on disk."""
+"""Partitions graphs: assigns nodes to parts, counts what parts exchange, and stores parts."""

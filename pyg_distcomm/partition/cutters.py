@@ -1,19 +1,19 @@
-"""Cuts graphs: functions from a graph to a `Partition`.
-[Note: what refinement lowers] One product on (P, 1, 1) exchanges, per feature, the rows
+"""Cuts graphs into partitions, by one of several methods.
 
-    sent(i)     = sum over own v of |parts other than i that own a target of v|
-    received(i) = |nodes of other parts that are sources of own edges|
+[Note: cutting a stream] Edges are read in any order and not stored, so that the state of a
+node must fit a fixed number of words. There are three kinds of pass:
 
-and takes as long as its slowest rank: max over i of max(sent(i), received(i)), because
-links carry both ways at once. Backward swaps the two, so both maxima count in every
-epoch. [Acer16] and [Deveci15] lower maxima like these beside the total volume, which
-[Mukhopadhyay24] found to decide the time of full-graph training.
+1. degrees are counted;
+2. ends of edges join clusters, the end in the smaller cluster going to the larger, as
+   [Hollocou17] does with three words a node, and with a limit on clusters as the first
+   phase of [Mayer22] sets; clusters are then packed into parts, the largest first;
+3. clusters, and then single nodes, vote: each keeps the number of its neighbours in its
+   own part, and counts those in others in SEATS places by the rule of [Misra82], whose
+   counts are never too high. Then half of them, drawn anew each time, move to the part
+   with most votes that has room. The best of all passes is kept.
 
-Single nodes move, greedily, to lower the sum over parts of (sent / B)^k +
-(received / B)^k for k = 1, 2, 4 .. 32: the total first, then more and more the maximum.
-The largest of all counts never rises, nor do the largest number of rows sent, the largest
-of rows received and the total above what they were at first, nor loads above their limits;
-so the result is never worse.
+A table of votes for all parts would be n P words; LDG needs the neighbours of a node at
+once, which edges on a disk do not give.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,16 +30,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyg_distcomm.kernels.core_ops import MAX_INT32
-from pyg_distcomm.partition.folder import report
-from pyg_distcomm.partition.metrics import (
-    capacities,
-    fill_empty,
-    node_weights,
-    part_loads,
-    plain_edges,
-    train_vector,
-)
-from pyg_distcomm.partition.metrics import check_edge_index as check_edge_index
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
@@ -46,135 +37,28 @@ from pyg_distcomm.partition.partition import (
     check_grid,
     check_num_parts,
 )
-from pyg_distcomm.partition.stream import TensorEdges, stream
+from pyg_distcomm.partition.refine import BALANCE, refine_partition
+from pyg_distcomm.partition.report import (
+    capacities,
+    fill_empty,
+    node_weights,
+    part_loads,
+    plain_edges,
+    train_vector,
+)
+from pyg_distcomm.partition.report import check_edge_index as check_edge_index
 from pyg_distcomm.process import PROCESS
-
-DOUBLINGS = range(6)  # the exponents are 2^0 .. 2^5
-SWEEPS = 4  # over all nodes, with each exponent
-BALANCE = 1.05
-
-
-def refine_partition(
-    edge_index: Tensor,
-    partition: Partition,
-    *,
-    train_mask: Tensor | None = None,
-    balance: float = BALANCE,
-    grid: Grid | None = None,
-) -> Partition:
-    """Returns a partition whose busiest rank sends and receives less, or the same.
-
-    edge_index [2, num_edges]; directed, repeated and self edges are welcome.
-    train_mask [num_nodes], bool; its nodes stay as spread as they are, or better
-    balance    most nodes a part may own, over the mean; twice as loose for in-edges and
-               train nodes. Where a load is larger before, it may stay as large.
-    grid       (r, s, p): the result is taken only if the busiest rank sends and receives
-               no more there either (moves are chosen for (P, 1, 1))
-
-    `before` of the result holds the figures of `partition`. The same for the same
-    arguments. Time: linear in the edges, times the parts that a node has neighbours in;
-    memory: about 24 bytes an edge. See [Note: what refinement lowers].
-    """
-    check_edge_index(edge_index, partition.num_nodes)
-    before = report(edge_index, partition.refined_from(None), train_mask, grid)
-    weight = node_weights(edge_index, train_vector(train_mask, partition.num_nodes))
-    owner = partition.owner.numpy().astype(np.int64)
-    if partition.num_parts > 1 and before.volume > 0:
-        owner = _moved(edge_index, owner, partition.num_parts, weight, balance)
-    found = Partition.from_owner(owner, partition.num_parts)
-    if report(edge_index, found, train_mask, grid).busiest > before.busiest:
-        found = partition
-    return found.refined_from(before)
-
-
-def _moved(
-    edge_index: Tensor,
-    owner: np.ndarray,
-    num_parts: int,
-    weight: np.ndarray,
-    balance: float,
-) -> np.ndarray:
-    # Numba takes a second to import
-    loops: Any = importlib.import_module("pyg_distcomm.partition.refine_jit")
-    src, dst = plain_edges(edge_index).cpu().numpy()
-    rows = loops.distinct_sources(src, dst, owner.size)
-    held = loops.hold(*rows, owner, num_parts)
-    load = loops.rows(owner, num_parts, held)
-    carried = part_loads(owner, weight, num_parts)
-    capacity = np.maximum(capacities(weight, num_parts, balance), carried.max(0))
-    # nodes with few neighbours first: they move where many of them make way for a hub
-    degree = np.diff(rows[0]) + np.bincount(rows[1], minlength=owner.size)
-    order = np.argsort(degree, kind="stable")
-    most = int(load[:num_parts].sum())
-    first = np.array([load[:num_parts].max(), load[num_parts:].max()])
-    for doublings in tqdm(DOUBLINGS, "refining", disable=None, leave=False):
-        for _ in range(SWEEPS):
-            if not loops.sweep(
-                order,
-                *rows,
-                owner,
-                held,
-                load,
-                weight,
-                capacity,
-                carried,
-                first,
-                most,
-                doublings,
-            ):
-                break
-    return owner
-
-
-def permutation(
-    edge_index: Tensor,
-    num_nodes: int,
-    num_parts: int,
-    *,
-    seed: int = 0,
-    grid: Grid | None = None,
-) -> Partition:
-    """Spreads rows of the matrix over process rows, and columns over process columns.
-
-    In random order within equal degrees, nodes are dealt out to the r process rows by
-    falling in-degree, and those of each process row to its s columns by falling
-    out-degree, each to the one that has least so far and room for one more. So each
-    process row has like nonzeros in its rows, each process column in its columns, and a
-    block A_ij about m / (r s); the ranks of one block share out its nodes evenly. Sizes
-    differ by one for each of the three steps at most. Without a grid, parts are process
-    rows.
-
-    Permuting rows and columns at random, and each in its own way, is the double
-    permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
-    """
-    loops: Any = importlib.import_module("pyg_distcomm.partition.ldg_jit")
-    r, s, p = check_grid(grid, num_parts)
-    degree = [
-        np.bincount(ends, minlength=num_nodes)
-        for ends in plain_edges(edge_index).cpu().numpy()
-    ]
-    out, into = degree if degree[0].size else (np.zeros(0, np.int64),) * 2
-    mixed = np.random.default_rng(seed).permutation(num_nodes)
-    row, col, fiber = np.zeros((3, num_nodes), np.int64)
-    loops.deal(_falling(mixed, into), into, np.zeros(r, np.int64), row)
-    cols = np.zeros(s, np.int64)
-    for i in range(r):
-        mine = mixed[row[mixed] == i]
-        loops.deal(_falling(mine, out), out, cols, col)
-        for j in range(s):
-            block = mine[col[mine] == j]
-            loops.deal(_falling(block, into), into, np.zeros(p, np.int64), fiber)
-    return Partition.from_owner((row * s + col) * p + fiber, num_parts)
-
-
-def _falling(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return gid[np.argsort(-weight[gid], kind="stable")]
-
 
 METHODS = ("block", "random", "permutation", "ldg", "metis", "stream")
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
+CHUNK = 1 << 18  # edges in memory at once
+SEATS = 8  # parts whose votes are counted, at most
+SHARE = 1 / 32  # a cluster may be this much of a part
+CLUSTER_PASSES = 4
+NODE_PASSES = 8
+ENOUGH = 0.998  # a pass that cuts more than this of the last one's edges is the last
 
 Csr = tuple[np.ndarray, np.ndarray]
 
@@ -192,9 +76,9 @@ def cut(
     refine: bool = False,
     grid: Grid | None = None,
 ) -> Partition:
-    """Shares out the nodes of a graph, the same for the same arguments.
+    """Partitions the nodes of a graph; the same arguments give the same result.
 
-    edge_index [2, num_edges], integers; directed, repeated and self edges are welcome.
+    edge_index [2, num_edges], integers; edges may be directed, repeated, or self-loops.
     method     "block": runs of consecutive nodes; sizes differ by one at most
                "random": as "block", on a random order
                "permutation": `permutation`, for blocks of a grid with like nonzeros
@@ -207,7 +91,7 @@ def cut(
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
     order      of "ldg": "degree" (highest first), "bfs" or "random"
-    refine     lower what the busiest rank sends and receives, by `refine`
+    refine     lower what the busiest rank sends and receives, by `refine_partition`
     grid       (r, s, p) of the ranks, for "permutation" and for `refine`
 
     No part is empty where there are as many nodes as parts (but in a given vector).
@@ -245,7 +129,7 @@ def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
 
 
 def check_method(method: str) -> str:
-    """Returns the name of a method, or raises those there are."""
+    """Returns the name of a method; raises ValueError, listing them, if there is none."""
     if method not in METHODS:
         raise ValueError(
             f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
@@ -255,7 +139,7 @@ def check_method(method: str) -> str:
 
 
 def takes_grid(method: Any) -> bool:
-    """Says whether a method cuts differently for each grid of as many ranks."""
+    """Returns whether the result of a method depends on the grid of ranks."""
     return isinstance(method, str) and method == "permutation"
 
 
@@ -270,9 +154,10 @@ def _cut(
 ) -> Partition:
     num_nodes = train.size
     if method == "random":
-        return _random(num_nodes, num_parts, seed)
+        owner = np.random.default_rng(seed).permutation(_runs(num_nodes, num_parts))
+        return Partition.from_owner(owner, num_parts)
     if method == "block" or num_parts == 1 or num_nodes <= num_parts:
-        return _block(num_nodes, num_parts)
+        return Partition.from_owner(_runs(num_nodes, num_parts), num_parts)
     if method == "stream":
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
@@ -303,17 +188,17 @@ def ldg(
     "Linear Deterministic Greedy" of [Stanton12], restreamed as "reLDG" of
     [Nishimura13]; the in-edge and train loads, and the moves at the end, are ours.
     """
-    loops: Any = _loops()
+    loops = _loops()
     num_nodes = train.size
     csr = symmetric_csr(edge_index, num_nodes)
     weight = node_weights(edge_index, train)
     capacity = capacities(weight, num_parts, balance)
-    load = np.zeros((num_parts, loops.LOADS), np.int64)
+    load = np.zeros((num_parts, weight.shape[1]), np.int64)
     walk = _order(order, csr, seed)
     owner = np.full(num_nodes, -1, np.int64)
     best, best_cut = owner, math.inf
     for _ in tqdm(range(PASSES), "ldg", disable=None, leave=False):
-        loops.stream(walk, *csr, weight, capacity, owner, load)
+        loops.ldg(walk, *csr, weight, capacity, owner, load)
         size = loops.cut_size(*csr, owner)
         if size >= best_cut:
             break
@@ -361,19 +246,10 @@ def metis(
 
 
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
-    """Gives indptr [n + 1] and sorted indices of A + A^T, loops and repeats dropped."""
+    """Returns indptr [n + 1] and sorted indices of A + A^T, loops and repeats dropped."""
     src, dst = plain_edges(edge_index).cpu().to(torch.int64).contiguous().numpy()
-    pair: Csr = _loops().symmetric_csr(src, dst, num_nodes)
+    pair: Csr = _loops().distinct_sources(src, dst, num_nodes, True)
     return pair
-
-
-def _block(num_nodes: int, num_parts: int) -> Partition:
-    return Partition.from_owner(_runs(num_nodes, num_parts), num_parts)
-
-
-def _random(num_nodes: int, num_parts: int, seed: int) -> Partition:
-    owner = np.random.default_rng(seed).permutation(_runs(num_nodes, num_parts))
-    return Partition.from_owner(owner, num_parts)
 
 
 def _runs(num_nodes: int, num_parts: int) -> np.ndarray:
@@ -405,7 +281,7 @@ def _settle(
     num_parts: int,
 ) -> None:
     """Moves single nodes, in place: first down to the caps, then to lower the cut."""
-    loops: Any = _loops()
+    loops = _loops()
     load = part_loads(owner, weight, num_parts)
     loss, most = 0, int(np.diff(csr[0]).max())
     light_first = walk[::-1].copy()
@@ -413,13 +289,197 @@ def _settle(
         loops.rebalance(light_first, *csr, weight, capacity, owner, load, loss)
         loss = 2 * loss + 1
     for _ in range(PASSES):
-        if loops.refine(walk, *csr, weight, capacity, owner, load) == 0:
+        if loops.lower_cut(walk, *csr, weight, capacity, owner, load) == 0:
             break
 
 
+def permutation(
+    edge_index: Tensor,
+    num_nodes: int,
+    num_parts: int,
+    *,
+    seed: int = 0,
+    grid: Grid | None = None,
+) -> Partition:
+    """Spreads rows of the matrix over process rows, and columns over process columns.
+
+    In random order within equal degrees, nodes are dealt out to the r process rows by
+    falling in-degree, and those of each process row to its s columns by falling
+    out-degree, each to the one that has least so far and room for one more. So each
+    process row has like nonzeros in its rows, each process column in its columns, and a
+    block A_ij about m / (r s); the ranks of one block share out its nodes evenly. Sizes
+    differ by one for each of the three steps at most. Without a grid, parts are process
+    rows.
+
+    Permuting rows and columns at random, and each in its own way, is the double
+    permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
+    """
+    loops = _loops()
+    r, s, p = check_grid(grid, num_parts)
+    degree = [
+        np.bincount(ends, minlength=num_nodes)
+        for ends in plain_edges(edge_index).cpu().numpy()
+    ]
+    out, into = degree if degree[0].size else (np.zeros(0, np.int64),) * 2
+    mixed = np.random.default_rng(seed).permutation(num_nodes)
+    row, col, fiber = np.zeros((3, num_nodes), np.int64)
+    loops.deal(_falling(mixed, into), into, np.zeros(r, np.int64), row)
+    cols = np.zeros(s, np.int64)
+    for i in range(r):
+        in_row = mixed[row[mixed] == i]
+        loops.deal(_falling(in_row, out), out, cols, col)
+        for j in range(s):
+            block = in_row[col[in_row] == j]
+            loops.deal(_falling(block, into), into, np.zeros(p, np.int64), fiber)
+    return Partition.from_owner((row * s + col) * p + fiber, num_parts)
+
+
+def _falling(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return gid[np.argsort(-weight[gid], kind="stable")]
+
+
+class EdgeStream(Protocol):
+    """Defines a source of edges that can be read repeatedly, from front to back."""
+
+    @property
+    def num_edges(self) -> int:
+        """Returns the number of edges."""
+
+    def chunks(self, what: str) -> Iterator[np.ndarray]:
+        """Yields arrays `[2, c]` of sources and targets, int64, in order."""
+
+
+class TensorEdges:
+    """Reads the edges of an edge_index in memory, or mapped from a file."""
+
+    def __init__(self, edge_index: Tensor) -> None:
+        """Takes `[2, num_edges]`, which is not copied."""
+        self._edges = plain_edges(edge_index).cpu().numpy()
+
+    @property
+    def num_edges(self) -> int:
+        """Returns the number of edges."""
+        return int(self._edges.shape[1])
+
+    def chunks(self, what: str) -> Iterator[np.ndarray]:
+        """Yields arrays `[2, c]`, int64, in order; ignores `what`, the label of a bar."""
+        for start in range(0, self.num_edges, CHUNK):
+            yield self._edges[:, start : start + CHUNK].astype(np.int64)
+
+
+def stream(
+    edges: EdgeStream,
+    num_nodes: int,
+    num_parts: int,
+    *,
+    seed: int = 0,
+    balance: float = 1.03,
+) -> Partition:
+    """Partitions the nodes of a graph whose edges may exceed the memory.
+
+    No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
+    for all, more than its share of in-edges and twice that looseness. The same for the
+    same order of edges. Memory: about (100 + 8 min(P, SEATS)) bytes a node, and a chunk
+    of edges; reads the edges up to 4 + CLUSTER_PASSES + NODE_PASSES times.
+    See [Note: cutting a stream].
+    """
+    capacity = capacities(np.array([[num_nodes, edges.num_edges]]), num_parts, balance)
+    if num_nodes <= num_parts:
+        return Partition.from_owner(np.arange(num_nodes), num_parts)
+    return _StreamCut(edges, num_nodes, num_parts, seed, capacity).run()
+
+
+class _StreamCut:
+    """Runs the streaming cutter once; holds what its passes share."""
+
+    def __init__(
+        self,
+        edges: EdgeStream,
+        num_nodes: int,
+        num_parts: int,
+        seed: int,
+        capacity: np.ndarray,
+    ) -> None:
+        self.edges, self.n, self.parts, self.seed = edges, num_nodes, num_parts, seed
+        self.loops = _loops()
+        self.weight = np.ones((num_nodes, 2), np.int64)
+        self.weight[:, 1] = 0
+        self.capacity = capacity
+        self.load = np.zeros((num_parts, 2), np.int64)
+
+    def run(self) -> Partition:
+        home, weight = self._clusters()
+        ids = np.flatnonzero(weight[:, 0])
+        share = (weight[ids] / np.maximum(weight[ids].sum(0), 1)).sum(1)
+        place = np.full(self.n, -1, np.int64)
+        largest = ids[np.argsort(-share, kind="stable")]
+        self.loops.pack(largest, weight, self.capacity, self.load, place)
+        if (place[ids] >= 0).all():
+            place = self._vote(ids, place, weight, home, CLUSTER_PASSES)
+        owner = place[home]
+        del home, weight, place
+        homeless = np.flatnonzero(owner < 0)
+        self.loops.pack(homeless, self.weight, self.capacity, self.load, owner)
+        nodes = np.arange(self.n)
+        owner = self._vote(nodes, owner, self.weight, None, NODE_PASSES)
+        return Partition.from_owner(fill_empty(owner, self.parts), self.parts)
+
+    def _clusters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the cluster of each node, and the nodes and in-edges in each."""
+        degree = np.zeros(self.n, np.int64)
+        for src, dst in self.edges.chunks("counting degrees"):
+            self.loops.count_degrees(src, dst, degree, self.weight)
+        degree += self.weight[:, 1]
+        home, volume = np.arange(self.n), degree.copy()
+        size = np.ones(self.n, np.int64)
+        share = SHARE / self.parts
+        most = np.array([degree.sum() * share, max(1, self.n * share)])
+        for src, dst in self.edges.chunks("clustering"):
+            self.loops.cluster(src, dst, degree, home, volume, size, most)
+        work = np.bincount(home, self.weight[:, 1], self.n).astype(np.int64)
+        return home, np.stack([size, work], axis=1)
+
+    def _vote(
+        self,
+        ids: np.ndarray,
+        owner: np.ndarray,
+        weight: np.ndarray,
+        home: np.ndarray | None,
+        passes: int,
+    ) -> np.ndarray:
+        """Moves nodes, or clusters if `home` gives those of nodes; returns the best owners."""
+        what = "moving nodes" if home is None else "moving clusters"
+        seats = min(self.parts, SEATS)
+        own = np.zeros(self.n, np.int32)
+        seat, count = np.zeros((2, self.n, seats), np.int32)
+        self.load[:] = 0
+        np.add.at(self.load, owner[ids], weight[ids])
+        best, least = owner, np.inf
+        for k in range(passes + 1):
+            own[:], count[:] = 0, 0
+            cut = 0
+            for src, dst in self.edges.chunks(what):
+                if home is not None:
+                    src, dst = home[src], home[dst]
+                cut += self.loops.vote(src, dst, owner, own, seat, count)
+            last = k == passes or cut > ENOUGH * least
+            if cut < least:
+                best, least = owner.copy(), cut
+            if last:
+                break
+            rng = np.random.default_rng((self.seed, k))
+            half = rng.permutation(ids)[: -(-ids.size // 2)]
+            self.loops.move(
+                half, owner, own, seat, count, weight, self.capacity, self.load
+            )
+        self.load[:] = 0
+        np.add.at(self.load, best[ids], weight[ids])
+        return best
+
+
 def _loops() -> Any:
-    # Numba takes a second to import, and only this cutter needs it
-    return importlib.import_module("pyg_distcomm.partition.ldg_jit")
+    # Numba takes a second to import, and only cutters need it
+    return importlib.import_module("pyg_distcomm.partition.cutters_jit")
 
 
 def _pymetis() -> Any:

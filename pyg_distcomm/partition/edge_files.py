@@ -1,4 +1,4 @@
-"""Edges in files, read in chunks: .npy, members of .npz, and lines of text."""
+"""Reads edges and attributes in files, in chunks: .npy, members of .npz, lines of text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from pyg_distcomm.partition.stream import CHUNK
+from pyg_distcomm.partition.cutters import CHUNK
+from pyg_distcomm.partition.layout import dtype_name
 
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
 BLOCK = 1 << 23  # bytes of text in memory at once
+BYTES = 1 << 24  # of rows of attributes in memory at once
+LINES = 1 << 14  # of attributes in memory at once
 MOST_NODES = 2**31 - 1
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which spreadsheets begin a file
 BAD_FILE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile)
@@ -29,7 +34,7 @@ Opener = Callable[[], IO[bytes]]
 
 
 def is_text(path: Path) -> bool:
-    """Says whether a name is that of a list of edges, packed by gzip or not."""
+    """Returns whether a name is that of a text of edges, compressed by gzip or not."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes[-1:] == [".gz"]:
         suffixes.pop()
@@ -38,7 +43,7 @@ def is_text(path: Path) -> bool:
 
 @contextmanager
 def opened(name: str, opener: Opener) -> Iterator[IO[bytes]]:
-    """Opens a file for reading; what goes wrong inside is a ValueError with its name."""
+    """Opens a file for reading; turns errors inside into ValueErrors that name it."""
     try:
         with opener() as file:
             yield file
@@ -51,14 +56,14 @@ def opened(name: str, opener: Opener) -> Iterator[IO[bytes]]:
 
 
 def plain_opener(path: Path) -> Opener:
-    """Opens a file, through gzip if its name ends in .gz."""
+    """Returns an opener of a file, through gzip if its name ends in .gz."""
     if path.suffix.lower() == ".gz":
         return lambda: gzip.open(path, "rb")  # type: ignore[return-value]
     return lambda: open(path, "rb")
 
 
 def member_opener(path: Path, member: str) -> Opener:
-    """Opens a member of an .npz file."""
+    """Returns an opener of a member of an .npz file."""
 
     def opener() -> IO[bytes]:
         with zipfile.ZipFile(path) as archive:
@@ -71,7 +76,7 @@ def member_opener(path: Path, member: str) -> Opener:
 
 @dataclass(frozen=True)
 class NpyHead:
-    """What the first bytes of a .npy file say, and how many they are."""
+    """Holds the header of a .npy file and its length in bytes."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -80,7 +85,7 @@ class NpyHead:
 
     @staticmethod
     def read(name: str, opener: Opener) -> NpyHead:
-        """Reads them; raises ValueError, naming the file."""
+        """Reads the header; raises ValueError, naming the file."""
         with opened(name, opener) as file:
             version = np.lib.format.read_magic(file)
             read = {
@@ -100,7 +105,7 @@ class NpyHead:
             return head
 
     def check(self, name: str, length: int | None) -> None:
-        """Raises ValueError unless a file so long can hold what its head says."""
+        """Raises ValueError unless the array fits a file of this length."""
         if self.dtype.hasobject:
             raise ValueError(f"{name}: holds Python objects; save plain numbers")
         if any(isinstance(size, bool) or size < 0 for size in self.shape):
@@ -117,7 +122,7 @@ class NpyHead:
 
 
 def _length(file: IO[bytes]) -> int | None:
-    """Returns how long a file is, unpacked, where it says so."""
+    """Returns the uncompressed length of a file, None if it is unknown."""
     if isinstance(file, gzip.GzipFile):
         return None
     unpacked: int | None = getattr(file, "unpacked", None)
@@ -134,16 +139,19 @@ def check_archive(path: Path) -> None:
 
 
 class EdgeFile:
-    """Edges of a .npy file or of a member of an .npz file, `[2, m]` or `[m, 2]`.
+    """Reads edges from a .npy file or a member of an .npz file, `[2, m]` or `[m, 2]`.
 
     Only one chunk is in memory. Ids are compared with the number of nodes as they are
     read. A file with two edges is read as `[2, m]`, unless `tall`.
     """
 
-    def __init__(self, name: str, opener: Opener, tall: bool | None = None) -> None:
+    def __init__(
+        self, name: str | Path, opener: Opener | None = None, tall: bool | None = None
+    ) -> None:
         """Reads the head of the file; raises ValueError unless it holds edges."""
-        self.name, self._opener = name, opener
-        self.head = head = NpyHead.read(name, opener)
+        self.name = name = str(name)
+        self._opener = opener or plain_opener(Path(name))
+        self.head = head = NpyHead.read(name, self._opener)
         self._nodes = MOST_NODES
         if len(head.shape) != 2 or 2 not in head.shape or head.dtype.kind not in "iu":
             raise ValueError(
@@ -159,37 +167,26 @@ class EdgeFile:
         self._nodes = num_nodes
 
     def chunks(self, what: str) -> Iterator[np.ndarray]:
-        """Yields arrays `[2, c]`, int64, in order, and says so in a bar."""
+        """Yields arrays `[2, c]`, int64, in order, with a progress bar."""
         bar = tqdm(
             desc=what, total=self.num_edges, unit=" edges", disable=None, leave=False
         )
-        with bar, opened(self.name, self._opener) as file:
-            second: Any = None
+        dtype = self.head.dtype
+        with bar, opened(self.name, self._opener) as file, ExitStack() as stack:
             file.seek(self.head.size)
-            if not self._paired:
-                second = self._opener()
-                second.seek(self.head.size + self.num_edges * self.head.dtype.itemsize)
-            try:
-                for start in range(0, self.num_edges, CHUNK):
-                    count = min(CHUNK, self.num_edges - start)
-                    pair = self._read(file, second, count)
-                    self._check(pair, start)
-                    yield pair
-                    bar.update(count)
-            finally:
-                if second is not None:
-                    second.close()
-
-    def _read(
-        self, file: IO[bytes], second: IO[bytes] | None, count: int
-    ) -> np.ndarray:
-        if second is None:
-            flat = read_rows(self.name, file, self.head.dtype, 2 * count)
-            return np.array(flat.reshape(count, 2).T, np.int64, order="C")
-        ends = [
-            read_rows(self.name, end, self.head.dtype, count) for end in (file, second)
-        ]
-        return np.stack(ends).astype(np.int64)
+            files = [file]
+            if not self._paired:  # all targets follow all sources
+                files.append(stack.enter_context(self._opener()))
+                files[1].seek(self.head.size + self.num_edges * dtype.itemsize)
+            for start in range(0, self.num_edges, CHUNK):
+                count = min(CHUNK, self.num_edges - start)
+                each = 2 * count // len(files)
+                flat = [read_rows(self.name, end, dtype, each) for end in files]
+                pair = flat[0].reshape(count, 2).T if self._paired else np.stack(flat)
+                pair = np.array(pair, np.int64, order="C")
+                self._check(pair, start)
+                yield pair
+                bar.update(count)
 
     def _check(self, pair: np.ndarray, start: int) -> None:
         bad = (pair < 0) | (pair >= self._nodes)
@@ -204,7 +201,7 @@ class EdgeFile:
 
 
 def read_rows(name: str, file: IO[bytes], dtype: np.dtype, count: int) -> np.ndarray:
-    """Reads so many numbers; raises ValueError, naming the file, where it is short."""
+    """Reads `count` numbers; raises ValueError, naming the file, if it is too short."""
     want = count * dtype.itemsize
     data = file.read(want)
     if len(data) < want:
@@ -239,11 +236,11 @@ def spool_text(
             if pairs.size:
                 largest = max(largest, int(pairs.max()))
             writer.write(both_ways(pairs) if undirected else pairs)
-            bar.update(_told(file) - bar.n)
-    return EdgeFile(str(out), plain_opener(out), tall=True), largest
+            bar.update(_position(file) - bar.n)
+    return EdgeFile(out, tall=True), largest
 
 
-def _told(file: IO[bytes]) -> int:
+def _position(file: IO[bytes]) -> int:
     raw = getattr(file, "fileobj", None)  # gzip: where it is in the packed file
     return int((raw or file).tell())
 
@@ -304,7 +301,7 @@ def _parse(
 
 
 def both_ways(pairs: np.ndarray) -> np.ndarray:
-    """Puts its reverse after each edge `[m, 2]` that is no self-loop."""
+    """Inserts its reverse after each edge `[m, 2]` that is no self-loop."""
     twice = np.repeat(pairs, 2, axis=0)
     twice[1::2] = pairs[:, ::-1]
     keep = np.ones(len(twice), np.bool_)
@@ -316,7 +313,7 @@ class PairWriter:
     """Writes an .npy file `[m, 2]` whose length is known at the end."""
 
     def __init__(self, path: Path) -> None:
-        """Begins the file."""
+        """Names the file, which `with` opens."""
         self._path, self._rows = path, 0
 
     def __enter__(self) -> PairWriter:
@@ -339,3 +336,163 @@ class PairWriter:
         """Appends pairs `[c, 2]`."""
         self._file.write(np.ascontiguousarray(pairs, "<i8").tobytes())
         self._rows += len(pairs)
+
+
+class Column(Protocol):
+    """Defines an attribute with a row per node or edge, or of the whole graph."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields arrays `[c, ...]` of rows, in order; raises if they are not all."""
+
+
+class NpyColumn:
+    """Reads the rows of a .npy file, or of a member of an .npz file."""
+
+    def __init__(self, name: str | Path, opener: Opener | None = None) -> None:
+        """Reads the header; raises ValueError for an array that a folder cannot hold."""
+        self.name = name = str(name)
+        self._opener = opener or plain_opener(Path(name))
+        head = NpyHead.read(name, self._opener)
+        self._size = head.size
+        self.dtype, self.shape = head.dtype, head.shape
+        if head.shape:
+            torch_name(name, head.dtype)
+        if head.fortran and min(len(head.shape), 2) == 2:
+            raise ValueError(
+                f"{name}: lies column by column; save np.ascontiguousarray(array)"
+            )
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields arrays `[c, ...]` of rows, in order."""
+        total, width = (*self.shape, 1)[0], int(np.prod(self.shape[1:]))
+        each = max(1, BYTES // max(1, width * self.dtype.itemsize))
+        with opened(self.name, self._opener) as file:
+            file.seek(self._size)
+            for start in range(0, total, each):
+                count = min(each, total - start)
+                flat = read_rows(self.name, file, self.dtype, count * width)
+                yield flat.reshape(self.shape and (count, *self.shape[1:]))
+
+
+class TextColumn:
+    """Reads the numbers of a .csv file, compressed by gzip or not, a row a line."""
+
+    def __init__(
+        self, path: Path, count: int | None, *, real: bool | None = None
+    ) -> None:
+        """Infers dtype and width from the first lines.
+
+        count is how many rows there must be, None for any number; real says float32, or
+        else whole numbers.
+        """
+        self.name, self._path, self._count = str(path), path, count
+        with opened(self.name, plain_opener(path)) as file:
+            first = [line for _, line in islice(self._lines(file), 64)]
+        if real is None:
+            real = not _fits(first, np.int64)
+        self.dtype = np.dtype(np.float32 if real else np.int64)
+        width = self._parse(1, first).shape[1] if first else 1
+        self.shape: tuple[int, ...] = (count or 0, width)
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields arrays `[c, width]` of rows, in order."""
+        done = 0
+        with opened(self.name, plain_opener(self._path)) as file:
+            lines = self._lines(file)
+            while some := list(islice(lines, LINES)):
+                block = self._parse(some[0][0], [line for _, line in some])
+                if block.shape[1] != self.shape[1]:
+                    raise ValueError(
+                        f"{self.name}: line {some[0][0]}: got {block.shape[1]} numbers, "
+                        f"wanted {self.shape[1]}"
+                    )
+                done += len(block)
+                yield block
+        if self._count is not None and done != self._count:
+            raise ValueError(f"{self.name}: has {done} rows, wanted {self._count}")
+
+    @staticmethod
+    def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        for at, line in enumerate(file, 1):
+            row = line.removeprefix(BYTE_ORDER_MARK) if at == 1 else line
+            if row.strip():
+                yield at, row
+
+    def _parse(self, first: int, lines: list[bytes]) -> np.ndarray:
+        try:
+            return _numbers(lines, self.dtype)
+        except ValueError:
+            pass
+        width = 1 + lines[0].count(b",")
+        for at, line in enumerate(lines, first):
+            if not _fits([line], self.dtype) or 1 + line.count(b",") != width:
+                kind = "numbers" if self.dtype.kind == "f" else "whole numbers"
+                got = line.decode(errors="replace").strip()[:80]
+                raise ValueError(
+                    f"{self.name}: line {at}: got {got!r}, wanted {width} {kind} with "
+                    "commas between"
+                )
+        raise ValueError(f"{self.name}: line {first}: cannot be read")
+
+
+class ArrayColumn:
+    """Holds rows in memory."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        """Takes the array, which is not copied."""
+        self.name, self._array = name, array
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields them all."""
+        yield self._array
+
+
+class RowReader:
+    """Reads ranges of rows from a column, in the order of their first rows."""
+
+    def __init__(self, column: Column) -> None:
+        """Starts at the first row."""
+        self._rows = column.rows()
+        self._rows_held = np.empty((0, *column.shape[1:]), column.dtype)
+        self._first = 0
+
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """Returns the rows start .. stop - 1."""
+        while self._first + len(self._rows_held) < stop:
+            held = self._rows_held[max(0, start - self._first) :]
+            self._first += len(self._rows_held) - len(held)
+            self._rows_held = np.concatenate([held, next(self._rows)])
+        return self._rows_held[start - self._first : stop - self._first]
+
+    def finish(self) -> None:
+        """Reads to the end, so that a file that is too long or damaged is found."""
+        for _ in self._rows:
+            pass
+
+
+def torch_name(name: str, dtype: np.dtype) -> str:
+    """Returns torch's name of a dtype; raises ValueError, naming the file."""
+    try:
+        return dtype_name(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype)
+    except TypeError:
+        raise ValueError(
+            f"{name}: holds {dtype}; a partition folder keeps numbers and booleans"
+        ) from None
+
+
+def _numbers(lines: list[bytes], dtype: np.dtype) -> np.ndarray:
+    text = [line.decode() for line in lines]
+    return np.loadtxt(text, dtype, delimiter=",", ndmin=2, comments=None)
+
+
+def _fits(lines: list[bytes], dtype: type | np.dtype) -> bool:
+    try:
+        _numbers(lines, np.dtype(dtype))
+    except ValueError:
+        return False
+    return True

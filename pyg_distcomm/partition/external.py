@@ -2,42 +2,49 @@
 
 [Note: out of core] Memory is what the cutter needs for the nodes, and a chunk. Edges are
 read once more, and each goes to the next free place in the files of its part, so that a
-part's edges keep their order without a sort; rows of attributes likewise. What travels
-is counted by reading the parts back, one after another.
+part's edges keep their order without a sort; rows of attributes likewise. Rows to
+exchange are counted by reading the parts back, one after another.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from pyg_distcomm.partition.arrays import ArrayFile, flush_files, write_array
-from pyg_distcomm.partition.attribute_levels import Kind, shape_kinds
-from pyg_distcomm.partition.columns import Column, RowReader, torch_name
-from pyg_distcomm.partition.cutters import METHODS, check_nodes_fit, cut
-from pyg_distcomm.partition.edge_files import EdgeFile, plain_opener
-from pyg_distcomm.partition.folder import RowCount
+from pyg_distcomm.partition.atomic import sha256, sync
+from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
+from pyg_distcomm.partition.edge_files import (
+    Column,
+    EdgeFile,
+    RowReader,
+    torch_name,
+)
+from pyg_distcomm.partition.folder import Kind, graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
-    check_target,
     file_name,
-    new_aside,
+    new_folder,
     part_name,
-    put_in_place,
+    write_array,
     write_meta,
-    written,
 )
-from pyg_distcomm.partition.metrics import PartitionReport
-from pyg_distcomm.partition.partition import Grid, Owner, Partition, check_num_parts
+from pyg_distcomm.partition.partition import (
+    Grid,
+    Owner,
+    Partition,
+    PartitionReport,
+    check_num_parts,
+)
+from pyg_distcomm.partition.report import RowCount, by_part
 from pyg_distcomm.partition.sources import GraphFiles, open_source
-from pyg_distcomm.partition.stream import stream
 
 NEED_NO_EDGES = ("block", "random")
 
@@ -76,15 +83,11 @@ def partition_files(
     """
     out = Path(out)
     num_parts = check_num_parts(num_parts)
-    if isinstance(method, str) and method not in METHODS:
-        raise ValueError(
-            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}"
-        )
-    aside = new_aside(out)
-    check_target(out, force)
-    spool = aside / "spool"
-    with written(aside, out):
-        spool.mkdir(parents=True)
+    if isinstance(method, str):
+        check_method(method)
+    with new_folder(out, force) as aside:
+        spool = aside / "spool"
+        spool.mkdir()
         graph = open_source(
             source,
             spool,
@@ -94,24 +97,17 @@ def partition_files(
             node_files=node_files,
             edge_files=edge_files,
         )
-        kinds = _kinds(graph, node_attrs, (*edge_attrs, *(edge_files or ())))
+        kinds = shape_kinds(
+            {name: column.shape for name, column in graph.columns.items()},
+            graph.num_nodes,
+            graph.edges_in_file(),
+            node_attrs,
+            (*edge_attrs, *(edge_files or ())),
+        )
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
         figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
-        put_in_place(aside, out, force)
     return figures
-
-
-def _kinds(
-    graph: GraphFiles, node_attrs: Iterable[str], edge_attrs: Iterable[str]
-) -> dict[str, Kind]:
-    return shape_kinds(
-        {name: column.shape for name, column in graph.columns.items()},
-        graph.num_nodes,
-        graph.edges_in_file(),
-        node_attrs,
-        edge_attrs,
-    )
 
 
 def _cut(
@@ -132,20 +128,23 @@ def _cut(
         for pair in graph.edges.chunks("reading edges"):
             edge_index[:, start : start + pair.shape[1]] = torch.from_numpy(pair)
             start += pair.shape[1]
-    mask = graph.columns.get("train_mask")
-    train = None
-    if mask is not None and mask.dtype == np.bool_ and mask.shape == (graph.num_nodes,):
-        train = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *mask.rows()]))
     return cut(
         edge_index,
         graph.num_nodes,
         num_parts,
         method,
         seed=seed,
-        train_mask=train,
+        train_mask=_train_mask(graph),
         refine=refine,
         grid=grid,
     )
+
+
+def _train_mask(graph: GraphFiles) -> torch.Tensor | None:
+    mask = graph.columns.get("train_mask")
+    if mask is None or mask.dtype != np.bool_ or mask.shape != (graph.num_nodes,):
+        return None
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *mask.rows()]))
 
 
 @dataclass(eq=False)
@@ -166,21 +165,21 @@ class _Writer:
             gid = out / part_name(part) / "node_gid.npy"
             write_array(gid, partition.gids(part))
         edges = self._edges()
-        train = None
         for name, kind in self.kinds.items():
             column = self.graph.columns[name]
             if kind == "node":
-                self._node_rows(name, column)
+                pieces = self._node_rows(name, column)
+                self._scatter(file_name(kind, name), column, partition.sizes, pieces)
             elif kind == "edge":
-                self._edge_rows(name, column, edges)
+                pieces = self._edge_rows(name, column)
+                self._scatter(file_name(kind, name), column, edges.tolist(), pieces)
             else:
                 native = column.dtype.newbyteorder("=")
                 whole = np.concatenate(list(column.rows())).astype(native, copy=False)
                 write_array(out / file_name(kind, name), torch.from_numpy(whole))
-            if name == "train_mask" and kind == "node" and len(column.shape) == 1:
-                train = torch.from_numpy(np.concatenate(list(column.rows())))
-        bool_mask = train is not None and train.dtype == torch.bool
-        figures = self._count(edges, grid, train if bool_mask else None)
+        of_nodes = self.kinds.get("train_mask") == "node"
+        train = _train_mask(self.graph) if of_nodes else None
+        figures = self._count(edges, grid, train)
         shutil.rmtree(spool)
         write_meta(out, self._meta(figures))
         return figures
@@ -197,7 +196,7 @@ class _Writer:
         )
         done, start = np.zeros(parts, np.int64), 0
         for pair in self.graph.edges.chunks("writing edges"):
-            for part, here in _by_part(owner[pair[1]], parts):
+            for part, here in by_part(owner[pair[1]]):
                 at, last = int(done[part]), int(size[part])
                 gid[part].write(at, start + here)
                 ends[part].write(at, pair[0, here])
@@ -206,33 +205,40 @@ class _Writer:
             start += pair.shape[1]
         return size
 
-    def _node_rows(self, name: str, column: Column) -> None:
-        owner = self.partition.owner.numpy()
-        sizes = [(count, *column.shape[1:]) for count in self.partition.sizes]
-        files = self._files(file_name("node", name), column.dtype, sizes)
-        start, width = 0, int(np.prod(column.shape[1:]))
-        done = np.zeros(self.partition.num_parts, np.int64)
+    def _scatter(
+        self,
+        name: str,
+        column: Column,
+        sizes: Sequence[int],
+        pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """Writes pieces (parts `[c]`, rows `[c, ...]`) to the files of parts, in order."""
+        inner = column.shape[1:]
+        files = self._files(name, column.dtype, [(count, *inner) for count in sizes])
+        done, width = np.zeros(len(files), np.int64), int(np.prod(inner))
+        for home, rows in pieces:
+            for part, here in by_part(home):
+                files[part].write(int(done[part]) * width, rows[here])
+                done[part] += here.size
+
+    def _node_rows(
+        self, name: str, column: Column
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        owner, start = self.partition.owner.numpy(), 0
         bar = tqdm(desc=name, total=owner.size, unit=" rows", disable=None, leave=False)
         with bar:
             for rows in column.rows():
-                home = owner[start : start + len(rows)]
-                for part, here in _by_part(home, done.size):
-                    files[part].write(int(done[part]) * width, rows[here])
-                    done[part] += here.size
+                yield owner[start : start + len(rows)], rows
                 start += len(rows)
                 bar.update(len(rows))
 
-    def _edge_rows(self, name: str, column: Column, size: np.ndarray) -> None:
-        owner = self.partition.owner.numpy()
-        sizes = [(int(count), *column.shape[1:]) for count in size]
-        files = self._files(file_name("edge", name), column.dtype, sizes)
-        reader, width = RowReader(column), int(np.prod(column.shape[1:]))
-        done = np.zeros(size.size, np.int64)
+    def _edge_rows(
+        self, name: str, column: Column
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        owner, reader = self.partition.owner.numpy(), RowReader(column)
         for pair, row in self._edges_and_rows(name):
-            rows = reader.take(int(row[0]), int(row[-1]) + 1)[row - row[0]]
-            for part, here in _by_part(owner[pair[1]], size.size):
-                files[part].write(int(done[part]) * width, rows[here])
-                done[part] += here.size
+            rows = reader.take(int(row[0]), int(row[-1]) + 1)
+            yield owner[pair[1]], rows[row - row[0]]
         reader.finish()
 
     def _edges_and_rows(self, what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -254,10 +260,9 @@ class _Writer:
     def _files(
         self, name: str, dtype: np.dtype, shapes: list[tuple[int, ...]]
     ) -> list[ArrayFile]:
-        folders = (self.out / part_name(part) for part in range(len(shapes)))
         return [
-            ArrayFile(folder / name, dtype, shape)
-            for folder, shape in zip(folders, shapes, strict=True)
+            ArrayFile(self.out / part_name(part) / name, dtype, shape)
+            for part, shape in enumerate(shapes)
         ]
 
     def _count(
@@ -267,41 +272,54 @@ class _Writer:
         for part in tqdm(range(size.size), "counting rows", disable=None, leave=False):
             file = self.out / part_name(part) / "edge_index.npy"
             if size[part]:
-                count.add(
-                    part, EdgeFile(str(file), plain_opener(file)).chunks(f"part {part}")
-                )
+                count.add(part, EdgeFile(file).chunks(f"part {part}"))
         return count.report(train)
 
     def _meta(self, figures: PartitionReport) -> Meta:
-        columns = {name: self.graph.columns[name] for name in self.kinds}
-        shapes = {name: [*column.shape] for name, column in columns.items()}
         num_edges = self.graph.edges.num_edges
-        for name, shape in shapes.items():
-            if self.kinds[name] == "edge":  # a row is that of an edge and its reverse
+        attributes = {}
+        for name, kind in self.kinds.items():
+            column = self.graph.columns[name]
+            shape = [*column.shape]
+            if kind == "edge":  # a row is that of an edge and its reverse
                 shape[0] = num_edges
-        return {
-            "num_nodes": self.partition.num_nodes,
-            "num_edges": num_edges,
-            "num_parts": self.partition.num_parts,
-            "partition": self.partition.digest(),
-            "attributes": {
-                name: {
-                    "kind": self.kinds[name],
-                    "dtype": torch_name(column.name, column.dtype),
-                    "shape": shapes[name],
-                }
-                for name, column in columns.items()
-            },
-            "values": self.graph.values,
-            "report": asdict(figures),
-            "files": flush_files(self.out),
-        }
+            dtype = torch_name(column.name, column.dtype)
+            attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
+        values, files = self.graph.values, flush_files(self.out)
+        return graph_meta(self.partition, num_edges, attributes, values, figures, files)
 
 
-def _by_part(home: np.ndarray, parts: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each part that occurs, and where it does, ascending."""
-    order = np.argsort(home, kind="stable")
-    counts = np.bincount(home, minlength=parts)
-    ends = np.cumsum(counts)
-    for part in np.flatnonzero(counts):
-        yield int(part), order[ends[part] - counts[part] : ends[part]]
+class ArrayFile:
+    """Writes a .npy file of known dtype and shape, a piece at a time."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        """Writes the header, and extends the file to its final length."""
+        self._path, self._dtype = path, np.dtype(dtype).newbyteorder("=")
+        with open(path, "wb") as file:
+            descr = np.lib.format.dtype_to_descr(self._dtype)
+            head = {"descr": descr, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, head)
+            self._head = file.tell()
+            file.truncate(self._head + int(np.prod(shape)) * self._dtype.itemsize)
+
+    def write(self, at: int, array: np.ndarray) -> None:
+        """Writes numbers from element `at` of the flat array on."""
+        # opened each time, as a process may hold few files; not mapped, as a full disk
+        # would end the process
+        with open(self._path, "r+b") as file:
+            file.seek(self._head + at * self._dtype.itemsize)
+            file.write(np.ascontiguousarray(array, self._dtype).tobytes())
+
+
+def flush_files(folder: Path) -> dict[str, dict[str, str | int]]:
+    """Flushes all .npy files below a folder; returns their lengths and sha256."""
+    files: dict[str, dict[str, str | int]] = {}
+    paths = sorted(folder.rglob("*.npy"))
+    for path in paths:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for inner in {path.parent for path in paths}:
+        sync(inner)
+    return files

@@ -1,6 +1,6 @@
-"""Writes and reads a partitioned graph on disk, one folder per part, memory-mapped.
+"""Writes, reads and verifies a partitioned graph on disk, one folder per part.
 
-    OUT/META.json          what there is: sizes, attributes, figures, checksums
+    OUT/META.json          sizes, attributes, figures, checksums
     OUT/owner.npy          [num_nodes], the part of each node
     OUT/graph__NAME.npy    a tensor of the whole graph
     OUT/part_00000/
@@ -11,16 +11,15 @@
         edge__NAME.npy     [e_i, ...], in the order of edge_gid
 
 An edge and its attributes live with the owner of its target.
-
-`verify_folder` lists what is wrong with one; `report` counts what a partition sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,167 +27,41 @@ from torch import Tensor
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from pyg_distcomm.partition.arrays import (
-    dtype_name,
-    fsync_folder,
-    read_array,
-    write_array,
-)
-from pyg_distcomm.partition.attribute_levels import Kind, attribute_kinds
+from pyg_distcomm.partition.atomic import sync
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
     Verify,
     check_file,
     check_target,
+    dtype_name,
     file_name,
     folder_meta,
-    new_aside,
+    new_folder,
     part_name,
-    put_in_place,
+    read_array,
+    write_array,
     write_meta,
-    written,
 )
-from pyg_distcomm.partition.metrics import (
+from pyg_distcomm.partition.partition import (
+    Grid,
+    Partition,
     PartitionReport,
-    check_edge_index,
-    plain_edges,
+    out_of_range,
+    owner_dtype,
 )
-from pyg_distcomm.partition.partition import Grid, Partition, check_grid, owner_dtype
+from pyg_distcomm.partition.report import report
 
-Counts = tuple[int, ...]
+Kind = Literal["node", "edge", "graph"]
 
-
-def report(
-    edge_index: Tensor,
-    partition: Partition,
-    train_mask: Tensor | None = None,
-    grid: Grid | None = None,
-) -> PartitionReport:
-    """Counts what each part owns, sends and receives, in time linear in the edges.
-
-    edge_index [2, num_edges] and train_mask [num_nodes] (bool) are of the whole graph;
-    grid (r, s, p) adds what its blocks hold, send and receive.
-    """
-    check_edge_index(edge_index, partition.num_nodes)
-    plain = plain_edges(edge_index).cpu().numpy()
-    home = partition.owner.numpy()[plain[1]]
-    # stable sorts of 8- and 16-bit keys are radix sorts, so grouping by part is linear
-    order = np.argsort(home, kind="stable")
-    count = RowCount(partition, grid)
-    start = 0
-    for part, edges in enumerate(np.bincount(home, minlength=partition.num_parts)):
-        count.add(part, [plain[:, order[start : start + edges]]])
-        start += edges
-    return count.report(train_mask)
-
-
-class RowCount:
-    """Counts the rows that travel, part after part, from the edges of each part.
-
-    Memory: 25 bytes a node, and a chunk of edges; grids with s > 1: s bytes more for
-    each node of one part.
-    """
-
-    def __init__(self, partition: Partition, grid: Grid | None = None) -> None:
-        """Begins with no edges."""
-        parts, n = partition.num_parts, partition.num_nodes
-        self._partition = partition
-        self._owner = partition.owner.numpy()
-        self._grid = check_grid(grid, parts)
-        r, s, _ = self._grid
-        self._cut = 0
-        self._edges = np.zeros(parts, np.int64)
-        self._send, self._halo = np.zeros((2, parts), np.int64)
-        self._blocks, self._block_send, self._block_halo = np.zeros((3, r, s), np.int64)
-        # never cleared: a part, and a process row, reads what it wrote itself
-        self._by_part, self._by_row = np.full((2, n), -1, np.int32)
-        self._place = np.empty(n, np.int64)
-        self._lid = np.empty(n if s > 1 else 0, np.int64)
-
-    def add(self, part: int, chunks: Iterable[np.ndarray]) -> None:
-        """Counts the edges `[2, c]` of one part; parts must come in ascending order."""
-        _, s, p = self._grid
-        sums = np.zeros(0, np.bool_)
-        if s > 1:
-            gid = self._partition.gids(part).numpy()
-            self._lid[gid] = np.arange(gid.size)
-            sums = np.zeros(gid.size * s, np.bool_)
-        for src, dst in chunks:
-            self._edges[part] += src.size
-            owner = self._owner[src].astype(np.int64)
-            away = src[owner != part]
-            self._cut += away.size
-            new = self._new(away, self._by_part, part)
-            self._halo[part] += new.size
-            self._send += np.bincount(self._owner[new], minlength=self._send.size)
-            self._add_rows(part // (s * p), src[owner // (s * p) != part // (s * p)])
-            self._add_blocks(part, owner // p % s, dst, sums)
-
-    def _new(self, gid: np.ndarray, seen: np.ndarray, stamp: int) -> np.ndarray:
-        """Picks the ids that do not bear the stamp yet, each once, and stamps them."""
-        gid = gid[seen[gid] != stamp]
-        place = np.arange(gid.size)
-        self._place[gid] = place
-        gid = gid[self._place[gid] == place]
-        seen[gid] = stamp
-        return gid
-
-    def _add_rows(self, i: int, away: np.ndarray) -> None:
-        _, s, p = self._grid
-        new = self._owner[self._new(away, self._by_row, i)].astype(np.int64)
-        np.add.at(self._block_send, (new // (s * p), new // p % s), 1)
-        np.add.at(self._block_halo[i], new // p % s, 1)
-
-    def _add_blocks(
-        self, part: int, col: np.ndarray, dst: np.ndarray, sums: np.ndarray
-    ) -> None:
-        _, s, p = self._grid
-        i, j = part // (s * p), part // p % s
-        self._blocks[i] += np.bincount(col, minlength=s)
-        if s == 1:
-            return
-        away = col != j
-        key = self._lid[dst[away]] * s + col[away]
-        key = np.unique(key[~sums[key]])
-        sums[key] = True
-        self._block_send[i] += np.bincount(key % s, minlength=s)
-        self._block_halo[i, j] += key.size
-
-    def report(self, train_mask: Tensor | None = None) -> PartitionReport:
-        """Returns the figures of all that was counted."""
-        r, s, p = self._grid
-        figures = PartitionReport(
-            nodes=self._partition.sizes,
-            edges=tuple(self._edges.tolist()),
-            train=_train(train_mask, self._owner, self._send.size),
-            edge_cut=self._cut,
-            halo_rows=tuple(self._halo.tolist()),
-            send_rows=tuple(self._send.tolist()),
-            before=self._partition.before,
-        )
-        if s * p == 1:
-            return figures
-        blocks = (self._blocks, self._block_send, self._block_halo)
-        flat = (tuple(block.reshape(-1).tolist()) for block in blocks)
-        return figures.on_grid((r, s, p), *flat)
-
-
-def _train(train_mask: Tensor | None, owner: np.ndarray, num_parts: int) -> Counts:
-    if train_mask is None:
-        return (0,) * num_parts
-    mask = train_mask.cpu().numpy()
-    if mask.shape != owner.shape or mask.dtype != np.bool_:
-        raise ValueError(
-            f"train_mask must be bool [{owner.size}], one entry per node, got "
-            f"{train_mask.dtype} {list(train_mask.shape)}"
-        )
-    return tuple(np.bincount(owner[mask], minlength=num_parts).tolist())
+STRUCTURE = ("edge_index", "num_nodes")
+NODE_NAMES = ("x", "y", "pos", "batch")
+EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 
 
 @dataclass(frozen=True, eq=False)
 class PartShare:
-    """One part of a graph, as it lies on disk (n_i nodes, e_i edges).
+    """Holds one part of a graph as it is on disk (n_i nodes, e_i edges).
 
     node_gid   [n_i] int64, ascending
     edge_gid   [e_i] int64: places in the edge_index of the whole graph
@@ -236,15 +109,12 @@ def write_folder(
     is neither a dense tensor nor a plain value.
     """
     out = Path(out)
-    aside = new_aside(out)
     check_target(out, force)
     kinds = attribute_kinds(data, node_attrs, edge_attrs)
     source = _Source(data, _edges(data, partition), partition, kinds)
     figures = report(source.edge_index, partition, _train_mask(source), grid)
-    with written(aside, out):
-        aside.mkdir(parents=True)
+    with new_folder(out, force) as aside:
         _write_all(aside, source, figures)
-        put_in_place(aside, out, force)
     return figures
 
 
@@ -255,7 +125,8 @@ def read_part(
 
     verify="checksums" reads every byte once and compares it with META.json, at the price
     of a second or less for each GB of the part; "sizes" compares lengths, dtypes and
-    shapes, and looks at ids. Raises ValueError, naming the file, for whatever does not agree.
+    shapes. Both read the ids, which have to fit the partition. Raises ValueError, naming
+    the file, for whatever does not agree.
     """
     if verify not in ("sizes", "checksums"):
         raise ValueError(f"verify must be 'sizes' or 'checksums', got {verify!r}")
@@ -267,36 +138,14 @@ def read_part(
         )
     for name in _files_of(meta, part):
         check_file(folder, meta, name, verify)
-    share = open_part(folder, meta, part, mmap)
-    for problem in wrong_ids(share, folder / part_name(part)):
+    share = _read(folder, meta, part, mmap)
+    for problem in _wrong_ids(share, folder / part_name(part)):
         raise ValueError(f"{problem}; write the folder again")
     return share
 
 
-def wrong_ids(share: PartShare, here: Path) -> Iterator[str]:
-    """Yields which ids of a part's nodes and edges contradict the owners of nodes."""
-    partition, part = share.partition, share.part
-    if not torch.equal(share.node_gid, partition.gids(part)):
-        yield f"{here / 'node_gid.npy'}: not the nodes that owner.npy gives to {part}"
-    if not _within(share.edge_gid, share.num_edges_global):
-        yield f"{here / 'edge_gid.npy'}: an edge id is out of range"
-    elif bool((share.edge_gid.diff() <= 0).any()):
-        yield f"{here / 'edge_gid.npy'}: edge ids do not ascend"
-    if not _within(share.edge_index, partition.num_nodes):
-        yield f"{here / 'edge_index.npy'}: a node id is out of range"
-    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
-        yield f"{here / 'edge_index.npy'}: a target is owned by another part"
-
-
-def _within(ids: Tensor, count: int) -> bool:
-    if ids.numel() == 0:
-        return True
-    low, high = torch.aminmax(ids)
-    return int(low) >= 0 and int(high) < count
-
-
 def _files_of(meta: Meta, part: int) -> list[str]:
-    """Lists what a part is read from."""
+    """Lists the files that a part is read from."""
     names = ["node_gid.npy", "edge_gid.npy", "edge_index.npy"]
     whole = [OWNER]
     for name, attr in meta["attributes"].items():
@@ -305,8 +154,7 @@ def _files_of(meta: Meta, part: int) -> list[str]:
     return [*whole, *(f"{part_name(part)}/{name}" for name in names)]
 
 
-def open_part(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
-    """Reads one part without looking at what its ids say."""
+def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
     here = folder / part_name(part)
     nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
     rows: dict[Kind, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
@@ -318,7 +166,7 @@ def open_part(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartSha
         rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
     return PartShare(
         part=part,
-        partition=read_partition(folder, meta, mmap),
+        partition=_read_partition(folder, meta, mmap),
         num_edges_global=meta["num_edges"],
         node_gid=read_array(here / "node_gid.npy", "int64", [nodes], mmap),
         edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap),
@@ -329,8 +177,8 @@ def open_part(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartSha
     )
 
 
-def read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
-    """Reads who owns which node; raises ValueError, naming the file, when damaged."""
+def _read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
+    """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     path, num_parts = folder / OWNER, meta["num_parts"]
     dtype = dtype_name(owner_dtype(num_parts))
     owner = read_array(path, dtype, [meta["num_nodes"]], mmap)
@@ -341,6 +189,63 @@ def read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
     if list(partition.sizes) != meta["report"]["nodes"]:
         raise ValueError(f"{path}: its parts are not as large as META.json says")
     return partition.refined_from(PartitionReport.from_dict(meta["report"]).before)
+
+
+def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
+    """Lists the faults of a partition folder, each naming a file; none if it is whole.
+
+    Looks at lengths, dtypes and shapes; that the parts own every node once, in
+    ascending order, and hold every edge once, with its target; and, on demand, at the
+    sha256 of each file. Needs num_edges bytes and a part's indices in memory.
+    """
+    folder = Path(folder)
+    try:
+        meta = folder_meta(folder)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for name in tqdm(meta["files"], "checking files", disable=None, leave=False):
+        try:
+            check_file(folder, meta, name, "checksums" if checksums else "sizes")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems or _inconsistencies(folder, meta)
+
+
+def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
+    problems: list[str] = []
+    seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
+    try:
+        if _read_partition(folder, meta).digest() != meta["partition"]:
+            problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
+        for part in range(meta["num_parts"]):
+            share, here = _read(folder, meta, part), folder / part_name(part)
+            problems += _wrong_ids(share, here)
+            if out_of_range(share.edge_gid, seen.numel()) is not None:
+                continue
+            if bool(seen[share.edge_gid].any()):
+                problems.append(
+                    f"{here / 'edge_gid.npy'}: an edge is held by an earlier part too"
+                )
+            seen[share.edge_gid] = True
+    except ValueError as error:
+        return [*problems, str(error)]
+    return problems
+
+
+def _wrong_ids(share: PartShare, here: Path) -> Iterator[str]:
+    """Yields the faults in the ids of one part, each naming a file below `here`."""
+    partition, part = share.partition, share.part
+    if not torch.equal(share.node_gid, partition.gids(part)):
+        yield f"{here / 'node_gid.npy'}: not the nodes that owner.npy gives to {part}"
+    if out_of_range(share.edge_gid, share.num_edges_global) is not None:
+        yield f"{here / 'edge_gid.npy'}: an edge id is out of range"
+    elif bool((share.edge_gid.diff() <= 0).any()):
+        yield f"{here / 'edge_gid.npy'}: edge ids do not ascend"
+    if out_of_range(share.edge_index, partition.num_nodes) is not None:
+        yield f"{here / 'edge_index.npy'}: a node id is out of range"
+    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
+        yield f"{here / 'edge_index.npy'}: a target is owned by another part"
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,19 +267,30 @@ def _write_all(out: Path, source: _Source, figures: PartitionReport) -> None:
     home = partition.owner[source.edge_index[1].long()]
     for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
         files |= _write_part(out, source, home, part)
-    write_meta(
-        out,
-        {
-            "num_nodes": partition.num_nodes,
-            "num_edges": source.edge_index.size(1),
-            "num_parts": partition.num_parts,
-            "partition": partition.digest(),
-            "attributes": attributes,
-            "values": values,
-            "report": asdict(figures),
-            "files": files,
-        },
-    )
+    num_edges = source.edge_index.size(1)
+    meta = graph_meta(partition, num_edges, attributes, values, figures, files)
+    write_meta(out, meta)
+
+
+def graph_meta(
+    partition: Partition,
+    num_edges: int,
+    attributes: Meta,
+    values: Meta,
+    figures: PartitionReport,
+    files: Meta,
+) -> Meta:
+    """Returns what META.json says of a graph, for `write_meta`."""
+    return {
+        "num_nodes": partition.num_nodes,
+        "num_edges": num_edges,
+        "num_parts": partition.num_parts,
+        "partition": partition.digest(),
+        "attributes": attributes,
+        "values": values,
+        "report": asdict(figures),
+        "files": files,
+    }
 
 
 def _write_part(
@@ -397,7 +313,7 @@ def _write_part(
             rows = torch.as_tensor(source.data[name])
             gid = node_gid if kind == "node" else edge_gid
             write(file_name(kind, name), rows[gid.to(rows.device)])
-    fsync_folder(out / folder)
+    sync(out / folder)
     return files
 
 
@@ -411,26 +327,17 @@ def _describe(data: Data, kinds: dict[str, Kind]) -> tuple[Meta, Meta]:
             values[name] = value
             continue
         tensor = _dense(name, value)
-        attributes[name] = {
-            "kind": kind,
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-        }
+        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
+        attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
     return attributes, values
 
 
 def _dense(name: str, value: Any) -> Tensor:
-    try:
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
         tensor: Tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise _not_dense(name, value) from None
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise _not_dense(name, value)
-    return tensor
-
-
-def _not_dense(name: str, value: Any) -> TypeError:
-    return TypeError(
+        if tensor.layout == torch.strided and not tensor.is_quantized:
+            return tensor
+    raise TypeError(
         f"attribute {name!r} is a {type(value).__name__}; a partition folder keeps "
         "dense tensors, str, int, float, bool, and lists and dicts of them; "
         "delete or convert it first"
@@ -467,51 +374,94 @@ def _train_mask(source: _Source) -> Tensor | None:
     return mask if mask.dim() == 1 and mask.dtype == torch.bool else None
 
 
-def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
-    """Lists what is wrong with a partition folder, naming the file; empty when whole.
+def attribute_kinds(
+    data: Data, node_attrs: Iterable[str] = (), edge_attrs: Iterable[str] = ()
+) -> dict[str, Kind]:
+    """Sorts the attributes of `data`, edge_index and num_nodes apart, into kinds.
 
-    Looks at lengths, dtypes and shapes; that the parts own every node once, in
-    ascending order, and hold every edge once, with its target; and, on demand, at the
-    sha256 of each file. Needs num_edges bytes and a part's indices in memory.
+    A tensor or array is of the nodes or of the edges when its first dimension is as
+    long and is the one that PyG would concatenate; all else is of the graph. Where the
+    graph has as many nodes as edges, names decide: those with "edge" in them against
+    x, y, pos, batch and *_mask. The names in node_attrs and edge_attrs are as declared.
+
+    Raises ValueError for a name that nothing decides, for a declared one that is absent
+    or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that fits
+    neither.
     """
-    folder = Path(folder)
-    try:
-        meta = folder_meta(folder)
-    except ValueError as error:
-        return [str(error)]
-    problems = _wrong_files(folder, meta, checksums)
-    return problems or _inconsistencies(folder, meta)
+    declared: dict[str, Kind] = dict.fromkeys(node_attrs or (), "node")
+    for name in edge_attrs or ():
+        if name in declared:
+            raise ValueError(f"{name!r} is declared both in node_attrs and edge_attrs")
+        declared[name] = "edge"
+    for name in declared:
+        if name not in data or name in STRUCTURE:
+            raise ValueError(f"{name!r} is declared, but is no attribute of {data}")
+    return {
+        name: _kind(data, name, declared.get(name))
+        for name in data.to_dict()  # data.keys() has no fixed order
+        if name not in STRUCTURE
+    }
 
 
-def _wrong_files(folder: Path, meta: Meta, checksums: bool) -> list[str]:
-    problems = []
-    for name in tqdm(meta["files"], "checking files", disable=None, leave=False):
-        try:
-            check_file(folder, meta, name, "checksums" if checksums else "sizes")
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
+def shape_kinds(
+    shapes: Mapping[str, tuple[int, ...]],
+    num_nodes: int,
+    num_edges: int,
+    node_attrs: Iterable[str] = (),
+    edge_attrs: Iterable[str] = (),
+) -> dict[str, Kind]:
+    """Sorts attributes of known shapes into kinds, as `attribute_kinds` does."""
+    data = Data(edge_index=torch.empty(2, num_edges, device="meta"))
+    data.num_nodes = num_nodes
+    for name, shape in shapes.items():
+        data[name] = torch.empty(shape, device="meta")
+    return attribute_kinds(data, node_attrs, edge_attrs)
 
 
-def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
-    problems: list[str] = []
-    seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
-    try:
-        if read_partition(folder, meta).digest() != meta["partition"]:
-            problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
-        for part in range(meta["num_parts"]):
-            share = open_part(folder, meta, part)
-            problems += _wrong_part(share, folder / part_name(part), seen)
-    except ValueError as error:
-        return [*problems, str(error)]
-    return problems
+def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
+    length = _length(data, name)
+    nodes, edges = int(data.num_nodes or 0), data.num_edges
+    if declared is not None:
+        want = nodes if declared == "node" else edges
+        if length != want:
+            raise ValueError(
+                f"{name!r} is declared as an attribute of the {declared}s, of which "
+                f"there are {want}, but {_what(data[name])}"
+            )
+        return declared
+    if length == nodes == edges:
+        if "edge" in name:
+            return "edge"
+        if name in NODE_NAMES or name.endswith("_mask"):
+            return "node"
+        raise ValueError(
+            f"{name!r} could be of the nodes or of the edges, of which there are {nodes} "
+            f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
+        )
+    if length == nodes:
+        return "node"
+    if length == edges:
+        return "edge"
+    must_fit = name in ("x", *EDGE_NAMES) or name.endswith("_mask")
+    if length is not None and must_fit:
+        raise ValueError(
+            f"{name!r} fits neither the {nodes} nodes nor the {edges} edges: "
+            f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
+        )
+    return "graph"
 
 
-def _wrong_part(share: PartShare, here: Path, seen: Tensor) -> Iterator[str]:
-    """Yields what is wrong with one part; marks its edges in `seen`."""
-    problems = list(wrong_ids(share, here))
-    yield from problems
-    if not any("out of range" in problem for problem in problems):
-        if bool(seen[share.edge_gid].any()):
-            yield f"{here / 'edge_gid.npy'}: an edge is held by an earlier part too"
-        seen[share.edge_gid] = True
+def _length(data: Data, name: str) -> int | None:
+    """Returns the length of the dimension that PyG concatenates, if it is the first."""
+    value = data[name]
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+        return None
+    dim = data.__cat_dim__(name, value)
+    if not isinstance(dim, int) or dim % value.ndim != 0:
+        return None
+    return int(value.shape[0])
+
+
+def _what(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"it is {value!r}" if shape is None else f"its shape is {list(shape)}"

@@ -1,4 +1,8 @@
-"""Names the files of a partition folder, and reads and checks its META.json."""
+"""Reads and writes the files of a partition folder: arrays, their names and META.json.
+
+Arrays are .npy files, which can be memory-mapped and hold no pickles. META.json is checked
+against its schema before anything of it is used.
+"""
 
 from __future__ import annotations
 
@@ -14,143 +18,40 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from pyg_distcomm.partition.arrays import (
+from pyg_distcomm.partition.atomic import (
     beside,
     clear,
-    exchange,
-    fsync_folder,
-    in_state,
-    is_over,
     new_token,
     newest,
+    put_in_place,
     sha256,
-    told,
+    sync,
+    write_problem,
 )
-
-Meta = dict[str, Any]
-
-_STRUCTURE = ("edge_index", "num_nodes", "num_edges")
-_KINDS = ("node", "edge", "graph")
-_MOST = 2**53  # a number that JSON keeps
-_SUM = re.compile(r"[0-9a-f]{64}")
-_BETWEEN = re.compile(r"[/\\]")
-
-
-def problem_of(meta: Meta) -> str | None:
-    """Says which field is missing, mistyped or impossible, if one is."""
-    try:
-        return next(_problems(meta), None)
-    except KeyError as error:
-        return f"has no {error.args[0]!r}"
-
-
-def _problems(meta: Meta) -> Iterator[str]:
-    for name in ("num_nodes", "num_edges", "num_parts"):
-        if not _is_count(meta[name]):
-            yield f"{name} is {meta[name]!r}, wanted a number of at least 0"
-    if meta["num_parts"] < 1:
-        yield "num_parts is 0, wanted at least 1"
-    for name, kind in {"attributes": dict, "values": dict, "partition": str}.items():
-        if not isinstance(meta[name], kind):
-            yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
-    for name in ("report", "files"):
-        if not isinstance(meta[name], dict):
-            yield f"{name} is {meta[name]!r}, wanted a dict"
-    yield from _wrong_report(meta)
-    for name, value in meta["values"].items():
-        if name in _STRUCTURE or name in meta["attributes"]:
-            yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
-    for name, attr in meta["attributes"].items():
-        yield from _wrong_attribute(name, attr, meta)
-    for name, file in meta["files"].items():
-        yield from _wrong_file(name, file)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _wrong_report(meta: Meta) -> Iterator[str]:
-    yield from _wrong_counts("report", meta["report"], meta)
-    before = meta["report"].get("before")
-    if before is not None:
-        if not isinstance(before, dict):
-            yield f"report.before is {str(before)[:80]}, wanted a dict or null"
-            return
-        yield from _wrong_counts("report.before", before, meta)
-        if before.get("before") is not None:
-            yield "report.before has a report before it, wanted null"
-
-
-def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
-    parts = meta["num_parts"]
-    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
-        counts = report[name]
-        if not _are_counts(counts, parts):
-            yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
-    for name in ("nodes", "edges"):
-        total = meta[f"num_{name}"]
-        if sum(report[name]) != total:
-            yield f"num_{name} is {total}, but {where} has {sum(report[name])}"
-    known = {"nodes", "edges", "train", "edge_cut", "halo_rows", "send_rows", "before"}
-    known |= {"grid", "blocks", "block_send", "block_halo"}
-    if strange := set(report) - known:
-        yield f"{where} has the unknown field {min(strange)!r}"
-    cut = report["edge_cut"]
-    if not _is_count(cut) or cut > meta["num_edges"]:
-        yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
-    grid = report.get("grid", [])
-    if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
-        yield f"{where}.grid is {str(grid)[:80]}, wanted three counts of {parts} parts"
-        return
-    lengths = {0, grid[0] * grid[1]} if grid else {0}
-    for name in ("blocks", "block_send", "block_halo"):
-        counts = report.get(name, [])
-        if not any(_are_counts(counts, length) for length in lengths):
-            yield f"{where}.{name} is {str(counts)[:80]}, wanted {max(lengths)} counts"
-
-
-def _are_counts(value: Any, length: int) -> bool:
-    fits = isinstance(value, list) and len(value) == length
-    return fits and all(map(_is_count, value))
-
-
-def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
-    if not isinstance(attr, dict):
-        yield f"attributes.{name} is {attr!r}, wanted a dict"
-    kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
-    if kind not in _KINDS:
-        yield f"attributes.{name}.kind is {kind!r}, wanted one of {_KINDS}"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        yield f"attributes.{name}.dtype is {dtype!r}, wanted the name of a dtype"
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        yield f"attributes.{name}.shape is {shape!r}, wanted sizes of at least 0"
-    rows = {"node": meta["num_nodes"], "edge": meta["num_edges"]}.get(kind)
-    if rows is not None and shape[:1] != [rows]:
-        yield f"attributes.{name}.shape is {shape}, wanted {rows} rows"
-
-
-def _wrong_file(name: str, file: Any) -> Iterator[str]:
-    steps = _BETWEEN.split(name)
-    if any(step in ("", ".", "..") or ":" in step for step in steps):
-        yield f"files names {name!r}, which is not inside the folder"
-    if not isinstance(file, dict) or not _is_count(file["bytes"]):
-        yield f"files.{name}.bytes is wrong: {file!r}"
-    if not isinstance(file["sha256"], str) or not _SUM.fullmatch(file["sha256"]):
-        yield f"files.{name}.sha256 is wrong: {file['sha256']!r}"
-
 
 FORMAT = "pyg-distcomm partition"
 VERSION = 1
 META = "META.json"
 OWNER = "owner.npy"
 
-_KNOWN = re.compile(r"META\.json|owner\.npy|part_\d{5,}|graph__.*\.npy")
-
+Meta = dict[str, Any]
 Verify = Literal["sizes", "checksums"]
+
+_PART = re.compile(r"part_\d{5,}")
+_OWN = re.compile(
+    r"META\.json|owner\.npy|graph__[^/]*\.npy|spool/edges\.npy"
+    r"|part_\d{5,}/(node_gid|edge_gid|edge_index|(node|edge)__[^/]*)\.npy"
+)
+_STRUCTURE = ("edge_index", "num_nodes", "num_edges")
+_LEVELS = ("node", "edge", "graph")
+_MOST = 2**53  # a number that JSON keeps
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SEPARATOR = re.compile(r"[/\\]")
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def part_name(part: int) -> str:
@@ -164,7 +65,7 @@ def file_name(kind: str, name: str) -> str:
 
 
 def is_folder(folder: str | Path) -> bool:
-    """Says whether the folder was written by `write_folder`, in any version."""
+    """Returns whether `write_folder` wrote the folder, in any version."""
     try:
         return bool(load_json(Path(folder) / META).get("format") == FORMAT)
     except ValueError:
@@ -181,14 +82,15 @@ def folder_meta(folder: str | Path) -> Meta:
     meta = load_json(path)
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path}: not a {FORMAT} (format {meta.get('format')!r})")
-    if type(meta.get("version")) is not int or meta["version"] != VERSION:
+    version = meta.get("version")
+    if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"{path}: version {meta.get('version')!r}, but this package reads version "
+            f"{path}: version {version!r}, but this package reads version "
             f"{VERSION}; write the folder again with `pyg-distcomm partition`"
         )
     if meta.get("digest") != _digest(meta):
         raise ValueError(f"{path}: altered since it was written (its digest differs)")
-    problem = problem_of(meta)
+    problem = _problem_of(meta)
     if problem is not None:
         raise ValueError(
             f"{path}: {problem}; write the folder again with `pyg-distcomm partition`"
@@ -222,12 +124,12 @@ def write_meta(out: Path, meta: Meta) -> None:
         json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    fsync_folder(out)
+    sync(out)
 
 
 def _digest(meta: Meta) -> str:
-    told = {name: value for name, value in meta.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    sealed = {name: value for name, value in meta.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def load_json(path: Path) -> Meta:
@@ -235,7 +137,8 @@ def load_json(path: Path) -> Meta:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        last = None if path.parent.exists() else newest(path.parent)
+        place = path.parent
+        last = None if place.exists() else newest(place, ended=True)
         advice = f"; a killed writer left it at {last}: rename that" if last else ""
         raise ValueError(f"{path}: missing{advice}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -255,65 +158,209 @@ def check_target(out: Path, force: bool) -> None:
         raise ValueError(
             f"{out}: is not a partition folder, so it is not replaced; remove it first"
         )
-    if not any(out.iterdir()):
-        return
-    files = load_json(out / META).get("files")
-    known = {META, *(files if isinstance(files, dict) else ())}
-    for path in out.rglob("*"):
-        folder = path.is_dir() and not path.is_symlink()
-        if not folder and path.relative_to(out).as_posix() not in known:
-            raise ValueError(
-                f"{path}: no file of the partition, so {out} is not replaced; move it away"
-            )
+    for path in foreign(out):
+        raise ValueError(
+            f"{path}: no file of the partition, so {out} is not replaced; move it away"
+        )
+
+
+def foreign(folder: Path) -> Iterator[Path]:
+    """Yields what lies below a partition folder, maybe half written, but is not its own.
+
+    A file is the folder's own if META.json lists it or, without a list, by its name.
+    """
+    try:
+        listed = load_json(folder / META).get("files")
+    except ValueError:
+        listed = None
+    names = {META, *listed} if isinstance(listed, dict) else None
+    for here, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(here, name)
+            inner = path.relative_to(folder).as_posix()
+            if path.is_dir() and (_PART.fullmatch(inner) or inner == "spool"):
+                continue
+            if not (_OWN.fullmatch(inner) if names is None else inner in names):
+                yield path
 
 
 @contextlib.contextmanager
-def written(aside: Path, out: Path) -> Iterator[None]:
-    """Removes what was written aside if not all of it could be.
+def new_folder(out: Path, force: bool) -> Iterator[Path]:
+    """Yields a folder to write in, which then takes its place at `out`.
 
     Raises:
-        ValueError: naming the file and the cause, for a disk that is full or read-only.
+        ValueError: naming the file and the cause, for a disk that is full or read-only, or
+            if something else is at `out`. What was there before stays.
     """
+    last = None if out.exists() else newest(out, ended=True)
+    if last is not None and is_folder(last):  # a kill came between two renames
+        last.rename(out)
+    clear(out, lambda left: left.is_dir() and not any(foreign(left)))
+    check_target(out, force)
+    aside = beside(out, "writing", new_token())
     try:
-        yield
+        aside.mkdir(parents=True)
+        yield aside
+        check_target(out, force)  # again: another process may have written it meanwhile
+        put_in_place(aside, out)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError):
-            raise ValueError(told(error, out)) from error
+            raise ValueError(write_problem(error, out)) from error
         raise
 
 
-def put_in_place(aside: Path, out: Path, force: bool) -> None:
-    """Renames a finished folder to `out`; what was there before stays until then."""
-    check_target(out, force)  # again: someone else may have written it meanwhile
-    ready = in_state(aside, "ready")
-    aside.rename(ready)
+def _problem_of(meta: Meta) -> str | None:
+    """Describes the first field that is missing, mistyped or impossible, if one is."""
     try:
-        if out.exists():
-            exchange(ready, out)
-            shutil.rmtree(ready, ignore_errors=True)
-        else:
-            ready.rename(out)
-    except BaseException:
-        shutil.rmtree(ready, ignore_errors=True)
-        raise
-    fsync_folder(out.parent)
+        return next(_problems(meta), None)
+    except KeyError as error:
+        return f"has no {error.args[0]!r}"
 
 
-def new_aside(out: Path) -> Path:
-    """Names where a folder is written, and removes what killed writers have left there."""
-    last = None if out.exists() else newest(out, is_over)
-    if last is not None and is_folder(last):  # killed between two renames
-        last.rename(out)
-    clear(
-        out,
-        lambda left: left.is_dir() and set(os.listdir(left)) <= _WRITTEN | _parts(left),
-    )
-    return beside(out, "writing", new_token())
+def _problems(meta: Meta) -> Iterator[str]:
+    for name in ("num_nodes", "num_edges", "num_parts"):
+        if not _is_count(meta[name]):
+            yield f"{name} is {meta[name]!r}, wanted a number of at least 0"
+    if meta["num_parts"] < 1:
+        yield "num_parts is 0, wanted at least 1"
+    for name in ("attributes", "values", "partition", "report", "files"):
+        kind = str if name == "partition" else dict
+        if not isinstance(meta[name], kind):
+            yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
+    yield from _wrong_report(meta)
+    for name, value in meta["values"].items():
+        if name in _STRUCTURE or name in meta["attributes"]:
+            yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
+    for name, attr in meta["attributes"].items():
+        yield from _wrong_attribute(name, attr, meta)
+    for name, file in meta["files"].items():
+        yield from _wrong_file(name, file)
 
 
-_WRITTEN = {META, OWNER, "spool"}
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
 
 
-def _parts(folder: Path) -> set[str]:
-    return {name for name in os.listdir(folder) if _KNOWN.fullmatch(name)}
+def _are_counts(value: Any, length: int) -> bool:
+    fits = isinstance(value, list) and len(value) == length
+    return fits and all(map(_is_count, value))
+
+
+def _wrong_report(meta: Meta) -> Iterator[str]:
+    yield from _wrong_counts("report", meta["report"], meta)
+    before = meta["report"].get("before")
+    if before is not None:
+        if not isinstance(before, dict):
+            yield f"report.before is {str(before)[:80]}, wanted a dict or null"
+            return
+        yield from _wrong_counts("report.before", before, meta)
+        if before.get("before") is not None:
+            yield "report.before has a report before it, wanted null"
+
+
+def _wrong_counts(where: str, report: dict[str, Any], meta: Meta) -> Iterator[str]:
+    parts = meta["num_parts"]
+    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
+        counts = report[name]
+        if not _are_counts(counts, parts):
+            yield f"{where}.{name} is {str(counts)[:80]}, wanted {parts} counts"
+    for name in ("nodes", "edges"):
+        total = meta[f"num_{name}"]
+        if sum(report[name]) != total:
+            yield f"num_{name} is {total}, but {where} has {sum(report[name])}"
+    known = {"nodes", "edges", "train", "edge_cut", "halo_rows", "send_rows", "before"}
+    known |= {"grid", "blocks", "block_send", "block_halo"}
+    if strange := set(report) - known:
+        yield f"{where} has the unknown field {min(strange)!r}"
+    cut = report["edge_cut"]
+    if not _is_count(cut) or cut > meta["num_edges"]:
+        yield f"{where}.edge_cut is {cut!r}, wanted at most {meta['num_edges']}"
+    yield from _wrong_blocks(where, report, parts)
+
+
+def _wrong_blocks(where: str, report: dict[str, Any], parts: int) -> Iterator[str]:
+    grid = report.get("grid", [])
+    if grid != [] and not (_are_counts(grid, 3) and math.prod(grid) == parts):
+        yield f"{where}.grid is {str(grid)[:80]}, wanted three sizes that make {parts}"
+    wanted = grid[0] * grid[1] if grid else 0
+    for name in ("blocks", "block_send", "block_halo"):
+        counts = report.get(name, [])
+        if not _are_counts(counts, wanted):
+            got = f"{where}.{name} is {str(counts)[:80]}"
+            yield f"{got}, wanted {wanted} counts for the grid {grid}"
+
+
+def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
+    if not isinstance(attr, dict):
+        yield f"attributes.{name} is {attr!r}, wanted a dict"
+    kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
+    if kind not in _LEVELS:
+        yield f"attributes.{name}.kind is {kind!r}, wanted one of {_LEVELS}"
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype):
+        yield f"attributes.{name}.dtype is {dtype!r}, wanted the name of a dtype"
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        yield f"attributes.{name}.shape is {shape!r}, wanted sizes of at least 0"
+    rows = {"node": meta["num_nodes"], "edge": meta["num_edges"]}.get(kind)
+    if rows is not None and shape[:1] != [rows]:
+        yield f"attributes.{name}.shape is {shape}, wanted {rows} rows"
+
+
+def _wrong_file(name: str, file: Any) -> Iterator[str]:
+    steps = _SEPARATOR.split(name)
+    if any(step in ("", ".", "..") or ":" in step for step in steps):
+        yield f"files names {name!r}, which is not inside the folder"
+    if not isinstance(file, dict) or not _is_count(file["bytes"]):
+        yield f"files.{name}.bytes is wrong: {file!r}"
+    if not isinstance(file["sha256"], str) or not _SHA256.fullmatch(file["sha256"]):
+        yield f"files.{name}.sha256 is wrong: {file['sha256']!r}"
+
+
+def write_array(path: Path, tensor: Tensor) -> dict[str, str | int]:
+    """Writes a tensor, flushed to the disk; returns the file's length and sha256."""
+    plain = tensor.detach().as_subclass(Tensor).cpu().contiguous()
+    array = plain.view(_stored(plain.dtype)).numpy()
+    with open(path, "wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def read_array(
+    path: Path, dtype: str, shape: list[int] | tuple[int, ...], mmap: bool = True
+) -> Tensor:
+    """Reads a tensor; with `mmap`, pages come from the file when they are touched.
+
+    A mapped tensor may be written to: the file does not change. Raises ValueError,
+    naming the file, when it is missing, damaged, or not of this dtype and shape.
+    """
+    try:
+        array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
+    except Exception as error:  # NumPy evaluates the head, and maps what it says
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    want = getattr(torch, str(dtype), None)
+    if not isinstance(want, torch.dtype):
+        raise ValueError(f"{path}: META.json gives it the unknown dtype {dtype!r}")
+    stored = torch.empty(0, dtype=_stored(want)).numpy().dtype
+    if list(array.shape) != list(shape) or array.dtype != stored:
+        raise ValueError(
+            f"{path}: holds {array.dtype} {list(array.shape)}, but META.json says "
+            f"{dtype} {list(shape)}"
+        )
+    return torch.from_numpy(np.asarray(array)).view(want)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Names a dtype without its prefix: "float32", "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in the file: unsigned integers for those that NumPy lacks."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return _BITS[dtype.itemsize]
+    return dtype

@@ -1,4 +1,4 @@
-"""Parses text with two node ids a line, compiled; importing this file imports Numba."""
+"""Compiles a reader of text with two node ids a line; importing this imports Numba."""
 
 from __future__ import annotations
 

@@ -1,24 +1,25 @@
-"""Records who owns which node."""
+"""Defines `Partition`, the owner of each node, and `PartitionReport`, its figures."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.metrics import PartitionReport
-
 Grid = tuple[int, int, int]
 Owner = Tensor | np.ndarray | Sequence[int]
+Counts = tuple[int, ...]
+MOST_LINES = 16  # parts or blocks that a table shows
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Says for each node which part owns it; build one with `from_owner` or `cut`.
+    """Assigns each node to the part that owns it; build one with `from_owner` or `cut`.
 
     owner     [num_nodes], uint8, int16 or int32, whichever is the smallest that
               holds num_parts; on the CPU, possibly a memory-mapped file
@@ -48,13 +49,18 @@ class Partition:
                 f"owner has {vector.numel()} entries, but the graph has {num_nodes} "
                 "nodes; give the part of every node, in the order of the Data"
             )
-        _check_range(vector, num_parts)
+        if (bad := out_of_range(vector, num_parts)) is not None:
+            gid = int((vector == bad).nonzero()[0])
+            raise ValueError(
+                f"owner of node {gid} is {bad}, but the parts are 0 .. {num_parts - 1}"
+            )
         vector = vector.to(owner_dtype(num_parts))
-        return cls(vector, num_parts, _count(vector, num_parts))
+        counts = torch.bincount(vector, minlength=num_parts)
+        return cls(vector, num_parts, tuple(counts.tolist()))
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole graph."""
+        """Returns the number of nodes of the whole graph."""
         return self.owner.numel()
 
     def gids(self, part: int) -> Tensor:
@@ -70,12 +76,15 @@ class Partition:
         if gid.is_floating_point() or gid.dtype == torch.bool:
             raise TypeError(f"node ids must be integers, got {gid.dtype}")
         index = gid.to(self.owner.device, torch.int64)
-        _check_gids(index, self.num_nodes)
+        if (bad := out_of_range(index, self.num_nodes)) is not None:
+            raise ValueError(
+                f"got node id {bad}, but the graph's ids are 0 .. {self.num_nodes - 1}"
+            )
         # uint8 must not leave this class: as an index, torch reads it as a mask
         return self.owner[index].to(gid.device, torch.int64)
 
     def same_as(self, other: Partition) -> bool:
-        """Says whether both give every node to the same one of as many parts."""
+        """Returns whether both have as many parts and assign all nodes alike."""
         return (
             self.num_parts == other.num_parts
             and self.sizes == other.sizes
@@ -100,7 +109,7 @@ class Partition:
 
 
 def owner_dtype(num_parts: int) -> torch.dtype:
-    """Gives the smallest of uint8, int16 and int32 that holds num_parts - 1."""
+    """Returns the smallest of uint8, int16 and int32 that holds num_parts - 1."""
     if num_parts <= 2**8:
         return torch.uint8
     return torch.int16 if num_parts <= 2**15 else torch.int32
@@ -149,28 +158,210 @@ def _as_vector(owner: Owner) -> Tensor:
     return vector
 
 
-def _check_range(owner: Tensor, num_parts: int) -> None:
-    if owner.numel() == 0:
-        return
-    low, high = (int(value) for value in torch.aminmax(owner))
-    if low < 0 or high >= num_parts:
-        bad = low if low < 0 else high
-        gid = int((owner == bad).nonzero()[0])
-        raise ValueError(
-            f"owner of node {gid} is {bad}, but the parts are 0 .. {num_parts - 1}"
+def out_of_range(ids: Tensor, count: int) -> int | None:
+    """Returns an entry that is not in 0 .. count - 1, or None."""
+    if ids.numel() == 0:
+        return None
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0:
+        return low
+    return high if high >= count else None
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """Holds the figures of a partition, each tuple with one entry per part.
+
+    nodes      nodes owned
+    edges      edges owned (nonzeros), an edge living with the owner of its target
+    train      train nodes owned (zeros without a train mask)
+    edge_cut   edges whose ends have different owners
+    halo_rows  distinct nodes of other parts that are sources of own edges
+    send_rows  own rows asked for, once for each part that asks
+    grid       (r, s, p) of the ranks, where it was given; (P, 1, 1) has no blocks
+    blocks     nonzeros of each block A_ij of that grid, row by row [r s]
+    block_send, block_halo
+               rows and partial rows that the ranks (i, j, *) send and receive in one
+               product on that grid, each that is needed once, at the width they have
+               there [r s]
+    before     the figures before the partition was refined, if it was
+    """
+
+    nodes: Counts
+    edges: Counts
+    train: Counts
+    edge_cut: int
+    halo_rows: Counts
+    send_rows: Counts
+    grid: Counts = ()
+    blocks: Counts = ()
+    block_send: Counts = ()
+    block_halo: Counts = ()
+    before: PartitionReport | None = None
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> PartitionReport:
+        """Builds a report from what `dataclasses.asdict` gave, through JSON or not."""
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in figures.items()
+        }
+        if plain.get("before") is not None:
+            plain["before"] = cls.from_dict(plain["before"])
+        return cls(**plain)
+
+    @property
+    def num_parts(self) -> int:
+        """Returns the number of parts."""
+        return len(self.nodes)
+
+    @property
+    def volume(self) -> int:
+        """Returns the rows sent in one exchange: the sum over v of lambda(v) - 1.
+
+        lambda(v) is the number of parts that own v or an edge from v.
+        """
+        return sum(self.halo_rows)
+
+    @property
+    def max_send(self) -> int:
+        """Returns the rows that the busiest sender sends."""
+        return max(self.send_rows)
+
+    @property
+    def max_halo(self) -> int:
+        """Returns the rows that the busiest receiver receives."""
+        return max(self.halo_rows)
+
+    @property
+    def node_imbalance(self) -> float:
+        """Returns the largest over the mean of the nodes owned."""
+        return imbalance(self.nodes)
+
+    @property
+    def edge_imbalance(self) -> float:
+        """Returns the largest over the mean of the edges owned."""
+        return imbalance(self.edges)
+
+    @property
+    def train_imbalance(self) -> float:
+        """Returns the largest over the mean of the train nodes owned."""
+        return imbalance(self.train)
+
+    @property
+    def send_imbalance(self) -> float:
+        """Returns the largest over the mean of the rows sent."""
+        return imbalance(self.send_rows)
+
+    @property
+    def halo_imbalance(self) -> float:
+        """Returns the largest over the mean of the rows received."""
+        return imbalance(self.halo_rows)
+
+    @property
+    def block_imbalance(self) -> float:
+        """Returns the largest over the mean of the nonzeros of the blocks of the grid."""
+        return imbalance(self.blocks or self.edges)
+
+    def on_grid(
+        self, grid: Counts, blocks: Counts, send: Counts, halo: Counts
+    ) -> PartitionReport:
+        """Returns the same figures with those of the blocks of a grid."""
+        return replace(self, grid=grid, blocks=blocks, block_send=send, block_halo=halo)
+
+    @property
+    def busiest(self) -> int:
+        """Returns the most rows that a rank sends or receives, on the grid if there is one."""
+        return max(
+            *(self.block_send or self.send_rows), *(self.block_halo or self.halo_rows)
         )
 
+    def bytes(self, width: int, itemsize: int = 4) -> int:
+        """Predicts the bytes of one exchange: volume * width * itemsize."""
+        return self.volume * width * itemsize
 
-def _check_gids(gid: Tensor, num_nodes: int) -> None:
-    if gid.numel() == 0:
-        return
-    low, high = (int(value) for value in torch.aminmax(gid))
-    if low < 0 or high >= num_nodes:
-        bad = low if low < 0 else high
-        raise ValueError(
-            f"got node id {bad}, but the graph's ids are 0 .. {num_nodes - 1}"
-        )
+    def __str__(self) -> str:
+        lines = [*_parts(self), *_summary(self)]
+        if self.blocks:
+            lines += ["", *_blocks(self)]
+        if self.before is not None:
+            lines += ["", *_comparison(self.before, self)]
+        return "\n".join(lines)
 
 
-def _count(owner: Tensor, num_parts: int) -> tuple[int, ...]:
-    return tuple(torch.bincount(owner, minlength=num_parts).tolist())
+def imbalance(counts: Counts) -> float:
+    """Returns the largest over the mean, 1 if all are zero."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 1.0
+
+
+def _parts(figures: PartitionReport) -> list[str]:
+    names = ("nodes", "edges", "train", "halo rows", "sent rows")
+    owned = figures.nodes, figures.edges, figures.train
+    columns = (*owned, figures.halo_rows, figures.send_rows)
+    labels = [str(part) for part in range(figures.num_parts)]
+    return _table("part", names, labels, columns, "parts")
+
+
+def _blocks(figures: PartitionReport) -> list[str]:
+    r, s, p = figures.grid
+    names = ("nonzeros", "halo rows", "sent rows")
+    columns = (figures.blocks, figures.block_halo, figures.block_send)
+    labels = [f"{i},{j}" for i in range(r) for j in range(s)]
+    table = _table("block", names, labels, columns, "blocks")
+    return [f"on a grid of {r} x {s} x {p}", *table]
+
+
+def _table(
+    corner: str,
+    names: tuple[str, ...],
+    labels: list[str],
+    columns: tuple[Counts, ...],
+    what: str,
+) -> list[str]:
+    wide = max(8, *(len(label) for label in labels[:MOST_LINES]))
+    lines = [f"{corner:>{wide}}" + "".join(f"{name:>12}" for name in names)]
+    for label, row in zip(labels, zip(*columns, strict=True), strict=True):
+        if len(lines) > MOST_LINES:
+            lines.append(f" ... {len(labels) - MOST_LINES} more {what}")
+            break
+        lines.append(f"{label:>{wide}}" + "".join(f"{count:>12,}" for count in row))
+    lines.append(f"{'all':>{wide}}" + "".join(f"{sum(c):>12,}" for c in columns))
+    ratios = "".join(f"{imbalance(column):>12.3f}" for column in columns)
+    return [*lines, f"{'max/mean':>{wide}}" + ratios]
+
+
+def _summary(figures: PartitionReport) -> list[str]:
+    edges, nodes = sum(figures.edges), sum(figures.nodes)
+    share = figures.edge_cut / max(edges, 1)
+    return [
+        f"edge cut  {figures.edge_cut:,} of {edges:,} ({share:.1%})",
+        f"volume    {figures.volume:,} rows an exchange "
+        f"({figures.volume / max(nodes, 1):.3f} a node), "
+        f"{figures.bytes(1):,} bytes a float32 feature",
+        f"busiest   sends {figures.max_send:,} rows, receives {figures.max_halo:,}",
+    ]
+
+
+def _comparison(old: PartitionReport, new: PartitionReport) -> list[str]:
+    lines = [f"{'refined':<22}{'before':>12}{'after':>12}{'ratio':>8}"]
+    for name, pick in (
+        ("most rows sent", PartitionReport.max_send),
+        ("most rows received", PartitionReport.max_halo),
+        ("volume", PartitionReport.volume),
+    ):
+        was, now = pick.fget(old), pick.fget(new)  # type: ignore[attr-defined]
+        lines.append(f"{name:<22}{was:>12,}{now:>12,}{now / max(was, 1):>8.3f}")
+    ratios = [
+        ("nodes", old.nodes, new.nodes),
+        ("edges", old.edges, new.edges),
+        ("train", old.train, new.train),
+        ("sent rows", old.send_rows, new.send_rows),
+        ("halo rows", old.halo_rows, new.halo_rows),
+    ]
+    if new.blocks:
+        ratios.append(("block nonzeros", old.blocks, new.blocks))
+    for name, was, now in ratios:
+        what = f"{name}, max/mean"
+        lines.append(f"{what:<22}{imbalance(was):>12.3f}{imbalance(now):>12.3f}")
+    return lines

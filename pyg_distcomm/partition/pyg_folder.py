@@ -1,4 +1,4 @@
-"""Folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
+"""Reads folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
 
 They hold x, edge_attr and time, under the node ids of the original graph; y, masks and
 other attributes were never written, and must come from elsewhere.
@@ -8,42 +8,46 @@ from __future__ import annotations
 
 import collections
 import pickle
+import struct
 import types
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.arrays import check_saved, is_archive
 from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import META, Meta, load_json
 from pyg_distcomm.partition.partition import Partition
 
 # edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
 # it is unpickled with these names and no others
-NAMES = {
+_NAMES = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
 }
-BAD_PICKLE = (pickle.UnpicklingError, RuntimeError, TypeError, ValueError)
+_BAD_PICKLE = (pickle.UnpicklingError, RuntimeError, TypeError, ValueError)
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error)
+_BAD_VALUES = (RuntimeError, OSError, ValueError, struct.error)
 
 
 class _Unpickler(pickle.Unpickler):
     """Unpickles tensors and dicts of them; refuses all other classes by name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in NAMES:
+        if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is refused")
-        return NAMES[module, name]
+        return _NAMES[module, name]
 
 
 _TENSORS_ONLY = types.SimpleNamespace(Unpickler=_Unpickler, __name__="tensors_only")
 
 
 def is_pyg_folder(folder: str | Path) -> bool:
-    """Says whether PyG's Partitioner wrote this folder."""
+    """Returns whether PyG's Partitioner wrote this folder."""
     folder = Path(folder)
     try:
         meta = load_json(folder / META)
@@ -71,7 +75,7 @@ def pyg_folder_meta(folder: str | Path) -> Meta:
 
 
 def read_pyg_partition(folder: str | Path) -> Partition:
-    """Reads who owns which node; raises ValueError, naming the file, when damaged."""
+    """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     folder = Path(folder)
     num_parts = pyg_folder_meta(folder)["num_parts"]
     path = folder / "node_map.pt"
@@ -131,7 +135,7 @@ def _nodes(
 def _edges(
     path: Path, partition: Partition, part: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives edge ids and ends, ascending by id, and the order that sorts the file's."""
+    """Reads edge ids and ends, ascending by id, and the order that sorts the file."""
     file = _load(path)
     edge_gid, order = _entry(file, "edge_id", path).sort()
     src = _rows(file, "row", order, order.numel(), path)
@@ -149,8 +153,8 @@ def _edges(
 def _edge_attrs(path: Path, edge_gid: Tensor, order: Tensor) -> dict[str, Tensor]:
     file = _load(path)
     if "global_id" in file:
-        told = _rows(file, "global_id", order, order.numel(), path)
-        if not torch.equal(told, edge_gid):
+        edge_ids = _rows(file, "global_id", order, order.numel(), path)
+        if not torch.equal(edge_ids, edge_gid):
             raise ValueError(f"{path}: not of the edges of graph.pt")
     rows = _feats(file, order, path)
     if "edge_time" in file:
@@ -204,6 +208,39 @@ def _load(path: Path) -> Any:
         if path.name == "edge_feats.pt":
             return torch.load(path, "cpu", _TENSORS_ONLY, weights_only=False)
         return torch.load(path, "cpu", weights_only=True)
-    except (OSError, EOFError, KeyError, AttributeError, *BAD_PICKLE) as error:
+    except (OSError, EOFError, KeyError, AttributeError, *_BAD_PICKLE) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read: {reason}") from None
+
+
+def check_saved(path: Path) -> None:
+    """Refuses a file of torch.save that is damaged or a program, which torch does not check.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            names = [name.partition("/")[2] for name in archive.namelist()]
+        # torch has a reader of its own, which can be given another table of contents
+        records = torch._C.PyTorchFileReader(str(path)).get_all_records()
+    except (*_BAD_ZIP, EOFError, NotImplementedError, *_BAD_VALUES) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if sorted(records) != sorted(names):
+        raise ValueError(f"{path}: cannot be read: its tables of contents differ")
+    if damaged is not None:
+        raise ValueError(f"{path}: cannot be read: {damaged} was altered (CRC-32)")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in names):
+        raise ValueError(
+            f"{path}: holds TorchScript, which is a program and is not run; save tensors "
+            "with torch.save"
+        )
+
+
+def is_archive(path: Path) -> bool:
+    """Returns whether a file is a zip archive, also a damaged one."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True

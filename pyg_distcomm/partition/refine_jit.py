@@ -1,6 +1,6 @@
-"""Holds compiled loops of `refine`; importing this file imports Numba.
+"""Compiles the loops of `refine_partition`; importing this module imports Numba.
 
-`held` says which parts need the row of a node, as (start, size, part, count): node u is
+`held` lists the parts that need the row of each node, as (start, size, part, count): node u is
 needed by the `size[u]` parts from `part[start[u]]` on, each for `count` of its targets.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from pyg_distcomm.kernels.compile import entry, jit
+from pyg_distcomm.partition.cutters_jit import fits, transfer
 
 Array = np.ndarray
 Held = tuple[Array, Array, Array, Array]
@@ -18,47 +19,8 @@ TINY = 1e-12  # differences below are rounding
 
 
 @entry
-def distinct_sources(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    """Gives indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
-
-    Two counting sorts, linear in nodes and edges.
-    """
-    start = np.zeros(num_nodes + 1, np.int64)
-    for e in range(src.size):
-        if src[e] != dst[e]:
-            start[src[e] + 1] += 1
-    start = np.cumsum(start)
-    fill = start[:-1].copy()
-    target = np.empty(start[-1], np.int32)
-    for e in range(src.size):
-        if src[e] != dst[e]:
-            target[fill[src[e]]] = dst[e]
-            fill[src[e]] += 1
-    begin = np.zeros(num_nodes + 1, np.int64)
-    for k in range(target.size):
-        begin[target[k] + 1] += 1
-    begin = np.cumsum(begin)
-    fill = begin[:-1].copy()
-    source = np.empty(target.size, np.int32)
-    for u in range(num_nodes):
-        for k in range(start[u], start[u + 1]):
-            t = target[k]
-            if fill[t] == begin[t] or source[fill[t] - 1] != u:
-                source[fill[t]] = u
-                fill[t] += 1
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    total = 0
-    for v in range(num_nodes):
-        for k in range(begin[v], fill[v]):
-            source[total] = source[k]
-            total += 1
-        indptr[v + 1] = total
-    return indptr, source[:total].copy()
-
-
-@entry
 def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
-    """Says which parts need each node's row, and for how many targets."""
+    """Lists the parts that need each node's row, and for how many targets."""
     num_nodes = owner.size
     start = np.zeros(num_nodes + 1, np.int64)
     for k in range(source.size):
@@ -77,7 +39,7 @@ def hold(indptr: Array, source: Array, owner: Array, num_parts: int) -> Held:
 
 @jit
 def _take(u: int, q: int, held: Held) -> None:
-    """Notes that one more target of u is in part q."""
+    """Counts one more target of u in part q."""
     start, size, part, count = held
     for k in range(start[u], start[u] + size[u]):
         if part[k] == q:
@@ -90,7 +52,7 @@ def _take(u: int, q: int, held: Held) -> None:
 
 @jit
 def _drop(u: int, q: int, held: Held) -> None:
-    """Notes that one target of u less is in part q."""
+    """Counts one target of u less in part q."""
     start, size, part, count = held
     k = start[u]
     while part[k] != q:
@@ -172,7 +134,7 @@ def _change(
 
 @jit
 def power_of(value: float, doublings: int) -> float:
-    """Gives value ** (2 ** doublings), by squaring: the same bits everywhere."""
+    """Returns value ** (2 ** doublings), by squaring: the same bits everywhere."""
     for _ in range(doublings):
         value *= value
     return value
@@ -189,10 +151,7 @@ def _gain(
     hit: Array,
     hits: int,
 ) -> float:
-    """Gives by how much the potential falls; 0 for a move that a limit forbids.
-
-    Clears delta.
-    """
+    """Returns the fall of the potential, 0 for a move that a limit forbids; clears delta."""
     num_parts = load.size // 2
     gain, volume, allowed = 0.0, 0, True
     for h in range(hits):
@@ -251,14 +210,6 @@ def _better(q: int, best: int, home: int, near: Array) -> int:
     return best
 
 
-@jit
-def _fits(carried: Array, capacity: Array, b: int, weight: Array, v: int) -> bool:
-    for c in range(capacity.size):
-        if weight[v, c] > 0 and carried[b, c] + weight[v, c] > capacity[c]:
-            return False
-    return True
-
-
 @entry
 def sweep(
     order: Array,
@@ -276,13 +227,11 @@ def sweep(
 ) -> int:
     """Moves each node of `order` once, to where the potential falls most; in place.
 
-    The definition is `sweep` of tests/refine_reference.py. Returns the number of moves.
+    The definition is `sweep` in tests/refine_reference.py. Returns the number of moves.
     """
     num_parts = carried.shape[0]
-    delta, hit = (
-        np.zeros((2 * num_parts, 2), np.int64),
-        np.empty(2 * num_parts, np.int64),
-    )
+    delta = np.zeros((2 * num_parts, 2), np.int64)
+    hit = np.empty(2 * num_parts, np.int64)
     near, chosen = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
     scale = float(max(1, load.max()))
     limit = np.minimum(first, load.max())
@@ -295,7 +244,7 @@ def sweep(
         best, best_gain = -1, 0.0
         for c in range(found):
             b = chosen[c]
-            if not _fits(carried, capacity, b, weight, v):
+            if not fits(carried, capacity, b, weight, v):
                 continue
             hits = _change(v, b, indptr, source, owner, held, delta, hit)
             gain = _gain(load, limit, most, scale, doublings, delta, hit, hits)
@@ -311,8 +260,7 @@ def sweep(
             _drop(source[e], a, held)
             _take(source[e], best, held)
         owner[v] = best
-        carried[a] -= weight[v]
-        carried[best] += weight[v]
+        transfer(carried, weight, v, a, best)
         limit = np.minimum(first, load.max())
         moves += 1
     return moves

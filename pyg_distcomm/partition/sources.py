@@ -1,4 +1,4 @@
-"""Reads a graph in files: what its edges are, and which attributes lie beside them."""
+"""Opens a graph in files: its edges, and the attributes beside them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.partition.columns import (
-    ArrayColumn,
-    Column,
-    NpyColumn,
-    TextColumn,
-)
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
     TEXT,
+    ArrayColumn,
+    Column,
     EdgeFile,
+    NpyColumn,
     PairWriter,
+    TextColumn,
     both_ways,
     is_text,
     member_opener,
-    plain_opener,
     spool_text,
 )
 
@@ -35,7 +32,7 @@ MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 @dataclass
 class GraphFiles:
-    """A graph whose edges, features and labels stay in their files until they are read.
+    """Holds a graph whose edges, features and labels stay in files until they are read.
 
     edges     the edges, in chunks; `doubled` if each is followed by its reverse
     columns   attributes by name; a row of the edges is that of the file, not doubled
@@ -59,7 +56,7 @@ class GraphFiles:
 
 
 def is_source(name: str) -> bool:
-    """Says whether a name is that of edges in a file, or of an OGB-style folder."""
+    """Returns whether a name is that of edges in a file, or of an OGB-style folder."""
     path = Path(name)
     return is_text(path) or path.suffix in (".npy", ".npz") or path.is_dir()
 
@@ -81,7 +78,7 @@ def open_source(
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
                 in raw/data.npz
-    num_nodes   where it is not told by the files and nodes without edges come last
+    num_nodes   needed if the files do not give it and nodes without edges come last
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
@@ -99,7 +96,7 @@ def open_source(
     else:
         found = _with_edges(path, spool, num_nodes, undirected)
     for name, file in {**(node_files or {}), **(edge_files or {})}.items():
-        found.columns[name] = NpyColumn(str(file), plain_opener(Path(file)))
+        found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
         _check_rows(found.columns[name], found.num_nodes, "nodes")
     if not found.num_nodes and num_nodes is None:
@@ -145,7 +142,7 @@ def _with_edges(
         raise ValueError(
             f"{path}: edges are read from .npy, .npz, {', '.join(TEXT)} (.gz) or a folder"
         )
-    edges = EdgeFile(str(path), plain_opener(path))
+    edges = EdgeFile(path)
     return _counted(edges, spool, num_nodes, undirected)
 
 
@@ -164,7 +161,7 @@ def _counted(
             for pair in edges.chunks("adding reverse edges"):
                 largest = max(largest, int(pair.max()))
                 writer.write(both_ways(pair.T))
-        edges = EdgeFile(str(file), plain_opener(file), tall=True)
+        edges = EdgeFile(file, tall=True)
     else:
         for pair in edges.chunks("counting nodes"):
             largest = max(largest, int(pair.max()))
@@ -184,29 +181,27 @@ def _count(name: Path | str, largest: int, edges: EdgeFile) -> int:
     return largest + 1
 
 
-def _members(path: Path) -> dict[str, NpyColumn]:
-    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
+def _names_in(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            return archive.namelist()
     except BAD_FILE as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _members(path: Path) -> dict[str, NpyColumn]:
+    """Opens the arrays of an .npz file, edge_index apart; plain values have no shape."""
     return {
         name.removesuffix(".npy"): NpyColumn(
             f"{path}:{name}", member_opener(path, name)
         )
-        for name in names
+        for name in _names_in(path)
         if name.endswith(".npy") and name != "edge_index.npy"
     }
 
 
 def _edges_of_npz(path: Path) -> EdgeFile:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except BAD_FILE as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if "edge_index.npy" not in names:
+    if "edge_index.npy" not in _names_in(path):
         raise ValueError(f"{path}: has no edge_index [2, num_edges]")
     return EdgeFile(f"{path}:edge_index", member_opener(path, "edge_index.npy"))
 
@@ -215,9 +210,9 @@ def _from_npz(
     path: Path, spool: Path, num_nodes: int | None, undirected: bool
 ) -> GraphFiles:
     edges, columns = _edges_of_npz(path), _members(path)
-    told = columns.pop("num_nodes", None)
-    if num_nodes is None and told is not None:
-        num_nodes = int(next(told.rows()).reshape(-1)[0])
+    count = columns.pop("num_nodes", None)
+    if num_nodes is None and count is not None:
+        num_nodes = int(next(count.rows()).reshape(-1)[0])
     for name in ("x", "y", "pos"):
         if num_nodes is None and name in columns and columns[name].shape:
             num_nodes = columns[name].shape[0]
@@ -230,29 +225,26 @@ def _from_npz(
     return found
 
 
+@dataclass(eq=False)
 class _Folder:
-    """A folder as OGB lays them out, text or binary; heterogeneous ones are refused."""
+    """Reads a folder laid out as OGB's, text or binary; refuses heterogeneous graphs."""
 
-    def __init__(
-        self,
-        root: Path,
-        spool: Path,
-        num_nodes: int | None,
-        undirected: bool,
-        split: str | None,
-    ) -> None:
-        self.root, self.spool, self.undirected = root, spool, undirected
-        self.num_nodes, self.split = num_nodes, split
-        self.raw = root / "raw" if (root / "raw").is_dir() else root
+    root: Path
+    spool: Path
+    num_nodes: int | None
+    undirected: bool
+    split: str | None
+
+    def __post_init__(self) -> None:
+        raw = self.root / "raw"
+        self.raw = raw if raw.is_dir() else self.root
         archive = self.raw / "data.npz"
-        self.packed: dict[str, NpyColumn] = {}
         self.archive = archive if archive.is_file() else None
-        if self.archive is not None:
-            self.packed = _members(archive)
+        self.packed = {} if self.archive is None else _members(self.archive)
 
     def read(self) -> GraphFiles:
         if self.num_nodes is None:
-            self.num_nodes = self._told_nodes()
+            self.num_nodes = self._num_nodes()
         found = self._edges()
         num_edges = found.edges_in_file()
         for name, key, count, real in (
@@ -285,16 +277,14 @@ class _Folder:
         path = self._file(key, ".npy", ".npz", ".csv.gz", ".csv")
         if path is None:
             return None
-        if path.suffix == ".npy":
-            return NpyColumn(str(path), plain_opener(path))
-        if path.suffix == ".npz":
-            members = _members(path)
-            if key not in members:
-                raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
-            return members[key]
-        return TextColumn(path, count, real=real)
+        if path.suffix != ".npz":
+            return _open_column(path, count, real)
+        members = _members(path)
+        if key not in members:
+            raise ValueError(f"{path}: has no {key}, only {', '.join(members)}")
+        return members[key]
 
-    def _told_nodes(self) -> int | None:
+    def _num_nodes(self) -> int | None:
         counts = None
         if "num_nodes_list" in self.packed:
             counts = next(self.packed["num_nodes_list"].rows()).reshape(-1)
@@ -309,9 +299,7 @@ class _Folder:
                 )
             return int(counts[0])
         path = self._file("node_feat", ".npy") or self._file("node_label", ".npy")
-        return (
-            None if path is None else NpyColumn(str(path), plain_opener(path)).shape[0]
-        )
+        return None if path is None else NpyColumn(path).shape[0]
 
     def _edges(self) -> GraphFiles:
         if self.archive is not None:
@@ -328,11 +316,8 @@ class _Folder:
 
     def _masks(self, num_nodes: int) -> dict[str, np.ndarray]:
         home = self.root / "split"
-        names = (
-            sorted(p.name for p in home.iterdir() if p.is_dir())
-            if home.is_dir()
-            else []
-        )
+        inner = home.iterdir() if home.is_dir() else ()
+        names = sorted(path.name for path in inner if path.is_dir())
         if not names and self.split is None:
             return {}
         split = self.split if self.split is not None else names[0]
@@ -350,15 +335,16 @@ class _Folder:
         return masks
 
 
+def _open_column(path: Path, count: int | None, real: bool | None) -> Column:
+    if path.suffix == ".npy":
+        return NpyColumn(path)
+    return TextColumn(path, count, real=real)
+
+
 def _mask(path: Path, num_nodes: int) -> np.ndarray:
     """Turns a list of node ids into a mask."""
-    column: Column
-    if path.suffix == ".npy":
-        column = NpyColumn(str(path), plain_opener(path))
-    else:
-        column = TextColumn(path, None, real=False)
     mask = np.zeros(num_nodes, np.bool_)
-    for ids in column.rows():
+    for ids in _open_column(path, None, False).rows():
         if ids.dtype.kind not in "iu":
             raise ValueError(f"{path}: holds {ids.dtype}, wanted node ids")
         bad = ids[(ids < 0) | (ids >= num_nodes)]

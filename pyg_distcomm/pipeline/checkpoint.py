@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from pyg_distcomm.checkpoint.atomic import damage, find, whole_folder, write_whole
+from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.partition.arrays import told
+from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
 from pyg_distcomm.pipeline.layer_stack import on_all_ranks
 
@@ -70,7 +70,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     keep: int = 1,
 ) -> None:
-    """Writes a folder, whole or not at all; collective (see `atomic.whole_folder`)."""
+    """Writes a folder, whole or not at all; collective (see `whole_folder`)."""
     mesh = pipe.mesh
     whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
     whole["optimizer"] = _optimizer(pipe, optimizer)
@@ -93,7 +93,7 @@ def _write(part: Any, file: Path) -> None:
     try:
         write_whole(file, lambda path: torch.save(part, path))
     except (OSError, RuntimeError) as error:
-        raise ValueError(told(error, file)) from error
+        raise ValueError(write_problem(error, file)) from error
 
 
 def load(pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.partition.arrays import told
+from pyg_distcomm.partition.atomic import write_problem
 
 Points = tuple[tuple[int, float], ...]
 Line = tuple[int, int]
@@ -224,7 +224,7 @@ class Machine:
         except OSError as error:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            raise ValueError(told(error, path)) from error
+            raise ValueError(write_problem(error, path)) from error
 
     @staticmethod
     def load(path: str | Path) -> Machine:

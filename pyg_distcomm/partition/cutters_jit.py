@@ -1,4 +1,9 @@
-"""Holds compiled loops of the cutters; importing this file imports Numba."""
+"""Compiles the loops of the cutters; importing this module imports Numba.
+
+Loads of parts are nodes (a hard limit), in-edges and, but for streams, train nodes (soft).
+Loops of the streaming cutter take a chunk of edges, and arrays with an entry, or a few
+seats, per node.
+"""
 
 from __future__ import annotations
 
@@ -10,54 +15,62 @@ from pyg_distcomm.kernels.compile import entry, jit
 
 Array = np.ndarray
 
-LOADS = 3  # what a part carries: nodes (a hard limit), in-edges, train nodes (soft)
-
 
 @entry
-def symmetric_csr(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    """Gives indptr [n + 1] and sorted indices of A + A^T, loops and duplicates dropped.
+def distinct_sources(
+    src: Array, dst: Array, num_nodes: int, both: bool
+) -> tuple[Array, Array]:
+    """Returns indptr [n + 1] and, for each node, its distinct sources but itself, sorted.
 
-    Two counting sorts, linear in nodes and edges.
+    With `both`, edges count in both directions. Two counting sorts, linear in nodes and
+    edges.
     """
     start = np.zeros(num_nodes + 1, np.int64)
     for e in range(src.size):
         if src[e] != dst[e]:
             start[src[e] + 1] += 1
-            start[dst[e] + 1] += 1
+            if both:
+                start[dst[e] + 1] += 1
     start = np.cumsum(start)
     fill = start[:-1].copy()
-    first = np.empty(start[-1], np.int32)
+    target = np.empty(start[-1], np.int32)
     for e in range(src.size):
         s, d = src[e], dst[e]
         if s != d:
-            first[fill[s]] = d
+            target[fill[s]] = d
             fill[s] += 1
-            first[fill[d]] = s
-            fill[d] += 1
-    # the pattern is symmetric, so walking its rows in order fills its columns sorted;
-    # equal neighbours then follow one another, and the last one written is enough
-    indices = np.empty(start[-1], np.int32)
-    fill[:] = start[:-1]
-    for v in range(num_nodes):
-        for k in range(start[v], start[v + 1]):
-            u = first[k]
-            if fill[u] == start[u] or indices[fill[u] - 1] != v:
-                indices[fill[u]] = v
-                fill[u] += 1
-    return _squeeze(start, fill, indices)
+            if both:
+                target[fill[d]] = s
+                fill[d] += 1
+    begin = np.zeros(num_nodes + 1, np.int64)
+    for k in range(target.size):
+        begin[target[k] + 1] += 1
+    begin = np.cumsum(begin)
+    end = begin[:-1].copy()
+    source = np.empty(target.size, np.int32)
+    for u in range(num_nodes):
+        for k in range(start[u], start[u + 1]):
+            t = target[k]
+            # equal ones follow one another, and the last one written is enough
+            if end[t] == begin[t] or source[end[t] - 1] != u:
+                source[end[t]] = u
+                end[t] += 1
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    total = 0
+    for v in range(num_nodes):  # closes the gaps between rows
+        for k in range(begin[v], end[v]):
+            source[total] = source[k]
+            total += 1
+        indptr[v + 1] = total
+    return indptr, source[:total].copy()
 
 
 @jit
-def _squeeze(start: Array, end: Array, indices: Array) -> tuple[Array, Array]:
-    num_nodes = end.size
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    total = 0
-    for v in range(num_nodes):
-        for k in range(start[v], end[v]):
-            indices[total] = indices[k]
-            total += 1
-        indptr[v + 1] = total
-    return indptr, indices[:total].copy()
+def transfer(load: Array, weight: Array, v: int, a: int, b: int) -> None:
+    """Takes what node v adds from the load of part a, and gives it to part b."""
+    for c in range(weight.shape[1]):
+        load[a, c] -= weight[v, c]
+        load[b, c] += weight[v, c]
 
 
 @entry
@@ -102,9 +115,9 @@ def _touch(
 
 @jit
 def _room(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
-    """Gives the smallest free share over the loads that v adds to; <= 0 is full."""
+    """Returns the smallest free share over the loads that v adds to; <= 0 is full."""
     room: float = 1.0 - load[p, 0] / capacity[0]
-    for c in range(1, LOADS):
+    for c in range(1, capacity.size):
         if weight[v, c] > 0:
             room = min(room, 1.0 - load[p, c] / capacity[c])
     return room
@@ -112,7 +125,7 @@ def _room(load: Array, capacity: Array, p: int, weight: Array, v: int) -> float:
 
 @jit
 def _emptiest(load: Array, capacity: Array, weight: Array, v: int) -> int:
-    """Gives the part with the most room that is not full of nodes."""
+    """Returns the part with the most room that is not full of nodes."""
     best, best_room = -1, -np.inf
     for p in range(load.shape[0]):
         if load[p, 0] < capacity[0]:
@@ -123,7 +136,7 @@ def _emptiest(load: Array, capacity: Array, weight: Array, v: int) -> int:
 
 
 @entry
-def stream(
+def ldg(
     order: Array,
     indptr: Array,
     indices: Array,
@@ -161,20 +174,21 @@ def stream(
         if best < 0:
             best = _emptiest(load, capacity, weight, v)
         owner[v] = best
-        for c in range(LOADS):
+        for c in range(capacity.size):
             load[best, c] += weight[v, c]
 
 
 @jit
-def _fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
-    for c in range(LOADS):
+def fits(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
+    """Returns whether part p has room for all that node v adds."""
+    for c in range(capacity.size):
         if weight[v, c] > 0 and load[p, c] + weight[v, c] > capacity[c]:
             return False
     return True
 
 
 @entry
-def refine(
+def lower_cut(
     order: Array,
     indptr: Array,
     indices: Array,
@@ -197,23 +211,21 @@ def refine(
         best, best_count = home, count[home]
         for t in range(found):
             p = touched[t]
-            if count[p] > best_count and _fits(load, capacity, p, weight, v):
+            if count[p] > best_count and fits(load, capacity, p, weight, v):
                 best, best_count = p, count[p]
         for t in range(found):
             count[touched[t]] = 0
         if best != home and load[home, 0] > 1:
             moves += 1
             owner[v] = best
-            for c in range(LOADS):
-                load[home, c] -= weight[v, c]
-                load[best, c] += weight[v, c]
+            transfer(load, weight, v, home, best)
     return moves
 
 
 @jit
 def _over(load: Array, capacity: Array, p: int, weight: Array, v: int) -> bool:
     over = False
-    for c in range(LOADS):
+    for c in range(capacity.size):
         over = over or (weight[v, c] > 0 and load[p, c] > capacity[c])
     return over
 
@@ -242,7 +254,7 @@ def rebalance(
         for t in range(found):
             p = touched[t]
             better = p != home and count[p] > best_count
-            if better and _fits(load, capacity, p, weight, v):
+            if better and fits(load, capacity, p, weight, v):
                 best, best_count = p, count[p]
         if best < 0 and count[home] <= loss:
             p = _emptiest(load, capacity, weight, v)
@@ -252,9 +264,7 @@ def rebalance(
             count[touched[t]] = 0
         if best >= 0 and best != home:
             owner[v] = best
-            for c in range(LOADS):
-                load[home, c] -= weight[v, c]
-                load[best, c] += weight[v, c]
+            transfer(load, weight, v, home, best)
 
 
 @entry
@@ -290,3 +300,148 @@ def cut_size(indptr: Array, indices: Array, owner: Array) -> int:
             if owner[indices[k]] != owner[v]:
                 total += 1
     return total
+
+
+@entry
+def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> None:
+    """Adds to the out-degrees [n], and to the in-degrees weight[:, 1]."""
+    for e in range(src.size):
+        out_degree[src[e]] += 1
+        weight[dst[e], 1] += 1
+
+
+@entry
+def cluster(
+    src: Array,
+    dst: Array,
+    degree: Array,
+    home: Array,
+    volume: Array,
+    size: Array,
+    most: Array,
+) -> None:
+    """Joins the ends of each edge: the one in the smaller cluster goes to the larger.
+
+    home [n] is the cluster of each node, named after a node; volume and size [n] are
+    the degrees and nodes in each, never above most = (volume, nodes).
+    """
+    for e in range(src.size):
+        small, large = src[e], dst[e]
+        if home[small] == home[large]:
+            continue
+        rest_small = volume[home[small]] - degree[small]
+        rest_large = volume[home[large]] - degree[large]
+        if rest_small > rest_large:
+            small, large = large, small
+        a, b = home[small], home[large]
+        if volume[b] + degree[small] <= most[0] and size[b] + 1 <= most[1]:
+            volume[a] -= degree[small]
+            size[a] -= 1
+            volume[b] += degree[small]
+            size[b] += 1
+            home[small] = b
+
+
+@entry
+def pack(
+    order: Array,
+    weight: Array,
+    capacity: Array,
+    load: Array,
+    place: Array,
+) -> None:
+    """Puts each cluster of `order` where most room is left; place -1 where none has it.
+
+    load [P, 2] is added to.
+    """
+    for c in order:
+        best, best_room = -1, -np.inf
+        for p in range(load.shape[0]):
+            if load[p, 0] + weight[c, 0] > capacity[0]:
+                continue
+            room = 1.0
+            for k in range(capacity.size):
+                room = min(room, 1 - (load[p, k] + weight[c, k]) / max(capacity[k], 1))
+            if room > best_room:
+                best, best_room = p, room
+        place[c] = best
+        if best >= 0:
+            load[best] += weight[c]
+
+
+@entry
+def vote(
+    src: Array,
+    dst: Array,
+    owner: Array,
+    own: Array,
+    seat: Array,
+    count: Array,
+) -> int:
+    """Counts, for both ends of each edge, where the other is; returns the edges cut.
+
+    own [n] counts neighbours in a node's own part, exactly. seat [n, SEATS] names parts
+    of others, and count their neighbours, by the rule of [Misra82]: a part without a
+    seat takes an empty one, or takes one vote from every seat; so counts are never too
+    high, and exact while a node's neighbours are in no more parts than there are seats.
+    """
+    cut = 0
+    for e in range(src.size):
+        u, v = src[e], dst[e]
+        if u == v:
+            continue
+        if owner[u] == owner[v]:
+            own[u] += 1
+            own[v] += 1
+            continue
+        cut += 1
+        _sit(u, owner[v], seat, count)
+        _sit(v, owner[u], seat, count)
+    return cut
+
+
+@jit
+def _sit(v: int, part: int, seat: Array, count: Array) -> None:
+    free = -1
+    for k in range(seat.shape[1]):
+        if count[v, k] == 0:
+            free = k
+        elif seat[v, k] == part:
+            count[v, k] += 1
+            return
+    if free >= 0:
+        seat[v, free], count[v, free] = part, 1
+        return
+    for k in range(seat.shape[1]):
+        count[v, k] -= 1
+
+
+@entry
+def move(
+    order: Array,
+    owner: Array,
+    own: Array,
+    seat: Array,
+    count: Array,
+    weight: Array,
+    capacity: Array,
+    load: Array,
+) -> int:
+    """Moves each unit of `order` to the part with most votes that has room.
+
+    weight [n, 2] is what a unit, a node or a cluster, adds to a part. Returns moves.
+    """
+    moves = 0
+    for v in order:
+        a, best, most = owner[v], -1, own[v]
+        for k in range(seat.shape[1]):
+            q = seat[v, k]
+            if count[v, k] == 0 or not fits(load, capacity, q, weight, v):
+                continue
+            if count[v, k] > most or (best >= 0 and count[v, k] == most and q < best):
+                best, most = q, count[v, k]
+        if best >= 0 and load[a, 0] > weight[v, 0]:
+            owner[v] = best
+            transfer(load, weight, v, a, best)
+            moves += 1
+    return moves

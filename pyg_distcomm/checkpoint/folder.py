@@ -1,12 +1,4 @@
-"""Writes folders that appear whole or not at all, and finds them after a killed save.
-
-[Note: whole folders] A save writes a folder of its own, `.NAME.writing-TOKEN`, beside its
-place; the token says which process writes. Once all of it is on the disk it becomes
-`.NAME.ready-TOKEN`, which is exchanged with what stands at NAME in one step (`renameat2` of
-Linux), so that there is always something. Where the file system can not, what stood there is
-renamed first, and a kill between the two steps leaves no NAME; `find` then returns the folder
-that is ready, and the next save keeps it.
-"""
+"""Saves a folder of all ranks whole or not at all, and finds damage in a saved one."""
 
 from __future__ import annotations
 
@@ -22,26 +14,28 @@ from pathlib import Path
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
-from pyg_distcomm.partition.arrays import (
+from pyg_distcomm.partition.atomic import (
     beside,
     clear,
-    exchange,
-    in_state,
     is_over,
     leftovers,
+    move,
     new_token,
     newest,
+    numbered,
+    put_in_place,
     sha256,
-    told,
+    sync,
+    write_problem,
 )
 
 MARK = ".pyg_distcomm.json"
-# what each kind of folder holds: a file that has to be there, and all that may be
+# per kind of folder: a file that it must hold, and patterns of all that it may hold
 _CONTENTS = {
     "checkpoint": (".metadata", (MARK, ".metadata*", "*.distcp", "link.*.pt")),
     "pipeline": ("model.pt", (MARK, "model.pt", "rows*.pt")),
 }
-_PATIENCE = 5.0  # seconds in which another host's folder shows on a shared disk
+_PATIENCE = 5.0  # seconds until a shared disk shows a folder of another host
 
 
 @contextlib.contextmanager
@@ -50,7 +44,8 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Yields a folder to write in, which then takes its place at `path`; collective.
 
-    What fails inside has to fail on all ranks.
+    Errors inside have to be raised on all ranks. See [Note: whole folders] in
+    `partition.atomic`.
 
     Args:
         path: where the folder is to be, the same on all ranks and on a disk that they share.
@@ -67,22 +62,21 @@ def whole_folder(
     token = str(collectives.broadcast_object(new_token(), axis))
     aside = beside(place, "writing", token)
     first = axis.rank == 0
-    collectives.agree(
-        _tried(lambda: _begin(place, aside, kind, keep), aside, first), axis
-    )
+    problem = _problem(lambda: _begin(place, aside, kind, keep), aside, first)
+    collectives.agree(problem, axis)
     try:
-        collectives.agree(_unseen(aside), axis)
+        collectives.agree(_invisible(aside), axis)
         yield aside
     except BaseException:
         if first:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    problem = _tried(lambda: _finish(place, aside, keep), aside, first)
+    problem = _problem(lambda: _finish(place, aside, keep), aside, first)
     collectives.agree(problem, axis)
 
 
 def find(path: str | Path) -> Path:
-    """Returns where the folder saved last at `path` is: there, or where a kill has left it."""
+    """Returns the folder saved last at `path`, which a kill may have left beside it."""
     place = Path(os.path.realpath(path))
     if place.exists():
         return place
@@ -92,15 +86,15 @@ def find(path: str | Path) -> Path:
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a file and waits until it is on the disk."""
     write(path)
-    _sync(path)
+    sync(path)
 
 
 def damage(folder: Path, *patterns: str) -> str | None:
-    """Says how files of a folder differ from what was saved, if they do.
+    """Describes how files of a folder differ from what was saved, if they do.
 
     Args:
         folder: written by `whole_folder`.
-        patterns: which files: those that were saved, and those that are there now.
+        patterns: selects files among those that were saved and those that exist now.
 
     Price: a second or less for each GB.
     """
@@ -113,8 +107,8 @@ def damage(folder: Path, *patterns: str) -> str | None:
         why = type(error).__name__
         return f"{mark}: damaged, or not written to its end ({why})"
     names = {*sums, *os.listdir(folder)} - {MARK}
-    asked = {n for n in names if any(fnmatch.fnmatch(n, one) for one in patterns)}
-    for path in [folder / name for name in sorted(asked)]:
+    chosen = {n for n in names if any(fnmatch.fnmatch(n, one) for one in patterns)}
+    for path in [folder / name for name in sorted(chosen)]:
         if not path.is_file():
             return _no_file(path)
         if path.name not in sums:
@@ -125,7 +119,7 @@ def damage(folder: Path, *patterns: str) -> str | None:
 
 
 def _no_file(path: Path) -> str:
-    """Says what is in the place of a file: nothing, or, say, a pipe, which has no end."""
+    """Describes a missing file, or what is in its place, such as a pipe without end."""
     return f"{path}: {'not a file' if os.path.lexists(path) else 'missing'}"
 
 
@@ -134,33 +128,32 @@ def _agree_on(path: str, keep: int, axis: Axis) -> None:
         raise ValueError(f"keep must be a whole number of at least 1, got {keep!r}")
     every = collectives.all_gather_object([path, keep], axis)
     for rank, given in enumerate(every):
-        for name, mine, its in zip(("path", "keep"), every[0], given, strict=True):
-            if mine != its:
+        for name, want, got in zip(("path", "keep"), every[0], given, strict=True):
+            if want != got:
                 raise ValueError(
-                    f"save with the same {name} on all ranks: rank 0 got {mine!r}, rank "
-                    f"{rank} got {its!r}"
+                    f"save with the same {name} on all ranks: rank 0 got {want!r}, rank "
+                    f"{rank} got {got!r}"
                 )
 
 
-def _tried(act: Callable[[], None], aside: Path, here: bool) -> str | None:
+def _problem(act: Callable[[], None], aside: Path, here: bool) -> str | None:
     if not here:
         return None
     try:
         act()
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        return told(error, aside)
+        return write_problem(error, aside)
     except ValueError as error:
         return str(error)
     return None
 
 
 def _begin(place: Path, aside: Path, kind: str, keep: int) -> None:
-    kept = [_kept(place, k) for k in range(1, keep)]
-    for there in (place, *kept):
-        if not _is_ours(there, kind):
+    for path in (place, *(numbered(place, k) for k in range(1, keep))):
+        if not _is_ours(path, kind):
             raise ValueError(
-                f"save to another path: {there} holds what is not a {kind} of pyg_distcomm, "
+                f"save to another path: {path} holds what is not a {kind} of pyg_distcomm, "
                 "and would be replaced; or move it away"
             )
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -169,8 +162,8 @@ def _begin(place: Path, aside: Path, kind: str, keep: int) -> None:
     (aside / MARK).write_text(json.dumps({"kind": kind}))
 
 
-def _unseen(aside: Path) -> str | None:
-    """Says if this rank does not see the folder that rank 0 has made."""
+def _invisible(aside: Path) -> str | None:
+    """Describes the problem if this rank does not see the folder that rank 0 has made."""
     stop = time.monotonic() + _PATIENCE
     while not (aside / MARK).exists():
         if time.monotonic() > stop:
@@ -185,7 +178,7 @@ def _unseen(aside: Path) -> str | None:
 
 
 def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
-    """Says whether a folder is of a kind, or half of one that was being removed."""
+    """Returns whether a folder is of a kind, or with `half` the rest of one."""
     if not os.path.lexists(path):
         return True
     if not path.is_dir():
@@ -196,28 +189,25 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
     return not names or (known and (half or needed in names or MARK in names))
 
 
-def _kept(place: Path, number: int) -> Path:
-    return place.with_name(f"{place.name}.{number}")
-
-
 def _clear(place: Path, kind: str, keep: int) -> None:
-    """Takes away what killed saves have left, but the last whole folder.
+    """Removes what killed saves have left, except for whole folders to keep.
 
-    Of a save that was killed before what it replaced had its number, that gets it now.
+    The last whole folder gets a free number, if no save put another in its place; one that
+    a save had replaced, when it was killed before numbering it, becomes number 1.
     """
-    last = None if place.exists() else newest(place, is_over)
+    last = None if place.exists() else newest(place, ended=True)
     if last is not None:
         os.rename(last, place)
         os.rename(place, _free(place))
     replaced = [one for state in ("ready", "old") for one in leftovers(place, state)]
     for left in replaced if keep > 1 else []:
         if is_over(left) and _is_ours(left, kind) and _is_older(left, place):
-            _move(left, _kept(place, 1), left)
+            move(left, numbered(place, 1), left)
     clear(place, lambda left: _is_ours(left, kind, half=True))
 
 
 def _is_older(left: Path, place: Path) -> bool:
-    """Says whether a whole folder was written before the one that is in its place."""
+    """Returns whether a whole folder was written before the one in its place."""
     marks = [folder / MARK for folder in (left, place)]
     if not all(mark.is_file() for mark in marks) or damage(left, "*") is not None:
         return False
@@ -225,11 +215,11 @@ def _is_older(left: Path, place: Path) -> bool:
 
 
 def _free(place: Path) -> Path:
-    """Returns the first number that no folder has, and says that it is taken."""
+    """Returns the first numbered path that is free, and warns that it is used."""
     number = 1
-    while os.path.lexists(_kept(place, number)):
+    while os.path.lexists(numbered(place, number)):
         number += 1
-    free = _kept(place, number)
+    free = numbered(place, number)
     warnings.warn(
         f"a save to {place} was killed; the last whole one is now at {free}",
         stacklevel=2,
@@ -242,41 +232,6 @@ def _finish(place: Path, aside: Path, keep: int) -> None:
     files = sorted(file for file in aside.iterdir() if file.name != MARK)
     mark["files"] = {file.name: sha256(file) for file in files}
     (aside / MARK).write_text(json.dumps(mark))
-    for file in aside.iterdir():
-        _sync(file)
-    _sync(aside)
-    ready = in_state(aside, "ready")
-    os.rename(aside, ready)
-    if not os.path.lexists(place):
-        os.rename(ready, place)
-    else:
-        for number in range(keep - 1, 1, -1):
-            _move(_kept(place, number - 1), _kept(place, number), ready)
-        exchange(ready, place)
-        if keep > 1:
-            _move(ready, _kept(place, 1), ready)
-        else:
-            shutil.rmtree(ready)
-    _sync(place.parent)
-
-
-def _move(source: Path, target: Path, ready: Path) -> None:
-    """Renames a folder; one in its way is removed under a name of its own."""
-    if source.exists():
-        if target.exists():
-            removed = in_state(ready, "removing")
-            os.rename(target, removed)
-            os.rename(source, target)
-            shutil.rmtree(removed)
-        else:
-            os.rename(source, target)
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    put_in_place(aside, place, keep)

@@ -1,0 +1,192 @@
+"""Puts folders in their place whole or not at all, and deletes only what it wrote.
+
+[Note: whole folders] A writer fills `.NAME.writing-TOKEN` beside NAME; the token names the
+process. Once all of it is on the disk the folder becomes `.NAME.ready-TOKEN`, which is
+exchanged with what stands at NAME in one step (`renameat2` of Linux), so that NAME always
+exists. Where the file system cannot exchange, the old folder is renamed first, and a kill
+between the two steps leaves no NAME; `newest` then returns the folder that is ready, and the
+next write keeps it. Others remove what a writer left only after its process has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
+_NAME = re.compile(r"(\..*)\.(writing|ready|old|removing)-((.+)-(\d+)-[0-9a-f]{8})")
+_AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
+
+
+def new_token() -> str:
+    """Returns a token that names this process and no other writer."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def beside(place: Path, state: str, token: str) -> Path:
+    """Names a writer's folder in a state: "writing", "ready", "old" or "removing"."""
+    return place.with_name(f".{place.name}.{state}-{token}")
+
+
+def in_state(path: Path, state: str) -> Path:
+    """Names the same writer's folder in another state."""
+    parts = _NAME.fullmatch(path.name)
+    assert parts is not None
+    return path.with_name(f"{parts[1]}.{state}-{parts[3]}")
+
+
+def numbered(place: Path, number: int) -> Path:
+    """Names the earlier folder of a number, 1 being the last one before `place`."""
+    return place.with_name(f"{place.name}.{number}")
+
+
+def leftovers(place: Path, state: str) -> list[Path]:
+    """Lists the folders of writers beside a place in a state."""
+    beside_it = place.parent.glob(f".{glob.escape(place.name)}.{state}-*")
+    return [path for path in beside_it if _NAME.fullmatch(path.name)]
+
+
+def newest(place: Path, ended: bool = False) -> Path | None:
+    """Returns the whole folder that a writer left beside its place, if there is one.
+
+    With `ended`, only writers count that have ended: another one may be about to rename it.
+    """
+    for state in ("ready", "old"):
+        left = [path for path in leftovers(place, state) if not ended or is_over(path)]
+        if left:
+            return max(left, key=_written_at)
+    return None
+
+
+def is_over(left: Path) -> bool:
+    """Returns whether the writer of a folder has ended, or is forgotten."""
+    parts = _NAME.fullmatch(left.name)
+    assert parts is not None
+    if parts[4] != socket.gethostname():
+        return left.exists() and time.time() - _written_at(left) > _FORGOTTEN
+    if parts[5] == str(os.getpid()):
+        return True
+    try:
+        os.kill(int(parts[5]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # the process is another user's, and alive
+        pass
+    return False
+
+
+def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Removes the folders beside a place whose writers have ended, if they are ours."""
+    for state in ("writing", "ready", "old", "removing"):
+        for left in leftovers(place, state):
+            if is_over(left) and is_ours(left):
+                _remove(left)
+
+
+def put_in_place(aside: Path, place: Path, keep: int = 1) -> None:
+    """Renames a finished folder to `place`, where the folder before it stays until then.
+
+    Args:
+        aside: the folder in the state "writing".
+        place: where it goes.
+        keep: how many folders remain: the new one, and those before it at `place.1`, ...
+    """
+    ready = in_state(aside, "ready")
+    os.rename(aside, ready)
+    replaces = os.path.lexists(place)
+    try:
+        if replaces:
+            for number in range(keep - 1, 1, -1):
+                move(numbered(place, number - 1), numbered(place, number), ready)
+            exchange(ready, place)
+        else:
+            os.rename(ready, place)
+    except BaseException:
+        _remove(ready)
+        raise
+    if replaces and keep > 1:
+        move(ready, numbered(place, 1), ready)
+    elif replaces:
+        _remove(ready)
+    sync(place.parent)
+
+
+def exchange(ready: Path, place: Path) -> None:
+    """Exchanges two folders, in one step where the file system can."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        names = os.fsencode(ready), os.fsencode(place)
+        if libc.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0:
+            return
+    except (OSError, AttributeError):
+        pass
+    old = in_state(ready, "old")
+    os.rename(place, old)
+    try:
+        os.rename(ready, place)
+    except BaseException:
+        os.rename(old, place)
+        raise
+    os.rename(old, ready)
+
+
+def move(source: Path, target: Path, ready: Path) -> None:
+    """Renames a folder if it exists; removes the one in its way under another name."""
+    if not source.exists():
+        return
+    removed = in_state(ready, "removing")
+    if target.exists():
+        os.rename(target, removed)
+    os.rename(source, target)
+    _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link but not its target; what resists is left for `clear`."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its writer has just renamed it
+        return 0.0
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder where the system can, to the disk."""
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
+    state = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            state.update(block)
+    return state.hexdigest()
+
+
+def write_problem(error: BaseException, path: Path) -> str:
+    """Explains why a file could not be written, and what to do."""
+    where = getattr(error, "filename", None) or path
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"save elsewhere, or make room and allow writing: {where}: {reason}"
