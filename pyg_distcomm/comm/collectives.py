@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.comm.axis import Axis as Axis
+from pyg_distcomm.comm.axis import Messages, guarded
 from pyg_distcomm.comm.axis import Pending as Pending
-from pyg_distcomm.comm.axis import guarded
-from pyg_distcomm.comm.failure import ENDED, RankError
-from pyg_distcomm.comm.p2p import Messages
 from pyg_distcomm.comm.serialization import decode, encode
+from pyg_distcomm.comm.store import ENDED, RankError
 from pyg_distcomm.comm.timeline import Exchange
 
 _MUCH = 1 << 17  # bytes to one rank that would delay what they overtake

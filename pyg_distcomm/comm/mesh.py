@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyg_distcomm.comm import collectives, random, rendezvous
+from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
-    DeadlineStore,
     FailureMonitor,
     exit_on_sigterm,
     install_excepthook,
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.store import StoreMailbox, arrive, join, open_group
 from pyg_distcomm.process import PROCESS
 
 Grid = tuple[int, int, int]
@@ -372,7 +372,7 @@ def init(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     patience = _PATIENCE if problem else timeout
     if not dist.is_initialized() and launched:
-        rendezvous.join(backend or _default_backend(), patience)
+        join(backend or _default_backend(), patience)
     size = world_size()
     sides = (1, 1, 1)
     if problem is None:
@@ -506,7 +506,7 @@ def _open_axes(
         for line in lines:
             group = None
             if len(line) > 1:
-                group = rendezvous.open_group(line, backend, watch.deadline)
+                group = open_group(line, backend, watch.deadline)
             if rank in line:
                 place, n = line.index(rank), len(line)
                 axes[name] = Axis(name, place, n, group, ledger, watch)
@@ -535,7 +535,7 @@ def _make_watch(
         ValueError, TypeError: on all ranks, for a problem of one, or what differs.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = DeadlineStore(dist.distributed_c10d._get_default_store())
+    store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
     said = {name: repr(value) for name, value in asked.items()}
@@ -543,7 +543,7 @@ def _make_watch(
         said["grid"] = repr(tuple(asked["grid"]))
     wrong = None if problem is None else [type(problem).__name__, str(problem)]
     name = f"mesh/{number}"
-    notes = rendezvous.arrive(store, name, rank, size, timeout, [said, wrong])
+    notes = arrive(store, name, rank, size, timeout, [said, wrong])
     found = differing([note[0] for note in notes])
     first = next((note[1] for note in notes if note[1]), None)
     if first and found is None:  # the same on all

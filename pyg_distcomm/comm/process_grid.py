@@ -18,7 +18,7 @@ from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rendezvous import open_group
+from pyg_distcomm.comm.store import open_group
 
 
 @dataclass(frozen=True, eq=False)
