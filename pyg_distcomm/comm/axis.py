@@ -41,7 +41,7 @@ from torch import Tensor
 from pyg_distcomm.comm.failure import FailureMonitor, break_off_all
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.store import RankError
-from pyg_distcomm.comm.timeline import Exchange, label
+from pyg_distcomm.comm.trace import Exchange, label
 from pyg_distcomm.process import PROCESS
 
 _SLICE = timedelta(seconds=0.25)

@@ -20,7 +20,7 @@ from pyg_distcomm.comm.axis import Messages, guarded
 from pyg_distcomm.comm.axis import Pending as Pending
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
-from pyg_distcomm.comm.timeline import Exchange
+from pyg_distcomm.comm.trace import Exchange
 
 _MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -222,15 +222,21 @@ class FailureMonitor:
             raise
 
     def _gather(self, name: str, doing: str, ranks: int) -> None:
-        begin, pause = time.monotonic(), 0.0005
-        came = self.store.add(name, 1)
-        while came < ranks:
-            self.look()
-            if time.monotonic() - begin > self.deadline:
-                raise self.expired(doing)
-            time.sleep(pause)
-            came, pause = self.store.add(name, 0), min(0.1, 2 * pause)
+        if self.store.add(name, 1) == ranks:
+            self.store.set(f"{name}/all", "")
+        self.store.wait([f"{name}/all"], self.until(doing))
         self.look()  # one that was here may have given up
+
+    def until(self, doing: str) -> Callable[[float], bool]:
+        """Returns what ends a wait at the mailbox: another rank's failure, or the deadline."""
+
+        def look(seconds: float) -> bool:
+            self.look()
+            if seconds > self.deadline:
+                raise self.expired(doing)
+            return False
+
+        return look
 
     def _look_for_changes(self) -> None:
         name = f"changed/{self._stage}"

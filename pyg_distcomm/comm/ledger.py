@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
-from pyg_distcomm.comm import timeline
+from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.process import PROCESS
 
 
@@ -64,36 +64,21 @@ class Ledger:
         self,
         op: str,
         axis: str,
-        *,
-        words: int,
-        bytes: int,
-        sent_bytes: int,
-        messages: int,
-    ) -> timeline.Exchange | None:
-        """Adds one operation; a parent counts it too.
+        **counts: int,
+    ) -> Exchange | None:
+        """Adds one operation, with its words, bytes, sent_bytes and messages.
 
-        Returns its record in the trace under way, if there is one.
+        A parent counts it too. Returns its record in the trace under way, if there is one.
         """
+        traced = None
         if self.parent is not None:
-            traced = self.parent.note(
-                op,
-                axis,
-                words=words,
-                bytes=bytes,
-                sent_bytes=sent_bytes,
-                messages=messages,
-            )
+            traced = self.parent.note(op, axis, **counts)
         elif self.traced and (recorder := PROCESS.recorder) is not None:
-            traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
-        else:
-            traced = None
+            traced = recorder.exchange(op, axis, **counts)
         with self._lock:  # loaders count from threads of their own
             entry = self.entries.setdefault((op, axis), Entry())
-            entry.calls += 1
-            entry.words += words
-            entry.bytes += bytes
-            entry.sent_bytes += sent_bytes
-            entry.messages += messages
+            for name, count in {"calls": 1, **counts}.items():
+                setattr(entry, name, getattr(entry, name) + count)
         return traced
 
     def waited(self, op: str, axis: str, seconds: float) -> None:

@@ -26,7 +26,14 @@ from pyg_distcomm.comm.failure import (
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.comm.store import StoreMailbox, arrive, join, open_group
+from pyg_distcomm.comm.store import (
+    StoreMailbox,
+    arrive,
+    join,
+    joined_mesh,
+    open_group,
+    world_size,
+)
 from pyg_distcomm.process import PROCESS
 
 Grid = tuple[int, int, int]
@@ -430,16 +437,7 @@ def remember(mesh: Mesh) -> Mesh:
 
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
-    found = None if PROCESS.mesh is None else PROCESS.mesh()
-    if found is None or found.everyone.size != world_size():
-        return None
-    watch = found.everyone.watch
-    return None if watch is not None and watch.closed else found
-
-
-def world_size() -> int:
-    """Returns how many ranks there are, whether or not they have a mesh."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return joined_mesh()
 
 
 def _default_backend() -> str:

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyg_distcomm.process import PROCESS
+
 ENDED = (
     "the process groups of this mesh were ended, as by "
     "torch.distributed.destroy_process_group(); call that after the last use of the mesh, "
@@ -158,6 +160,20 @@ def _in_thread(act: Callable[[], Any], answer: SimpleQueue[Any]) -> threading.Th
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def world_size() -> int:
+    """Returns how many ranks there are, whether or not they have a mesh."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def joined_mesh() -> Any:
+    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    found = None if PROCESS.mesh is None else PROCESS.mesh()
+    if found is None or found.everyone.size != world_size():
+        return None
+    watch = found.everyone.watch
+    return None if watch is not None and watch.closed else found
 
 
 def join(backend: str, timeout: float) -> None:
