@@ -51,7 +51,7 @@ _TAG = 0x9D0D  # of messages that nobody sends
 
 
 class Threads:
-    """Has one thread of a rank at a time use the groups of a mesh, the same on all ranks.
+    """Lets one thread of a rank at a time use the groups of a mesh, the same on all ranks.
 
     Two threads that train at once would meet the messages of one another's. A thread that
     takes over from another waits for all ranks to do so, once.
@@ -109,7 +109,7 @@ _THREADS = (
 
 @dataclass(eq=False)
 class FailureMonitor:
-    """What the ranks of one mesh tell each other when something goes wrong.
+    """Reports a failure of this rank to the others of its mesh, and looks up theirs.
 
     Args:
         store: the rendezvous store, with a prefix of this mesh's own.
@@ -262,7 +262,7 @@ class FailureMonitor:
         return (told or b"").decode()
 
     def say(self, doing: str) -> None:
-        """Leaves word of what this rank waits for (only once a wait is long)."""
+        """Notes what this rank waits for (only once a wait is long)."""
         self._quietly("set", f"doing/{self.rank}", doing)
 
     def expired(self, doing: str) -> RankError:

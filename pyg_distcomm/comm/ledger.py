@@ -19,7 +19,7 @@ from pyg_distcomm.process import PROCESS
 
 @dataclass
 class Entry:
-    """What one operation moved over one axis, seen from this rank."""
+    """Holds what one operation moved over one axis, seen from this rank."""
 
     calls: int = 0
     words: int = 0
@@ -165,7 +165,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Ledgers:
-    """The ledgers of all ranks, from `mesh.gather_ledger()`; `print` shows a table.
+    """Holds the ledgers of all ranks, from `mesh.gather_ledger()`; `print` shows a table.
 
     Args:
         ranks: one for each rank, as they were.
@@ -175,7 +175,7 @@ class Ledgers:
 
     @property
     def sum(self) -> Ledger:
-        """What all ranks together have received, sent and waited."""
+        """Returns what all ranks together have received, sent and waited."""
         keys = dict.fromkeys(key for ledger in self.ranks for key in ledger.entries)
         return Ledger(
             {
@@ -300,7 +300,7 @@ def format_table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 class Short(int):
-    """A count as a reader wants it: in full up to ten million, then with four digits."""
+    """Prints a count in full up to ten million, then with four digits."""
 
     def __str__(self) -> str:
         for size, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
@@ -310,7 +310,7 @@ class Short(int):
 
 
 class Share(float):
-    """A share of a whole, in per cent."""
+    """Prints a share of a whole, in per cent."""
 
     def __str__(self) -> str:
         return f"{float(self):.1%}"
@@ -328,7 +328,7 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Price:
-    """What one application of an operator costs this rank.
+    """Holds what one application of an operator costs this rank.
 
     Args:
         words: elements received from other ranks.

@@ -154,7 +154,7 @@ def _misfit(size: int, algorithm: str, replication: int | None) -> str:
 
 @dataclass(eq=False)
 class Mesh:
-    """The ranks of a run, laid out as a grid of row x col x fiber.
+    """Lays out the ranks of a run as a grid of row x col x fiber.
 
     Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
     `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
@@ -179,7 +179,7 @@ class Mesh:
         checks: what the comparison of operations at their first use has moved, which no
             price and no trace has.
         step: how many keyed training calls (dropout) there have been.
-        questions: how many lengths of selections the ranks have asked each other for.
+        questions: how many lengths of selections the ranks have summed.
         plan: the `Plan` that chose the grid, where algorithm="auto" did.
         owners: who owns which node in that plan, a Partition.
         averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
@@ -222,7 +222,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks; of one stage where there are several."""
+        """Returns the number of ranks; of one stage where there are several."""
         return self.world.size
 
     @property
@@ -280,7 +280,7 @@ class Mesh:
         self.close()
 
     def gather_ledger(self) -> Ledgers:
-        """Returns what the ledgers of all ranks say; collective.
+        """Returns the ledgers of all ranks; collective.
 
         `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
         What this call itself moves is counted after it.

@@ -43,11 +43,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError
 from torch.nn.modules import module as hooks
 
-from pyg_distcomm.comm.store import joined_mesh, world_size
+from pyg_distcomm.comm.failure import FailureMonitor
+from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
 from pyg_distcomm.process import PROCESS
 
 LIMIT = 1_000_000  # events of a rank: up to 500 MB
@@ -95,28 +96,37 @@ class Exchange:
 
     recorder: Recorder
     lane: int
-    name: str
+    op: str
+    axis: str
+    counts: dict[str, int]  # the ledger's columns
+    backward: bool
     begin: int
-    args: Event  # the ledger's columns
-    sent: Span | None = None  # the call that began it, once that is back
-    wait: Span | None = None
+    begun: int = 0  # when the call that began it was back
     landed: int = 0  # when all had arrived, where the back end tells
+    waiter: int = -1  # the thread that waited for it, and its wait
+    wait: int = 0
+    end: int = 0
 
     def under_way(self, future: Any) -> None:
         """Notes that it has been begun; `future`, if any, calls back when it has landed."""
-        self.sent = self._part("send", f"begin {self.name}", self.begin)
+        self.begun = clock()
         if future is not None:
             future.add_done_callback(self._land)
 
-    def waited(self, begin: int) -> None:
-        """Notes that this thread has waited for it, from `begin` until now."""
-        self.wait = self._part("wait", f"wait {self.name}", begin)
-
-    def _part(self, kind: str, name: str, begin: int) -> Span:
-        return self.recorder.add(kind, name, begin, bytes=self.args["bytes"])
-
     def _land(self, _: Any) -> None:
         self.landed = clock()
+
+    def waited(self, begin: int) -> None:
+        """Notes that this thread has waited for it, from `begin` until now."""
+        self.waiter, self.wait, self.end = self.recorder.lane(), begin, clock()
+
+    def spans(self) -> tuple[Span | None, Span | None]:
+        """Returns the call that began it, and the wait for it, as far as they have ended."""
+        name, args = f"{self.op} {self.axis}", {"bytes": self.counts["bytes"]}
+        begun, end = self.begun, self.end
+        call = Span(self.lane, "send", f"begin {name}", self.begin, begun, args)
+        wait = Span(self.waiter, "wait", f"wait {name}", self.wait, end, args)
+        return call if begun else None, wait if end else None
 
 
 class Recorder:
@@ -149,19 +159,19 @@ class Recorder:
                 self.threads.append(_MAIN if main else thread.name)
         return number
 
-    def add(self, kind: str, name: str, begin: int, /, **args: Any) -> Span:
+    def add(self, kind: str, name: str, begin: int, /, **args: Any) -> None:
         """Records what this thread did from `begin` until now."""
         begin = max(begin, self.begin)  # it may have begun before the trace
         if torch._C._current_graph_task_id() != -1:
             args["pass"] = "backward"
-        return self._keep(Span(self.lane(), kind, name, begin, clock(), args))
+        self._keep(Span(self.lane(), kind, name, begin, clock(), args))
 
     def exchange(self, op: str, axis: str, **counts: int) -> Exchange:
         """Records that an exchange begins."""
-        args: Event = {"op": op, "axis": axis, **counts}
-        back = torch._C._current_graph_task_id() != -1
-        args["pass"] = "backward" if back else "forward"
-        return self._keep(Exchange(self, self.lane(), f"{op} {axis}", clock(), args))
+        back, lane = torch._C._current_graph_task_id() != -1, self.lane()
+        exchange = Exchange(self, lane, op, axis, counts, back, clock())
+        self._keep(exchange)
+        return exchange
 
     def stop(self) -> tuple[list[Span | Exchange], int]:
         """Returns the events kept, and how many were dropped; threads may go on."""
@@ -170,11 +180,10 @@ class Recorder:
         with self.lock:
             return list(self.events), self.seen - len(self.events)
 
-    def _keep(self, event: Any) -> Any:
+    def _keep(self, event: Span | Exchange) -> None:
         with self.lock:
             self.seen += 1
             self.events.append(event)
-        return event
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if module not in self._names:  # the outermost one knows where the others are
@@ -260,17 +269,17 @@ class trace(contextlib.ContextDecorator):
             )
         part = {"rank": self._ranks.rank, "failed": failed, "dropped": dropped}
         try:
-            self._finish(part, partial(_events, events, self._recorder.threads, end))
+            self._finish(part, events, end)
         except Exception as other:
             if failed is None:
                 raise
             # nothing that goes wrong here may hide the error
             warnings.warn(f"{self.path}: not written: {other}", stacklevel=2)
 
-    def _finish(self, part: Event, events: Callable[[Any, Any], Any]) -> None:
+    def _finish(self, part: Event, events: list[Any], end: int) -> None:
         ranks, failed = self._ranks, part["failed"]
         ranks.leave(part)
-        found = events(part, ranks.at)
+        found = _shown(events, self._recorder.threads, end, part, ranks.at)
         part["text"] = ",\n".join(json.dumps(e, separators=(",", ":")) for e in found)
         if ranks.rank:
             if failed:
@@ -287,7 +296,7 @@ class trace(contextlib.ContextDecorator):
                     self._own(other).unlink(missing_ok=True)
         except Exception as error:  # the others wait for the outcome
             problem = f"{self.path}: cannot be written ({error})"
-        ranks.post("written", problem)
+        ranks.box.post("written", problem)
         if problem:
             raise OSError(problem)
         if late is not None and not failed:
@@ -371,29 +380,23 @@ def host() -> str:
 
 
 class _Ranks:
-    """Exchanges the notes of a trace between its ranks; nothing in one process alone."""
+    """Exchanges the notes of a trace between its ranks, those of all stages."""
 
     def __init__(self, mesh: Any) -> None:
-        every = None if mesh is None else mesh.everyone  # of all stages
-        self.rank: int = 0 if every is None else every.rank
-        self.size: int = 1 if every is None else every.size
-        self._watch: Any = None if every is None else every.watch
+        watch = None if mesh is None else mesh.everyone.watch
+        if watch is None:  # one process alone
+            alone = StoreMailbox(dist.HashStore())  # type: ignore[attr-defined]
+            watch = FailureMonitor(alone, 0, 1, math.inf)
+        self.rank, self.size, self._watch = watch.rank, watch.size, watch
+        number = next(PROCESS.traces.setdefault(watch, itertools.count()))
+        self.box = watch.store.within(f"trace/{number}")
         self._start = clock()  # of rank 0
         self._readings: list[Reading] = []
         self._away: list[int] = []  # the ranks on other hosts than rank 0's
-        self._box: Any = None
-        if self._watch is not None and self.size > 1:
-            number = next(PROCESS.traces.setdefault(mesh, itertools.count()))
-            self._box = self._watch.store.within(f"trace/{number}")
 
     def at(self, ns: int) -> int:
         """Returns a time of this rank in ns since the start, on rank 0's clock."""
         return max(to_first(ns, self._readings) - self._start, 0)
-
-    def post(self, key: str, note: Any) -> None:
-        """Leaves a note for the other ranks, if there are any."""
-        if self._box is not None:
-            self._box.post(key, note)
 
     def _read(self, key: str, patience: float | None = None) -> Any:
         """Waits for a note, and returns it; None after `patience` seconds, if given.
@@ -403,22 +406,18 @@ class _Ranks:
         """
         try:
             if patience is not None:
-                there = self._box.wait([key], lambda seconds: seconds > patience)
+                there = self.box.wait([key], lambda seconds: seconds > patience)
             else:
-                there = self._box.wait(
+                there = self.box.wait(
                     [key], self._watch.until(f"a note of the trace ({key})")
                 )
-            return self._box.read(key) if there else None
-        except DistError as error:  # the store went with the process that held it
+            return self.box.read(key) if there else None
+        except dist.DistError as error:  # the store went with the process that held it
             raise self._watch.broken("a trace", error) from None
 
     def meet(self, problem: str | None, path: str) -> None:
         """Begins together, or raises on all ranks; compares clocks across hosts."""
-        if self._box is None:
-            if problem is not None:
-                raise ValueError(problem)
-            return
-        self.post(f"in/{self.rank}", [problem, path, host(), self._start])
+        self.box.post(f"in/{self.rank}", [problem, path, host(), self._start])
         notes = [self._read(f"in/{rank}") for rank in range(self.size)]
         _, first, home, self._start = notes[0]
         for rank, (problem, _, _, _) in enumerate(notes):
@@ -440,10 +439,10 @@ class _Ranks:
             ask, answer = f"{when}/ask/{rank}/{k}", f"{when}/time/{rank}/{k}"
             if self.rank == 0:
                 self._read(ask)
-                self.post(answer, clock())
+                self.box.post(answer, clock())
             elif self.rank == rank:
                 left = clock()
-                self.post(ask, "")
+                self.box.post(ask, "")
                 there, back = self._read(answer), clock()
                 middle = (left + back) // 2
                 found.append(Reading(middle, there - middle, (back - left + 1) // 2))
@@ -452,7 +451,7 @@ class _Ranks:
     def leave(self, part: Event) -> None:
         """Notes how this rank has left, and compares its clock again if it is well."""
         failed = part["failed"] or ""
-        self.post(f"out/{self.rank}", failed)
+        self.box.post(f"out/{self.rank}", failed)
         if not failed and self.rank in self._away and self._read("out/0") == "":
             self._compare("end", [self.rank])
         part["error"] = max((reading.error for reading in self._readings), default=0)
@@ -460,7 +459,7 @@ class _Ranks:
     def hand_in(self, part: Event) -> None:
         """Leaves what this rank has recorded to rank 0; one that is well waits for it."""
         data = zlib.compress(json.dumps(part).encode(), 1)
-        self._box.post_bytes(f"part/{self.rank}", data)
+        self.box.post_bytes(f"part/{self.rank}", data)
         if not part["failed"] and (problem := self._read("written")):
             raise OSError(problem)
 
@@ -468,22 +467,22 @@ class _Ranks:
         """Returns the parts there are, and why others have not come."""
         parts, late = [own], None
         stop = time.monotonic() + _GRACE if own["failed"] else None
-        for rank in range(1, self.size) if self._box is not None else ():
+        for rank in range(1, self.size):
             left = None if stop is None else max(stop - time.monotonic(), 0.0)
             try:
                 well = self._read(f"out/{rank}", left) == ""
                 if well and stop is None and rank in self._away:
                     self._compare("end", [rank])
                 if self._read(f"part/{rank}", left) is not None:
-                    data = self._box.take_bytes(f"part/{rank}")
+                    data = self.box.take_bytes(f"part/{rank}")
                     parts.append(json.loads(zlib.decompress(data)))
             except Exception as error:  # the ranks that are there shall be written
                 late, stop = error, time.monotonic() + _GRACE
         return parts, late
 
 
-def _events(
-    recorded: Sequence[Span | Exchange],
+def _shown(
+    recorded: Sequence[Any],
     threads: Sequence[str],
     last: int,
     part: Event,
@@ -491,6 +490,8 @@ def _events(
 ) -> list[Event]:
     """Returns the events of a rank as [Note: trace file] says, in order of time."""
     spans = [e for e in recorded if isinstance(e, Span)]
+    exchanges = [(e, *e.spans()) for e in recorded if isinstance(e, Exchange)]
+    spans += [s for _, *parts in exchanges for s in parts if s is not None]
     names, lanes = _laid_out(spans, threads)
     rank, out = part["rank"], list[Event]()
 
@@ -499,8 +500,8 @@ def _events(
         place = {"pid": rank, "tid": (rank + 1) * _LANES + lane}
         out.append({"ph": ph, "name": name, **place, **when, **more})
 
-    title = f"rank {rank}" + (f": {part['failed']}" if part["failed"] else "")
-    add("M", "process_name", 0, args={"name": title})
+    failed = f": {part['failed']}" if part["failed"] else ""
+    add("M", "process_name", 0, args={"name": f"rank {rank}{failed}"})
     add("M", "process_sort_index", 0, args={"sort_index": rank})
     for lane, name in enumerate(names):
         add("M", "thread_name", lane, args={"name": name})
@@ -508,21 +509,22 @@ def _events(
     for s in spans:
         more = {"cat": s.kind, "dur": (at(s.end) - at(s.begin)) / 1000, "args": s.args}
         add("X", s.name, lanes[id(s)], s.begin, **more)
-    for k, e in enumerate(e for e in recorded if isinstance(e, Exchange)):
-        wait = e.wait if id(e.wait) in lanes else None  # threads may go on
+    for k, (e, call, wait) in enumerate(exchanges):
+        name, ident = f"{e.op} {e.axis}", {"id": hex(rank << 32 | k)}
         end = max(e.landed or (wait.end if wait else last), e.begin)
-        ident, args = {"id": hex(rank << 32 | k)}, dict(e.args)
+        args: Event = {"op": e.op, "axis": e.axis, **e.counts}
+        args["pass"] = "backward" if e.backward else "forward"
         if wait is not None:
             args["exposed_us"] = (wait.end - wait.begin) / 1000
             args["hidden_us"] = max(min(wait.begin, end) - e.begin, 0) / 1000
         elif not e.landed:
             args["unfinished"] = True
-        lane = lanes.get(id(e.sent), 0)
-        add("b", e.name, lane, e.begin, cat="exchange", args=args, **ident)
-        add("e", e.name, lane, end, cat="exchange", **ident)
-        if wait is not None and id(e.sent) in lanes:
-            add("s", e.name, lane, e.begin, cat="flow", **ident)
-            add("f", e.name, lanes[id(wait)], wait.begin, cat="flow", bp="e", **ident)
+        lane = 0 if call is None else lanes[id(call)]
+        add("b", name, lane, e.begin, cat="exchange", args=args, **ident)
+        add("e", name, lane, end, cat="exchange", **ident)
+        if call is not None and wait is not None:
+            add("s", name, lane, e.begin, cat="flow", **ident)
+            add("f", name, lanes[id(wait)], wait.begin, cat="flow", bp="e", **ident)
     return sorted(out, key=lambda event: event.get("ts", -1))
 
 
