@@ -8,12 +8,12 @@ its place on this rank; ghosts come after own rows.
 
 from pyg_distcomm.checkpoint.training import load_checkpoint as load_checkpoint
 from pyg_distcomm.checkpoint.training import save_checkpoint as save_checkpoint
-from pyg_distcomm.comm.failure import RankError as RankError
 from pyg_distcomm.comm.launch import launch as launch
+from pyg_distcomm.comm.launch import on_preempt as on_preempt
 from pyg_distcomm.comm.ledger import Ledger as Ledger
 from pyg_distcomm.comm.mesh import Mesh as Mesh
-from pyg_distcomm.comm.preemption import on_preempt as on_preempt
 from pyg_distcomm.comm.rows import Rows as Rows
+from pyg_distcomm.comm.store import RankError as RankError
 from pyg_distcomm.comm.trace import trace as trace
 from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.graph.partitioning import load_partition as load_partition

@@ -21,7 +21,7 @@ class ProcessState:
         inboxes: what threads without work listen to.
         mesh: refers to the mesh that `init` made last.
         collected: axes of meshes that nobody holds any more, to be closed.
-        traces: how many traces each mesh has had.
+        traces: counts the traces of each failure monitor.
         loaders: kinds of loaders built, and keys of epochs begun, in order.
         stores: feature stores made for a share, by its edges.
         topologies: what samplers have built for an edge_index.

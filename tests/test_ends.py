@@ -25,7 +25,7 @@ from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.failure import DeadlineStore, RankError
+from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.loader import DistNeighborLoader, shared
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +170,7 @@ class _Cut:
 
 def test_a_store_that_does_not_answer_is_not_waited_for_twice():
     inner = _Cut()
-    store = DeadlineStore(inner, 0.2)
+    store = StoreMailbox(inner, 0.2)
     begin = time.monotonic()
     for _ in range(5):
         with pytest.raises(RankError, match="store does not answer"):
@@ -602,9 +602,9 @@ def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
 
 MEETS = """
 import torch, pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, rendezvous
+from pyg_distcomm.comm import collectives, store
 if BLIND:
-    rendezvous._choose_interface = lambda *args: None
+    store._choose_interface = lambda *args: None
 import time
 begin = time.time()
 try:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import worlds
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, p2p
-from pyg_distcomm.comm.failure import RankError
+from pyg_distcomm.comm import axis, collectives
 from pyg_distcomm.comm.ledger import exchange_price
+from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.process import PROCESS
 
 SIZES = (2, 3, 4, 8)
@@ -217,7 +217,7 @@ def _leaves(absent):
         pending = _much(mesh)
     collectives.barrier(mesh.data)
     if mesh.rank == 0:
-        assert isinstance(pending.work, p2p.Messages)
+        assert isinstance(pending.work, axis.Messages)
         time.sleep(1.0)
         pending.work.give_up()
         assert pending.work.is_completed()

@@ -20,8 +20,8 @@ from pipelines import loss_of, stack_of
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives, timeline, trace
-from pyg_distcomm.comm.trace import Reading, to_first
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.trace import Reading, clock, span, to_first
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.process import PROCESS
@@ -87,12 +87,12 @@ def check_format(trace):
 
 def check_nesting(lane):
     ends = []
-    for span in lane:
-        begin = round(span["ts"] * 1000)
-        end = begin + round(span["dur"] * 1000)
+    for event in lane:
+        begin = round(event["ts"] * 1000)
+        end = begin + round(event["dur"] * 1000)
         while ends and ends[-1] <= begin:
             ends.pop()
-        assert not ends or end <= ends[-1], f"{span} sticks out"
+        assert not ends or end <= ends[-1], f"{event} sticks out"
         ends.append(end)
 
 
@@ -428,7 +428,7 @@ def test_a_decorator_and_threads_on_one_process(tmp_path):
     def work(name):
         inside.wait(10)
         for k in range(50):
-            with timeline.span("script", f"{name} {k}"):
+            with span("script", f"{name} {k}"):
                 pass
 
     @pdc.trace(path, worlds.mesh())
@@ -449,9 +449,9 @@ def test_a_decorator_and_threads_on_one_process(tmp_path):
 def test_spans_that_overlap_get_lanes_of_their_own(tmp_path):
     with pdc.trace(tmp_path / "run.json", worlds.mesh()):
         found = PROCESS.recorder
-        first = timeline.clock()
+        first = clock()
         time.sleep(1e-3)
-        second = timeline.clock()
+        second = clock()
         time.sleep(1e-3)
         found.add("script", "one", first)
         time.sleep(1e-3)
@@ -471,11 +471,11 @@ def elsewhere(path):
             return true() + (true() - start) // 10_000 + 10**12
 
         module.host = lambda: "elsewhere"
-        trace.clock = timeline.clock = time.perf_counter_ns = other
+        module.clock = time.perf_counter_ns = other
     with pdc.trace(path, mesh):
         for _ in range(40):
             collectives.barrier(mesh.world)
-            with timeline.span("script", "after a barrier"):
+            with span("script", "after a barrier"):
                 time.sleep(5e-3)
     return True
 

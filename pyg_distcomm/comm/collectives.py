@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_distcomm.comm.axis import Axis as Axis
+from pyg_distcomm.comm.axis import Messages, guarded
 from pyg_distcomm.comm.axis import Pending as Pending
-from pyg_distcomm.comm.axis import guarded
-from pyg_distcomm.comm.failure import ENDED, RankError
-from pyg_distcomm.comm.p2p import Messages
 from pyg_distcomm.comm.serialization import decode, encode
-from pyg_distcomm.comm.timeline import Exchange
+from pyg_distcomm.comm.store import ENDED, RankError
+from pyg_distcomm.comm.trace import Exchange
 
 _MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share
@@ -323,7 +322,7 @@ def all_gather_rows(
 
 
 def exchange_counts(counts: Sequence[int], axis: Axis) -> list[int]:
-    """Tells each rank of an axis one integer, and returns what each told us."""
+    """Sends each rank of an axis one integer, and returns those that arrive."""
     if axis.size == 1:
         return list(counts)
     ones = [1] * axis.size
@@ -341,10 +340,10 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
-    mine = torch.frombuffer(_told(value), dtype=torch.uint8)
+    mine = torch.frombuffer(_encoded(value), dtype=torch.uint8)
     sizes = exchange_counts([mine.numel()] * axis.size, axis)
     every = all_gather_rows(mine, sizes, axis, op="plan")
-    return [_heard(part) for part in every.split(sizes)]
+    return [_decoded(part) for part in every.split(sizes)]
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
@@ -355,7 +354,7 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     """
     if axis.size == 1:
         return value
-    mine = _told(value) if axis.rank == 0 else bytearray()
+    mine = _encoded(value) if axis.rank == 0 else bytearray()
     size = exchange_counts([len(mine)] * axis.size, axis)[0]
     mine = mine if axis.rank == 0 else bytearray(size)
     buffer = _staged(torch.frombuffer(mine, dtype=torch.uint8), axis)
@@ -364,17 +363,17 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
         first = _global_rank(0, axis)
         work = dist.broadcast(buffer, first, axis.group, async_op=True)
     got = Pending(buffer, torch.device("cpu"), axis, "plan", work, traced).wait()
-    return _heard(got)
+    return _decoded(got)
 
 
-def _told(value: Any) -> bytearray:
+def _encoded(value: Any) -> bytearray:
     try:
         return encode((True, value))
     except TypeError as error:
         return encode((False, str(error)))
 
 
-def _heard(data: Tensor) -> Any:
+def _decoded(data: Tensor) -> Any:
     fine, value = decode(data.cpu().numpy().data)
     if not fine:
         raise TypeError(value)

@@ -10,7 +10,7 @@ alike, and a script caught, is not raised again.
 [Note: one deadline] All waits of a mesh end at its deadline, `timeout` of `pdc.init`. Torch
 has waits of its own (it makes groups, and DDP's first steps), and these end `SPARE` seconds
 later. Calls of the store have no end where the network to it is cut, so each is made in a
-thread, and waited for in vain once, for `_ANSWER` seconds. Gloo's collectives have no end
+thread, and waited for in vain once, for `store._ANSWER` seconds. Gloo's collectives have no end
 before their group's timeout, and a process waits for them when it ends: so a wait that fails
 breaks off all groups of its mesh, and the mesh is over.
 """
@@ -28,16 +28,16 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed import DistNetworkError
 
+from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.process import PROCESS
 
 CHANGED = (
@@ -45,97 +45,13 @@ CHANGED = (
     "what is kept of it is out of date there alone; change it on all ranks or on none, as "
     "by an operation that every rank calls, if only with rows of its own or none"
 )
-ENDED = (
-    "the process groups of this mesh were ended, as by "
-    "torch.distributed.destroy_process_group(); call that after the last use of the mesh, "
-    "or go on with mesh.close() and a new mesh by pdc.init()"
-)
-SPARE = 5.0  # seconds after the deadline at which torch gives up what is left to it
 _GRACE = 2.0  # seconds that the reason of a rank's end has to reach the store
-_ANSWER = 3.0  # seconds that the store has to answer
 _HEARD = 0.6  # seconds in which ranks that wait look at the store twice
 _TAG = 0x9D0D  # of messages that nobody sends
 
 
-class RankError(RuntimeError):
-    """Another rank failed, or did not answer before the deadline."""
-
-    late = (
-        False  # a wait past the deadline: rarely the cause, if another rank has failed
-    )
-
-
-class DeadlineStore:
-    """A rendezvous store whose calls end even if the network to it is cut.
-
-    Args:
-        store: torch's.
-        patience: seconds that a call may take.
-    """
-
-    def __init__(self, store: Any, patience: float = _ANSWER) -> None:
-        self._store, self._patience = store, patience
-        self._stuck: threading.Thread | None = None
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Stores a value."""
-        self._call("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        """Returns a value that is known to be there."""
-        return self._call("get", key)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, and returns what it says then."""
-        return self._call("add", key, amount)  # type: ignore[no-any-return]
-
-    def check(self, keys: list[str]) -> bool:
-        """Tells whether all keys are there."""
-        return self._call("check", keys)  # type: ignore[no-any-return]
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Stores a value if the one there is as expected; returns what is there then."""
-        return self._call("compare_set", key, expected, value)  # type: ignore[no-any-return]
-
-    def delete_key(self, key: str) -> bool:
-        """Removes a key."""
-        return self._call("delete_key", key)  # type: ignore[no-any-return]
-
-    def within(self, prefix: str) -> DeadlineStore:
-        """Returns the part of this store under a prefix."""
-        inner = torch.distributed.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
-        return DeadlineStore(inner, self._patience)
-
-    def _call(self, verb: str, *args: Any) -> Any:
-        if self._stuck is None or not self._stuck.is_alive():
-            answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-            asked = getattr(self._store, verb), args, answer
-            thread = threading.Thread(target=ask, args=asked, daemon=True)
-            thread.start()
-            try:
-                done, value = answer.get(timeout=self._patience)
-            except Empty:
-                self._stuck = thread
-            else:
-                if done:
-                    return value
-                raise value
-        raise RankError(
-            f"the rendezvous store does not answer ({verb} took {self._patience:.0f} s): "
-            "the network to the host of rank 0 may be cut, or that host be stopped"
-        )
-
-
-def ask(act: Any, args: Any, answer: SimpleQueue[tuple[bool, Any]]) -> None:
-    """Does something in a thread, and answers with what came of it."""
-    try:
-        answer.put((True, act(*args)))
-    except Exception as error:
-        answer.put((False, error))
-
-
 class Threads:
-    """Has one thread of a rank at a time use the groups of a mesh, the same on all ranks.
+    """Lets one thread of a rank at a time use the groups of a mesh, the same on all ranks.
 
     Two threads that train at once would meet the messages of one another's. A thread that
     takes over from another waits for all ranks to do so, once.
@@ -193,7 +109,7 @@ _THREADS = (
 
 @dataclass(eq=False)
 class FailureMonitor:
-    """What the ranks of one mesh tell each other when something goes wrong.
+    """Reports a failure of this rank to the others of its mesh, and looks up theirs.
 
     Args:
         store: the rendezvous store, with a prefix of this mesh's own.
@@ -306,15 +222,21 @@ class FailureMonitor:
             raise
 
     def _gather(self, name: str, doing: str, ranks: int) -> None:
-        begin, pause = time.monotonic(), 0.0005
-        came = self.store.add(name, 1)
-        while came < ranks:
-            self.look()
-            if time.monotonic() - begin > self.deadline:
-                raise self.expired(doing)
-            time.sleep(pause)
-            came, pause = self.store.add(name, 0), min(0.1, 2 * pause)
+        if self.store.add(name, 1) == ranks:
+            self.store.set(f"{name}/all", "")
+        self.store.wait([f"{name}/all"], self.until(doing))
         self.look()  # one that was here may have given up
+
+    def until(self, doing: str) -> Callable[[float], bool]:
+        """Returns what ends a wait at the mailbox: another rank's failure, or the deadline."""
+
+        def look(seconds: float) -> bool:
+            self.look()
+            if seconds > self.deadline:
+                raise self.expired(doing)
+            return False
+
+        return look
 
     def _look_for_changes(self) -> None:
         name = f"changed/{self._stage}"
@@ -340,7 +262,7 @@ class FailureMonitor:
         return (told or b"").decode()
 
     def say(self, doing: str) -> None:
-        """Leaves word of what this rank waits for (only once a wait is long)."""
+        """Notes what this rank waits for (only once a wait is long)."""
         self._quietly("set", f"doing/{self.rank}", doing)
 
     def expired(self, doing: str) -> RankError:

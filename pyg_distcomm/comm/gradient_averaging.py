@@ -42,7 +42,7 @@ _STEPS = 64  # of a tensor's history that are looked through for its leaves
 
 @dataclass(eq=False)
 class _Leaf:
-    """A leaf that has met row-sharded data: its number among them, and its hook."""
+    """Holds a leaf that has met row-sharded data: its number among them, and its hook."""
 
     number: int
     hook: Any = None
@@ -51,7 +51,7 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Gradients that travel together, side by side in one buffer."""
+    """Holds gradients that travel together, side by side in one buffer."""
 
     leaves: list[Tensor]
     buffer: Tensor
@@ -75,7 +75,7 @@ class _Bucket:
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass under way: what it averages, and how far it is."""
+    """Holds the state of a backward pass under way: what it averages, and how far it is."""
 
     buckets: list[_Bucket] = field(default_factory=list)
     of: dict[int, _Bucket] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Averager:
 
     @property
     def mesh_is_gone(self) -> bool:
-        """Whether nobody has the mesh any more; a graph may still have its gradients."""
+        """Returns whether the mesh was collected; a graph may still have its gradients."""
         return self._mesh() is None
 
     @contextlib.contextmanager
@@ -347,7 +347,7 @@ class Averager:
 
 
 class _Average(torch.autograd.Function):
-    """The identity, whose gradient is averaged over the ranks at once."""
+    """Returns its input, and averages the gradient over the ranks at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, averager: Averager) -> Tensor:

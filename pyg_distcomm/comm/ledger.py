@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
-from pyg_distcomm.comm import timeline
+from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.process import PROCESS
 
 
 @dataclass
 class Entry:
-    """What one operation moved over one axis, seen from this rank."""
+    """Holds what one operation moved over one axis, seen from this rank."""
 
     calls: int = 0
     words: int = 0
@@ -64,36 +64,21 @@ class Ledger:
         self,
         op: str,
         axis: str,
-        *,
-        words: int,
-        bytes: int,
-        sent_bytes: int,
-        messages: int,
-    ) -> timeline.Exchange | None:
-        """Adds one operation; a parent counts it too.
+        **counts: int,
+    ) -> Exchange | None:
+        """Adds one operation, with its words, bytes, sent_bytes and messages.
 
-        Returns its record in the trace under way, if there is one.
+        A parent counts it too. Returns its record in the trace under way, if there is one.
         """
+        traced = None
         if self.parent is not None:
-            traced = self.parent.note(
-                op,
-                axis,
-                words=words,
-                bytes=bytes,
-                sent_bytes=sent_bytes,
-                messages=messages,
-            )
+            traced = self.parent.note(op, axis, **counts)
         elif self.traced and (recorder := PROCESS.recorder) is not None:
-            traced = recorder.exchange(op, axis, words, bytes, sent_bytes, messages)
-        else:
-            traced = None
+            traced = recorder.exchange(op, axis, **counts)
         with self._lock:  # loaders count from threads of their own
             entry = self.entries.setdefault((op, axis), Entry())
-            entry.calls += 1
-            entry.words += words
-            entry.bytes += bytes
-            entry.sent_bytes += sent_bytes
-            entry.messages += messages
+            for name, count in {"calls": 1, **counts}.items():
+                setattr(entry, name, getattr(entry, name) + count)
         return traced
 
     def waited(self, op: str, axis: str, seconds: float) -> None:
@@ -180,7 +165,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Ledgers:
-    """The ledgers of all ranks, from `mesh.gather_ledger()`; `print` shows a table.
+    """Holds the ledgers of all ranks, from `mesh.gather_ledger()`; `print` shows a table.
 
     Args:
         ranks: one for each rank, as they were.
@@ -190,7 +175,7 @@ class Ledgers:
 
     @property
     def sum(self) -> Ledger:
-        """What all ranks together have received, sent and waited."""
+        """Returns what all ranks together have received, sent and waited."""
         keys = dict.fromkeys(key for ledger in self.ranks for key in ledger.entries)
         return Ledger(
             {
@@ -315,7 +300,7 @@ def format_table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 class Short(int):
-    """A count as a reader wants it: in full up to ten million, then with four digits."""
+    """Prints a count in full up to ten million, then with four digits."""
 
     def __str__(self) -> str:
         for size, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
@@ -325,7 +310,7 @@ class Short(int):
 
 
 class Share(float):
-    """A share of a whole, in per cent."""
+    """Prints a share of a whole, in per cent."""
 
     def __str__(self) -> str:
         return f"{float(self):.1%}"
@@ -343,7 +328,7 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Price:
-    """What one application of an operator costs this rank.
+    """Holds what one application of an operator costs this rank.
 
     Args:
         words: elements received from other ranks.

@@ -16,17 +16,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyg_distcomm.comm import collectives, random, rendezvous
+from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.failure import (
-    DeadlineStore,
     FailureMonitor,
     exit_on_sigterm,
     install_excepthook,
 )
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.comm.store import (
+    StoreMailbox,
+    arrive,
+    join,
+    joined_mesh,
+    open_group,
+    world_size,
+)
 from pyg_distcomm.process import PROCESS
 
 Grid = tuple[int, int, int]
@@ -147,7 +154,7 @@ def _misfit(size: int, algorithm: str, replication: int | None) -> str:
 
 @dataclass(eq=False)
 class Mesh:
-    """The ranks of a run, laid out as a grid of row x col x fiber.
+    """Lays out the ranks of a run as a grid of row x col x fiber.
 
     Rank `(i s + j) p + k` stands at row `i`, column `j`, fiber `k` of a grid
     `(r, s, p)`. Made by `pdc.init`; passed to `partition` and `replicate`.
@@ -172,7 +179,7 @@ class Mesh:
         checks: what the comparison of operations at their first use has moved, which no
             price and no trace has.
         step: how many keyed training calls (dropout) there have been.
-        questions: how many lengths of selections the ranks have asked each other for.
+        questions: how many lengths of selections the ranks have summed.
         plan: the `Plan` that chose the grid, where algorithm="auto" did.
         owners: who owns which node in that plan, a Partition.
         averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
@@ -215,7 +222,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks; of one stage where there are several."""
+        """Returns the number of ranks; of one stage where there are several."""
         return self.world.size
 
     @property
@@ -273,7 +280,7 @@ class Mesh:
         self.close()
 
     def gather_ledger(self) -> Ledgers:
-        """Returns what the ledgers of all ranks say; collective.
+        """Returns the ledgers of all ranks; collective.
 
         `print(...)` shows the sums, and which rank received most; `.plot()` draws them.
         What this call itself moves is counted after it.
@@ -372,7 +379,7 @@ def init(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     patience = _PATIENCE if problem else timeout
     if not dist.is_initialized() and launched:
-        rendezvous.join(backend or _default_backend(), patience)
+        join(backend or _default_backend(), patience)
     size = world_size()
     sides = (1, 1, 1)
     if problem is None:
@@ -430,16 +437,7 @@ def remember(mesh: Mesh) -> Mesh:
 
 def latest_mesh() -> Mesh | None:
     """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
-    found = None if PROCESS.mesh is None else PROCESS.mesh()
-    if found is None or found.everyone.size != world_size():
-        return None
-    watch = found.everyone.watch
-    return None if watch is not None and watch.closed else found
-
-
-def world_size() -> int:
-    """Returns how many ranks there are, whether or not they have a mesh."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return joined_mesh()
 
 
 def _default_backend() -> str:
@@ -506,7 +504,7 @@ def _open_axes(
         for line in lines:
             group = None
             if len(line) > 1:
-                group = rendezvous.open_group(line, backend, watch.deadline)
+                group = open_group(line, backend, watch.deadline)
             if rank in line:
                 place, n = line.index(rank), len(line)
                 axes[name] = Axis(name, place, n, group, ledger, watch)
@@ -535,7 +533,7 @@ def _make_watch(
         ValueError, TypeError: on all ranks, for a problem of one, or what differs.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = DeadlineStore(dist.distributed_c10d._get_default_store())
+    store = StoreMailbox(dist.distributed_c10d._get_default_store())
     # meshes are made in the same order on all ranks, so each counts its own
     number = store.add(f"pyg_distcomm/rank{rank}/meshes", 1)
     said = {name: repr(value) for name, value in asked.items()}
@@ -543,7 +541,7 @@ def _make_watch(
         said["grid"] = repr(tuple(asked["grid"]))
     wrong = None if problem is None else [type(problem).__name__, str(problem)]
     name = f"mesh/{number}"
-    notes = rendezvous.arrive(store, name, rank, size, timeout, [said, wrong])
+    notes = arrive(store, name, rank, size, timeout, [said, wrong])
     found = differing([note[0] for note in notes])
     first = next((note[1] for note in notes if note[1]), None)
     if first and found is None:  # the same on all

@@ -18,12 +18,12 @@ from pyg_distcomm.comm.axis import let_go
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.comm.rendezvous import open_group
+from pyg_distcomm.comm.store import open_group
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessGrid:
-    """A grid of P/c x c ranks with process groups of its own.
+    """Describes a grid of P/c x c ranks with process groups of its own.
 
     Rank q stands at row q // c, column q % c. The c ranks of one row hold the same
     block of data; the P/c ranks of one column hold all blocks between them.
@@ -42,7 +42,7 @@ class ProcessGrid:
 
     @property
     def block(self) -> int:
-        """Which block this rank holds: its place on the row axis."""
+        """Returns the block that this rank holds: its place on the row axis."""
         return self.row.rank
 
     def members(self, block: int) -> range:
@@ -64,7 +64,7 @@ class ProcessGrid:
 def new_process_grid(
     mesh: Mesh, replication: int | None = None, purpose: str = ""
 ) -> ProcessGrid:
-    """Opens a channel; collective over all ranks of the mesh.
+    """Opens a process grid; collective over all ranks of the mesh.
 
     Args:
         mesh: the ranks.
@@ -124,7 +124,7 @@ def new_axis_group(mesh: Mesh, size: int, stride: int) -> Axis:
 
 
 def check_replication(mesh: Mesh, replication: int | None) -> int:
-    """Returns c, or says which would fit."""
+    """Returns c, or raises an error that lists what fits."""
     if replication is None:
         r, s, p = mesh.grid
         return s if p == 1 and r > 1 else 1

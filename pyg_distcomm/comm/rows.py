@@ -19,7 +19,7 @@ from pyg_distcomm.partition.partition import Partition
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a row-sharded tensor are on this rank, and how many there are in all.
+    """Describes the rows of a row-sharded tensor on this rank, and their number in all.
 
     Args:
         gid: ids of the rows here, `[n_i]`, ascending; on the CPU.
@@ -46,7 +46,7 @@ class Rows:
 
     @cached_property
     def count(self) -> int:
-        """The number of rows on all ranks.
+        """Returns the number of rows on all ranks.
 
         Collective once, over the mesh's control axis, behind a mask that was computed from
         row-sharded values; free everywhere else.
@@ -59,12 +59,12 @@ class Rows:
 
     @cached_property
     def plans(self) -> OrderedDict[Any, Any]:
-        """Exchanges with lists of ids, as `by_id.py` plans them; the latest are kept."""
+        """Returns the cache of exchanges planned for lists of ids (`gather_by_id.py`)."""
         return OrderedDict()
 
     @cached_property
     def place(self) -> Tensor:
-        """The places `[n_i]` of the rows here among all rows, in order of their ids.
+        """Returns the places `[n_i]` of the rows here among all rows, by their ids.
 
         Collective once behind a mask: the ids of all ranks are gathered.
         """
@@ -79,7 +79,7 @@ class Rows:
 
     @cached_property
     def owners(self) -> Partition:
-        """Who has which of the rows, by their places; collective once behind a mask."""
+        """Returns the owners of the rows, by place; collective once behind a mask."""
         if self.partition is not None:
             return self.partition
         world = self.mesh.world
@@ -90,7 +90,7 @@ class Rows:
         return Partition.from_owner(owner, self.mesh.size, len(every))
 
     def same_as(self, other: Rows) -> bool:
-        """Whether both stand for the same rows on this rank."""
+        """Returns whether both stand for the same rows on this rank."""
         if self is other:
             return True
         return self.total == other.total and torch.equal(self.gid, other.gid)

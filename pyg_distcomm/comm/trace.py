@@ -1,180 +1,220 @@
-"""Merges a timeline of all ranks into one file, of computation and exchanges.
+"""Records what each rank computes and exchanges, and merges it into one timeline.
 
-Ranks exchange records, and the time, through the rendezvous store.
+[Note: tracing] `PROCESS.recorder` is None unless `pdc.trace` is open. The ledger itself
+records what it counts, so that no exchange is missing, and bytes in a trace add up to the
+ledger's. `torch.profiler` shows the same work by `label`: "pyg_distcomm: halo over row",
+"product", "encode", "sample", "fetch" and "wait for ..." among the operations of torch.
+
+[Note: trace file] A JSON object with `traceEvents`, as torch's profiler writes it: each rank
+is a process, each of its threads a lane. Complete events ("X") of a lane must lie beside or
+inside each other, or viewers drop them; others get a lane of their own. An exchange is an
+async span ("b", "e") from its begin to its arrival, an X where it was begun, an X where it
+was waited for, and an arrow ("s", "f") between them.
 
 [Note: clocks] Monotonic clocks of processes on one host are one clock. Elsewhere a rank asks
 rank 0 for its time, through the store, and takes the answer for the middle of the round
 trip ([Cristian89], on reading a remote clock): it cannot be off by more than half of it. Of
 several trips the shortest counts, and between the first and the last reading an offset is
-interpolated. Notes are no collectives: they reach a rank also when another has failed.
+interpolated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
+import math
 import os
 import platform
 import threading
 import time
+import uuid
 import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.modules import module as hooks
 
-from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.failure import FailureMonitor
-from pyg_distcomm.comm.mesh import Mesh, latest_mesh, world_size
-from pyg_distcomm.comm.timeline import LIMIT, Recorder, clock
-from pyg_distcomm.comm.trace_file import as_json, record, write_trace
+from pyg_distcomm.comm.store import StoreMailbox, joined_mesh, world_size
 from pyg_distcomm.process import PROCESS
 
+LIMIT = 1_000_000  # events of a rank: up to 500 MB
 TRIPS = 16
-_PIECE = 1 << 20  # the store takes values of a few MB
-_SLICE = 0.25
+_MAIN = "main thread"
+_GRACE = 3.0  # seconds for the records of others, once this rank has failed
+_LANES = 1 << 16  # Perfetto takes a thread's name by its id alone: ids of ranks differ
+Event = dict[str, Any]
+clock = time.perf_counter_ns
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What rank 0's clock showed beside this one's.
+def label(name: str) -> AbstractContextManager[Any]:
+    """Labels a block for `torch.profiler`, where that runs: a label takes microseconds."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"pyg_distcomm: {name}")
+
+
+@contextlib.contextmanager
+def span(kind: str, name: str, /, **args: Any) -> Iterator[None]:
+    """Labels a block for `torch.profiler`, and records it in the trace under way."""
+    recorder, begin = PROCESS.recorder, clock()
+    try:
+        with label(name):
+            yield
+    finally:
+        if recorder is not None:
+            recorder.add(kind, name, begin, **args)
+
+
+class Span(NamedTuple):
+    """Holds what a thread did: begin and end in ns, and what is shown of it."""
+
+    lane: int
+    kind: str
+    name: str
+    begin: int
+    end: int
+    args: Event
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Follows one exchange from when the ledger counts it to its arrival."""
+
+    recorder: Recorder
+    lane: int
+    op: str
+    axis: str
+    counts: dict[str, int]  # the ledger's columns
+    backward: bool
+    begin: int
+    begun: int = 0  # when the call that began it was back
+    landed: int = 0  # when all had arrived, where the back end tells
+    waiter: int = -1  # the thread that waited for it, and its wait
+    wait: int = 0
+    end: int = 0
+
+    def under_way(self, future: Any) -> None:
+        """Notes that it has been begun; `future`, if any, calls back when it has landed."""
+        self.begun = clock()
+        if future is not None:
+            future.add_done_callback(self._land)
+
+    def _land(self, _: Any) -> None:
+        self.landed = clock()
+
+    def waited(self, begin: int) -> None:
+        """Notes that this thread has waited for it, from `begin` until now."""
+        self.waiter, self.wait, self.end = self.recorder.lane(), begin, clock()
+
+    def spans(self) -> tuple[Span | None, Span | None]:
+        """Returns the call that began it, and the wait for it, as far as they have ended."""
+        name, args = f"{self.op} {self.axis}", {"bytes": self.counts["bytes"]}
+        begun, end = self.begun, self.end
+        call = Span(self.lane, "send", f"begin {name}", self.begin, begun, args)
+        wait = Span(self.waiter, "wait", f"wait {name}", self.wait, end, args)
+        return call if begun else None, wait if end else None
+
+
+class Recorder:
+    """Keeps the latest events of this process, and the forward passes of all modules.
 
     Args:
-        at: this rank's clock, in ns.
-        offset: what to add to it for rank 0's.
-        error: how far off that can be.
+        limit: how many events to keep; older ones are dropped, and counted.
     """
 
-    at: int
-    offset: int
-    error: int
+    def __init__(self, limit: int) -> None:
+        self.events: deque[Span | Exchange] = deque(maxlen=limit)
+        self.threads: list[str] = []
+        self.seen, self.begin = 0, clock()
+        self.lock, self._local = threading.Lock(), threading.local()
+        self.lane()  # the thread that traces is the first
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def lane(self) -> int:
+        """Returns the number of this thread."""
+        number: int | None = getattr(self._local, "lane", None)
+        if number is None:
+            thread = threading.current_thread()
+            main = thread is threading.main_thread()
+            with self.lock:
+                number = self._local.lane = len(self.threads)
+                self.threads.append(_MAIN if main else thread.name)
+        return number
+
+    def add(self, kind: str, name: str, begin: int, /, **args: Any) -> None:
+        """Records what this thread did from `begin` until now."""
+        begin = max(begin, self.begin)  # it may have begun before the trace
+        if torch._C._current_graph_task_id() != -1:
+            args["pass"] = "backward"
+        self._keep(Span(self.lane(), kind, name, begin, clock(), args))
+
+    def exchange(self, op: str, axis: str, **counts: int) -> Exchange:
+        """Records that an exchange begins."""
+        back, lane = torch._C._current_graph_task_id() != -1, self.lane()
+        exchange = Exchange(self, lane, op, axis, counts, back, clock())
+        self._keep(exchange)
+        return exchange
+
+    def stop(self) -> tuple[list[Span | Exchange], int]:
+        """Returns the events kept, and how many were dropped; threads may go on."""
+        for handle in self._handles:
+            handle.remove()
+        with self.lock:
+            return list(self.events), self.seen - len(self.events)
+
+    def _keep(self, event: Span | Exchange) -> None:
+        with self.lock:
+            self.seen += 1
+            self.events.append(event)
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if module not in self._names:  # the outermost one knows where the others are
+            for name, inner in module.named_modules():
+                kind = type(inner).__name__
+                self._names.setdefault(inner, f"{name} ({kind})" if name else kind)
+        self._local.__dict__.setdefault("layers", []).append((module, clock()))
+
+    def _leave(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        layers = self._local.__dict__.get("layers", [])
+        while layers:  # one that has raised may have left its own behind
+            found, begin = layers.pop()
+            if found is module:
+                self.add("layer", self._names[module], begin)
+                return
 
 
-def to_first(at: int, readings: Sequence[Reading]) -> int:
-    """Returns a time of this rank on rank 0's clock; none known, as it is."""
-    if not readings:
-        return at
-    first, last = readings[0], readings[-1]
-    drift = last.offset - first.offset
-    span = last.at - first.at
-    past = min(max(at - first.at, 0), span)
-    return at + first.offset + (drift * past // span if span else 0)
-
-
-def host() -> str:
-    """Returns what processes with the same monotonic clock have in common, or ""."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
-    except OSError:
-        return ""
-
-
-class StoreMailbox:
-    """Notes between the ranks of a mesh, under a name of their own."""
-
-    def __init__(self, watch: FailureMonitor, name: str) -> None:
-        self._watch, self._name = watch, name
-
-    def post(self, key: str, value: str) -> None:
-        """Leaves a short note."""
-        self._watch.store.set(f"{self._name}/{key}", value)
-
-    def read(self, key: str, patience: float | None = None) -> str | None:
-        """Waits for a note, and returns it.
-
-        With `patience`, in seconds, waits no longer, and returns None if it has not come.
-
-        Raises:
-            Exception: without `patience`, another rank's failure, or past the deadline.
-        """
-        watch, name = self._watch, f"{self._name}/{key}"
-        begin, pause, looked = time.monotonic(), 0.0, 0.0
-        while not self._there(name):
-            past = time.monotonic() - begin
-            if past > (watch.deadline if patience is None else patience):
-                if patience is not None:
-                    return None
-                raise watch.expired(f"a note of the trace ({key})")
-            if patience is None and past > looked + _SLICE:
-                watch.look()
-                looked = past
-            if past > 0.005:  # until then it may be about the time
-                pause = min(2 * pause + 1e-4, 0.02)
-                time.sleep(pause)
-        return str(watch.store.get(name).decode())
-
-    def _there(self, name: str) -> bool:
-        try:
-            return bool(self._watch.store.check([name]))
-        except RuntimeError as error:  # it went with the process that held it
-            raise self._watch.broken("a trace", error) from None
-
-    def post_all(self, key: str, data: bytes) -> None:
-        """Leaves a note of any size."""
-        pieces = range(0, len(data), _PIECE)
-        for k, begin in enumerate(pieces):
-            piece = data[begin : begin + _PIECE]
-            self._watch.store.set(f"{self._name}/{key}/{k}", piece)
-        self.post(key, str(len(pieces)))
-
-    def read_all(self, key: str, patience: float | None = None) -> bytes | None:
-        """Does as `read` for such a note, and takes it off the store."""
-        pieces = self.read(key, patience)
-        if pieces is None:
-            return None
-        store, out = self._watch.store, bytearray()
-        for k in range(int(pieces)):
-            out += store.get(f"{self._name}/{key}/{k}")
-            store.delete_key(f"{self._name}/{key}/{k}")
-        return bytes(out)
-
-    def ask_time(self, rank: int, when: str) -> Reading:
-        """Returns how this rank's clock stands to that of rank 0, which answers."""
-        found = []
-        for k in range(TRIPS):
-            left = clock()
-            self.post(f"{when}/asks/{rank}/{k}", "")
-            told = int(self.read(f"{when}/told/{rank}/{k}") or 0)
-            back = clock()
-            middle = (left + back) // 2
-            found.append(Reading(middle, told - middle, (back - left + 1) // 2))
-        return min(found, key=lambda reading: reading.error)
-
-    def tell_time(self, rank: int, when: str) -> None:
-        """Answers a rank."""
-        for k in range(TRIPS):
-            self.read(f"{when}/asks/{rank}/{k}")
-            self.post(f"{when}/told/{rank}/{k}", str(clock()))
-
-
-_GRACE = 3.0  # seconds for the records of others, once this rank has failed
-
-
-def trace(
-    path: str | os.PathLike[str], mesh: Mesh | None = None, *, limit: int = LIMIT
-) -> Trace:
-    """Returns a context, or decorator, that records all ranks and writes one timeline.
+class trace(contextlib.ContextDecorator):
+    """Records all ranks in a `with` block, or decorated function, and writes one timeline.
 
     Every exchange is there with operation, axis, words, bytes and messages, as in the
     ledger, from its begin to its arrival and with what was waited for it; so are the local
     products, the layers of a model (forward), what loaders do in their threads, and what
     the script marks itself, `with run.span("evaluation"):`. Open the file in
-    https://ui.perfetto.dev or chrome://tracing.
+    https://ui.perfetto.dev or chrome://tracing. On a CUDA device, spans show when work was
+    handed over, not when it ran.
 
     Collective at both ends; in between, nothing is sent. Rank 0 writes. If a rank leaves
     by an exception, it goes on its way, and what has been recorded is written; a rank
     other than 0 also writes its own part beside the file, named after the rank, which rank 0
     removes if it gets as far as putting it in the whole.
-
-    On a CUDA device, spans show when work was handed over, not when it ran.
 
     Args:
         path: a JSON file; compressed if its name ends in .gz.
@@ -184,119 +224,94 @@ def trace(
 
     Raises:
         ValueError: at the start, on all ranks: if a trace is under way, if the file cannot
-            be written there, or if there is more than one rank and no mesh.
+            be written there, if paths differ, or if there is more than one rank and no mesh.
         OSError: at the end, on all ranks, if writing has failed.
     """
-    return Trace(Path(path), mesh, limit)
 
-
-class Trace(contextlib.ContextDecorator):
-    """What `trace` returns."""
-
-    def __init__(self, path: Path, mesh: Mesh | None, limit: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], mesh: Any = None, *, limit: int = LIMIT
+    ) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit} must be at least 1 event")
-        self.path, self._given, self._limit = path, mesh, limit
+        self.path, self._mesh, self._limit = Path(path), mesh, limit
 
-    def span(self, name: str, **about: Any) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, **about: Any) -> AbstractContextManager[None]:
         """Marks a block of the script on the timeline of this rank.
 
-        Args:
-            name: as it is shown.
-            about: what is to be known of it: plain values, or what `str` makes of others.
+        `about` is shown with it: plain values, or what `str` makes of others.
         """
         if PROCESS.recorder is not None:
             about = {key: as_json(value) for key, value in about.items()}
-        return timeline.span("script", str(name), **about)
+        return span("script", str(name), **about)
 
-    def __enter__(self) -> Trace:
-        mesh = self._given or latest_mesh()
-        problem = _check(self.path, mesh)
-        if PROCESS.recorder is not None:
-            problem = (
-                "a trace is under way in this process; end it before the next begins"
-            )
+    def __enter__(self) -> trace:
+        mesh = self._mesh or joined_mesh()
+        problem = _problem_of(self.path, mesh)
         ranks = _Ranks(mesh)
         ranks.meet(problem, str(self.path))
-        self._ranks = ranks
+        self._ranks, self._started = ranks, time.localtime()
         self._recorder = PROCESS.recorder = Recorder(self._limit)
-        self._started = time.time()
-        self._layers = _Layers(self._recorder)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        end = timeline.clock()
-        PROCESS.recorder = None
-        self._layers.remove()
-        told = [*str(error).splitlines(), ""][0]  # its cause on another rank may follow
-        failed = None if kind is None else f"{kind.__name__}: {told}"[:300]
-        mine = record(self._ranks.rank, self._recorder, end, failed)
-        if mine["dropped"]:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        end, PROCESS.recorder = clock(), None
+        events, dropped = self._recorder.stop()
+        failed = None
+        if error is not None:  # its cause on another rank may follow the first line
+            failed = f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"[
+                :300
+            ]
+        if dropped:
             warnings.warn(
                 f"the trace keeps the latest {self._limit:,} events of a rank, and "
-                f"{mine['dropped']:,} were dropped; trace fewer epochs, or raise `limit`",
+                f"{dropped:,} were dropped; trace fewer epochs, or raise `limit`",
                 stacklevel=2,
             )
-        if failed is None:
-            self._finish(mine)
-            return
-        try:  # nothing that goes wrong here may hide the error
-            self._finish(mine)
+        part = {"rank": self._ranks.rank, "failed": failed, "dropped": dropped}
+        try:
+            self._finish(part, events, end)
         except Exception as other:
+            if failed is None:
+                raise
+            # nothing that goes wrong here may hide the error
             warnings.warn(f"{self.path}: not written: {other}", stacklevel=2)
 
-    def _finish(self, mine: dict[str, Any]) -> None:
-        ranks = self._ranks
+    def _finish(self, part: Event, events: list[Any], end: int) -> None:
+        ranks, failed = self._ranks, part["failed"]
+        ranks.leave(part)
+        found = _shown(events, self._recorder.threads, end, part, ranks.at)
+        part["text"] = ",\n".join(json.dumps(e, separators=(",", ":")) for e in found)
         if ranks.rank:
-            if mine["failed"]:
+            if failed:
                 with contextlib.suppress(OSError):  # it has no such folder
-                    write_trace(self._own(ranks.rank), [mine], self._about([mine]))
-            ranks.hand_in(mine)
+                    write_trace(self._own(part), [part], ranks.size, self._started)
+            ranks.hand_in(part)
             return
-        found, late = ranks.collect(mine)
+        parts, late = ranks.collect(part)
         problem = ""
         try:
-            write_trace(self.path, found, self._about(found))
-            for part in found[1:]:
-                if part["failed"]:
-                    self._own(part["rank"]).unlink(missing_ok=True)
-        except Exception as error:  # the others wait to be told
+            write_trace(self.path, parts, ranks.size, self._started)
+            for other in parts[1:]:
+                if other["failed"]:
+                    self._own(other).unlink(missing_ok=True)
+        except Exception as error:  # the others wait for the outcome
             problem = f"{self.path}: cannot be written ({error})"
-        ranks.tell(problem)
+        ranks.box.post("written", problem)
         if problem:
             raise OSError(problem)
-        if late is not None and not mine["failed"]:
+        if late is not None and not failed:
             raise late
 
-    def _own(self, rank: int) -> Path:
+    def _own(self, part: Event) -> Path:
         stem, dot, rest = self.path.name.partition(".")
-        return self.path.with_name(f"{stem}.rank{rank}{dot}{rest}")
-
-    def _about(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        size = self._ranks.size
-        here = {part["rank"] for part in ranks}
-        return {
-            "writer": "pyg_distcomm",
-            "started": time.strftime(
-                "%Y-%m-%dT%H:%M:%S%z", time.localtime(self._started)
-            ),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "ranks": size,
-            "missing_ranks": [rank for rank in range(size) if rank not in here],
-            "failed": {p["rank"]: p["failed"] for p in ranks if p["failed"]},
-            "dropped_events": {p["rank"]: p["dropped"] for p in ranks if p["dropped"]},
-            "clock_error_us": {p["rank"]: p.get("error", 0) / 1000 for p in ranks},
-        }
+        return self.path.with_name(f"{stem}.rank{part['rank']}{dot}{rest}")
 
 
-def _check(path: Path, mesh: Mesh | None) -> str | None:
+def _problem_of(path: Path, mesh: Any) -> str | None:
     """Returns what is wrong with a trace to be begun."""
+    folder = path.parent
+    if PROCESS.recorder is not None:
+        return "a trace is under way in this process; end it before the next begins"
     if mesh is None and world_size() > 1:
         return (
             f"there are {world_size()} ranks and no mesh to merge their traces "
@@ -304,151 +319,269 @@ def _check(path: Path, mesh: Mesh | None) -> str | None:
         )
     if mesh is not None and mesh.everyone.rank:
         return None
-    folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         why = "is a folder" if path.is_dir() else f"cannot be written in {folder}"
         return f"{path}: {why}; give the name of a file in a folder that exists"
     return None
 
 
-class _Ranks:
-    """The ranks of a trace, and what they tell each other; one process alone, nothing."""
+def write_trace(path: Path, parts: Sequence[Event], size: int, started: Any) -> None:
+    """Writes the parts of ranks, in rank order; aside first, then in place."""
+    here = {part["rank"] for part in parts}
+    about = {
+        "writer": "pyg_distcomm",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": size,
+        "missing_ranks": [rank for rank in range(size) if rank not in here],
+        "failed": {p["rank"]: p["failed"] for p in parts if p["failed"]},
+        "dropped_events": {p["rank"]: p["dropped"] for p in parts if p["dropped"]},
+        "clock_error_us": {p["rank"]: p["error"] / 1000 for p in parts},
+    }
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    opened: Any = partial(gzip.open, compresslevel=5) if path.suffix == ".gz" else open
+    try:
+        with opened(aside, "wt", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
+            for k, part in enumerate(parts):
+                file.write((",\n" if k else ',\n"traceEvents": [\n') + part["text"])
+            file.write("\n]}\n")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self.rank = 0 if mesh is None else mesh.everyone.rank  # of all stages
-        self.size = 1 if mesh is None else mesh.everyone.size
+
+class Reading(NamedTuple):
+    """Holds what rank 0's clock showed when this one's showed `at`, in ns."""
+
+    at: int
+    offset: int  # to add for rank 0's
+    error: int  # how far off that can be
+
+
+def to_first(at: int, readings: Sequence[Reading]) -> int:
+    """Returns a time of this rank on rank 0's clock; none known, as it is."""
+    if not readings:
+        return at
+    first, last = readings[0], readings[-1]
+    length = last.at - first.at
+    past = min(max(at - first.at, 0), length)
+    drift = (last.offset - first.offset) * past // length if length else 0
+    return at + first.offset + drift
+
+
+def host() -> str:
+    """Returns what processes with the same monotonic clock have in common, or ""."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
+    return ""
+
+
+class _Ranks:
+    """Exchanges the notes of a trace between its ranks, those of all stages."""
+
+    def __init__(self, mesh: Any) -> None:
         watch = None if mesh is None else mesh.everyone.watch
-        self._board: StoreMailbox | None = None
+        if watch is None:  # one process alone
+            alone = StoreMailbox(dist.HashStore())  # type: ignore[attr-defined]
+            watch = FailureMonitor(alone, 0, 1, math.inf)
+        self.rank, self.size, self._watch = watch.rank, watch.size, watch
+        number = next(PROCESS.traces.setdefault(watch, itertools.count()))
+        self.box = watch.store.within(f"trace/{number}")
+        self._start = clock()  # of rank 0
         self._readings: list[Reading] = []
         self._away: list[int] = []  # the ranks on other hosts than rank 0's
-        if mesh is not None and watch is not None and self.size > 1:
-            number = next(PROCESS.traces.setdefault(mesh, itertools.count()))
-            self._board = StoreMailbox(watch, f"trace/{number}")
+
+    def at(self, ns: int) -> int:
+        """Returns a time of this rank in ns since the start, on rank 0's clock."""
+        return max(to_first(ns, self._readings) - self._start, 0)
+
+    def _read(self, key: str, patience: float | None = None) -> Any:
+        """Waits for a note, and returns it; None after `patience` seconds, if given.
+
+        Raises:
+            Exception: without `patience`, another rank's failure, or past the deadline.
+        """
+        try:
+            if patience is not None:
+                there = self.box.wait([key], lambda seconds: seconds > patience)
+            else:
+                there = self.box.wait(
+                    [key], self._watch.until(f"a note of the trace ({key})")
+                )
+            return self.box.read(key) if there else None
+        except dist.DistError as error:  # the store went with the process that held it
+            raise self._watch.broken("a trace", error) from None
 
     def meet(self, problem: str | None, path: str) -> None:
         """Begins together, or raises on all ranks; compares clocks across hosts."""
-        if self._board is None:
+        self.box.post(f"in/{self.rank}", [problem, path, host(), self._start])
+        notes = [self._read(f"in/{rank}") for rank in range(self.size)]
+        _, first, home, self._start = notes[0]
+        for rank, (problem, _, _, _) in enumerate(notes):
             if problem is not None:
-                raise ValueError(problem)
-            return
-        board = self._board
-        mine = {"problem": problem, "host": host(), "path": path}
-        if self.rank:
-            board.post(f"in/{self.rank}", json.dumps(mine))
-            told = json.loads(board.read("go") or "{}")
-        else:
-            others = range(1, self.size)
-            notes = [mine] + [json.loads(board.read(f"in/{r}") or "{}") for r in others]
-            bad = [(r, n["problem"]) for r, n in enumerate(notes) if n["problem"]]
-            bad += [
-                (
-                    r,
-                    f"trace to the same path on all ranks: {n['path']!r} here, and {path!r} "
-                    "on rank 0",
+                raise ValueError(f"rank {rank}: {problem}")
+        for rank, (_, path, _, _) in enumerate(notes):
+            if path != first:
+                raise ValueError(
+                    f"rank {rank}: trace to the same path on all ranks: {path!r} here, "
+                    f"and {first!r} on rank 0"
                 )
-                for r, n in enumerate(notes)
-                if n.get("path", path) != path
-            ]
-            away = [r for r in others if not mine["host"] == notes[r]["host"] != ""]
-            told = {"bad": bad[:1], "away": away}
-            board.post("go", json.dumps(told))
-        for rank, text in told["bad"]:
-            raise ValueError(f"rank {rank}: {text}")
-        self._away = told["away"]
+        self._away = [r for r, n in enumerate(notes) if r and not home == n[2] != ""]
         self._compare("begin", self._away)
 
-    def _compare(self, when: str, away: list[int]) -> None:
-        assert self._board is not None
-        if self.rank in away:
-            self._readings.append(self._board.ask_time(self.rank, when))
-        if self.rank == 0:
-            for rank in away:
-                self._board.tell_time(rank, when)
+    def _compare(self, when: str, away: Sequence[int]) -> None:
+        """Has ranks on other hosts ask rank 0 for its time: see [Note: clocks]."""
+        found = []
+        for rank, k in itertools.product(away, range(TRIPS)):
+            ask, answer = f"{when}/ask/{rank}/{k}", f"{when}/time/{rank}/{k}"
+            if self.rank == 0:
+                self._read(ask)
+                self.box.post(answer, clock())
+            elif self.rank == rank:
+                left = clock()
+                self.box.post(ask, "")
+                there, back = self._read(answer), clock()
+                middle = (left + back) // 2
+                found.append(Reading(middle, there - middle, (back - left + 1) // 2))
+        self._readings += sorted(found, key=lambda reading: reading.error)[:1]
 
-    def hand_in(self, mine: dict[str, Any]) -> None:
-        """Leaves what this rank has recorded to rank 0; one that is well waits for it."""
-        assert self._board is not None
-        board, well = self._board, not mine["failed"]
-        board.post(f"out/{self.rank}", "well" if well else "failed")
-        if well and self.rank in self._away and board.read("out/0") == "well":
+    def leave(self, part: Event) -> None:
+        """Notes how this rank has left, and compares its clock again if it is well."""
+        failed = part["failed"] or ""
+        self.box.post(f"out/{self.rank}", failed)
+        if not failed and self.rank in self._away and self._read("out/0") == "":
             self._compare("end", [self.rank])
-        _shift(mine, self._readings)
-        board.post_all(
-            f"record/{self.rank}", zlib.compress(json.dumps(mine).encode(), 1)
-        )
-        if well and (problem := board.read("written")):
+        part["error"] = max((reading.error for reading in self._readings), default=0)
+
+    def hand_in(self, part: Event) -> None:
+        """Leaves what this rank has recorded to rank 0; one that is well waits for it."""
+        data = zlib.compress(json.dumps(part).encode(), 1)
+        self.box.post_bytes(f"part/{self.rank}", data)
+        if not part["failed"] and (problem := self._read("written")):
             raise OSError(problem)
 
-    def collect(
-        self, mine: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], BaseException | None]:
-        """Returns the records there are, and why others have not come."""
-        board, found = self._board, [mine]
-        if board is None:
-            return found, None
-        stop = time.monotonic() + _GRACE if mine["failed"] else None
-        board.post("out/0", "failed" if mine["failed"] else "well")
-        late: BaseException | None = None
+    def collect(self, own: Event) -> tuple[list[Event], BaseException | None]:
+        """Returns the parts there are, and why others have not come."""
+        parts, late = [own], None
+        stop = time.monotonic() + _GRACE if own["failed"] else None
         for rank in range(1, self.size):
             left = None if stop is None else max(stop - time.monotonic(), 0.0)
             try:
-                state = board.read(f"out/{rank}", left)
-                if state == "well" and stop is None and rank in self._away:
+                well = self._read(f"out/{rank}", left) == ""
+                if well and stop is None and rank in self._away:
                     self._compare("end", [rank])
-                data = board.read_all(f"record/{rank}", left)
+                if self._read(f"part/{rank}", left) is not None:
+                    data = self.box.take_bytes(f"part/{rank}")
+                    parts.append(json.loads(zlib.decompress(data)))
             except Exception as error:  # the ranks that are there shall be written
-                late, stop, data = error, time.monotonic() + _GRACE, None
-            if data is not None:
-                found.append(json.loads(zlib.decompress(data)))
-        return found, late
-
-    def tell(self, problem: str) -> None:
-        """Says that the file is there, or why not."""
-        if self._board is not None:
-            self._board.post("written", problem)
+                late, stop = error, time.monotonic() + _GRACE
+        return parts, late
 
 
-def _shift(mine: dict[str, Any], readings: list[Reading]) -> None:
-    """Brings the times of a record on rank 0's clock."""
-    if not readings:
-        return
-    for key in ("begin", "end"):
-        mine[key] = to_first(mine[key], readings)
-    for name, columns in (("spans", (3, 4)), ("exchanges", (8, 9, 10, 12, 13))):
-        for row in mine[name]:
-            for k in columns:
-                row[k] = to_first(row[k], readings) if row[k] else 0
-    mine["error"] = max(reading.error for reading in readings)
+def _shown(
+    recorded: Sequence[Any],
+    threads: Sequence[str],
+    last: int,
+    part: Event,
+    at: Callable[[int], int],
+) -> list[Event]:
+    """Returns the events of a rank as [Note: trace file] says, in order of time."""
+    spans = [e for e in recorded if isinstance(e, Span)]
+    exchanges = [(e, *e.spans()) for e in recorded if isinstance(e, Exchange)]
+    spans += [s for _, *parts in exchanges for s in parts if s is not None]
+    names, lanes = _laid_out(spans, threads)
+    rank, out = part["rank"], list[Event]()
+
+    def add(ph: str, name: str, lane: int, ns: int | None = None, **more: Any) -> None:
+        when = {} if ns is None else {"ts": at(ns) / 1000}
+        place = {"pid": rank, "tid": (rank + 1) * _LANES + lane}
+        out.append({"ph": ph, "name": name, **place, **when, **more})
+
+    failed = f": {part['failed']}" if part["failed"] else ""
+    add("M", "process_name", 0, args={"name": f"rank {rank}{failed}"})
+    add("M", "process_sort_index", 0, args={"sort_index": rank})
+    for lane, name in enumerate(names):
+        add("M", "thread_name", lane, args={"name": name})
+        add("M", "thread_sort_index", lane, args={"sort_index": lane})
+    for s in spans:
+        more = {"cat": s.kind, "dur": (at(s.end) - at(s.begin)) / 1000, "args": s.args}
+        add("X", s.name, lanes[id(s)], s.begin, **more)
+    for k, (e, call, wait) in enumerate(exchanges):
+        name, ident = f"{e.op} {e.axis}", {"id": hex(rank << 32 | k)}
+        end = max(e.landed or (wait.end if wait else last), e.begin)
+        args: Event = {"op": e.op, "axis": e.axis, **e.counts}
+        args["pass"] = "backward" if e.backward else "forward"
+        if wait is not None:
+            args["exposed_us"] = (wait.end - wait.begin) / 1000
+            args["hidden_us"] = max(min(wait.begin, end) - e.begin, 0) / 1000
+        elif not e.landed:
+            args["unfinished"] = True
+        lane = 0 if call is None else lanes[id(call)]
+        add("b", name, lane, e.begin, cat="exchange", args=args, **ident)
+        add("e", name, lane, end, cat="exchange", **ident)
+        if call is not None and wait is not None:
+            add("s", name, lane, e.begin, cat="flow", **ident)
+            add("f", name, lanes[id(wait)], wait.begin, cat="flow", bp="e", **ident)
+    return sorted(out, key=lambda event: event.get("ts", -1))
 
 
-class _Layers:
-    """Records the forward passes of modules, by hooks on all of them."""
+def _laid_out(
+    spans: Sequence[Span], threads: Sequence[str]
+) -> tuple[list[str], dict[int, int]]:
+    """Returns the names of lanes, and the lane of each span, by its id.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._open = recorder, threading.local()
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._handles = [
-            hooks.register_module_forward_pre_hook(self._begin),
-            hooks.register_module_forward_hook(self._end, always_call=True),
-        ]
+    A thread has a lane, and more where its spans overlap without lying inside each other.
+    Threads of one name share lanes; those of a loader are called by what they do.
+    """
+    phases: dict[int, set[str]] = {}
+    for s in spans:
+        if s.kind == "loader" and threads[s.lane] != _MAIN:
+            phases.setdefault(s.lane, set()).add(s.name)
+    rows: dict[str, dict[int, list[Span]]] = {}  # of each name, spans open in its lanes
+    names: list[str] = []
+    lanes: dict[int, int] = {}
+    for s in sorted(spans, key=lambda s: (s.begin, -s.end)):
+        does = ", ".join(sorted(phases.get(s.lane, ())))
+        name = f"loader: {does}" if does else threads[s.lane]
+        row = rows.setdefault(name, {})
+        lane = next((k for k, begun in row.items() if _fits(s, begun)), len(names))
+        if lane == len(names):
+            names.append(name)
+        row.setdefault(lane, []).append(s)
+        lanes[id(s)] = lane
+    for name, row in rows.items():
+        for k, lane in enumerate(row, 1) if len(row) > 1 else ():
+            names[lane] = f"{name} ({k})"
+    return names, lanes
 
-    def remove(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
 
-    def _begin(self, module: torch.nn.Module, args: Any) -> None:
-        stack = self._open.__dict__.setdefault("stack", [])
-        if module not in self._names:  # the outermost one knows where the others are
-            for name, inner in module.named_modules():
-                kind = type(inner).__name__
-                self._names.setdefault(inner, f"{name} ({kind})" if name else kind)
-        stack.append((module, timeline.clock()))
+def _fits(span: Span, begun: list[Span]) -> bool:
+    """Returns whether a span lies beside or inside those open in a lane."""
+    while begun and begun[-1].end <= span.begin:
+        begun.pop()
+    return not begun or (begun[-1].lane == span.lane and span.end <= begun[-1].end)
 
-    def _end(self, module: torch.nn.Module, args: Any, out: Any) -> None:
-        stack = self._open.__dict__.get("stack", [])
-        while stack:  # one that has raised may have left its own behind
-            found, begin = stack.pop()
-            if found is module:
-                self._recorder.add("layer", self._names[module], begin)
-                return
+
+def as_json(value: Any, depth: int = 3) -> Any:
+    """Returns a value as JSON has it; in words what it has not, as NaN or a tensor."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if depth and isinstance(value, dict):
+        return {str(k): as_json(v, depth - 1) for k, v in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [as_json(v, depth - 1) for v in value]
+    try:
+        if not isinstance(value, (Tensor, np.ndarray, np.generic)):
+            return str(value)
+        if value.shape == () and type(value).__module__ in ("torch", "numpy"):
+            return as_json(value.item(), 0)
+        return f"{type(value).__name__} {list(value.shape)}"  # others may hold the rest
+    except Exception:
+        return type(value).__name__

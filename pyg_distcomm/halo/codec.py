@@ -22,7 +22,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm.timeline import label
+from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import codec_ops
 
 HEADER = 8  # bytes of a length that is sent ahead

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.random import fold, keyed_permutation
+from pyg_distcomm.comm.trace import label
 from pyg_distcomm.process import PROCESS
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
@@ -68,7 +68,7 @@ class Phases:
         """Adds what a block takes, and what is counted by a ledger of its own meanwhile."""
         begin, before = time.perf_counter_ns(), _travelled(ledger)
         try:
-            with timeline.label(name):
+            with label(name):
                 yield
         finally:
             after = _travelled(ledger)

@@ -13,10 +13,8 @@ Ranks that wait for each other at loaders of different kinds raise at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_distcomm.comm.failure import DeadlineStore, RankError
 from pyg_distcomm.comm.mesh import Mesh, latest_mesh
+from pyg_distcomm.comm.store import RankError, StoreMailbox
 from pyg_distcomm.process import PROCESS
 
 PATIENCE = 300.0  # seconds to wait for the notes of other ranks, where there is no mesh
@@ -96,7 +94,7 @@ class Notes:
         self._where = ""
         if world.size > 1:
             c10d = dist.distributed_c10d
-            store = DeadlineStore(c10d._get_default_store())
+            store = StoreMailbox(c10d._get_default_store())
             self._common = store.within("pyg_distcomm/loader")
             while self._own(f"place/{place}{about}"):
                 place = Place.next(place.kind)
@@ -113,7 +111,7 @@ class Notes:
         """Leaves this rank's note; does not wait."""
         if self._store is not None:
             self._mark("")  # of a wait that ended in an error
-            self._store.set(str(self.world.rank), json.dumps(note))
+            self._store.post(str(self.world.rank), note)
 
     def begin(self, epoch: int) -> None:
         """Notes that this rank begins an epoch of the loader."""
@@ -160,7 +158,7 @@ class Notes:
                 f"rank {self.world.rank} waited {patience:.0f} s to {doing}, but rank(s) "
                 f"{_listed(missing)} have not come to {self.name}. {advice}"
             )
-        return [json.loads(self._store.get(str(r))) for r in range(self.world.size)]
+        return [self._store.read(str(rank)) for rank in range(self.world.size)]
 
     def collect_if_shared(self, doing: str) -> list[dict[str, Any]] | None:
         """Does as `collect`, or returns None if some ranks have passed the loader by.
@@ -190,31 +188,35 @@ class Notes:
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until `enough`; returns the ranks whose notes are missing."""
-        begin, pause, alive = time.monotonic(), 1e-3, ""
-        ranks = range(self.world.size)
-        missing = [r for r in ranks if not self._store.check([str(r)])]
-        if not missing:
+        if not self._missing():
             return []
         self._mark(self._where)
-        while missing:
+        since, alive = 0.0, ""
+
+        def look(seconds: float) -> bool:
+            nonlocal since, alive
+            missing = self._missing()
             self._check_mutual_wait(missing)
             before, alive = alive, self._signs(missing)
-            if before != alive:
-                begin = time.monotonic()
+            since = since if before == alive else seconds
             try:
-                if enough(missing, time.monotonic() - begin):
-                    break
-                if self._watch is not None:
+                stop = enough(missing, seconds - since)
+                if self._watch is not None and not stop:
                     self._watch.look()  # a rank that failed will not come
             except BaseException:
                 self._mark("")
                 raise
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-            missing = [r for r in ranks if not self._store.check([str(r)])]
+            return stop
+
+        self._store.wait([str(rank) for rank in range(self.world.size)], look)
         self._mark("")
         # one that has passed may have left its note just before
-        return [r for r in missing if not self._store.check([str(r)])]
+        return self._missing()
+
+    def _missing(self) -> list[int]:
+        """Returns the ranks that have not left their notes."""
+        ranks = range(self.world.size)
+        return [int(key) for key in self._store.missing(map(str, ranks))]
 
     def _mark(self, where: str) -> None:
         """Says what place this rank waits at; nothing if at none."""
@@ -242,8 +244,8 @@ class Notes:
     def _signs(self, ranks: list[int]) -> str:
         """Returns the heartbeats of ranks that have sent any."""
         keys = [f"alive/{rank}" for rank in ranks]
-        there = [key for key in keys if self._store.check([key])]
-        return " ".join(key + self._store.get(key).decode() for key in there)
+        late = self._store.missing(keys)
+        return " ".join(k + self._store.get(k).decode() for k in keys if k not in late)
 
 
 def _listed(ranks: list[int]) -> str:

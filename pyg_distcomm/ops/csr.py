@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm import timeline
 from pyg_distcomm.comm.ledger import Price
+from pyg_distcomm.comm.trace import clock, label
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.process import PROCESS
 
@@ -100,8 +100,8 @@ class CSR:
     def _spmm(self, x: Tensor, out: Tensor | None, first: int, add: bool) -> Tensor:
         p, recorder = self.pattern, PROCESS.recorder
         rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
-        begin = 0 if recorder is None else timeline.clock()
-        with timeline.label(f"product {self.name}"):
+        begin = 0 if recorder is None else clock()
+        with label(f"product {self.name}"):
             out = kernels.spmm(rowptr, p.col, self.value, x, out, add)
         if recorder is None or p.nnz == 0:
             return out

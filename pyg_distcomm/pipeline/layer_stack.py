@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.failure import RankError
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy

@@ -1,0 +1,325 @@
+"""Joins the ranks of a run at the rendezvous store, and carries notes between them.
+
+Notes are no collectives: they reach a rank also when another has failed.
+
+[Note: interface] Gloo listens at the address that the host's own name resolves to, unless
+GLOO_SOCKET_IFNAME says otherwise. Debian resolves it to 127.0.1.1, where other hosts find
+nobody. So where a run has several hosts, each rank takes the interface over which the
+rendezvous is reached. On the host of the rendezvous that may seem to be the loopback: then
+the address counts at which the other hosts have found it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+
+from pyg_distcomm.process import PROCESS
+
+ENDED = (
+    "the process groups of this mesh were ended, as by "
+    "torch.distributed.destroy_process_group(); call that after the last use of the mesh, "
+    "or go on with mesh.close() and a new mesh by pdc.init()"
+)
+SPARE = 5.0  # seconds after the deadline at which torch gives up what is left to it
+_ANSWER = 3.0  # seconds that the store has to answer
+_AT_ONCE = 0.005  # seconds without a pause, for notes that compare clocks
+_PIECE = 1 << 20  # bytes stored at a time
+_NAME = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
+
+
+class RankError(RuntimeError):
+    """Reports that another rank failed, or did not answer before the deadline."""
+
+    late = (
+        False  # a wait past the deadline: rarely the cause, if another rank has failed
+    )
+
+
+class StoreMailbox:
+    """Carries notes through the rendezvous store, in calls that end if the network is cut.
+
+    Args:
+        store: torch's.
+        patience: seconds that a call may take.
+    """
+
+    def __init__(self, store: Any, patience: float = _ANSWER) -> None:
+        self._store, self._patience = store, patience
+        self._stuck: threading.Thread | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Stores a value."""
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value that is known to be there."""
+        return self._call("get", key)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, and returns its value."""
+        return self._call("add", key, amount)  # type: ignore[no-any-return]
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys are there."""
+        return self._call("check", keys)  # type: ignore[no-any-return]
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Stores a value if the one there is as expected; returns what is there then."""
+        return self._call("compare_set", key, expected, value)  # type: ignore[no-any-return]
+
+    def within(self, prefix: str) -> StoreMailbox:
+        """Returns the part of this store under a prefix."""
+        return StoreMailbox(dist.PrefixStore(prefix, self._store), self._patience)  # type: ignore[attr-defined]
+
+    def post(self, key: str, note: Any) -> None:
+        """Leaves a note: a plain value, as JSON."""
+        self.set(key, json.dumps(note))
+
+    def read(self, key: str) -> Any:
+        """Returns a note that is known to be there."""
+        return json.loads(self.get(key))
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Returns the keys that are not there yet."""
+        return [key for key in keys if not self.check([key])]
+
+    def wait(self, keys: Sequence[str], enough: Callable[[float], bool]) -> bool:
+        """Waits until all keys are there, and returns whether they are.
+
+        Args:
+            keys: of notes.
+            enough: called now and then with the seconds waited; returns whether to stop.
+        """
+        begin, pause = time.monotonic(), 1e-4
+        while not self.check(list(keys)):
+            seconds = time.monotonic() - begin
+            if seconds < _AT_ONCE:
+                continue
+            if enough(seconds):
+                return not self.missing(keys)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
+
+    def post_bytes(self, key: str, data: bytes) -> None:
+        """Leaves bytes of any number: the store takes a few MB at a time."""
+        starts = range(0, len(data), _PIECE)
+        for k, start in enumerate(starts):
+            self.set(f"{key}/{k}", data[start : start + _PIECE])
+        self.post(key, len(starts))
+
+    def take_bytes(self, key: str) -> bytes:
+        """Returns bytes that are known to be there, and deletes them."""
+        pieces = [f"{key}/{k}" for k in range(self.read(key))]
+        data = b"".join(self.get(piece) for piece in pieces)
+        for piece in pieces:
+            self._call("delete_key", piece)
+        return data
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        if self._stuck is None or not self._stuck.is_alive():
+            act, answer = partial(getattr(self._store, verb), *args), SimpleQueue[Any]()
+            thread = _in_thread(act, answer)
+            try:
+                done, value = answer.get(timeout=self._patience)
+            except Empty:
+                self._stuck = thread
+            else:
+                if done:
+                    return value
+                raise value
+        raise RankError(
+            f"the rendezvous store does not answer ({verb} took {self._patience:.0f} s): "
+            "the network to the host of rank 0 may be cut, or that host be stopped"
+        )
+
+
+def _in_thread(act: Callable[[], Any], answer: SimpleQueue[Any]) -> threading.Thread:
+    """Does something in a thread, which answers with what came of it."""
+
+    def run() -> None:
+        try:
+            answer.put((True, act()))
+        except Exception as error:
+            answer.put((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def world_size() -> int:
+    """Returns how many ranks there are, whether or not they have a mesh."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def joined_mesh() -> Any:
+    """Returns the mesh that `init` made last, if it is in use and of the ranks of now."""
+    found = None if PROCESS.mesh is None else PROCESS.mesh()
+    if found is None or found.everyone.size != world_size():
+        return None
+    watch = found.everyone.watch
+    return None if watch is not None and watch.closed else found
+
+
+def join(backend: str, timeout: float) -> None:
+    """Makes torch's default process group of the ranks that a launcher has started.
+
+    Raises:
+        RankError: if some rank has not come after `timeout` seconds, or cannot be reached.
+    """
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    wait = timedelta(seconds=timeout)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        raise RankError(
+            f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
+            f"before pdc.init, was not started, or cannot reach {where}. {error}"
+        ) from None
+    # a store outlives ranks before a restart, and groups that a script has ended, and
+    # their addresses are in it
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    joined = f"pyg_distcomm/attempt/{attempt}/rank/{rank}"
+    times = StoreMailbox(store).add(joined, 1)
+    prefix = f"pyg_distcomm/attempt/{attempt}/{times}"
+    store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    arrive(StoreMailbox(store), "run", rank, size, timeout)
+    if "gloo" in backend:
+        _choose_interface(StoreMailbox(store), rank, size, timeout)
+    named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+    span = wait + timedelta(seconds=SPARE)
+    how = {"store": named, "rank": rank, "world_size": size, "timeout": span}
+    _connect(partial(dist.init_process_group, backend, **how), rank, timeout)
+
+
+def open_group(
+    ranks: Sequence[int], backend: str | None, deadline: float
+) -> dist.ProcessGroup:
+    """Makes a process group; collective over all ranks of the run.
+
+    Raises:
+        RankError: if the ranks have not connected by the deadline.
+    """
+    if not dist.is_initialized():
+        raise RankError(ENDED)
+    span = timedelta(seconds=deadline + SPARE)
+    make = partial(dist.new_group, list(ranks), timeout=span, backend=backend)
+    return _connect(make, dist.get_rank(), deadline)
+
+
+def _connect(act: Callable[[], Any], rank: int, timeout: float) -> Any:
+    """Connects ranks; raises what to do if that fails, or is not done in time."""
+    # gloo tries five times, each as long as the timeout
+    answer: SimpleQueue[Any] = SimpleQueue()
+    _in_thread(act, answer)
+    try:
+        done, value = answer.get(timeout=timeout)
+    except Empty:
+        done, value = False, "Gloo is still trying."
+    if done:
+        return value
+    if not isinstance(value, (str, dist.DistError, RuntimeError)):
+        raise value
+    raise RankError(
+        f"rank {rank} could not connect to all others within {timeout:.0f} s: one has "
+        f"ended, or its address cannot be reached from here. {_advice()} {value}"
+    )
+
+
+def arrive(
+    store: StoreMailbox,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    note: Any = "",
+) -> list[Any]:
+    """Waits until all ranks have come to a place, and returns their notes.
+
+    Raises:
+        RankError: if some have not after `timeout` seconds; it names them.
+    """
+    keys = [f"pyg_distcomm/{name}/{r}" for r in range(size)]
+    store.post(keys[rank], note)
+    if not store.wait(keys, lambda seconds: seconds > timeout):
+        missing = ", ".join(key.rpartition("/")[2] for key in store.missing(keys))
+        raise RankError(
+            f"rank {rank} waited {timeout:.0f} s in pdc.init, and rank(s) {missing} of "
+            f"{size} did not come: their processes ended before, were not started, or are "
+            "slow; then raise `timeout`"
+        )
+    return [store.read(key) for key in keys]
+
+
+def _choose_interface(
+    store: StoreMailbox, rank: int, size: int, timeout: float
+) -> None:
+    """Has gloo use the interface that reaches the rendezvous: see [Note: interface]."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    mine, there = _route()
+    note = {"alone": here >= size, "there": there}
+    notes = arrive(store, "address", rank, size, timeout, note)
+    if all(note["alone"] for note in notes) or _NAME in os.environ:
+        return
+    if mine.startswith("127."):
+        known = [n["there"] for n in notes if not n["there"].startswith("127.")]
+        mine = next(filter(None, known), mine)
+    found = _interfaces().get(mine)
+    if found is not None:
+        os.environ[_NAME] = found
+
+
+def _route() -> tuple[str, str]:
+    """Returns the address from which the rendezvous is reached, and its own."""
+    with contextlib.suppress(OSError, KeyError):
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        there = socket.getaddrinfo(host, port, socket.AF_INET)[0][4]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            return probe.getsockname()[0], str(there[0])
+    return "", ""
+
+
+def _interfaces() -> dict[str, str]:
+    """Returns this host's interfaces by address, on Linux."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode()[:15])
+                with contextlib.suppress(OSError):  # it has no address
+                    told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
+                    found[socket.inet_ntoa(told[20:24])] = name
+    return found
+
+
+def _advice() -> str:
+    """Says over which interface gloo listens, and which to try."""
+    others = {a: n for a, n in _interfaces().items() if not a.startswith("127.")}
+    best = others.get(_route()[0])
+    values = [best] if best else list(others.values())
+    listed = " or ".join(f"{_NAME}={value}" for value in values) or f"{_NAME}"
+    if _NAME in os.environ:
+        now = f"{_NAME}={os.environ[_NAME]} says over which interface"
+    else:
+        with contextlib.suppress(OSError):
+            name = socket.gethostname()
+            now = f"{name} resolves to {socket.gethostbyname(name)}, where"
+    return f"Of this host, {now} gloo listens; if other hosts cannot reach that, set {listed}."
