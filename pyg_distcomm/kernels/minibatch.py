@@ -1,4 +1,4 @@
-"""What a sampler is asked for, and what it answers: the shapes that the kernels share.
+"""Describes a graph to sample, a request to sample it, and the minibatch that is drawn.
 
 A graph has nodes of one or more types and relations between them; a type is a number,
 its place in `SampleGraph.sizes`. A homogeneous graph has one of each.
