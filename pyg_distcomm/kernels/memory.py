@@ -68,17 +68,6 @@ def advise(fresh: Tensor) -> Tensor:
     return fresh
 
 
-def make_room(size: int) -> None:
-    """Returns freed memory to the system before a product that needs `size` bytes.
-
-    Blocks of several sizes leave holes between them that none fits: without this, the
-    heap of a rank that exchanges grows to about twice what lives in it. Below `ROOM`
-    nothing is done.
-    """
-    if size >= ROOM:
-        give_back()
-
-
 def give_back() -> None:
     """Returns freed memory to the system: planning frees more than it keeps.
 
