@@ -17,6 +17,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
+from pyg_distcomm.nn.local_products import run_gcn
 from pyg_distcomm.tensor.row_sharded import eagerly
 
 
@@ -58,7 +59,7 @@ class DistGCNConv(GCNConv):
         if not isinstance(edge_index, DistEdgeIndex):
             (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
-            return super().forward(x, edge_index, edge_weight)
+            return run_gcn(self, super().forward, x, edge_index, edge_weight)
         return self._multiplied(x, edge_index, edge_weight)
 
     @eagerly

@@ -18,6 +18,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
+from pyg_distcomm.nn.local_products import run_sage
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -58,7 +59,7 @@ class DistSAGEConv(SAGEConv):
         """Runs the layer."""
         (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
-            return super().forward(x, edge_index, size)
+            return run_sage(self, super().forward, x, edge_index, size)
         return self._multiplied(x, edge_index)
 
     @eagerly
