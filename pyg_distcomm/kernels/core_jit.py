@@ -229,7 +229,7 @@ def segment_max_grad(
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
         home, from_ = i * out_ld, i * g_ld
         for k in range(f):
-            ties[k] = 0
+            ties[k] = out[np.uint64(home + k)] == 0
         for e in range(low, high):
             source = np.int64(col[e]) * x_ld
             for k in range(f):

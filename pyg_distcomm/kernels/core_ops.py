@@ -201,13 +201,16 @@ def segment_max_grad(
 ) -> Tensor:
     """Returns the gradient of `segment_max`; edges that tie share it evenly.
 
+    So does the zero that torch's `scatter_reduce` starts from, where the maximum is zero:
+    PyG's gradients have its share missing, and these are the same.
+
     Shapes: rowptr [m + 1], from zero; col [nnz], x [n, f], out and g [m, f]; returns
     [n, f].
     """
     row, lo, hi = _rows(rowptr)
     index = col[lo:hi].long()
     best = (x[index] == out[row]).to(x.dtype)
-    ties = torch.zeros_like(out).index_add_(0, row, best).clamp_(min=1)
+    ties = (out == 0).to(x.dtype).index_add_(0, row, best).clamp_(min=1)
     return torch.zeros_like(x).index_add_(0, index, best * (g / ties)[row])
 
 

@@ -201,7 +201,7 @@ _AGGREGATIONS: dict[type, str] = {
 
 _ROWS = "GINConv MFConv SAGEConv SignedConv"
 _WEIGHTED = (
-    "APPNP ARMAConv ClusterGCNConv GCN2Conv GCNConv GatedGraphConv GraphConv LGConv "
+    "APPNP ClusterGCNConv GCN2Conv GCNConv GatedGraphConv GraphConv LGConv "
     "MixHopConv SGConv SSGConv SimpleConv TAGConv"
 )
 _MESSAGES: dict[Any, str | None] = {
