@@ -350,6 +350,54 @@ def test_scripts_that_read_seeds_are_trimmed(read):
     assert pdc.nn.trimming_of(ours) == "on"
 
 
+def test_parts_of_layers_that_mix_rows_switch_trimming_off():
+    """A batch norm inside of a GINConv, in training; in evaluation it works row by row."""
+
+    def layer():
+        return pyg.GINConv(
+            torch.nn.Sequential(
+                torch.nn.Linear(WIDTH, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU()
+            )
+        )
+
+    wanted, data = Stack(layer), graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for mode, told in ((True, "off: GINConv"), (False, "on")):
+        wanted.train(mode), ours.train(mode)
+        for batch in loader_of(data, batch_size=4):
+            rows = slice(batch.batch_size)
+            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
+        assert pdc.nn.trimming_of(ours).startswith(told)
+
+
+@pytest.mark.parametrize("change", ["setitem", "setitem of seeds", "masked", "nested"])
+def test_late_changes_in_place_are_seen(change):
+    """What an operation changes after passes that have been trimmed."""
+    wanted = Stack(LAYERS["graph"])
+    data = graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    if change == "nested":
+        ours = pdc.convert(torch.nn.ModuleDict({"a": ours}))["a"]
+    for k, batch in enumerate(loader_of(data, batch_size=3)):
+        found = []
+        for model in (ours, wanted):
+            model.zero_grad()
+            out = model(batch.x, batch.edge_index) * 2
+            n = batch.batch_size
+            if k > 1 and change == "setitem":
+                out[1:] = 3.0
+            if k > 1 and change == "setitem of seeds":
+                out[:2] += 1
+            if k > 1 and change == "masked":
+                out.masked_fill_(torch.arange(out.numel()).view(out.shape) % 3 == 0, 7)
+            out[:n].square().sum().backward()
+            found.append([out[:n].detach(), model.lins[0].weight.grad])
+        for one, two in zip(*found, strict=True):
+            close(one, two)
+
+
 def test_checkpointing_switches_trimming_off():
     from torch.utils.checkpoint import checkpoint
 
@@ -696,14 +744,12 @@ def test_products_are_differentiated_twice():
     checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
     for check in checks:
         for kind in ("sum", "mean"):
-            run = lambda *a, kind=kind: local_products.aggregate(kind, edges, *a)  # noqa: E731
+            run = lambda *a, kind=kind: local_adjacency.aggregate(kind, edges, *a)  # noqa: E731
             assert check(run, (value, x))
             assert check(lambda x, run=run: run(None, x), (x,))
             assert check(run, (heads, wide))
-        assert check(lambda x: local_products.aggregate("max", edges, None, x), (x,))
-        assert check(
-            lambda a: local_products._Softmax.apply(edges.pattern, a), (heads,)
-        )
+        assert check(lambda x: local_adjacency.aggregate("max", edges, None, x), (x,))
+        assert check(lambda a: local_adjacency.softmax_of(edges, a), (heads,))
 
 
 def test_ties_share_the_gradient_of_a_maximum():

@@ -1,4 +1,4 @@
-"""Keeps what is known of ordinary edge_index tensors: CSR form, transpose, sampled hops.
+"""Keeps the CSR form and the hops of ordinary edge_index tensors, and multiplies by them.
 
 [Note: what a tensor carries] An `edge_index` `[2, e]` of a minibatch is an ordinary tensor.
 What belongs to it is kept beside it, under its identity, and lives as long as it does. It is
@@ -270,3 +270,133 @@ def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -
     if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
         return edges[:count]
     return edges
+
+
+# Products ----------------------------------------------------------------------------
+
+
+class _SpMM(torch.autograd.Function):
+    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>."""
+
+    @staticmethod
+    def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
+        return kernels.spmm(pattern.rowptr, pattern.col, value, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, value, x = inputs
+        ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        value, x = ctx.saved_tensors
+        by_value = by_x = None
+        if ctx.needs_input_grad[1]:
+            by_value = _SDDMM.apply(ctx.pattern, g, x)
+        if ctx.needs_input_grad[2]:
+            back, order = ctx.pattern.transpose
+            value = None if value is None else value.index_select(0, order)
+            by_x = _SpMM.apply(back, value, g)
+        return None, by_value, by_x
+
+
+class _SDDMM(torch.autograd.Function):
+    """h_e = <g_row(e), x_col(e)>."""
+
+    @staticmethod
+    def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
+        return kernels.sddmm(pattern.rowptr, pattern.col, g, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, g, x = inputs
+        ctx.save_for_backward(g, x)
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
+        g, x = ctx.saved_tensors
+        back, order = ctx.pattern.transpose
+        by_g = _SpMM.apply(ctx.pattern, h, x)
+        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
+
+
+class _Softmax(torch.autograd.Function):
+    """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
+
+    @staticmethod
+    def forward(pattern: Pattern, a: Tensor) -> Tensor:
+        return kernels.segment_softmax(pattern.rowptr, a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        (y,) = ctx.saved_tensors
+        rowptr = ctx.pattern.rowptr
+        if torch.is_grad_enabled():  # which derives this, too
+            return None, kernels.segment_softmax_grad.definition(rowptr, y, g)
+        return None, kernels.segment_softmax_grad(rowptr, y, g)
+
+
+class _Max(torch.autograd.Function):
+    """z_i = max of x_j over its edges; edges that tie share the gradient."""
+
+    @staticmethod
+    def forward(pattern: Pattern, x: Tensor) -> Tensor:
+        return kernels.segment_max(pattern.rowptr, pattern.col, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        x, z = ctx.saved_tensors
+        args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
+        if torch.is_grad_enabled():
+            return None, kernels.segment_max_grad.definition(*args)
+        return None, kernels.segment_max_grad(*args)
+
+
+def softmax_of(edges: GroupedEdges, a: Tensor) -> Tensor:
+    """Returns the softmax of `a` `[nnz, h]` over the edges of each target."""
+    y: Tensor = _Softmax.apply(edges.pattern, a)
+    return y
+
+
+def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
+    """Returns `A x`, differentiably.
+
+        z_i = sum of value_e x_j over the edges e = (j, i)
+
+    Shapes: edges [m, n], value [nnz] in their order or None, x [n, f] or, with values
+    [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
+    """
+    edges = edges.prefix(edges.num_targets, len(x))
+    if x.dim() == 2:
+        z: Tensor = _SpMM.apply(edges.pattern, value, x)
+        return z
+    assert value is not None
+    heads = [_SpMM.apply(edges.pattern, value[:, h], x[:, h]) for h in range(x.size(1))]
+    return torch.stack(heads, 1)
+
+
+def aggregate(
+    kind: str, edges: GroupedEdges, value: Tensor | None, x: Tensor
+) -> Tensor:
+    """Returns the sum, mean or max of (weighted) rows over the edges of each target."""
+    if kind == "max":
+        edges = edges.prefix(edges.num_targets, len(x))
+        z: Tensor = _Max.apply(edges.pattern, x)
+        return z
+    if kind == "mean":
+        mean = edges.mean_values(x.dtype)
+        if value is not None:
+            mean = mean if value.dim() == 1 else mean[:, None]
+            mean = mean * value
+        value = mean
+    return multiply(edges, value, x)

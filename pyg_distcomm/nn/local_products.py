@@ -28,143 +28,20 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import softmax
 
-from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
     adjacency_of,
+    aggregate,
     first_edges,
+    multiply,
+    softmax_of,
 )
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
 from pyg_distcomm.nn.layer_context import is_product
-from pyg_distcomm.ops.csr import Pattern
 
 _FLOATS = (torch.float32, torch.float64)
-
-# Products ----------------------------------------------------------------------------
-
-
-class _SpMM(torch.autograd.Function):
-    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>."""
-
-    @staticmethod
-    def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
-        return kernels.spmm(pattern.rowptr, pattern.col, value, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern, value, x = inputs
-        ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        value, x = ctx.saved_tensors
-        by_value = by_x = None
-        if ctx.needs_input_grad[1]:
-            by_value = _SDDMM.apply(ctx.pattern, g, x)
-        if ctx.needs_input_grad[2]:
-            back, order = ctx.pattern.transpose
-            value = None if value is None else value.index_select(0, order)
-            by_x = _SpMM.apply(back, value, g)
-        return None, by_value, by_x
-
-
-class _SDDMM(torch.autograd.Function):
-    """h_e = <g_row(e), x_col(e)>."""
-
-    @staticmethod
-    def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
-        return kernels.sddmm(pattern.rowptr, pattern.col, g, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern, g, x = inputs
-        ctx.save_for_backward(g, x)
-
-    @staticmethod
-    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
-        g, x = ctx.saved_tensors
-        back, order = ctx.pattern.transpose
-        by_g = _SpMM.apply(ctx.pattern, h, x)
-        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
-
-
-class _Softmax(torch.autograd.Function):
-    """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
-
-    @staticmethod
-    def forward(pattern: Pattern, a: Tensor) -> Tensor:
-        return kernels.segment_softmax(pattern.rowptr, a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern = inputs[0]
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        (y,) = ctx.saved_tensors
-        rowptr = ctx.pattern.rowptr
-        if torch.is_grad_enabled():  # which derives this, too
-            return None, kernels.segment_softmax_grad.definition(rowptr, y, g)
-        return None, kernels.segment_softmax_grad(rowptr, y, g)
-
-
-class _Max(torch.autograd.Function):
-    """z_i = max of x_j over its edges; edges that tie share the gradient."""
-
-    @staticmethod
-    def forward(pattern: Pattern, x: Tensor) -> Tensor:
-        return kernels.segment_max(pattern.rowptr, pattern.col, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern = inputs[0]
-        ctx.save_for_backward(inputs[1], output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        x, z = ctx.saved_tensors
-        args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
-        if torch.is_grad_enabled():
-            return None, kernels.segment_max_grad.definition(*args)
-        return None, kernels.segment_max_grad(*args)
-
-
-def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
-    """Returns `A x`, differentiably.
-
-        z_i = sum of value_e x_j over the edges e = (j, i)
-
-    Shapes: edges [m, n], value [nnz] in their order or None, x [n, f] or, with values
-    [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
-    """
-    edges = edges.prefix(edges.num_targets, len(x))
-    if x.dim() == 2:
-        z: Tensor = _SpMM.apply(edges.pattern, value, x)
-        return z
-    assert value is not None
-    heads = [_SpMM.apply(edges.pattern, value[:, h], x[:, h]) for h in range(x.size(1))]
-    return torch.stack(heads, 1)
-
-
-def aggregate(
-    kind: str, edges: GroupedEdges, value: Tensor | None, x: Tensor
-) -> Tensor:
-    """Returns the sum, mean or max of (weighted) rows over the edges of each target."""
-    if kind == "max":
-        edges = edges.prefix(edges.num_targets, len(x))
-        z: Tensor = _Max.apply(edges.pattern, x)
-        return z
-    if kind == "mean":
-        mean = edges.mean_values(x.dtype)
-        if value is not None:
-            mean = mean if value.dim() == 1 else mean[:, None]
-            mean = mean * value
-        value = mean
-    return multiply(edges, value, x)
-
 
 # When it applies ---------------------------------------------------------------------
 
@@ -310,7 +187,7 @@ class _Visit:
             if same and index.shape == target.shape and len(src) == len(index):
                 edges = self.edges(edge_index, *shape)
                 if edges is not None and num_nodes in (None, edges.num_targets):
-                    y = _Softmax.apply(edges.pattern, edges.in_order(src))
+                    y = softmax_of(edges, edges.in_order(src))
                     back = edges.inverse
                     return y if back is None else y.index_select(0, back)
         out: Tensor = original(src, index, ptr, num_nodes, dim)
@@ -406,39 +283,60 @@ def run_layer(
     assert edge_index is not None
 
     def compute(source: Any, target: Any, rows: int | None) -> Any:
-        part, known = edge_index, (edge_index, adjacency)
         assert adjacency is not None
-        if rows is None:
-            given["x"] = source if target is source else (source, target)
-        else:
-            edges = _sampled_edges(adjacency, edge_index).prefix(rows, len(source))
+        own, known = dict(given), (edge_index, adjacency)
+        own["x"] = source if target is source else (source, target)
+        if rows is not None:
+            edges = _sampled_edges(adjacency, edge_index)
+            assert edges is not None
+            edges = edges.prefix(rows, len(source))
             count = edges.pattern.nnz
-            part = edge_index[:, :count]
-            known = part, LocalAdjacency.of(edges)
-            given["x"] = source, target[:rows]
-            given["edge_index"] = part
-            for name in _EDGE_ARGUMENTS & given.keys():
-                given[name] = first_edges(edge_index, given[name], count)
+            known = edge_index[:, :count], LocalAdjacency.of(edges)
+            own |= {"x": (source, target[:rows]), "edge_index": known[0]}
+            for name in _EDGE_ARGUMENTS & own.keys():
+                own[name] = first_edges(edge_index, own[name], count)
+        call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
         with _visiting(conv, known):
-            return forward(*bound.args, **bound.kwargs)
+            return forward(*call.args, **call.kwargs)
 
     trims = type(conv).forward in _PAIRED and not given.get("return_attention_weights")
     if trims and adjacency.batch is not None:
-        trims = _sampled_edges(adjacency, edge_index).order is None
+        edges = _sampled_edges(adjacency, edge_index)
+        trims = edges is not None and edges.order is None and _rows_apart(conv)
     if not isinstance(x, (Tensor, tuple)) or not trims:
+        trimming.refuse(adjacency, type(conv).__name__)
         args, kwargs = trimming.whole((bound.args, bound.kwargs), type(conv).__name__)
         with _visiting(conv, (edge_index, adjacency)):
             return forward(*args, **kwargs)
     return trimming.call(adjacency, edge_index, x, compute)
 
 
+def _rows_apart(conv: torch.nn.Module) -> bool:
+    """Tells whether the parts of a layer compute each row from the same row alone."""
+    return all(
+        isinstance(part, _BY_ROW)
+        or type(part).__module__ == "torch.nn.modules.activation"
+        or (
+            isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            and not part.training
+        )
+        for part in conv.modules()
+        if part is not conv
+    )
+
+
+_BY_ROW = (
+    *(pyg.Linear, pyg.MLP, pyg.BatchNorm, pyg.Sequential, pyg.Aggregation),
+    *(torch.nn.Linear, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.Identity),
+    *(torch.nn.Dropout, torch.nn.LayerNorm),
+)
 _EDGE_ARGUMENTS = {"edge_weight", "edge_attr"}
 # layers of one hop that take a pair of features, and treat each target on its own
 _PAIRED = {
     kind.forward
     for kind in (
-        *(pyg.GATConv, pyg.GATv2Conv, pyg.GINConv, pyg.GraphConv, pyg.SAGEConv),
-        *(pyg.SimpleConv, pyg.TransformerConv),
+        *(pyg.GATConv, pyg.GATv2Conv, pyg.GINConv, pyg.GraphConv),
+        pyg.TransformerConv,
     )
 }
 
@@ -450,13 +348,13 @@ def _bound(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
         return None
 
 
-def _sampled_edges(adjacency: LocalAdjacency, edge_index: Tensor) -> GroupedEdges:
+def _sampled_edges(
+    adjacency: LocalAdjacency, edge_index: Tensor
+) -> GroupedEdges | None:
     """Returns the CSR form of the edges of a minibatch, with all its nodes."""
     assert adjacency.batch is not None
     sizes, (source, target) = adjacency.batch.sizes, adjacency.ends
-    found = adjacency.grouped(edge_index, sizes[source], sizes[target])
-    assert found is not None
-    return found
+    return adjacency.grouped(edge_index, sizes[source], sizes[target])
 
 
 def run_sage(
@@ -471,6 +369,7 @@ def run_sage(
     """
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     linears = [conv.lin_l, *([conv.lin_r] if conv.root_weight else [])]
+    linears += [conv.lin] if conv.project else []
     fits = _fits(conv, pyg.SAGEConv, linears, source, target)
     fits = fits and (target is not None or size is not None)
     adjacency = adjacency_of(edge_index) if fits else None
@@ -485,7 +384,8 @@ def run_sage(
                 return forward(pair, edge_index, size)
             edges = adjacency.grouped(edge_index, len(source), count)
         else:
-            edges = _sampled_edges(adjacency, edge_index).prefix(rows)
+            edges = _sampled_edges(adjacency, edge_index)
+            edges = None if edges is None else edges.prefix(rows)
         if edges is None:
             return forward(pair, edge_index, size)
         return _sage(conv, edges, source, None if target is None else target[:rows])

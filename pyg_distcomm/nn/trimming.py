@@ -18,7 +18,6 @@ distribution, from another place of the random stream.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -59,17 +58,22 @@ class Trimmer:
         """Begins a forward pass; a pass of a model within another's is part of that."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
             return
-        before = _pass.get()
-        _pass.set(Pass(self.modes[model.training], before))
+        now = _pass.get()
+        if now is None:
+            _pass.set(Pass(self.modes[model.training]))
+        else:
+            now.within += 1
 
     def end(self, model: torch.nn.Module, _: Any, out: Any) -> None:
         """Ends it, also where it has failed."""
         if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
             return
         now = _pass.get()
-        if now is not None:
+        if now is not None and now.within:
+            now.within -= 1
+        elif now is not None:
             now.finish()
-            _pass.set(now.before)
+            _pass.set(None)
 
     def __deepcopy__(self, memo: Any) -> Trimmer:
         return Trimmer()
@@ -83,11 +87,11 @@ class Pass:
 
     Args:
         mode: what is known of the model.
-        before: the pass that this one interrupts, of a model around it.
     """
 
-    def __init__(self, mode: Mode, before: Pass | None) -> None:
-        self.mode, self.before = mode, before
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.within = 0  # models under way that are parts of this one
         self.calls: list[frozenset[int]] = []  # those whose rows each call reads
 
     @property
@@ -231,6 +235,13 @@ def whole(tree: Any, what: str) -> Any:
     return tree_map(every, tree)
 
 
+def refuse(adjacency: LocalAdjacency, what: str) -> None:
+    """Switches trimming off for the model under way, if it is run on a minibatch."""
+    now = _pass.get()
+    if now is not None and adjacency.batch is not None and now.mode.blocked is None:
+        now.mode.blocked = f"{what} is not trimmed"
+
+
 def call(
     adjacency: LocalAdjacency | None,
     edge_index: Any,
@@ -352,8 +363,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         found = _row_by_row(func, name, args, kwargs)
         if found is not None:
             return found
-    args, kwargs = whole((args, kwargs), name)
-    return _plainly(func, args, kwargs)
+    every, every_kw = whole((args, kwargs), name)
+    out = _plainly(func, every, every_kw)
+    if args and isinstance(args[0], LeadingRows) and args[0].origin.every is not None:
+        if name == "setitem" or _in_place(func, args, kwargs):
+            local = leading(args[0])  # changes with the rows that the operation changed
+            local.copy_(every[0][: len(local)])
+    return out
 
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
@@ -474,24 +490,15 @@ def _shape_of(args: Any) -> Any:
     return args[1] if isinstance(args[1], (tuple, list)) else args[1:]
 
 
-@functools.lru_cache(maxsize=256)
-def _inplace_at(func: Any) -> int | None:
-    """Returns the place of an argument `inplace`, if the function has one."""
-    try:
-        names = list(inspect.signature(func).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
 def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"):
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
-    at = _inplace_at(func)
-    given = at is not None and len(args) > at and args[at]
+    code = getattr(func, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    given = dict(zip(names, args, strict=False)).get("inplace", False)
     return bool(given or kwargs.get("inplace", False))
 
 
@@ -503,44 +510,17 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     same = all(
         t.origin.mode is first.mode and t.origin.total == first.total for t in tracked
     )
-    dims = {leading(t).dim() for t in tracked}
-    if not same or len(dims) > 1:
+    if not same or len({leading(t).dim() for t in tracked}) > 1:
         return None
-    rows, dim = min(len(leading(t)) for t in tracked), max(dims)
+    rows = min(len(leading(t)) for t in tracked)
     changes = _in_place(func, args, kwargs)
-    if changes and not (
-        isinstance(args[0], LeadingRows) and len(leading(args[0])) == rows
-    ):
-        return None
-    weights = name in _OF_WEIGHTS or name == "batch_norm"
-    fits = True
-
-    def cut(value: Any) -> Any:
-        nonlocal fits
-        if isinstance(value, LeadingRows):
-            return (
-                leading(value)[:rows] if len(leading(value)) > rows else leading(value)
-            )
-        if not isinstance(value, Tensor) or weights or value.dim() < dim:
-            return value
-        if value.dim() == dim and len(value) == first.total and first.total != 1:
-            return value[:rows]
-        fits = fits and value.dim() == dim and len(value) == 1
-        return value
-
-    local_args, local_kwargs = tree_map(cut, (args, kwargs))
-    if name in ("view", "reshape"):
-        shape = list(_shape_of(args))
-        if shape[0] not in (-1, first.total):
+    if changes:
+        target = args[0]
+        if not isinstance(target, LeadingRows) or len(leading(target)) > rows:
             return None
-        shape[0] = rows
-        local_args = (local_args[0], shape)
-        if -1 in shape[1:] and not rows:
-            return None
-        before = leading(args[0])
-        if -1 not in shape[1:] and torch.Size(shape).numel() != before.numel():
-            return None
-    if not fits:
+    try:
+        local_args, local_kwargs = _cut(name, args, kwargs, rows, tracked[0])
+    except _UnfitRows:
         return None
     every: Any = None
     if any(t.origin.every is not None for t in tracked):
@@ -555,12 +535,48 @@ def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return args[0]
     if isinstance(out, Tensor):
         return _wrap(out, origin) if out.dim() and len(out) == rows else None
-    kind = type(out)
     parts = [
         _wrap(part, _part(origin, k)) if isinstance(part, Tensor) else part
         for k, part in enumerate(out)
     ]
-    return kind(parts)
+    return type(out)(parts)
+
+
+class _UnfitRows(Exception):
+    """Operands whose rows do not fit each other."""
+
+
+def _cut(
+    name: str, args: Any, kwargs: Any, rows: int, like: LeadingRows
+) -> tuple[Any, Any]:
+    """Returns the arguments of an operation, cut to their first `rows` rows."""
+    dim, total = leading(like).dim(), like.origin.total
+    weights = name in _OF_WEIGHTS or name == "batch_norm"
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, LeadingRows):
+            return (
+                leading(value)[:rows] if len(leading(value)) > rows else leading(value)
+            )
+        if not isinstance(value, Tensor) or weights or value.dim() < dim:
+            return value
+        if value.dim() == dim and len(value) == total and total != 1:
+            return value[:rows]
+        if value.dim() > dim or len(value) != 1:
+            raise _UnfitRows
+        return value
+
+    local_args, local_kwargs = tree_map(cut, (args, kwargs))
+    if name in ("view", "reshape"):
+        shape = list(_shape_of(args))
+        if shape[0] not in (-1, total) or (-1 in shape[1:] and not rows):
+            raise _UnfitRows
+        if -1 not in shape[1:]:
+            each = torch.Size(shape[1:]).numel()
+            if each != local_args[0][:1].numel() and rows:
+                raise _UnfitRows
+        local_args = local_args[0], [rows, *shape[1:]]
+    return local_args, local_kwargs
 
 
 def _part(origin: _Origin, place: int) -> _Origin:
