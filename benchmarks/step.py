@@ -5,7 +5,8 @@
         [--write REPORT.md]
 
 Each competitor trains on the same seeds of the same R-MAT graph, one epoch at a time, in
-turns, in one process. Medians are compared; times of the loader and of the step are apart
+turns, in one process. Medians are compared, of seconds and of processor seconds (which
+other work on the machine disturbs less); times of the loader and of the step are apart
 (our loader works ahead in a thread, so it is run without prefetching here). Ratios are to
 `pyg_distcomm`: our loader, and the script's model after `pdc.convert`. PyG's NeighborLoader
 is run where it can sample, which takes pyg-lib or torch-sparse. `--full` adds epochs over
@@ -73,11 +74,11 @@ def graph(scale: int) -> Data:
 
 
 def epoch(loader: Any, model: torch.nn.Module, opt: torch.optim.Optimizer) -> Any:
-    """Trains an epoch; returns seconds of the loader and of the steps, and the loss."""
-    spent, losses = [0.0, 0.0], []
-    at = time.perf_counter()
+    """Trains an epoch; returns what loader and steps took, by both clocks, and the loss."""
+    spent, losses = torch.zeros(2, 2).double(), []
+    at = clocks()
     for batch in loader:
-        now = time.perf_counter()
+        now = clocks()
         spent[0] += now - at
         opt.zero_grad()
         hops = batch.num_sampled_nodes, batch.num_sampled_edges
@@ -85,10 +86,15 @@ def epoch(loader: Any, model: torch.nn.Module, opt: torch.optim.Optimizer) -> An
         loss = F.cross_entropy(out, batch.y[: batch.batch_size])
         loss.backward()
         opt.step()
-        losses.append(float(loss))
-        at = time.perf_counter()
+        losses.append(loss.item())
+        at = clocks()
         spent[1] += at - now
-    return *spent, statistics.mean(losses)
+    return spent, statistics.mean(losses)
+
+
+def clocks() -> torch.Tensor:
+    """Returns seconds, and seconds that processors have worked for this process."""
+    return torch.tensor([time.perf_counter(), time.process_time()]).double()
 
 
 def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, Any]:
@@ -142,24 +148,18 @@ def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]
             found = epoch(loader, model, opts[name])
             if k:  # the first compiles, and observes what may be trimmed
                 times[name].append(found)
-    rows = []
-    base = None
+    rows, base = [], None
     for name, found in times.items():
-        loads, steps, losses = zip(*found, strict=True)
-        whole = [load + step for load, step in zip(loads, steps, strict=True)]
-        medians = [statistics.median(t) for t in (loads, steps, whole)]
-        base = base or medians
-        spread = max(whole) / min(whole)
-        rows.append(
-            (
-                name,
-                *medians,
-                medians[1] / base[1],
-                medians[2] / base[2],
-                spread,
-                losses[-1],
-            )
-        )
+        spent = torch.stack(
+            [part for part, _ in found]
+        )  # epochs, (loader, step), clocks
+        medians, whole = spent.median(0).values, spent.sum(1)
+        total = whole.median(0).values
+        base = (medians, total) if base is None else base
+        spread = (whole[:, 0].max() / whole[:, 0].min()).item()
+        ratios = [(medians[1, 1] / base[0][1, 1]), *(total / base[1])]
+        numbers = [*medians[:, 0], *medians[:, 1], *ratios]
+        rows.append((name, *(float(v) for v in numbers), spread, found[-1][1]))
     return rows
 
 
@@ -198,8 +198,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     data, parts = graph(args.scale), []
     for layer in args.model:
-        heads = f"{layer}, epoch", "loader s", "step s", "s", "step", "epoch"
-        heads += "slowest/fastest", "loss"
+        heads = f"{layer}, epoch", "loader s", "step s", "loader cpu s", "step cpu s"
+        heads += "step cpu", "epoch", "epoch cpu", "slowest/fastest", "loss"
         parts.append(format_table(heads, minibatches(data, args, layer)))
         if args.full:
             heads = f"{layer}, whole graph", "s/epoch", "times ours"
@@ -212,7 +212,8 @@ def main() -> None:
             f"# The step of a minibatch\n\n`benchmarks/step.py {given}`; torch "
             f"{torch.__version__}, Python {platform.python_version()}; R-MAT graph of "
             f"{data.num_nodes:,} nodes and {data.num_edges:,} edges; medians, competitors "
-            f"in turn; step and epoch as ratios to the first.\n\n```\n{text}\n```\n"
+            f"in turn; cpu: processor seconds; step and epoch as ratios to the first."
+            f"\n\n```\n{text}\n```\n"
         )
 
 

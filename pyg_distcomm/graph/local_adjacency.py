@@ -276,11 +276,17 @@ def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -
 
 
 class _SpMM(torch.autograd.Function):
-    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>."""
+    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>; for each head, if any."""
 
     @staticmethod
     def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
-        return kernels.spmm(pattern.rowptr, pattern.col, value, x)
+        if x.dim() == 2:
+            return kernels.spmm(pattern.rowptr, pattern.col, value, x)
+        assert value is not None
+        z = x.new_empty(pattern.shape[0], *x.shape[1:])
+        for h in range(x.size(1)):
+            kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
+        return z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -305,7 +311,12 @@ class _SDDMM(torch.autograd.Function):
 
     @staticmethod
     def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
-        return kernels.sddmm(pattern.rowptr, pattern.col, g, x)
+        csr = pattern.rowptr, pattern.col
+        if x.dim() == 2:
+            return kernels.sddmm(*csr, g, x)
+        return torch.stack(
+            [kernels.sddmm(*csr, g[:, h], x[:, h]) for h in range(x.size(1))], 1
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -377,12 +388,8 @@ def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
     [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
     """
     edges = edges.prefix(edges.num_targets, len(x))
-    if x.dim() == 2:
-        z: Tensor = _SpMM.apply(edges.pattern, value, x)
-        return z
-    assert value is not None
-    heads = [_SpMM.apply(edges.pattern, value[:, h], x[:, h]) for h in range(x.size(1))]
-    return torch.stack(heads, 1)
+    z: Tensor = _SpMM.apply(edges.pattern, value, x)
+    return z
 
 
 def aggregate(

@@ -130,6 +130,8 @@ def _run(
 ) -> Any:
     if any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
         return _through_halo(conv, link, forward, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
     return run_layer(conv, forward, *args, **kwargs)
 
 
