@@ -558,6 +558,16 @@ def test_links_and_layers():
         ends = batch.edge_label_index
         agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
     assert pdc.nn.trimming_of(ours) == "on"
+    for kind in ("induced", "bidirectional"):
+        for batch in DistLinkNeighborLoader(
+            data,
+            [3, 2],
+            batch_size=4,
+            edge_label_index=data.edge_index[:, :8],
+            subgraph_type=kind,
+        ):
+            ends = batch.edge_label_index
+            agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
     weighted = Stack(LAYERS["gcn plain"])
     weighted(data.x, data.edge_index)
     ours = pdc.convert(copy.deepcopy(weighted))

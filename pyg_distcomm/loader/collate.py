@@ -188,8 +188,8 @@ def _carry(batch: Any, out: Any) -> None:
     found = out.num_sampled_nodes
     if not isinstance(batch, HeteroData):
         if isinstance(batch.get("edge_index"), Tensor) and isinstance(out.node, Tensor):
-            # of links, batch_size is their number
-            seeds = batch.batch_size if found is None else found[0]
+            # nobody counts those of links in an induced subgraph: then none is trimmed
+            seeds = getattr(batch, "batch_size", 0) if found is None else found[0]
             seeds = min(int(seeds), len(out.node))
             carry(batch.edge_index, {None: len(out.node)}, {None: seeds})
         return
