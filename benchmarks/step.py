@@ -94,7 +94,8 @@ def epoch(loader: Any, model: torch.nn.Module, opt: torch.optim.Optimizer) -> An
 
 def clocks() -> torch.Tensor:
     """Returns seconds, and seconds that processors have worked for this process."""
-    return torch.tensor([time.perf_counter(), time.process_time()]).double()
+    now = time.perf_counter(), time.process_time()
+    return torch.tensor(now, dtype=torch.float64)
 
 
 def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, Any]:
@@ -201,11 +202,12 @@ def main() -> None:
         heads = f"{layer}, epoch", "loader s", "step s", "loader cpu s", "step cpu s"
         heads += "step cpu", "epoch", "epoch cpu", "slowest/fastest", "loss"
         parts.append(format_table(heads, minibatches(data, args, layer)))
+        print(parts[-1], flush=True)
         if args.full:
             heads = f"{layer}, whole graph", "s/epoch", "times ours"
             parts.append(format_table(heads, whole_graph(data, args, layer)))
+            print(parts[-1], flush=True)
     text = "\n\n".join(parts)
-    print(text)
     if args.write:
         given = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "write")
         args.write.write_text(
