@@ -25,6 +25,7 @@ class ProcessState:
         loaders: kinds of loaders built, and keys of epochs begun, in order.
         stores: feature stores made for a share, by its edges.
         topologies: what samplers have built for an edge_index.
+        adjacencies: the CSR forms of edge_index tensors that layers have met.
         without_metis: whether it was said that pymetis is missing.
     """
 
@@ -39,6 +40,7 @@ class ProcessState:
     loaders: list[tuple[str, str]] = field(default_factory=list)
     stores: Any = field(default_factory=WeakIdKeyDictionary)
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
+    adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
 
 

@@ -197,8 +197,11 @@ def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
         model = pdc.convert(model)
     want = step(_ready(build(name)), problem("directed"), names)
     got = step(_ready(model), problem("directed"), names)
+    same = step(_ready(pdc.convert(build(name))), problem("directed"), names)
     for key, value in got.items():
-        assert torch.equal(value, want[key]), key
+        assert torch.equal(value, same[key]), key
+        # sums are taken in another order, from the second use of the edges on
+        assert torch.allclose(value, want[key], rtol=1e-9, atol=1e-12), key
 
 
 def test_what_becomes_what():

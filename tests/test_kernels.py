@@ -396,6 +396,38 @@ def test_keyed_dropout_edges():
         kernels.keyed_dropout(strided, 1, gid[:3], 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_segments_equal_their_definitions_and_autograd(graph, dtype):
+    m, n, nnz = GRAPHS[graph]
+    row, col = random_graph(m, n, nnz)
+    rowptr, col, _ = kernels.coo_to_csr(row, col, m)
+    g = torch.Generator().manual_seed(1)
+    values, by = (torch.randn(nnz, 3, generator=g).to(dtype) for _ in range(2))
+    x = torch.randint(-2, 3, (n, 9), generator=g).to(dtype)  # with ties, at zero too
+    out_by = torch.randn(m, 9, generator=g).to(dtype)
+    y, z = kernels.segment_softmax(rowptr, values), kernels.segment_max(rowptr, col, x)
+    assert torch.allclose(y, reference.segment_softmax(rowptr, values))
+    assert torch.equal(z, reference.segment_max(rowptr, col, x))
+    leaf, dense = values.clone().requires_grad_(), x.clone().requires_grad_()
+    found = kernels.segment_softmax_grad(rowptr, y, by)
+    assert torch.allclose(
+        found, reference.segment_softmax_grad(rowptr, y, by), atol=1e-6
+    )
+    (wanted,) = torch.autograd.grad(reference.segment_softmax(rowptr, leaf), leaf, by)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    found = kernels.segment_max_grad(rowptr, col, x, z, out_by)
+    assert torch.allclose(
+        found, reference.segment_max_grad(rowptr, col, x, z, out_by), atol=1e-5
+    )
+    (wanted,) = torch.autograd.grad(
+        reference.segment_max(rowptr, col, dense), dense, out_by
+    )
+    assert torch.allclose(found, wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.segment_softmax_grad(rowptr, y, by[:, :2])
+
+
 # --- threads and processes ----------------------------------------------------
 
 
@@ -408,6 +440,12 @@ def every_op() -> list[Tensor]:
         kernels.spmm(rowptr, col, value, x, out.clone(), accumulate=True),
         kernels.spmm(rowptr, col, None, x[:, :5]),
         kernels.sddmm(rowptr, col, out, x),
+        kernels.segment_softmax(rowptr, x[col.long(), :3]),
+        kernels.segment_softmax_grad(rowptr, x[col.long(), :3], x[col.long(), 3:6]),
+        kernels.segment_max(rowptr, col, x),
+        kernels.segment_max_grad(
+            rowptr, col, x, kernels.segment_max(rowptr, col, x), out
+        ),
         kernels.gather_rows(x, col),
         kernels.scatter_add_rows(x.clone(), col, x[col.long()]),
         *kernels.csr_transpose(rowptr, col, len(x)),

@@ -24,6 +24,10 @@ from pyg_distcomm.kernels.core_ops import (
     place_pairs,
     scatter_add_rows,
     sddmm,
+    segment_max,
+    segment_max_grad,
+    segment_softmax,
+    segment_softmax_grad,
     spmm,
 )
 from pyg_distcomm.kernels.matrix_ops import (
@@ -58,6 +62,10 @@ __all__ = [
     "rank_select_index",
     "scatter_add_rows",
     "sddmm",
+    "segment_max",
+    "segment_max_grad",
+    "segment_softmax",
+    "segment_softmax_grad",
     "spgemm",
     "spmm",
     "untrusted_writer",

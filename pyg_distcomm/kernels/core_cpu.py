@@ -107,6 +107,51 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     return out.zero_()
 
 
+def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
+    """Runs `core_ops.segment_softmax`, rows in parallel."""
+    pointers, values = vector(rowptr), x.detach().contiguous()
+    out = torch.empty_like(values)
+    h = x.size(1)
+    args = (pointers, values.view(-1).numpy(), out.view(-1).numpy(), h)
+    if out.numel():
+        threads.run(ready(core_jit.segment_softmax, args, 2), _pieces(pointers, h))
+    return out
+
+
+def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    """Runs `core_ops.segment_softmax_grad`, rows in parallel."""
+    pointers, h = vector(rowptr), y.size(1)
+    out = torch.empty(y.shape, dtype=y.dtype)
+    flats = [t.detach().contiguous().view(-1).numpy() for t in (y, g)]
+    args = (pointers, *flats, out.view(-1).numpy(), h)
+    if out.numel():
+        threads.run(ready(core_jit.segment_softmax_grad, args, 2), _pieces(pointers, h))
+    return out
+
+
+def segment_max(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
+    """Runs `core_ops.segment_max`, rows in parallel."""
+    pointers, f = vector(rowptr), x.size(1)
+    out = memory.empty(len(pointers) - 1, f, x.dtype)
+    args = (pointers, vector(col), *flat(x), out.view(-1).numpy(), f)
+    if out.numel():
+        threads.run(ready(core_jit.segment_max, args, 2), _pieces(pointers, f))
+    return out
+
+
+def segment_max_grad(
+    rowptr: Tensor, col: Tensor, x: Tensor, out: Tensor, g: Tensor
+) -> Tensor:
+    """Runs `core_ops.segment_max_grad`, on one thread."""
+    f = x.size(1)
+    grad = memory.empty(len(x), f, x.dtype).zero_()
+    ties = np.zeros(f, grad.view(-1).numpy().dtype)
+    args = (vector(rowptr), vector(col), *flat(x), *flat(out), *flat(g))
+    if grad.numel():
+        ready(core_jit.segment_max_grad, (*args, grad.view(-1).numpy(), ties, f))()
+    return grad
+
+
 def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Runs `core_ops.gather_rows`, rows in parallel."""
     if x.dim() != 2:

@@ -23,6 +23,7 @@ from pyg_distcomm.kernels.compile import (
 AHEAD = 4096  # bytes of rows asked for before they are needed
 SOON = 16  # rows asked for before they are needed
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+TINY = 1e-16  # what PyG adds to the sums of a softmax
 UNIT = 2.0**-53  # the grain of uniform numbers
 FREE = -1  # a vertex without a mate, or that no path has reached
 
@@ -140,6 +141,106 @@ def dot(a: Array, a_at: int, b: Array, b_at: np.int64, f: int) -> Any:
     for k in range(f):
         total += a[np.uint64(a_at + k)] * b[np.uint64(b_at + k)]
     return total
+
+
+@jit
+def segment_softmax(
+    rowptr: Array, x: Array, out: Array, h: int, begin: int, end: int
+) -> None:
+    for i in range(begin, end):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        for k in range(h if high > low else 0):
+            most = x[low * h + k]
+            for e in range(low + 1, high):
+                most = max(most, x[e * h + k])
+            total = x.dtype.type(0)
+            for e in range(low, high):
+                y = np.exp(x[e * h + k] - most)
+                out[e * h + k] = y
+                total += y
+            total += x.dtype.type(TINY)
+            for e in range(low, high):
+                out[e * h + k] /= total
+
+
+@jit
+def segment_softmax_grad(
+    rowptr: Array, y: Array, g: Array, out: Array, h: int, begin: int, end: int
+) -> None:
+    for i in range(begin, end):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        for k in range(h):
+            total = y.dtype.type(0)
+            for e in range(low, high):
+                total += y[e * h + k] * g[e * h + k]
+            for e in range(low, high):
+                out[e * h + k] = y[e * h + k] * (g[e * h + k] - total)
+
+
+@jit
+def segment_max(
+    rowptr: Array,
+    col: Array,
+    x: Array,
+    x_ld: int,
+    out: Array,
+    f: int,
+    begin: int,
+    end: int,
+) -> None:
+    last = np.int64(rowptr[end]) - 1
+    for i in range(begin, end):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        base = i * f
+        for k in range(f):
+            out[np.uint64(base + k)] = 0
+        for e in range(low, high):
+            soon = np.int64(col[min(e + SOON, last)]) * x_ld
+            for k in range(0, f, LINE // x.itemsize):
+                prefetch(x, soon + k)
+            source = np.int64(col[e]) * x_ld
+            if e == low:
+                for k in range(f):
+                    out[np.uint64(base + k)] = x[np.uint64(source + k)]
+            else:
+                for k in range(f):
+                    value = x[np.uint64(source + k)]
+                    so_far = out[np.uint64(base + k)]
+                    # a NaN stays, as in torch
+                    larger = value > so_far or value != value
+                    out[np.uint64(base + k)] = value if larger else so_far
+
+
+@jit
+def segment_max_grad(
+    rowptr: Array,
+    col: Array,
+    x: Array,
+    x_ld: int,
+    out: Array,
+    out_ld: int,
+    g: Array,
+    g_ld: int,
+    grad: Array,
+    ties: Array,
+    f: int,
+) -> None:
+    for i in range(len(rowptr) - 1):
+        low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
+        home, from_ = i * out_ld, i * g_ld
+        for k in range(f):
+            ties[k] = out[np.uint64(home + k)] == 0
+        for e in range(low, high):
+            source = np.int64(col[e]) * x_ld
+            for k in range(f):
+                ties[k] += x[np.uint64(source + k)] == out[np.uint64(home + k)]
+        for k in range(f):
+            ties[k] = g[np.uint64(from_ + k)] / max(ties[k], 1)
+        for e in range(low, high):
+            source, base = np.int64(col[e]) * x_ld, np.int64(col[e]) * f
+            for k in range(f):
+                same = x[np.uint64(source + k)] == out[np.uint64(home + k)]
+                grad[np.uint64(base + k)] += ties[k] if same else 0
 
 
 @jit

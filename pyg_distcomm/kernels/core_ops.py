@@ -14,6 +14,7 @@ from pyg_distcomm.kernels.registry import op
 
 MAX_INT32 = 2**31 - 1
 HASH_BITS = 24
+TINY = 1e-16  # what PyG adds to the sums of a softmax
 
 
 def _check_product(rowptr: Tensor, col: Tensor, x: Tensor) -> None:
@@ -134,6 +135,83 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     wide = _wide(x.dtype)
     product = g[row].to(wide) * x[col[lo:hi].long()].to(wide)
     return product.sum(1).to(x.dtype)
+
+
+def _check_segments(rowptr: Tensor, x: Tensor, *like: Tensor) -> None:
+    if x.dim() != 2 or any(t.shape != x.shape for t in like):
+        shapes = [list(t.shape) for t in (x, *like)]
+        raise ValueError(f"values must be matrices [nnz, h] of one shape, got {shapes}")
+
+
+@op("rowptr x", check=_check_segments)
+def segment_softmax(rowptr: Tensor, x: Tensor) -> Tensor:
+    """Takes the softmax of the values of each row of a CSR matrix.
+
+        y[e] = exp(x[e] - max_i) / (sum_i exp(x - max_i) + 1e-16),   row i of e
+
+    Shapes: rowptr [m + 1], from zero; x and y [nnz, h]. Rows may be empty.
+    """
+    row, _, _ = _rows(rowptr)
+    index, m = row[:, None].expand_as(x), rowptr.numel() - 1
+    most = x.new_zeros(m, x.size(1)).scatter_reduce_(
+        0, index, x, "amax", include_self=False
+    )
+    y = (x - most[row]).exp()
+    total = x.new_zeros(m, x.size(1)).index_add_(0, row, y)
+    return y / (total + TINY)[row]
+
+
+@op("rowptr y g", check=_check_segments)
+def segment_softmax_grad(rowptr: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    """Returns the gradient of `segment_softmax`: ``y (g - sum_i y g)``.
+
+    Shapes: rowptr [m + 1], from zero; y and g [nnz, h].
+    """
+    row, _, _ = _rows(rowptr)
+    total = y.new_zeros(rowptr.numel() - 1, y.size(1)).index_add_(0, row, y * g)
+    return y * (g - total[row])
+
+
+@op("rowptr col x", check=_check_product)
+def segment_max(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
+    """Takes the largest number of each column over the edges of a row.
+
+        out[i] = max of x[col[e]] over rowptr[i] <= e < rowptr[i + 1],   0 if there is none
+
+    Shapes: rowptr [m + 1], from zero; col [nnz], x [n, f], out [m, f].
+    """
+    row, lo, hi = _rows(rowptr)
+    message = x[col[lo:hi].long()]
+    out = x.new_zeros(rowptr.numel() - 1, x.size(1))
+    index = row[:, None].expand_as(message)
+    return out.scatter_reduce_(0, index, message, "amax", include_self=False)
+
+
+def _check_max_grad(
+    rowptr: Tensor, col: Tensor, x: Tensor, out: Tensor, g: Tensor
+) -> None:
+    _check_product(rowptr, col, x)
+    _check_out(out, rowptr.numel() - 1, x)
+    _check_out(g, rowptr.numel() - 1, x)
+
+
+@op("rowptr col x out g", check=_check_max_grad)
+def segment_max_grad(
+    rowptr: Tensor, col: Tensor, x: Tensor, out: Tensor, g: Tensor
+) -> Tensor:
+    """Returns the gradient of `segment_max`; edges that tie share it evenly.
+
+    So does the zero that torch's `scatter_reduce` starts from, where the maximum is zero:
+    PyG's gradients have its share missing, and these are the same.
+
+    Shapes: rowptr [m + 1], from zero; col [nnz], x [n, f], out and g [m, f]; returns
+    [n, f].
+    """
+    row, lo, hi = _rows(rowptr)
+    index = col[lo:hi].long()
+    best = (x[index] == out[row]).to(x.dtype)
+    ties = (out == 0).to(x.dtype).index_add_(0, row, best).clamp_(min=1)
+    return torch.zeros_like(x).index_add_(0, index, best * (g / ties)[row])
 
 
 @op("x index", check=_check_gather)

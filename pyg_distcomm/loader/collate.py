@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
+from pyg_distcomm.graph.local_adjacency import carry
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
@@ -163,6 +164,7 @@ class Collator:
                     (real,), found
                 )
             store[rows.name] = found
+        _carry(batch, out)
         return batch
 
     def _hollow(self, data: Any) -> Any:
@@ -179,6 +181,30 @@ class Collator:
                 self._rows.append(Attribute(store._key, name, value, of_edges))
                 empty[name] = hollow_rows(len(value))
         return hollow
+
+
+def _carry(batch: Any, out: Any) -> None:
+    """Notes that the edges of a minibatch are a sampler's; seeds are its first nodes."""
+    found = out.num_sampled_nodes
+    if not isinstance(batch, HeteroData):
+        if isinstance(batch.get("edge_index"), Tensor) and isinstance(out.node, Tensor):
+            # nobody counts those of links in an induced subgraph: then none is trimmed
+            seeds = getattr(batch, "batch_size", 0) if found is None else found[0]
+            seeds = min(int(seeds), len(out.node))
+            carry(batch.edge_index, {None: len(out.node)}, {None: seeds})
+        return
+    edges = batch.collect("edge_index", allow_empty=True)
+    sizes = {kind: len(out.node.get(kind, ())) for kind in batch.node_types}
+    if found is not None:
+        seeds = {kind: int(counts[0]) for kind, counts in found.items() if len(counts)}
+    else:
+        seeds = {
+            kind: min(int(batch[kind].batch_size), sizes[kind])
+            for kind in batch.node_types
+            if "batch_size" in batch[kind]
+        }
+    if all(isinstance(e, Tensor) for e in edges.values()):
+        carry(edges, sizes, seeds)
 
 
 def hollow_rows(count: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
+from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.adapted_layers import REWRITTEN
 from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
@@ -29,7 +30,7 @@ _MATRIX: dict[type, type] = {
 LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv, HaloExecution
 
 
-def convert(model: Model, link: OwnLink = None) -> Model:
+def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
     GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, every
@@ -42,6 +43,9 @@ def convert(model: Model, link: OwnLink = None) -> Model:
         model: the model; on ordinary inputs it computes what it did before.
         link: the link of its layers, `pdc.VARCO(...)` say; "exact", or None to leave each
             with its own or that of the edge_index.
+        trim: whether to compute, on minibatches of this package's loaders, only the rows
+            that are read. It changes no answer: a model that reads other rows than those
+            of the seeds is computed in full. `pdc.nn.trimming_of(model)` tells which.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {type(model).__name__}")
@@ -51,6 +55,9 @@ def convert(model: Model, link: OwnLink = None) -> Model:
         for module in out.modules():
             if isinstance(module, LINKED):
                 module.link = link
+    trimming.remove(out)
+    if trim and not isinstance(out, MessagePassing | HaloConv):
+        trimming.install(out)
     return out  # type: ignore[return-value]
 
 
@@ -63,6 +70,7 @@ class Converted:
         for name, child in list(self._modules.items()):  # type: ignore[attr-defined]
             if child is not None:
                 self._modules[name] = _converted(child, done)  # type: ignore[attr-defined]
+        trimming.install(self)  # type: ignore[arg-type]
 
 
 def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 
@@ -17,6 +18,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
+from pyg_distcomm.nn.local_products import run_gcn
 from pyg_distcomm.tensor.row_sharded import eagerly
 
 
@@ -28,7 +30,8 @@ class DistGCNConv(GCNConv):
     Takes the arguments of `torch_geometric.nn.GCNConv`, has its `state_dict` and its
     `repr`, and *is* it for ordinary inputs. With a `DistEdgeIndex` it computes the same
     numbers on any grid: degrees and self-loops are global, (A X) W or A (X W) is chosen
-    by the narrower width, and a gradient nobody needs is not computed.
+    by the narrower width, and a gradient nobody needs is not computed. Ordinary edges of a
+    minibatch, or used before, are multiplied by compiled products; see `nn.local_products`.
 
     Args:
         link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
@@ -58,7 +61,9 @@ class DistGCNConv(GCNConv):
         if not isinstance(edge_index, DistEdgeIndex):
             (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
-            return super().forward(x, edge_index, edge_weight)
+            if torch.compiler.is_compiling():
+                return super().forward(x, edge_index, edge_weight)
+            return run_gcn(self, super().forward, x, edge_index, edge_weight)
         return self._multiplied(x, edge_index, edge_weight)
 
     @eagerly

@@ -19,6 +19,7 @@ from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
+from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -40,7 +41,7 @@ class HaloExecution:
         """Runs the layer, distributed if it is given distributed edges."""
         run: Any = super().__call__  # type: ignore[misc]
         args, kwargs = spread_inputs(args, kwargs)
-        return through_halo(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
+        return _run(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class HaloConv(torch.nn.Module):
@@ -96,7 +97,7 @@ class HaloConv(torch.nn.Module):
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
         args, kwargs = spread_inputs(args, kwargs)
-        return through_halo(self.conv, self.link, self.conv, *args, **kwargs)
+        return _run(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of what is in it."""
@@ -122,6 +123,16 @@ class HaloConv(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"HaloConv({self.conv})"
+
+
+def _run(
+    conv: MessagePassing, link: OwnLink, forward: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    if any(isinstance(v, DistEdgeIndex) for v in (*args, *kwargs.values())):
+        return _through_halo(conv, link, forward, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    return run_layer(conv, forward, *args, **kwargs)
 
 
 def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:

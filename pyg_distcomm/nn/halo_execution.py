@@ -112,10 +112,10 @@ class HaloVisit:
                 stack.enter_context(_SEGMENTS)
                 backend = vars(torch_geometric.backend)
                 stack.enter_context(_replaced(backend, "use_segment_matmul", False))
-            stack.enter_context(_standing_in(_AGGR, "to_dense_batch", _as_wide_on_all))
-            for scope in _scopes(layers):
+            stack.enter_context(standing_in(_AGGR, "to_dense_batch", _as_wide_on_all))
+            for scope in scopes_of(layers):
                 for name in STAND_INS.keys() & scope.keys():
-                    stack.enter_context(_standing_in(scope, name, STAND_INS[name]))
+                    stack.enter_context(standing_in(scope, name, STAND_INS[name]))
             stack.enter_context(RngGuard(self.scene.layer))
             before = _running.set(self)
             stack.callback(_running.reset, before)
@@ -373,7 +373,7 @@ def layers_of(conv: MessagePassing) -> list[MessagePassing]:
     return found
 
 
-def _scopes(layers: list[MessagePassing]) -> list[dict[str, Any]]:
+def scopes_of(layers: list[MessagePassing]) -> list[dict[str, Any]]:
     names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
 
@@ -396,18 +396,22 @@ def _as_wide_on_all(original: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _standing_in(
-    scope: dict[str, Any], name: str, stand_in: Callable[[Callable], Callable]
+def standing_in(
+    scope: dict[str, Any],
+    name: str,
+    stand_in: Callable[[Callable], Callable],
+    inherited: Any = None,
 ) -> Iterator[None]:
     """Has a stand-in take the place of a function of PyG's module while layers run.
 
     It does as the original for what is not of a layer that runs in its own thread, so
     other threads may run PyG meanwhile. The last layer that ends puts the original back.
+    Where the scope has none, as an object has none of its own, `inherited` is the original.
     """
     with _CHANGING:
-        put: Any = scope[name]
+        put: Any = scope.get(name)
         if not hasattr(put, "layers_running"):
-            original, put = put, stand_in(put)
+            original, put = put, stand_in(inherited if put is None else put)
             put.layers_running, put.original = 0, original
             scope[name] = put
         put.layers_running += 1
@@ -416,7 +420,9 @@ def _standing_in(
     finally:
         with _CHANGING:
             put.layers_running -= 1
-            if not put.layers_running:
+            if not put.layers_running and put.original is None:
+                del scope[name]
+            elif not put.layers_running:
                 scope[name] = put.original
 
 

@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import MeanAggregation, MessagePassing, SumAggregation
+from torch_geometric.nn import (
+    MaxAggregation,
+    MeanAggregation,
+    MessagePassing,
+    SumAggregation,
+)
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.comm.consistency import comparer_of
@@ -167,8 +172,8 @@ def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:
         return False
     if any(own.get(f"_{s}_forward_{when}") for s in _HOOKED for when in _WHEN):
         return False
-    wanted = MeanAggregation if conv.aggr == "mean" else SumAggregation
-    if type(conv.aggr_module) is not wanted:
+    named = {"mean": MeanAggregation, "max": MaxAggregation}
+    if type(conv.aggr_module) is not named.get(str(conv.aggr), SumAggregation):
         return False
     return all(
         type(lin).forward in (Linear.forward, torch.nn.Linear.forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
@@ -18,6 +19,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
+from pyg_distcomm.nn.local_products import run_sage
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -30,7 +32,8 @@ class DistSAGEConv(SAGEConv):
     Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
     it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
     grid; every other aggregation brings the rows of the neighbours here (grids
-    `(P, 1, 1)`).
+    `(P, 1, 1)`). Ordinary edges of a minibatch, or used before, are multiplied by compiled
+    products; see `nn.local_products`.
 
     Args:
         link: how rows travel, a `LinkPolicy`; "exact", or that of the edge_index (None).
@@ -58,7 +61,9 @@ class DistSAGEConv(SAGEConv):
         """Runs the layer."""
         (x, edge_index), _ = spread_inputs((x, edge_index), {})
         if not isinstance(edge_index, DistEdgeIndex):
-            return super().forward(x, edge_index, size)
+            if torch.compiler.is_compiling():
+                return super().forward(x, edge_index, size)
+            return run_sage(self, super().forward, x, edge_index, size)
         return self._multiplied(x, edge_index)
 
     @eagerly

@@ -1,0 +1,409 @@
+"""Keeps the CSR form and the hops of ordinary edge_index tensors, and multiplies by them.
+
+[Note: what a tensor carries] An `edge_index` `[2, e]` of a minibatch is an ordinary tensor.
+What belongs to it is kept beside it, under its identity, and lives as long as it does. It is
+valid for one version of the tensor at one place in memory: a change in place drops it, and
+whatever makes another tensor (`flip`, a mask, `clone`) carries nothing. Only a view of the
+first edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed from
+the edges themselves, so that nothing is ever concluded from a shape. The sampler says which
+edge_index may be used so at once, and how many rows are seeds. Of any other tensor the CSR
+form is built at the second use: one that is used once would not pay for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.ops.csr import Pattern
+from pyg_distcomm.process import PROCESS
+
+_INDICES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedEdges:
+    """The edges of a bipartite graph in CSR form, one row for each target.
+
+    Args:
+        pattern: sources of the edges of each target, `[num_targets, num_sources]`.
+        order: which edge each nonzero is, `[e]`; None if edges come grouped by target.
+    """
+
+    pattern: Pattern
+    order: Tensor | None
+    _prefixes: dict[int, GroupedEdges] = field(default_factory=dict)
+    _means: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        edge_index: Tensor, num_sources: int, num_targets: int
+    ) -> GroupedEdges | None:
+        """Returns the CSR form of `edge_index` `[2, e]`; None if an end is out of range."""
+        source, target = edge_index[0], edge_index[1]
+        if target.numel():
+            least, most = (
+                torch.stack([t.aminmax().min for t in (source, target)]),
+                [int(t.max()) for t in (source, target)],
+            )
+            if int(least.min()) < 0 or most[0] >= num_sources or most[1] >= num_targets:
+                return None
+        grouped = bool((target[1:] >= target[:-1]).all())
+        rowptr, col, order = kernels.coo_to_csr(target, source, num_targets)
+        pattern = Pattern(rowptr, col.to(rowptr.dtype), num_sources)
+        return GroupedEdges(pattern, None if grouped else order)
+
+    @property
+    def num_targets(self) -> int:
+        """The number of rows."""
+        return self.pattern.shape[0]
+
+    @cached_property
+    def num_read(self) -> int:
+        """How many leading rows of the sources the edges read."""
+        col = self.pattern.col
+        return int(col.max()) + 1 if col.numel() else 0
+
+    @cached_property
+    def inverse(self) -> Tensor | None:
+        """Where each edge is among the nonzeros; None if edges come grouped."""
+        if self.order is None:
+            return None
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self.order))
+        return places
+
+    def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
+        """Returns the edges into the first `rows` targets, from `num_sources` sources."""
+        pattern = self.pattern
+        width = pattern.num_cols if num_sources is None else num_sources
+        if rows >= self.num_targets and width == pattern.num_cols:
+            return self
+        key = rows * (1 << 32) + width
+        if key not in self._prefixes:
+            rowptr = pattern.rowptr[: rows + 1]
+            end = int(rowptr[-1])
+            order = None if self.order is None else self.order[:end]
+            part = Pattern(rowptr, pattern.col[:end], width)
+            self._prefixes[key] = GroupedEdges(part, order)
+        return self._prefixes[key]
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """Returns values of edges `[e, ...]` in the order of the nonzeros."""
+        values = values[: self.pattern.nnz] if self.order is None else values
+        return values if self.order is None else values.index_select(0, self.order)
+
+    def mean_values(self, dtype: torch.dtype) -> Tensor:
+        """Returns 1 / (in-degree of its target) for each nonzero, `[nnz]`."""
+        if dtype not in self._means:
+            degree = self.pattern.rowptr.diff()
+            share = degree.clamp(min=1).to(dtype).reciprocal()
+            self._means[dtype] = share.repeat_interleave(
+                degree, output_size=self.pattern.nnz
+            )
+        return self._means[dtype]
+
+
+@dataclass(eq=False)
+class SampledBatch:
+    """What a sampler knows of the edges of one minibatch, of one or more types.
+
+    Args:
+        sizes: the number of nodes of each type.
+        seeds: how many of them, the first, are read of the last layer; absent types none.
+        relations: (source type, target type, weak reference to the edge_index).
+    """
+
+    sizes: dict[Any, int]
+    seeds: dict[Any, int]
+    relations: list[tuple[Any, Any, weakref.ref[Tensor]]] = field(default_factory=list)
+    read_by: Any = None  # refers to what is known of the model that has read it
+    _read: list[dict[Any, int]] = field(default_factory=list)
+
+    def rows(self, depth: int) -> dict[Any, int] | None:
+        """Returns how many leading rows are read `depth` message passings before the end.
+
+            R_0 = seeds,   R_{d+1} = R_d and the sources of all edges into R_d
+
+        None if an edge_index has been dropped or changed.
+        """
+        if not self._read:
+            self._read.append({kind: self.seeds.get(kind, 0) for kind in self.sizes})
+        while len(self._read) <= depth:
+            now = self._read[-1]
+            following = dict(now)
+            for source, target, reference in self.relations:
+                edge_index = reference()
+                found = None if edge_index is None else known(edge_index)
+                if edge_index is None or found is None or found.batch is not self:
+                    return None
+                edges = found.grouped(
+                    edge_index, self.sizes[source], self.sizes[target]
+                )
+                if edges is None:
+                    return None
+                needed = edges.prefix(now[target]).num_read
+                following[source] = max(following[source], needed)
+            self._read.append(following)
+        return self._read[depth]
+
+
+class LocalAdjacency:
+    """What is kept beside one edge_index; see [Note: what a tensor carries].
+
+    Args:
+        signature: of the tensor, at the version that this is about.
+        batch: the minibatch it was sampled for, if any.
+        ends: the types of its sources and targets there.
+    """
+
+    def __init__(
+        self,
+        signature: Any,
+        batch: SampledBatch | None = None,
+        ends: tuple[Any, Any] = (None, None),
+        uses: int = 0,
+    ) -> None:
+        self.signature, self.batch, self.ends, self.uses = signature, batch, ends, uses
+        self.derived: dict[Any, Any] = {}  # by layers: normalised matrices
+        self._grouped: dict[tuple[int, int], GroupedEdges | None] = {}
+
+    @staticmethod
+    def of(edges: GroupedEdges) -> LocalAdjacency:
+        """Returns one whose CSR form is known."""
+        found = LocalAdjacency(None)
+        found._grouped[edges.pattern.num_cols, edges.num_targets] = edges
+        return found
+
+    def grouped(
+        self, edge_index: Tensor, num_sources: int, num_targets: int
+    ) -> GroupedEdges | None:
+        """Returns the CSR form of the tensor that this belongs to, built once."""
+        key = num_sources, num_targets
+        if key not in self._grouped:
+            self._grouped[key] = GroupedEdges.build(edge_index, *key)
+        return self._grouped[key]
+
+
+def carry(
+    edge_indices: Mapping[tuple[Any, Any, Any], Tensor] | Tensor,
+    sizes: Mapping[Any, int],
+    seeds: Mapping[Any, int],
+) -> None:
+    """Notes that the edges of a minibatch come from a sampler.
+
+    Args:
+        edge_indices: `[2, e]`, or one for each (source type, relation, target type).
+        sizes: the number of nodes of each type; of the type None if there is one.
+        seeds: how many nodes of each type are seeds. They come first.
+    """
+    batch = SampledBatch(dict(sizes), dict(seeds))
+    if isinstance(edge_indices, Tensor):
+        edge_indices = {(None, None, None): edge_indices}
+    for (source, _, target), edge_index in edge_indices.items():
+        if _signature(edge_index) is not None:
+            batch.relations.append((source, target, weakref.ref(edge_index)))
+            PROCESS.adjacencies[edge_index] = LocalAdjacency(
+                _signature(edge_index), batch, (source, target), 1
+            )
+
+
+def known(edge_index: Tensor) -> LocalAdjacency | None:
+    """Returns what is kept beside a tensor, if it is as it was then."""
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
+    valid = found is not None and found.signature == _signature(edge_index)
+    return found if valid else None
+
+
+def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
+    """Counts a use of an edge_index; returns what is kept beside it, from the second on.
+
+    None for anything but a `[2, e]` tensor of integers on the CPU.
+    """
+    signature = _signature(edge_index)
+    if signature is None:
+        return None
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
+    if found is None or found.signature != signature:
+        whole = _first_edges_of(edge_index)
+        found = LocalAdjacency(signature, uses=0 if whole is None else 1)
+        PROCESS.adjacencies[edge_index] = found
+    found.uses += 1
+    return found if found.uses > 1 else None
+
+
+def _first_edges_of(edge_index: Tensor) -> LocalAdjacency | None:
+    """Returns what the tensor carries of which this one is a view of the first edges."""
+    whole = edge_index._base
+    if whole is None or edge_index.data_ptr() != whole.data_ptr():
+        return None
+    same = whole.dim() == 2 and edge_index.stride() == whole.stride()
+    found = known(whole) if same else None
+    return found if found is not None and found.batch is not None else None
+
+
+def _signature(edge_index: Any) -> Any:
+    """Returns version and place of a tensor; None if it is no edge_index to compute with."""
+    if type(edge_index) is not Tensor or edge_index.layout != torch.strided:
+        return None
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        return None
+    if edge_index.dtype not in _INDICES or edge_index.device.type != "cpu":
+        return None
+    if edge_index.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(
+        edge_index
+    ):
+        return None
+    place = edge_index.data_ptr(), edge_index.size(1), edge_index.stride()
+    return edge_index._version, place
+
+
+def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -> Any:
+    """Returns the first `count` of values of edges, if they have a row for each edge."""
+    if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
+        return edges[:count]
+    return edges
+
+
+# Products ----------------------------------------------------------------------------
+
+
+class _SpMM(torch.autograd.Function):
+    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>; for each head, if any."""
+
+    @staticmethod
+    def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return kernels.spmm(pattern.rowptr, pattern.col, value, x)
+        assert value is not None
+        z = x.new_empty(pattern.shape[0], *x.shape[1:])
+        for h in range(x.size(1)):
+            kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
+        return z
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, value, x = inputs
+        ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        value, x = ctx.saved_tensors
+        by_value = by_x = None
+        if ctx.needs_input_grad[1]:
+            by_value = _SDDMM.apply(ctx.pattern, g, x)
+        if ctx.needs_input_grad[2]:
+            back, order = ctx.pattern.transpose
+            value = None if value is None else value.index_select(0, order)
+            by_x = _SpMM.apply(back, value, g)
+        return None, by_value, by_x
+
+
+class _SDDMM(torch.autograd.Function):
+    """h_e = <g_row(e), x_col(e)>."""
+
+    @staticmethod
+    def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
+        csr = pattern.rowptr, pattern.col
+        if x.dim() == 2:
+            return kernels.sddmm(*csr, g, x)
+        return torch.stack(
+            [kernels.sddmm(*csr, g[:, h], x[:, h]) for h in range(x.size(1))], 1
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, g, x = inputs
+        ctx.save_for_backward(g, x)
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
+        g, x = ctx.saved_tensors
+        back, order = ctx.pattern.transpose
+        by_g = _SpMM.apply(ctx.pattern, h, x)
+        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
+
+
+class _Softmax(torch.autograd.Function):
+    """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
+
+    @staticmethod
+    def forward(pattern: Pattern, a: Tensor) -> Tensor:
+        return kernels.segment_softmax(pattern.rowptr, a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        (y,) = ctx.saved_tensors
+        rowptr = ctx.pattern.rowptr
+        if torch.is_grad_enabled():  # which derives this, too
+            return None, kernels.segment_softmax_grad.definition(rowptr, y, g)
+        return None, kernels.segment_softmax_grad(rowptr, y, g)
+
+
+class _Max(torch.autograd.Function):
+    """z_i = max of x_j over its edges; edges that tie share the gradient."""
+
+    @staticmethod
+    def forward(pattern: Pattern, x: Tensor) -> Tensor:
+        return kernels.segment_max(pattern.rowptr, pattern.col, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        x, z = ctx.saved_tensors
+        args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
+        if torch.is_grad_enabled():
+            return None, kernels.segment_max_grad.definition(*args)
+        return None, kernels.segment_max_grad(*args)
+
+
+def softmax_of(edges: GroupedEdges, a: Tensor) -> Tensor:
+    """Returns the softmax of `a` `[nnz, h]` over the edges of each target."""
+    y: Tensor = _Softmax.apply(edges.pattern, a)
+    return y
+
+
+def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
+    """Returns `A x`, differentiably.
+
+        z_i = sum of value_e x_j over the edges e = (j, i)
+
+    Shapes: edges [m, n], value [nnz] in their order or None, x [n, f] or, with values
+    [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
+    """
+    edges = edges.prefix(edges.num_targets, len(x))
+    z: Tensor = _SpMM.apply(edges.pattern, value, x)
+    return z
+
+
+def aggregate(
+    kind: str, edges: GroupedEdges, value: Tensor | None, x: Tensor
+) -> Tensor:
+    """Returns the sum, mean or max of (weighted) rows over the edges of each target."""
+    if kind == "max":
+        edges = edges.prefix(edges.num_targets, len(x))
+        z: Tensor = _Max.apply(edges.pattern, x)
+        return z
+    if kind == "mean":
+        mean = edges.mean_values(x.dtype)
+        if value is not None:
+            mean = mean if value.dim() == 1 else mean[:, None]
+            mean = mean * value
+        value = mean
+    return multiply(edges, value, x)

@@ -1,0 +1,522 @@
+"""Runs layers on ordinary tensors by the compiled products, where their edges are known.
+
+Edges are known if a sampler of this package has drawn them, or from the second use of an
+edge_index on; see [Note: what a tensor carries] in `graph.local_adjacency`. PyG's layer then
+runs unchanged, but for what it does to edges one by one: `propagate` of a layer whose
+messages are rows, weighted rows or attended rows is a product with a sparse matrix, and the
+softmax of attention is taken over rows of it. `run_sage` and `run_gcn` also fuse the mean,
+the normalisation and the bias. Anything else, and any layer with hooks, with methods of its
+own, under autocast, torch.compile or functorch, takes PyG's path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import softmax
+
+from pyg_distcomm.graph.local_adjacency import (
+    GroupedEdges,
+    LocalAdjacency,
+    adjacency_of,
+    aggregate,
+    first_edges,
+    multiply,
+    softmax_of,
+)
+from pyg_distcomm.nn import trimming
+from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
+from pyg_distcomm.nn.layer_context import is_product
+
+_FLOATS = (torch.float32, torch.float64)
+
+# When it applies ---------------------------------------------------------------------
+
+
+def usable(*tensors: Any) -> bool:
+    """Tells whether the kernels may stand in for PyG's operations on these tensors."""
+    if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
+        return False
+    if torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack():
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    return all(t is None or _is_plain(t) for t in tensors)
+
+
+def _is_plain(t: Any) -> bool:
+    return (
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.device.type == "cpu"
+        and t.layout == torch.strided
+        and t.dtype in _FLOATS
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+
+
+_AGGREGATIONS: dict[type, str] = {
+    pyg.SumAggregation: "sum",
+    pyg.MeanAggregation: "mean",
+    pyg.MaxAggregation: "max",
+}
+
+
+# PyG's layers, whose forms of messages are known -----------------------------------------
+
+_ROWS = "GINConv MFConv SAGEConv SignedConv"
+_WEIGHTED = (
+    "APPNP ClusterGCNConv GCN2Conv GCNConv GatedGraphConv GraphConv LGConv "
+    "MixHopConv SGConv SSGConv SimpleConv TAGConv"
+)
+_MESSAGES: dict[Any, str | None] = {
+    **{getattr(pyg, name).message: None for name in _ROWS.split()},
+    **{getattr(pyg, name).message: "edge_weight" for name in _WEIGHTED.split()},
+    pyg.ChebConv.message: "norm",
+    pyg.GATConv.message: "alpha",
+    pyg.GATv2Conv.message: "alpha",
+}
+
+
+class _Visit:
+    """One run of a layer of PyG's in this thread, by products.
+
+    Args:
+        conv: the layer.
+        known: edge_index tensors that it is given, and what is kept beside them.
+    """
+
+    def __init__(
+        self, conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
+    ) -> None:
+        self.conv = conv
+        self._known = {id(edge_index): (edge_index, kept) for edge_index, kept in known}
+        self._now: tuple[Tensor, int, int] | None = None
+
+    def edges(self, edge_index: Tensor, sources: int, targets: int) -> Any:
+        """Returns the CSR form of an edge_index that the layer has, or has made."""
+        if id(edge_index) not in self._known:
+            found = adjacency_of(edge_index) or LocalAdjacency(None)
+            self._known[id(edge_index)] = edge_index, found
+        return self._known[id(edge_index)][1].grouped(edge_index, sources, targets)
+
+    def propagate(
+        self, original: Callable, edge_index: Any, size: Any = None, **given: Any
+    ) -> Tensor:
+        """Stands in for the `propagate` of the layer."""
+        z = self._product(edge_index, size, given)
+        if z is None:
+            self._note(edge_index, given)
+            out: Tensor = original(edge_index, size=size, **given)
+            return out
+        return z
+
+    def edge_updater(
+        self, original: Callable, edge_index: Any, size: Any = None, **given: Any
+    ) -> Any:
+        """Stands in for its `edge_updater`."""
+        self._note(edge_index, given)
+        return original(edge_index, size=size, **given)
+
+    def _note(self, edge_index: Any, given: dict[str, Any]) -> None:
+        """Keeps the edges over which the layer may take a softmax."""
+        ends = [given.get(name) for name in ("x", "alpha", "query")]
+        parts = next((v for v in ends if v is not None), None)
+        source, target = parts if isinstance(parts, tuple) else (parts, parts)
+        self._now = None
+        if type(edge_index) is Tensor and isinstance(source, Tensor):
+            target = source if target is None else target
+            self._now = edge_index, len(source), len(target)
+
+    def _product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
+        """Returns what propagate would; None if it is no product of known form."""
+        conv = self.conv
+        name = _MESSAGES.get(type(conv).message, "")
+        if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
+            return None
+        kind = _AGGREGATIONS.get(type(conv.aggr_module))
+        x, value = given.get("x"), None if name is None else given.get(name)
+        source, target = x if isinstance(x, tuple) else (x, x)
+        wanted = 3 if name == "alpha" else 2
+        if kind is None or not usable(source, value) or source.dim() != wanted:
+            return None
+        if target is None and size is None:
+            return None
+        shape = len(source), len(target) if target is not None else size[1]
+        if size is not None and tuple(size) != shape:
+            return None
+        if value is not None:
+            value = value if wanted == 3 else value.flatten()
+            fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
+            if not fits or kind == "max":
+                return None
+        edges = self.edges(edge_index, *shape)
+        if edges is None:
+            return None
+        value = None if value is None else edges.in_order(value)
+        return aggregate(kind, edges, value, source)
+
+    def softmax(
+        self,
+        original: Callable,
+        src: Tensor,
+        index: Any = None,
+        ptr: Any = None,
+        num_nodes: Any = None,
+        dim: int = 0,
+    ) -> Tensor:
+        """Stands in for PyG's `softmax` in the layer's module."""
+        now = self._now
+        if now is not None and usable(src) and src.dim() == 2 and dim == 0:
+            edge_index, *shape = now
+            target = edge_index[1]
+            same = isinstance(index, Tensor) and ptr is None
+            same = same and index.data_ptr() == target.data_ptr()
+            if same and index.shape == target.shape and len(src) == len(index):
+                edges = self.edges(edge_index, *shape)
+                if edges is not None and num_nodes in (None, edges.num_targets):
+                    y = softmax_of(edges, edges.in_order(src))
+                    back = edges.inverse
+                    return y if back is None else y.index_select(0, back)
+        out: Tensor = original(src, index, ptr, num_nodes, dim)
+        return out
+
+
+_visit: ContextVar[_Visit | None] = ContextVar("the layer by products", default=None)
+
+
+def _of_visit(conv: Any, verb: str) -> Callable[[Callable], Callable]:
+    """Makes a stand-in for a method, which is the original out of a visit of the layer."""
+    alive = weakref.ref(conv) if conv is not None else None
+
+    def instead_of(original: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            visit = _visit.get()
+            if visit is None or (alive is not None and visit.conv is not alive()):
+                return original(*args, **kwargs)
+            return getattr(visit, verb)(original, *args, **kwargs)
+
+        return run
+
+    return instead_of
+
+
+@contextlib.contextmanager
+def _visiting(
+    conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for verb in ("propagate", "edge_updater"):
+            stand_in, own = _of_visit(conv, verb), getattr(conv, verb)
+            stack.enter_context(standing_in(vars(conv), verb, stand_in, own))
+        for scope in _softmax_scopes(conv):
+            stand_in = _of_visit(None, "softmax")
+            stack.enter_context(standing_in(scope, "softmax", stand_in))
+        before = _visit.set(_Visit(conv, *known))
+        stack.callback(_visit.reset, before)
+        yield
+
+
+def _softmax_scopes(conv: MessagePassing) -> list[dict[str, Any]]:
+    return [s for s in scopes_of([conv]) if s.get("softmax") in _SOFTMAX or _stands(s)]
+
+
+def _stands(scope: dict[str, Any], name: str = "softmax") -> bool:
+    return hasattr(scope.get(name), "layers_running")
+
+
+_SOFTMAX = (softmax,)
+_STEPS = "propagate message aggregate update message_and_aggregate edge_update".split()
+_WHEN = ("pre_hooks", "hooks")
+
+
+def _runs_by_products(conv: MessagePassing) -> bool:
+    """Tells whether a layer of PyG's sends messages of a known form, or attends."""
+    kind, own = type(conv), vars(conv)
+    if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
+        return False
+    if any(own.get(f"_{s}_forward_{when}") for s in _STEPS for when in _WHEN):
+        return False
+    if any(s in own and not _stands(own, s) for s in (*_STEPS, "edge_updater")):
+        return False
+    if kind.aggregate is not MessagePassing.aggregate:
+        return False
+    if kind.update is not MessagePassing.update:
+        return False
+    return kind.message in _MESSAGES or bool(_softmax_scopes(conv))
+
+
+# Layers on ordinary tensors ----------------------------------------------------------
+
+
+def run_layer(
+    conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `forward` of a layer on ordinary tensors, by products if its edges are known.
+
+    Args:
+        conv: the layer.
+        forward: how it runs.
+        args, kwargs: what it is given.
+    """
+    bound = _bound(conv, args, kwargs)
+    given = {} if bound is None else bound.arguments
+    edge_index, x = given.get("edge_index"), given.get("x")
+    runs = usable() and _runs_by_products(conv)
+    adjacency = adjacency_of(edge_index) if runs else None
+    if adjacency is None:
+        args, kwargs = trimming.whole((args, kwargs), f"{type(conv).__name__}")
+        return forward(*args, **kwargs)
+    assert bound is not None
+    assert edge_index is not None
+
+    def compute(source: Any, target: Any, rows: int | None) -> Any:
+        assert adjacency is not None
+        own, known = dict(given), (edge_index, adjacency)
+        own["x"] = source if target is source else (source, target)
+        if rows is not None:
+            edges = _sampled_edges(adjacency, edge_index)
+            assert edges is not None
+            edges = edges.prefix(rows, len(source))
+            count = edges.pattern.nnz
+            known = edge_index[:, :count], LocalAdjacency.of(edges)
+            own |= {"x": (source, target[:rows]), "edge_index": known[0]}
+            for name in _EDGE_ARGUMENTS & own.keys():
+                own[name] = first_edges(edge_index, own[name], count)
+        call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
+        with _visiting(conv, known):
+            return forward(*call.args, **call.kwargs)
+
+    trims = type(conv).forward in _PAIRED and not given.get("return_attention_weights")
+    if trims and adjacency.batch is not None:
+        edges = _sampled_edges(adjacency, edge_index)
+        trims = edges is not None and edges.order is None and _rows_apart(conv)
+    if not isinstance(x, (Tensor, tuple)) or not trims:
+        trimming.refuse(adjacency, type(conv).__name__)
+        args, kwargs = trimming.whole((bound.args, bound.kwargs), type(conv).__name__)
+        with _visiting(conv, (edge_index, adjacency)):
+            return forward(*args, **kwargs)
+    return trimming.call(adjacency, edge_index, x, compute)
+
+
+def _rows_apart(conv: torch.nn.Module) -> bool:
+    """Tells whether the parts of a layer compute each row from the same row alone."""
+    return all(
+        isinstance(part, _BY_ROW)
+        or type(part).__module__ == "torch.nn.modules.activation"
+        or (
+            isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            and not part.training
+        )
+        for part in conv.modules()
+        if part is not conv
+    )
+
+
+_BY_ROW = (
+    *(pyg.Linear, pyg.MLP, pyg.BatchNorm, pyg.Sequential, pyg.Aggregation),
+    *(torch.nn.Linear, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.Identity),
+    *(torch.nn.Dropout, torch.nn.LayerNorm),
+)
+_EDGE_ARGUMENTS = {"edge_weight", "edge_attr"}
+# layers of one hop that take a pair of features, and treat each target on its own
+_PAIRED = {
+    kind.forward
+    for kind in (
+        *(pyg.GATConv, pyg.GATv2Conv, pyg.GINConv, pyg.GraphConv),
+        pyg.TransformerConv,
+    )
+}
+
+
+def _bound(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
+    try:
+        return inspect.signature(conv.forward).bind(*args, **kwargs)
+    except TypeError:  # which the layer says better
+        return None
+
+
+def _sampled_edges(
+    adjacency: LocalAdjacency, edge_index: Tensor
+) -> GroupedEdges | None:
+    """Returns the CSR form of the edges of a minibatch, with all its nodes."""
+    assert adjacency.batch is not None
+    sizes, (source, target) = adjacency.batch.sizes, adjacency.ends
+    return adjacency.grouped(edge_index, sizes[source], sizes[target])
+
+
+def run_sage(
+    conv: pyg.SAGEConv, forward: Callable[..., Any], x: Any, edge_index: Any, size: Any
+) -> Tensor:
+    """Runs PyG's SAGEConv on ordinary tensors, as products if its edges are known.
+
+        x'_i = W_1 aggr_{j in N(i)} x_j + b + W_2 x_i
+
+    Shapes: x [n, F_in] or a pair [n_s, F_s], [n_t, F_t]; edge_index [2, e]; returns
+    [n, F_out] or [n_t, F_out].
+    """
+    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    linears = [conv.lin_l, *([conv.lin_r] if conv.root_weight else [])]
+    linears += [conv.lin] if conv.project else []
+    fits = _fits(conv, pyg.SAGEConv, linears, source, target)
+    fits = fits and (target is not None or size is not None)
+    adjacency = adjacency_of(edge_index) if fits else None
+
+    def compute(source: Tensor, target: Tensor | None, rows: int | None) -> Tensor:
+        pair = (source, target) if isinstance(x, (tuple, list)) else source
+        if adjacency is None:
+            return forward(pair, edge_index, size)
+        if rows is None:
+            count = size[1] if target is None else len(target)
+            if size is not None and tuple(size) != (len(source), count):
+                return forward(pair, edge_index, size)
+            edges = adjacency.grouped(edge_index, len(source), count)
+        else:
+            edges = _sampled_edges(adjacency, edge_index)
+            edges = None if edges is None else edges.prefix(rows)
+        if edges is None:
+            return forward(pair, edge_index, size)
+        return _sage(conv, edges, source, None if target is None else target[:rows])
+
+    return trimming.call(adjacency, edge_index, x, compute)
+
+
+def _sage(
+    conv: pyg.SAGEConv, edges: GroupedEdges, source: Tensor, root: Tensor | None
+) -> Tensor:
+    if conv.project and hasattr(conv, "lin"):
+        source = conv.lin(source).relu()
+    kind = _AGGREGATIONS[type(conv.aggr_module)]
+    if kind == "max" or _sums_first(edges, source, conv.lin_l):
+        out = conv.lin_l(aggregate(kind, edges, None, source))
+    else:
+        out = aggregate(kind, edges, None, F.linear(source, conv.lin_l.weight))
+        out = out if conv.lin_l.bias is None else out + conv.lin_l.bias
+    if conv.root_weight and root is not None:
+        out = torch.addmm(out, root, conv.lin_r.weight.t())
+    return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
+
+
+def run_gcn(
+    conv: pyg.GCNConv,
+    forward: Callable[..., Any],
+    x: Any,
+    edge_index: Any,
+    edge_weight: Any,
+) -> Tensor:
+    """Runs PyG's GCNConv on ordinary tensors, as a product if its edges are known.
+
+        X' = A X W + b,   A = D^-1/2 (A + I) D^-1/2 of all edges given
+
+    Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
+    """
+    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], x, None)
+    fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
+    if fits and edge_weight is not None:
+        fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
+    if not fits or conv.cached:
+        return run_layer(conv, forward, x, edge_index, edge_weight)
+    adjacency = adjacency_of(edge_index)
+
+    def compute(source: Tensor, _: Any, rows: int | None) -> Tensor:
+        n = len(source)
+        if rows is not None:
+            assert adjacency is not None
+            assert adjacency.batch is not None
+            n = adjacency.batch.sizes[adjacency.ends[1]]
+        found = None
+        if adjacency is not None:
+            found = _matrix(conv, adjacency, edge_index, edge_weight, n, source.dtype)
+        if found is None:
+            return forward(source, edge_index, edge_weight)
+        edges, value = found
+        if rows is not None:
+            edges = edges.prefix(rows)
+            value = None if value is None else value[: edges.pattern.nnz]
+        if _sums_first(edges, source, conv.lin):
+            return F.linear(multiply(edges, value, source), conv.lin.weight, conv.bias)
+        out = multiply(edges, value, F.linear(source, conv.lin.weight))
+        return out if conv.bias is None else out + conv.bias
+
+    return trimming.call(adjacency, edge_index, x, compute)
+
+
+def _matrix(
+    conv: pyg.GCNConv,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    n: int,
+    dtype: torch.dtype,
+) -> tuple[GroupedEdges, Tensor | None] | None:
+    """Returns the edges of the layer in CSR form, and their values; once where it can."""
+    if not conv.normalize:
+        edges = adjacency.grouped(edge_index, n, n)
+        if edges is None or weight is None:
+            return None if edges is None else (edges, None)
+        return (
+            (edges, edges.in_order(weight))
+            if len(weight) == edge_index.size(1)
+            else None
+        )
+    key = "gcn", conv.improved, conv.add_self_loops, n, dtype
+    stamp = (
+        None if weight is None else (weight._version, weight.data_ptr(), weight.shape)
+    )
+    if weight is None or not weight.requires_grad:
+        kept, of, by = adjacency.derived.get(key, (None, None, None))
+        if kept is not None and by == stamp and (of is None or of() is weight):
+            return kept
+    if adjacency.grouped(edge_index, n, n) is None:
+        return None
+    looped, value = gcn_norm(
+        edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
+    )
+    edges = GroupedEdges.build(looped, n, n)
+    assert edges is not None
+    found = edges, edges.in_order(value)
+    if not found[1].requires_grad:
+        of = None if weight is None else weakref.ref(weight)
+        adjacency.derived[key] = found, of, stamp
+    return found
+
+
+def _fits(conv: Any, base: type, linears: list[Any], source: Any, target: Any) -> bool:
+    """Tells whether a layer is PyG's own, and its features are what products take."""
+    parts = [trimming.leading(t) for t in (source, target)]
+    if not usable(*parts) or parts[0] is None:
+        return False
+    if any(t is not None and t.dim() != 2 for t in parts):
+        return False
+    if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
+        return False
+    if type(conv.aggr_module) not in _AGGREGATIONS or conv.node_dim != -2:
+        return False
+    lazy = any(is_lazy(p) for p in conv.parameters())
+    return not lazy and is_product(conv, base, *linears)
+
+
+# the time of a number read or written by a product, in multiplications of a dense one
+_SPARSE = 8
+
+
+def _sums_first(edges: GroupedEdges, x: Tensor, lin: Any) -> bool:
+    """Tells whether `(A X) W` is cheaper than `A (X W)`, forward and backward."""
+    into, out = lin.weight.size(1), lin.weight.size(0)
+    rows, nnz = edges.pattern.shape[0], edges.pattern.nnz
+    passes = 2 + x.requires_grad
+    first = _SPARSE * nnz * into * (passes - 1) + rows * into * out * passes
+    last = _SPARSE * nnz * out * 2 + len(x) * into * out * passes
+    return first <= last

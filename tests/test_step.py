@@ -1,0 +1,878 @@
+"""The step on one process: layers of minibatches and whole graphs, against PyG's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import batches
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch_geometric.data import Data
+from torch_geometric.utils import trim_to_layer
+
+import pyg_distcomm as pdc
+from pyg_distcomm import kernels
+from pyg_distcomm.graph import local_adjacency
+from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+)
+from pyg_distcomm.nn import local_products, trimming
+from pyg_distcomm.process import PROCESS
+
+WIDTH = 5
+
+
+def graph(dtype=torch.float64, **options):
+    data = batches.graph(**options)
+    data.x, data.edge_attr = data.x.to(dtype), data.edge_attr.to(dtype)
+    g = torch.Generator().manual_seed(9)
+    data.edge_weight = torch.rand(data.num_edges, generator=g, dtype=dtype)
+    data.time = torch.randint(50, (data.num_nodes,), generator=g)
+    return data
+
+
+def close(found, wanted):
+    if wanted is None or found is None:  # a gradient of nothing
+        assert all(t is None or not bool(t.any()) for t in (found, wanted))
+        return
+    bound = 1e-9 if wanted.dtype == torch.float64 else 1e-5
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    assert torch.allclose(found, wanted, rtol=bound, atol=bound), (
+        (found - wanted).abs().max()
+    )
+
+
+def graded(model, rows, *args, x=None):
+    """Returns outputs and all gradients of a loss over some rows."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x, *args)
+    out = out[rows] if rows is not None else out
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
+    (out * weights).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    return [torch.as_tensor(out.detach()), x.grad, *grads]
+
+
+def agree(model, wanted, rows, *args, x):
+    found, theirs = graded(model, rows, *args, x=x), graded(wanted, rows, *args, x=x)
+    for one, two in zip(found, theirs, strict=True):
+        close(one, two)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Counts products, and forbids none."""
+    counted = []
+    for name in ("spmm", "segment_max", "segment_softmax"):
+        inner = getattr(kernels, name)
+
+        def run(*args, inner=inner, name=name):
+            counted.append(name)
+            return inner(*args)
+
+        monkeypatch.setattr(kernels, name, run)
+    return counted
+
+
+LAYERS = {
+    "sage mean": lambda: pyg.SAGEConv(WIDTH, 7),
+    "sage sum": lambda: pyg.SAGEConv(WIDTH, 7, aggr="sum", normalize=True),
+    "sage max": lambda: pyg.SAGEConv(WIDTH, 7, aggr="max"),
+    "sage narrow": lambda: pyg.SAGEConv(WIDTH, 2, bias=False),
+    "sage project": lambda: pyg.SAGEConv(WIDTH, 7, project=True),
+    "sage no root": lambda: pyg.SAGEConv(WIDTH, 7, root_weight=False),
+    "gcn": lambda: pyg.GCNConv(WIDTH, 7),
+    "gcn narrow": lambda: pyg.GCNConv(WIDTH, 2),
+    "gcn improved": lambda: pyg.GCNConv(WIDTH, 7, improved=True, bias=False),
+    "gcn no loops": lambda: pyg.GCNConv(WIDTH, 7, add_self_loops=False),
+    "gcn plain": lambda: pyg.GCNConv(WIDTH, 7, normalize=False),
+    "gcn cached": lambda: pyg.GCNConv(WIDTH, 7, cached=True),
+    "graph": lambda: pyg.GraphConv(WIDTH, 7),
+    "graph mean": lambda: pyg.GraphConv(WIDTH, 7, aggr="mean"),
+    "graph max": lambda: pyg.GraphConv(WIDTH, 7, aggr="max"),
+    "gin": lambda: pyg.GINConv(torch.nn.Linear(WIDTH, 7), train_eps=True),
+    "gat": lambda: pyg.GATConv(WIDTH, 4, heads=3),
+    "gat mean": lambda: pyg.GATConv(WIDTH, 4, heads=2, concat=False, residual=True),
+    "gat no loops": lambda: pyg.GATConv(WIDTH, 4, heads=2, add_self_loops=False),
+    "gatv2": lambda: pyg.GATv2Conv(WIDTH, 4, heads=3, share_weights=True),
+    "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2, beta=True),
+    "tag": lambda: pyg.TAGConv(WIDTH, 7, K=2),
+    "sg": lambda: pyg.SGConv(WIDTH, 7, K=2),
+    "cheb": lambda: pyg.ChebConv(WIDTH, 7, K=3),
+    "arma": lambda: pyg.ARMAConv(WIDTH, 7),
+    "cluster": lambda: pyg.ClusterGCNConv(WIDTH, 7),
+    "mf": lambda: pyg.MFConv(WIDTH, 7),
+    "le": lambda: pyg.LEConv(WIDTH, 7),
+    "pna-like": lambda: pyg.SAGEConv(WIDTH, 7, aggr=["mean", "std"]),
+}
+WEIGHTED = "gcn", "gcn narrow", "gcn improved", "gcn no loops", "gcn plain", "graph"
+WEIGHTED += "graph mean", "tag", "sg", "cheb", "arma", "le"
+BY_PATH = (
+    "arma",
+    "cluster",
+    "le",
+    "pna-like",
+)  # what has no known form may take PyG's path
+
+SAMPLES = {
+    "plain": {},
+    "replace": {"replace": True},
+    "disjoint": {"disjoint": True},
+    "induced": {"subgraph_type": "induced"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+    "temporal": {"time_attr": "time", "temporal_strategy": "last"},
+    "weighted": {"weight_attr": "edge_weight"},
+    "no hop": {"num_neighbors": [4, 0, 2]},
+    "one hop": {"num_neighbors": [2]},
+    "all": {"num_neighbors": [-1, -1]},
+}
+
+
+def loader_of(data, seeds=None, **options):
+    options = {"num_neighbors": [4, 3, 2], "batch_size": 7, "seed": 3, **options}
+    fan_outs = options.pop("num_neighbors")
+    if seeds is None:  # isolated ones, and one twice
+        seeds = torch.tensor([1, 59, 5, 5, 58, 0, 33, 8, 9, 10, 11, 12, 57, 3])
+    return DistNeighborLoader(data, fan_outs, input_nodes=seeds, **options)
+
+
+class Stack(torch.nn.Module):
+    """Three layers as a script writes them."""
+
+    def __init__(self, layer, last=None, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(5)
+        self.convs = torch.nn.ModuleList(layer() for _ in range(3))
+        self.lins = torch.nn.ModuleList(torch.nn.LazyLinear(WIDTH) for _ in range(2))
+        self.to(dtype)
+
+    def forward(self, x, edge_index, *args):
+        for conv, lin in zip(self.convs, self.lins, strict=False):
+            x = F.relu(lin(conv(x, edge_index, *args)))
+        return self.convs[-1](x, edge_index, *args)
+
+
+@tiers.cover("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_a_minibatch_equal_pygs(name, dtype, runs):
+    """Each layer alone, on edges that carry what the sampler knew."""
+    batch = next(iter(loader_of(graph(dtype))))
+    torch.manual_seed(1)
+    wanted = LAYERS[name]().to(dtype)
+    if name == "gcn cached":
+        wanted.cached = True
+    ours = pdc.convert(copy.deepcopy(wanted))
+    assert known(batch.edge_index) is not None
+    weights = [()] if name not in WEIGHTED else [(), (batch.edge_weight,)]
+    for args in weights:
+        theirs = copy.deepcopy(wanted)
+        rest = graded(theirs, None, batch.edge_index.clone(), *args, x=batch.x)
+        found = graded(ours, None, batch.edge_index, *args, x=batch.x)
+        for one, two in zip(found, rest, strict=True):
+            close(one, two)
+    assert bool(runs) or name in BY_PATH
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("name", ["sage mean", "gcn", "graph", "gat", "gat no loops"])
+def test_trimmed_models_equal_pygs_for_the_seeds(name, kind):
+    """Three layers, three minibatches of every kind of sampling, trimmed after the first."""
+    data = graph()
+    wanted, ours = Stack(LAYERS[name]), None
+    options = dict(SAMPLES[kind])
+    if kind == "temporal":
+        options["input_time"] = torch.full((14,), 30)
+    for batch in loader_of(data, **options):
+        if ours is None:
+            wanted(batch.x, batch.edge_index.clone())
+            ours = pdc.convert(copy.deepcopy(wanted))
+        for _ in range(2):
+            seeds = slice(batch.batch_size)
+            agree(ours, wanted, seeds, batch.edge_index, x=batch.x)
+    assert pdc.nn.trimming_of(ours) == "on"
+
+
+def test_trimming_computes_fewer_rows(runs, monkeypatch):
+    """As many rows as are read, hop by hop; the shapes are those of all."""
+    data = graph(n=400, e=3000)
+    batch = next(iter(loader_of(data, seeds=torch.arange(5), num_neighbors=[3, 3, 3])))
+    model = pdc.convert(Stack(LAYERS["sage mean"]))
+    rows, inner = [], local_products._sage
+
+    def noted(*args):
+        out = inner(*args)
+        rows.append(len(out))
+        return out
+
+    monkeypatch.setattr(local_products, "_sage", noted)
+    n = batch.num_nodes
+    for _ in range(2):
+        out = model(batch.x, batch.edge_index)
+        assert out.shape == (n, 7)
+        assert len(out) == n
+        assert out.size(0) == n
+    hops = torch.tensor(batch.num_sampled_nodes).cumsum(0).tolist()
+    assert rows == [n] * 3 + [hops[2], hops[1], hops[0]]
+    assert type(out[:5]) is torch.Tensor
+    assert pdc.nn.trimming_of(model) == "on"
+    model.eval()
+    assert pdc.nn.trimming_of(model) == "not yet known"
+    assert "trim=True" in pdc.nn.trimming_of(pdc.convert(model, trim=False))
+
+
+class Reads(torch.nn.Module):
+    """A model that reads more than the seeds, in one way or another."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(3)
+        self.what = what
+        self.convs = torch.nn.ModuleList(
+            [pyg.SAGEConv(WIDTH, 8), pyg.SAGEConv(8, 8), pyg.SAGEConv(8, 3)]
+        )
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.jump = torch.nn.Linear(16, 3)
+        self.step = 0
+        self.double()
+
+    def forward(self, x, edge_index):
+        first = self.convs[0](x, edge_index)
+        if self.what == "batch norm":
+            first = self.norm(first)
+        first = first.relu_() if self.what == "in place" else first.relu()
+        second = self.convs[1](first, edge_index)
+        if self.what == "residual":
+            second = second + first
+        if self.what == "mean":
+            second = second - second.mean(0)
+        if self.what == "late mean":
+            self.step += 1
+            if self.step > 2:
+                second = second - second.mean(0)
+        if self.what == "softmax of rows":
+            second = second.softmax(0)
+        if self.what == "sort":
+            second = second.flip(0).flip(0)
+        if self.what == "jump":
+            return self.jump(torch.cat([first, second], dim=-1))
+        if self.what == "index":
+            second = second.index_select(0, torch.arange(len(second)))
+        return self.convs[2](second, edge_index)
+
+
+ALL_ROWS = "batch norm", "mean", "late mean", "softmax of rows", "sort", "index"
+
+
+@pytest.mark.parametrize("what", [*ALL_ROWS, "jump", "residual", "in place"])
+def test_models_that_read_other_rows_are_not_trimmed(what):
+    wanted = Reads(what)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader_of(graph(), batch_size=3):
+        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
+    told = pdc.nn.trimming_of(ours)
+    assert told.startswith("off: ") if what in ALL_ROWS else told == "on", told
+    wanted.eval(), ours.eval()
+    for batch in loader_of(graph(), batch_size=3):
+        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
+    wanted_on = what in ("batch norm", "jump", "residual", "in place")
+    assert (pdc.nn.trimming_of(ours) == "on") == wanted_on
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda out, n: out.mean(),
+        lambda out, n: out[: n + 3].sum(),
+        lambda out, n: out[-2:].sum(),
+        lambda out, n: (
+            (out * 2).relu().log_softmax(-1)[torch.arange(len(out)) % 2 == 0]
+        ),
+        lambda out, n: out.T @ out,
+        lambda out, n: torch.stack([out, out]).sum(),
+        lambda out, n: F.cross_entropy(out, torch.zeros(len(out)).long()),
+        lambda out, n: torch.tensor(out.tolist(), dtype=out.dtype),
+    ],
+)
+def test_scripts_that_read_other_rows_get_them(read, late):
+    """At once, which switches trimming off; or after passes that have been trimmed."""
+    wanted = Stack(LAYERS["sage mean"])
+    data = graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for k, batch in enumerate(loader_of(data, batch_size=3)):
+        args, n = (batch.x, batch.edge_index), batch.batch_size
+        out, theirs = ours(*args), wanted(*args)
+        if late and k < 3:
+            close(out[:n], theirs[:n])
+            assert pdc.nn.trimming_of(ours) in ("on", "not yet known")
+            continue
+        close(torch.as_tensor(read(out, n)), torch.as_tensor(read(theirs, n)))
+        assert pdc.nn.trimming_of(ours).startswith("off: ")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda out, n: out[:n],
+        lambda out, n: out[0],
+        lambda out, n: out.log_softmax(dim=-1)[:n].argmax(-1),
+        lambda out, n: out[:, :2].argmax(dim=1)[:n],
+        lambda out, n: out[torch.arange(n)],
+        lambda out, n: out[torch.arange(len(out)) < n],
+        lambda out, n: out.view(len(out), -1, 1).flatten(1)[:n],
+        lambda out, n: (out.sigmoid() * torch.ones(len(out), 1)).narrow(0, 0, n),
+        lambda out, n: out.max(dim=-1).indices[:n],
+        lambda out, n: torch.cat([out, out * 2], 1).unsqueeze(-1).squeeze(-1)[:n],
+        lambda out, n: F.layer_norm(out, (7,))[:n].sum(),
+    ],
+)
+def test_scripts_that_read_seeds_are_trimmed(read):
+    wanted = Stack(LAYERS["sage mean"])
+    data = graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader_of(data, batch_size=3):
+        args, n = (batch.x, batch.edge_index), batch.batch_size
+        found, theirs = read(ours(*args), n), read(wanted(*args), n)
+        assert type(found) is torch.Tensor
+        assert torch.allclose(found, theirs)
+    assert pdc.nn.trimming_of(ours) == "on"
+
+
+def test_parts_of_layers_that_mix_rows_switch_trimming_off():
+    """A batch norm inside of a GINConv, in training; in evaluation it works row by row."""
+
+    def layer():
+        return pyg.GINConv(
+            torch.nn.Sequential(
+                torch.nn.Linear(WIDTH, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU()
+            )
+        )
+
+    wanted, data = Stack(layer), graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for mode, told in ((True, "off: GINConv"), (False, "on")):
+        wanted.train(mode), ours.train(mode)
+        for batch in loader_of(data, batch_size=4):
+            rows = slice(batch.batch_size)
+            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
+        assert pdc.nn.trimming_of(ours).startswith(told)
+
+
+@pytest.mark.parametrize("change", ["setitem", "setitem of seeds", "masked", "nested"])
+def test_late_changes_in_place_are_seen(change):
+    """What an operation changes after passes that have been trimmed."""
+    wanted = Stack(LAYERS["graph"])
+    data = graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    if change == "nested":
+        ours = pdc.convert(torch.nn.ModuleDict({"a": ours}))["a"]
+    for k, batch in enumerate(loader_of(data, batch_size=3)):
+        found = []
+        for model in (ours, wanted):
+            model.zero_grad()
+            out = model(batch.x, batch.edge_index) * 2
+            n = batch.batch_size
+            if k > 1 and change == "setitem":
+                out[1:] = 3.0
+            if k > 1 and change == "setitem of seeds":
+                out[:2] += 1
+            if k > 1 and change == "masked":
+                out.masked_fill_(torch.arange(out.numel()).view(out.shape) % 3 == 0, 7)
+            out[:n].square().sum().backward()
+            found.append([out[:n].detach(), model.lins[0].weight.grad])
+        for one, two in zip(*found, strict=True):
+            close(one, two)
+
+
+def test_checkpointing_switches_trimming_off():
+    from torch.utils.checkpoint import checkpoint
+
+    class Kept(Stack):
+        def forward(self, x, edge_index):
+            for conv, lin in zip(self.convs, self.lins, strict=False):
+                x = checkpoint(conv, x, edge_index, use_reentrant=False)
+                x = lin(x).relu()
+            return self.convs[-1](x, edge_index)
+
+    wanted = Kept(LAYERS["sage mean"])
+    data = graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader_of(data, batch_size=3):
+        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
+    assert pdc.nn.trimming_of(ours).startswith("off: ")
+
+
+def test_dropout_is_drawn_for_the_rows_that_are_computed():
+    """Masks have the right density; a full read still sees one consistent pass."""
+
+    class Dropping(Stack):
+        def forward(self, x, edge_index):
+            x = self.convs[0](x, edge_index)
+            return self.convs[1](
+                F.dropout(x, 0.5, self.training)[:, :WIDTH], edge_index
+            )
+
+    model = pdc.convert(Dropping(LAYERS["sage mean"]))
+    for batch in loader_of(graph(), batch_size=3):
+        model(batch.x, batch.edge_index)[: batch.batch_size].sum()
+    assert pdc.nn.trimming_of(model) == "on"
+    model.eval()
+    wanted = model(batch.x, batch.edge_index.clone())
+    for _ in range(2):
+        close(model(batch.x, batch.edge_index)[:3], wanted[:3])
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GAT", "GIN"])
+@pytest.mark.parametrize("jk", [None, "cat"])
+def test_models_of_pyg(name, jk):
+    torch.manual_seed(2)
+    wanted = getattr(pyg, name)(WIDTH, 6, 3, 4, jk=jk, norm="layer_norm").double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    mirrored = getattr(pdc.nn, name)(WIDTH, 6, 3, 4, jk=jk, norm="layer_norm").double()
+    mirrored.load_state_dict(wanted.state_dict())
+    for batch in loader_of(graph()):
+        rows = slice(batch.batch_size)
+        agree(ours, wanted, rows, batch.edge_index, x=batch.x)
+        agree(mirrored, wanted, rows, batch.edge_index, x=batch.x)
+        hops = {
+            "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
+            "num_sampled_edges_per_hop": batch.num_sampled_edges,
+        }
+        if jk is None:
+            found = ours(batch.x, batch.edge_index, **hops)
+            close(found[rows], wanted(batch.x, batch.edge_index, **hops)[rows])
+
+
+def test_scripts_that_trim_themselves(runs):
+    """A view of the first edges carries what the whole does."""
+    data = graph()
+    layer = pyg.SAGEConv(WIDTH, WIDTH).double()
+    ours = pdc.convert(copy.deepcopy(layer))
+    batch = next(iter(loader_of(data)))
+    hops = batch.num_sampled_nodes, batch.num_sampled_edges
+    x, edges = batch.x, batch.edge_index
+    for k in range(3):
+        x, edges, _ = trim_to_layer(k, *hops, x, edges)
+        agree(ours, layer, None, edges, x=x)
+    assert len(runs) == 6  # forward and backward
+
+
+HETERO = {
+    "plain": {},
+    "disjoint": {"disjoint": True},
+    "induced": {"subgraph_type": "induced"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+}
+
+
+@pytest.mark.parametrize("kind", HETERO)
+@pytest.mark.parametrize("layer", ["SAGEConv", "GraphConv", "GATConv"])
+def test_to_hetero(layer, kind):
+    data = batches.hetero()
+    for store in data.node_stores:
+        store.x = store.x.double()
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            loops = {"add_self_loops": False} if layer == "GATConv" else {}
+            conv = getattr(pyg, layer)
+            self.one, self.two = conv((-1, -1), 6, **loops), conv((-1, -1), 4, **loops)
+
+        def forward(self, x, edge_index):
+            return self.two(self.one(x, edge_index).relu(), edge_index)
+
+    torch.manual_seed(4)
+    wanted = pyg.to_hetero(Two(), data.metadata(), aggr="sum").double()
+    wanted(data.x_dict, data.edge_index_dict)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    loader = DistNeighborLoader(
+        data,
+        [3, 2],
+        input_nodes=("paper", torch.arange(12)),
+        batch_size=4,
+        **HETERO[kind],
+    )
+    for batch in loader:
+        n = batch["paper"].batch_size
+        found, theirs = [], []
+        for model, into in ((ours, found), (wanted, theirs)):
+            model.zero_grad()
+            out = model(batch.x_dict, batch.edge_index_dict)
+            out["paper"][:n].square().sum().backward()
+            into += [out["paper"][:n], *(p.grad for p in model.parameters())]
+        for one, two in zip(found, theirs, strict=True):
+            close(one, two)
+    assert pdc.nn.trimming_of(ours) == "on"
+
+
+def test_hetero_conv_and_pairs(runs):
+    data = batches.hetero()
+    torch.manual_seed(4)
+    layers = {kind: pyg.SAGEConv((3, 3), 4) for kind in data.edge_types}
+    layers["author", "writes", "paper"] = pyg.GraphConv((3, 3), 4, aggr="mean")
+    wanted = pyg.HeteroConv(layers)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    loader = DistNeighborLoader(
+        data, [3, 2], input_nodes=("paper", torch.arange(12)), batch_size=4
+    )
+    for batch in loader:
+        args = batch.x_dict, batch.edge_index_dict
+        found, theirs = ours(*args), wanted(*args)
+        for kind in theirs:
+            close(torch.as_tensor(found[kind]), theirs[kind])
+    assert runs
+
+
+def test_links_and_layers():
+    """Loaders of links and of layers carry the same, and edge weights are taken."""
+    data = graph()
+    torch.manual_seed(1)
+    wanted = Stack(LAYERS["sage mean"])
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    links = DistLinkNeighborLoader(
+        data,
+        [3, 2, 2],
+        neg_sampling="binary",
+        batch_size=4,
+        seed=1,
+        edge_label_index=data.edge_index[:, :16],
+    )
+    for batch in links:
+        ends = batch.edge_label_index
+        agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
+    assert pdc.nn.trimming_of(ours) == "on"
+    for kind in ("induced", "bidirectional"):
+        for batch in DistLinkNeighborLoader(
+            data,
+            [3, 2],
+            batch_size=4,
+            edge_label_index=data.edge_index[:, :8],
+            subgraph_type=kind,
+        ):
+            ends = batch.edge_label_index
+            agree(ours, wanted, ends[0], batch.edge_index, x=batch.x)
+    weighted = Stack(LAYERS["gcn plain"])
+    weighted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(weighted))
+    for rule in ("ladies", "fastgcn"):
+        for batch in DistLayerLoader(
+            data, [8, 8], rule=rule, batch_size=5, seed=2, input_nodes=torch.arange(15)
+        ):
+            weight = batch.edge_weight.double()
+            agree(
+                ours,
+                weighted,
+                slice(batch.batch_size),
+                batch.edge_index,
+                weight,
+                x=batch.x,
+            )
+
+
+# What a tensor carries ---------------------------------------------------------------
+
+
+def test_what_makes_another_tensor_carries_nothing(runs):
+    batch = next(iter(loader_of(graph())))
+    e = batch.edge_index
+    assert type(e) is torch.Tensor
+    assert known(e) is not None
+    assert known(batch.clone().edge_index) is None
+    for other in (
+        e.flip(0),
+        e[:, e[0] > 2],
+        e.clone(),
+        e[:, 3:],
+        e.t().contiguous().t(),
+        e[:, ::2],
+        torch.cat([e, e], 1),
+    ):
+        assert adjacency_of(other) is None
+    assert adjacency_of(e[:, :10]) is not None
+    for value in (None, 3, e[0], e.double(), e.view(1, 2, -1), e.numpy()):
+        assert adjacency_of(value) is None
+    assert adjacency_of(e) is not None
+
+
+@pytest.mark.parametrize("change", ["swap", "data", "resize"])
+def test_a_change_in_place_drops_what_is_known(change, runs):
+    """Answers are those of the edges as they are now."""
+    batch = next(iter(loader_of(graph())))
+    e = batch.edge_index
+    layer = pyg.SAGEConv(WIDTH, 4).double()
+    ours = pdc.convert(copy.deepcopy(layer))
+    agree(ours, layer, None, e, x=batch.x)
+    if change == "swap":
+        e[0, :10] = 0
+        e[1] = e[1].flip(0)
+    elif change == "data":
+        e.data = e.flip(0).contiguous()
+    else:
+        e.resize_(2, e.size(1) // 2)
+    assert known(e) is None
+    count = len(runs)
+    agree(ours, layer, None, e, x=batch.x)
+    assert len(runs) == count
+    agree(ours, layer, None, e, x=batch.x)  # the second use of the new edges
+    assert len(runs) > count
+
+
+def test_features_out_of_step():
+    """Permuted rows, or more of them, are taken as they are; seeds need not come first."""
+    data = graph()
+    wanted = Stack(LAYERS["gcn"])
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader_of(data, batch_size=4):
+        seeds = slice(batch.batch_size)
+        agree(ours, wanted, seeds, batch.edge_index, x=batch.x)
+        agree(ours, wanted, seeds, batch.edge_index, x=batch.x.flip(0))
+        more = torch.cat([batch.x, batch.x[:3]])
+        agree(ours, wanted, seeds, batch.edge_index, x=more)
+        with pytest.raises((IndexError, RuntimeError)):
+            wanted(batch.x[:-1], batch.edge_index)
+        with pytest.raises((IndexError, RuntimeError)):
+            ours(batch.x[:2], batch.edge_index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_minibatches_are_plain_data(workers):
+    """They are saved, pickled and copied as PyG's are, and come from workers."""
+    loader = loader_of(graph(), num_workers=workers)
+    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    for batch in loader:
+        layer(batch.x, batch.edge_index)
+        held = io.BytesIO()
+        torch.save({"edges": batch.edge_index}, held)
+        held.seek(0)
+        again = torch.load(held, weights_only=True)["edges"]
+        assert torch.equal(again, batch.edge_index)
+        assert not vars(batch.edge_index)
+        assert torch.equal(copy.deepcopy(batch).edge_index, again)
+
+
+def test_what_is_kept_goes_with_the_tensor():
+    gc.collect()
+    before = len(PROCESS.adjacencies)
+    data = graph()
+    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    for batch in loader_of(data):
+        layer(batch.x, batch.edge_index).sum().backward()
+    del batch
+    for _ in range(3):
+        layer(data.x, data.edge_index)
+    del data, layer
+    gc.collect()
+    assert len(PROCESS.adjacencies) == before
+
+
+# Whole graphs on one process ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sage mean", "gcn", "gcn cached", "graph", "gat"])
+def test_whole_graphs_from_the_second_use_on(name, runs):
+    data = graph()
+    assert not bool((data.edge_index[1].diff() >= 0).all())
+    torch.manual_seed(1)
+    wanted = LAYERS[name]().double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    ours(data.x, data.edge_index)
+    assert not runs
+    agree(ours, wanted, None, data.edge_index, x=data.x)
+    assert runs
+    data.edge_index[:, 0] = torch.tensor([2, 3])
+    if name != "gcn cached":
+        agree(ours, wanted, None, data.edge_index, x=data.x)
+    assert ours.training
+    assert "propagate" not in vars(ours)
+
+
+def test_weights_that_learn():
+    """Gradients of edge weights, and of weights that change between calls."""
+    data = graph()
+    for name in ("gcn", "gcn no loops", "gcn plain", "graph", "graph mean", "sg"):
+        torch.manual_seed(1)
+        wanted = LAYERS[name]().double()
+        ours = pdc.convert(copy.deepcopy(wanted))
+        for batch in loader_of(data):
+            for _ in range(2):
+                grads = []
+                for model in (ours, wanted):
+                    weight = batch.edge_weight.clone().requires_grad_()
+                    out = model(batch.x, batch.edge_index, weight)
+                    out.square().sum().backward()
+                    grads.append(weight.grad)
+                close(*grads)
+                with torch.no_grad():
+                    batch.edge_weight.mul_(1.5)
+                args = batch.x, batch.edge_index, batch.edge_weight
+                close(ours(*args), wanted(*args))
+
+
+def test_attention_weights_and_features_of_edges():
+    data = graph()
+    torch.manual_seed(1)
+    for kind in (pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv):
+        wanted = kind(WIDTH, 4, heads=2, edge_dim=2).double()
+        ours = pdc.convert(copy.deepcopy(wanted))
+        for batch in loader_of(data):
+            args = batch.x, batch.edge_index, batch.edge_attr
+            agree(ours, wanted, None, *args[1:], x=batch.x)
+            found, theirs = (
+                m(*args, return_attention_weights=True) for m in (ours, wanted)
+            )
+            close(found[0], theirs[0])
+            close(found[1][1], theirs[1][1])
+            assert torch.equal(found[1][0], theirs[1][0])
+
+
+def test_products_are_differentiated_twice():
+    g = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(6, (2, 20), generator=g)
+    edges = GroupedEdges.build(edge_index, 8, 7)
+    x = torch.randn(8, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    value = torch.rand(20, dtype=torch.float64, generator=g, requires_grad=True)
+    heads = torch.rand(20, 2, dtype=torch.float64, generator=g, requires_grad=True)
+    wide = torch.randn(8, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
+    for check in checks:
+        for kind in ("sum", "mean"):
+            run = lambda *a, kind=kind: local_adjacency.aggregate(kind, edges, *a)  # noqa: E731
+            assert check(run, (value, x))
+            assert check(lambda x, run=run: run(None, x), (x,))
+            assert check(run, (heads, wide))
+        assert check(lambda x: local_adjacency.aggregate("max", edges, None, x), (x,))
+        assert check(lambda a: local_adjacency.softmax_of(edges, a), (heads,))
+
+
+def test_ties_share_the_gradient_of_a_maximum():
+    x = torch.tensor([[1.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
+    edge_index = torch.tensor([[0, 1, 2, 2, 3], [0, 0, 0, 1, 2]])
+    torch.manual_seed(0)
+    wanted = pyg.SAGEConv(1, 2, aggr="max").double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for _ in range(2):
+        agree(ours, wanted, None, edge_index, x=x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "hook",
+        "method",
+        "flow",
+        "subclass",
+        "half",
+        "3d",
+        "adj_t",
+        "explain",
+        "autocast",
+    ],
+)
+def test_anything_else_takes_pygs_path(change, runs):
+    """A layer that does more than PyG's is PyG's, whatever its edges carry."""
+    batch = next(iter(loader_of(graph(torch.float32))))
+    x, e = batch.x, batch.edge_index
+
+    class Own(pdc.nn.SAGEConv):
+        def message(self, x_j):
+            return 2 * x_j
+
+    kind = Own if change == "subclass" else pdc.nn.SAGEConv
+    options = {"flow": "target_to_source"} if change == "flow" else {}
+    layer = kind(WIDTH, 4, **options)
+    context = torch.autocast("cpu", enabled=change == "autocast", dtype=torch.bfloat16)
+    if change == "hook":
+        layer.register_message_forward_hook(lambda m, i, out: 2 * out)
+    if change == "method":
+        layer.message = lambda x_j: 2 * x_j
+    if change == "half":
+        layer, x = layer.bfloat16(), x.bfloat16()
+    if change == "3d":
+        x = x.expand(2, *x.shape)
+    if change == "adj_t":
+        size = (len(x), len(x))
+        e = torch.sparse_coo_tensor(
+            e.flip(0), torch.ones(e.size(1)), size
+        ).to_sparse_csr()
+    if change == "explain":
+        layer.explain = True
+        layer._edge_mask, layer._apply_sigmoid = torch.ones(e.size(1)), False
+        layer._loop_mask = None
+    with context:
+        layer(x, e), layer(x, e)
+    assert not runs
+
+
+def test_compiled_and_scripted_functions_see_plain_tensors():
+    batch = next(iter(loader_of(graph())))
+    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    wanted = layer(batch.x, batch.edge_index)
+    found = torch.func.functional_call(
+        layer, dict(layer.named_parameters()), (batch.x, batch.edge_index)
+    )
+    close(found, wanted)
+
+    def loss(x):
+        return layer(x, batch.edge_index).square().sum()
+
+    x = batch.x.clone().requires_grad_()
+    (by_hand,) = torch.autograd.grad(loss(x), x)
+    close(torch.func.grad(loss)(batch.x), by_hand)
+    tangent = torch.ones_like(batch.x)
+    _, slope = torch.func.jvp(loss, (batch.x,), (tangent,))
+    close(slope, by_hand.sum())
+
+
+def test_a_copy_of_a_model_begins_anew():
+    model = pdc.convert(Reads("mean"))
+    for batch in loader_of(graph(), batch_size=3):
+        model(batch.x, batch.edge_index)[:1].sum()
+    assert pdc.nn.trimming_of(model).startswith("off")
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    for again in (copy.deepcopy(model), torch.load(held, weights_only=False)):
+        assert pdc.nn.trimming_of(again) == "not yet known"
+        assert trimming._trimmer_of(again) is not trimming._trimmer_of(model)
+
+
+def test_an_error_in_a_pass_leaves_nothing_behind():
+    model = pdc.convert(Stack(LAYERS["sage mean"]))
+    batch = next(iter(loader_of(graph())))
+    with pytest.raises(RuntimeError):
+        model(batch.x[:, :2], batch.edge_index)
+    assert trimming._pass.get() is None
+    assert not any("propagate" in vars(conv) for conv in model.convs)
+
+
+def test_ends_out_of_range_are_left_to_pyg():
+    edge_index = torch.tensor([[0, 9], [1, 2]])
+    layer = pdc.convert(pyg.SAGEConv(WIDTH, 4).double())
+    for _ in range(3):
+        with pytest.raises((IndexError, RuntimeError)):
+            layer(torch.ones(4, WIDTH).double(), edge_index)
+    assert GroupedEdges.build(edge_index, 4, 4) is None
+    assert local_adjacency.known(edge_index) is not None
+    empty = Data(x=torch.ones(3, WIDTH).double(), edge_index=torch.empty(2, 0).long())
+    wanted = pyg.SAGEConv(WIDTH, 4).double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for _ in range(2):
+        agree(ours, wanted, None, empty.edge_index, x=empty.x)
