@@ -258,6 +258,36 @@ def test_what_it_is_made_from_is_checked():
     assert sum(sums) == pytest.approx(3 * 7)  # 3 ids on each rank, averaged
 
 
+def _of_narrow_ids(dtype):
+    emb = pdc.DistEmbedding(300, DIM, like=worlds.mesh())
+    ids = torch.tensor([50, 127], dtype=dtype)
+    return torch.equal(emb(ids), emb(ids.long()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_ids_may_be_of_fewer_bits_than_the_number_of_nodes(dtype):
+    assert worlds.run(_of_narrow_ids, 2, dtype) == [True, True]
+
+
+def _of_masked_rows(path):
+    mesh = worlds.mesh()
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    some = share.x[share.train_mask]
+    emb = pdc.DistEmbedding.from_pretrained(some, freeze=False)
+    whole = some.full_tensor()
+    assert torch.equal(emb(torch.arange(len(whole))), whole)
+    with pytest.raises(IndexError, match=f"the number of nodes; got {len(whole)}"):
+        emb(torch.tensor([len(whole)]))
+    pdc.save_checkpoint(path, mesh, emb)
+    emb.shard.data.zero_()
+    pdc.load_checkpoint(path, mesh, emb)
+    return torch.equal(emb.weight.detach().full_tensor(), whole)
+
+
+def test_an_embedding_may_start_as_some_rows(tmp_path):
+    assert worlds.run(_of_masked_rows, 2, str(tmp_path / "ckpt")) == [True, True]
+
+
 def _initial():
     torch.manual_seed(11)
     return pdc.DistEmbedding(N, DIM, like=worlds.mesh()).weight.detach().full_tensor()

@@ -371,7 +371,7 @@ def _shard_like(saved: Any, now: Any) -> Any:
 
     def cut(value: Any, like: Any) -> Any:
         if isinstance(like, DistTensor):
-            return DistTensor.wrap(value[like.rows.gid], like.rows)
+            return DistTensor.wrap(value[like.rows.place], like.rows)
         return value
 
     return tree_map(cut, saved, now)

@@ -99,7 +99,7 @@ class DistEmbedding(torch.nn.Module):
         local = embeddings.to_local().detach()
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
-        made.num_embeddings, made.embedding_dim = embeddings.rows.total, local.size(1)
+        made.num_embeddings, made.embedding_dim = embeddings.rows.count, local.size(1)
         made.sparse, made.rows = sparse, embeddings.rows
         made.register_parameter(
             "weight", torch.nn.Parameter(local.clone(), requires_grad=not freeze)
@@ -144,11 +144,15 @@ class DistEmbedding(torch.nn.Module):
         if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             problem = f"give ids as a tensor of integers in [0, {n}), got {got}"
-        elif bool(((ids < 0) | (ids >= n)).any()):
+        else:
+            ids = ids.detach().reshape(-1).long()  # int8 holds no n to compare with
             wrong = ids[(ids < 0) | (ids >= n)]
-            problem = f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
+            if len(wrong):
+                problem = (
+                    f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
+                )
         collectives.agree(problem, self.rows.mesh.control, IndexError)
-        return ids.detach().reshape(-1).long()
+        return ids
 
     def extra_repr(self) -> str:
         """Describes the table and this rank's part of it."""
