@@ -187,6 +187,54 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
 
 
+class Shared(torch.nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.source = self.target = pdc.DistEmbedding(7, DIM, like=mesh)
+
+
+def _of_two_names(path, begun):
+    mesh = worlds.mesh()
+    torch.manual_seed(4)
+    model = Shared(mesh)
+    opt = torch.optim.Adam(model.parameters())
+    if begun:
+        (
+            model.source(torch.tensor([1, 6])) * model.target(torch.tensor([6, 2]))
+        ).sum().backward()
+        opt.step()
+        pdc.save_checkpoint(path, mesh, model, opt)
+    else:
+        model.source.shard.data.zero_()
+        pdc.load_checkpoint(path, mesh, model, opt)
+    moment = pdc.from_local(
+        opt.state[model.source.shard]["exp_avg"], like=model.source.weight.detach()
+    )
+    return [
+        t.detach().full_tensor()
+        for t in (model.source.weight, model.target.weight, moment)
+    ]
+
+
+def test_an_embedding_of_two_names_is_saved_once(tmp_path):
+    path = str(tmp_path / "ckpt")
+    want = worlds.run(_of_two_names, 3, path, True)[0]
+    for size in (1, 2, 3):
+        for got in worlds.run(_of_two_names, size, path, False):
+            assert all(map(torch.equal, got, want))
+
+
+def _with_factors(path):
+    mesh = worlds.mesh()
+    emb = pdc.DistEmbedding(N, DIM, like=mesh)
+    with pytest.raises(ValueError, match="Adafactor keeps row_var"):
+        pdc.save_checkpoint(path, mesh, emb, torch.optim.Adafactor(emb.parameters()))
+
+
+def test_what_an_optimizer_keeps_of_all_rows_is_refused(tmp_path):
+    worlds.run(_with_factors, 2, str(tmp_path / "ckpt"))
+
+
 def _priced():
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")

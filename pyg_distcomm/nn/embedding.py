@@ -226,7 +226,7 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
     """Returns the names of the parameters that hold one rank's rows, and which rows."""
     return {
         f"{name}.weight" if name else "weight": module.rows
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, DistEmbedding)
     }
 
