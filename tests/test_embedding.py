@@ -336,6 +336,29 @@ def test_an_embedding_may_start_as_some_rows(tmp_path):
     assert worlds.run(_of_masked_rows, 2, str(tmp_path / "ckpt")) == [True, True]
 
 
+class Scores(torch.nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.emb, self.lin = embedding, torch.nn.Linear(DIM, 1)
+
+    def forward(self, ids):
+        return self.lin(self.emb(ids))
+
+
+def _under_ddp(ids):
+    mesh = worlds.mesh()
+    emb = pdc.DistEmbedding(4 * mesh.size, DIM, like=mesh)
+    assert pdc.replicate(Scores(emb), mesh)(ids).shape[1] == 1
+    model = torch.nn.parallel.DistributedDataParallel(Scores(emb))
+    with pytest.raises(RuntimeError, match="wrap the model by pdc"):
+        model(ids)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([1, 2]), None])
+def test_ddp_that_would_send_the_rows_is_refused(ids):
+    worlds.run(_under_ddp, 2, ids)
+
+
 def _initial():
     torch.manual_seed(11)
     return pdc.DistEmbedding(N, DIM, like=worlds.mesh()).weight.detach().full_tensor()
