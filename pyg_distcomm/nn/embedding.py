@@ -146,7 +146,7 @@ class DistEmbedding(torch.nn.Module):
         return out.view(*ids.shape, self.embedding_dim)
 
     def _refuse_ddp(self) -> None:
-        """Refuses to run under torch's DistributedDataParallel, for which all ranks have one table."""
+        """Refuses to run under torch's DistributedDataParallel, which takes rows for copies."""
         around: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is None or self.rows.mesh.size == 1:
             return
