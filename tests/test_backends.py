@@ -70,6 +70,14 @@ def test_what_cannot_be_is_refused(monkeypatch):
         DistNeighborLoader(
             batches.graph(), [2], backend="pyg-lib", neighbor_sampler=object()
         )
+    monkeypatch.setattr(installed, "WITH_TORCH_SPARSE", True)
+    with (
+        pytest.warns(UserWarning, match="generator of its own"),
+        pytest.raises(ValueError, match="draws all neighbors alike"),
+    ):
+        DistNeighborLoader(
+            batches.graph(), [2], weight_attr="weight", backend="torch-sparse"
+        )
     for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
         monkeypatch.setattr(installed, name, False)
     for backend in FOUND:

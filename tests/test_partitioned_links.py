@@ -59,6 +59,16 @@ CASES = {
         batches.graph,
         lambda d: {"edge_label_index": _pairs(d), "neg_sampling": _weighted()},
     ),
+    "own weights": (
+        batches.graph,
+        lambda d: {
+            "edge_label_index": d.edge_index,
+            "neg_sampling": NegativeSampling(
+                "binary", 1.5, src_weight=d.x[:, 0].abs(), dst_weight=d.x[:, 1].abs()
+            ),
+            "batch_size": 50,
+        },
+    ),
     "disjoint": (
         batches.graph,
         lambda d: {
@@ -114,7 +124,7 @@ def _compared(size, c, case, place):
     share = pdc.partition(data, mesh, cut(data, size))
     given = {"num_neighbors": [3, 2], "batch_size": 7, "shuffle": True, "seed": 11}
     whole = DistLinkNeighborLoader(data, **{**given, **options(data)})
-    own = options(share) if case == "own edges" else options(data)
+    own = options(share if case.startswith("own") else data)
     part = DistLinkNeighborLoader(
         share, **{**given, **own}, replication=c, **place, bulk_size=3
     )

@@ -331,7 +331,13 @@ def _optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
             found["state"].get(name, {})
         )  # the optimizer's own goes on as it is
         for key, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == sizes[name]:
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != sizes[name]:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for "
+                        f"{name}, which has other numbers on other ranks; take one that keeps "
+                        "a number for each of the table, such as Adam or Adagrad"
+                    )
                 value = value.to_dense() if value.is_sparse else value
                 kept[key] = DistTensor.wrap(value, rows)
         if kept:
@@ -371,7 +377,7 @@ def _shard_like(saved: Any, now: Any) -> Any:
 
     def cut(value: Any, like: Any) -> Any:
         if isinstance(like, DistTensor):
-            return DistTensor.wrap(value[like.rows.gid], like.rows)
+            return DistTensor.wrap(value[like.rows.place], like.rows)
         return value
 
     return tree_map(cut, saved, now)

@@ -238,7 +238,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         if partitioned.wanted(data):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
-                f"{type(self).__qualname__}, neg_sampling={neg_sampling}",
+                f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
                 data,
                 num_neighbors,
                 loader_options,
@@ -283,3 +283,10 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
         found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
         return found
+
+
+def _named(negatives: NegativeSampling | None) -> str | None:
+    """Describes how negative edges are drawn; weights may be this rank's rows."""
+    if negatives is None:
+        return None
+    return f"{type(negatives).__name__}({negatives.mode.value!r}, {negatives.amount})"

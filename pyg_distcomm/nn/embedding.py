@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
@@ -53,11 +54,15 @@ class DistEmbedding(torch.nn.Module):
     Raises:
         ValueError: if `like` has another number of rows than n; on all ranks.
         IndexError: on all ranks, if ids are no integers in [0, n).
+        RuntimeError: in a model under torch's own DistributedDataParallel, which has sent
+            rank 0's rows to all ranks; see `pdc.replicate`.
         TypeError: if `like` says nothing of rows.
 
     Price: with ids, collective over all ranks: h ids and h rows of dim words here (h the
     distinct rows of other ranks), and h rows back in the backward pass, each in one
-    all-to-all. Without ids nothing travels.
+    all-to-all. Without ids nothing travels. The backward pass of a lookup is collective as
+    the lookup is: a rank without a loss goes back from `0 * y.sum()`. What reads gradients
+    of all parameters, as clip_grad_norm_ does, sees this rank's rows alone.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class DistEmbedding(torch.nn.Module):
         local = embeddings.to_local().detach()
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
-        made.num_embeddings, made.embedding_dim = embeddings.rows.total, local.size(1)
+        made.num_embeddings, made.embedding_dim = embeddings.rows.count, local.size(1)
         made.sparse, made.rows = sparse, embeddings.rows
         made.register_parameter(
             "weight", torch.nn.Parameter(local.clone(), requires_grad=not freeze)
@@ -109,6 +114,7 @@ class DistEmbedding(torch.nn.Module):
     @property
     def weight(self) -> DistTensor:
         """Returns the whole table as a DistTensor `[n, dim]`, differentiably."""
+        self._refuse_ddp()
         return from_local(self.shard, DistTensor.wrap(self.shard.detach(), self.rows))
 
     @property
@@ -133,10 +139,22 @@ class DistEmbedding(torch.nn.Module):
             return self.weight
         if isinstance(ids, RowShardedTensor):
             return self.weight[ids]
+        self._refuse_ddp()
         flat = self._checked(ids)
         plan = IdPlan.build(flat, self.rows).to(self.shard.device)
         out: Tensor = _Lookup.apply(self.shard, plan, self.rows.mesh, self.sparse)
         return out.view(*ids.shape, self.embedding_dim)
+
+    def _refuse_ddp(self) -> None:
+        """Refuses to run under torch's DistributedDataParallel, which takes rows for copies."""
+        around: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if around is None or self.rows.mesh.size == 1:
+            return
+        if any(p is self.shard for p in around._module_parameters):
+            raise RuntimeError(
+                "torch's DistributedDataParallel has sent rank 0's rows of a DistEmbedding to "
+                "all ranks; wrap the model by pdc.replicate(model, mesh), which leaves them"
+            )
 
     def _checked(self, ids: Tensor) -> Tensor:
         """Returns ids `[k]`, once all ranks have good ones."""
@@ -144,11 +162,15 @@ class DistEmbedding(torch.nn.Module):
         if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             problem = f"give ids as a tensor of integers in [0, {n}), got {got}"
-        elif bool(((ids < 0) | (ids >= n)).any()):
+        else:
+            ids = ids.detach().reshape(-1).long()  # int8 holds no n to compare with
             wrong = ids[(ids < 0) | (ids >= n)]
-            problem = f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
+            if len(wrong):
+                problem = (
+                    f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
+                )
         collectives.agree(problem, self.rows.mesh.control, IndexError)
-        return ids.detach().reshape(-1).long()
+        return ids
 
     def extra_repr(self) -> str:
         """Describes the table and this rank's part of it."""
@@ -222,7 +244,7 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
     """Returns the names of the parameters that hold one rank's rows, and which rows."""
     return {
         f"{name}.weight" if name else "weight": module.rows
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, DistEmbedding)
     }
 

@@ -22,8 +22,23 @@ class TorchSparseSampler(NeighborSampler):
     """Samples as PyG does by torch-sparse, where pyg-lib is installed as well.
 
     Raises:
-        ValueError: for disjoint trees, which torch-sparse does not draw.
+        ValueError: for weights of edges, and for disjoint trees, which torch-sparse knows
+            nothing of.
     """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        weight_attr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if weight_attr is not None:
+            raise ValueError(
+                "torch-sparse draws all neighbors alike, and not by "
+                f"weight_attr={weight_attr!r}; take backend='pyg-lib' or none"
+            )
+        super().__init__(data, num_neighbors, **kwargs)
 
     def _sample(
         self, seed: Any, seed_time: Any = None, **kwargs: Any
