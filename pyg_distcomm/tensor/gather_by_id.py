@@ -70,7 +70,9 @@ class IdPlan:
         flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
         ghosts = exchange(flat, self.halo).view(-1, *x.shape[1:])
         slot = self.slot
-        if 2 * len(slot) < len(x):  # a copy of all own rows would cost more than the ids
+        if 2 * len(slot) < len(
+            x
+        ):  # a copy of all own rows would cost more than the ids
             here = slot < self.own
             x, order = x.index_select(0, slot[here]), torch.empty_like(slot)
             order[here] = torch.arange(len(x), device=slot.device)
