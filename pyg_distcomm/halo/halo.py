@@ -89,10 +89,12 @@ class Halo(Link):
             want_gid, want_counts, send_counts, axis, "plan"
         ).wait()
         asked = asked if axis.size > 1 else asked[:0]
-        order = torch.argsort(have_gid)
-        slot = (
-            order[torch.searchsorted(have_gid[order], asked)] if len(asked) else asked
-        )
+        slot = asked
+        if len(asked) and bool((have_gid.diff() > 0).all()):
+            slot = torch.searchsorted(have_gid, asked)
+        elif len(asked):
+            order = torch.argsort(have_gid)
+            slot = order[torch.searchsorted(have_gid[order], asked)]
         every = collectives.all_gather_counts([max(want_counts, default=0)], axis)
         most = max(row[0] for row in every)
         return Halo(

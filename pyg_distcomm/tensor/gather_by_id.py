@@ -65,11 +65,20 @@ class IdPlan:
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`."""
-        if not self.halo.silent:
-            flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-            ghosts = exchange(flat, self.halo)
-            x = torch.cat([x, ghosts.view(-1, *x.shape[1:])])
-        return x.index_select(0, self.slot)
+        if self.halo.silent:
+            return x.index_select(0, self.slot)
+        flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+        ghosts = exchange(flat, self.halo).view(-1, *x.shape[1:])
+        slot = self.slot
+        if 2 * len(slot) < len(
+            x
+        ):  # a copy of all own rows would cost more than the ids
+            here = slot < self.own
+            x, order = x.index_select(0, slot[here]), torch.empty_like(slot)
+            order[here] = torch.arange(len(x), device=slot.device)
+            order[~here] = slot[~here] - self.own + len(x)
+            slot = order
+        return torch.cat([x, ghosts]).index_select(0, slot)
 
     def scatter_add(self, y: Tensor) -> Tensor:
         """Returns sums `[n, ...]` for own rows, of rows `y` `[k, ...]` at the ids."""
