@@ -26,6 +26,7 @@ from pyg_distcomm.halo.policy import PipeGCN as PipeGCN
 from pyg_distcomm.halo.policy import Sylvie as Sylvie
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
+from pyg_distcomm.nn.embedding import clip_grad_norm_ as clip_grad_norm_
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.partition.partition import Partition as Partition
 from pyg_distcomm.partition.partition import PartitionReport as PartitionReport

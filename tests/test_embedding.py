@@ -369,3 +369,35 @@ def test_the_table_starts_as_torchs():
     want = torch.nn.Embedding(N, DIM).weight.detach()
     for size in (1, 3):
         assert torch.equal(worlds.run(_initial, size)[0], want)
+
+
+def _clipped(norm_type, sparse):
+    mesh = worlds.mesh()
+    torch.manual_seed(1)
+    emb = pdc.DistEmbedding(N, DIM, like=mesh, sparse=sparse)
+    model = torch.nn.Sequential(emb, torch.nn.Linear(DIM, 1))
+    model = pdc.replicate(model.double(), mesh)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(mesh.rank, BATCHES, mesh.size):
+        (model(_ids(batch, 0)).square().sum() * mesh.size / BATCHES).backward()
+    norm = pdc.clip_grad_norm_(model, 0.1, norm_type)
+    opt.step()
+    return norm, emb.weight.detach().full_tensor(), model.module[1].weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "sparse"), [(2.0, True), (2.0, False), (float("inf"), True)]
+)
+def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Embedding(N, DIM), torch.nn.Linear(DIM, 1))
+    net = net.double()
+    for batch in range(BATCHES):
+        (net(_ids(batch, 0)).square().sum() / BATCHES).backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type)
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    for size in (1, 2):
+        for found in worlds.run(_clipped, size, norm_type, sparse):
+            want = norm, net[0].weight.detach(), net[1].weight.detach()
+            for a, b in zip(found, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

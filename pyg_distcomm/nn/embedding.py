@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class DistEmbedding(torch.nn.Module):
     distinct rows of other ranks), and h rows back in the backward pass, each in one
     all-to-all. Without ids nothing travels. The backward pass of a lookup is collective as
     the lookup is: a rank without a loss goes back from `0 * y.sum()`. What reads gradients
-    of all parameters, as clip_grad_norm_ does, sees this rank's rows alone.
+    of all parameters sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
     """
 
     def __init__(
@@ -271,3 +272,50 @@ def _rows_of(like: Any, total: int) -> Rows:
             f"{rows.count}; give num_embeddings=data.num_nodes and like=data"
         )
     return rows
+
+
+def clip_grad_norm_(
+    model: torch.nn.Module, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Clips the norm of all gradients, the rows of other ranks among them; collective.
+
+        g <- g min(1, max_norm / (|g| + 1e-6)),   |g| over all parameters of the model
+
+    torch.nn.utils.clip_grad_norm_ is right where no parameter is a `DistEmbedding`'s. With
+    one, each rank would see another norm, and replicated weights would drift apart.
+
+    Args:
+        model: replicated, or of one process; the same on all ranks.
+        max_norm: the norm that gradients have at most.
+        norm_type: p of the p-norm; may be infinity.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+
+    Price: an all-reduce of one word, if the model has a `DistEmbedding`.
+    """
+    shards = {id(m.shard): m for m in model.modules() if isinstance(m, DistEmbedding)}
+    held = [p for p in model.parameters() if p.grad is not None]
+    own: list[Any] = [p.grad for p in held if id(p) not in shards]
+    rows: list[Any] = [p.grad for p in held if id(p) in shards]
+    extreme = math.isinf(norm_type)
+
+    def power(gradients: list[Any]) -> Tensor:
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        found = [torch.linalg.vector_norm(g.detach(), norm_type) for g in values]
+        if not found:
+            return torch.zeros((), dtype=torch.float64)
+        every = torch.stack([n.double().cpu() for n in found])
+        return every.max() if extreme else (every**norm_type).sum()
+
+    total, spread = power(own), power(rows)
+    if shards:
+        axis = next(iter(shards.values())).rows.mesh.world
+        spread = collectives.all_reduce(spread, axis, "max" if extreme else "sum")
+    total = (
+        torch.maximum(total, spread) if extreme else (total + spread) ** (1 / norm_type)
+    )
+    share = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+    for g in (*own, *rows):
+        g.mul_(share)
+    return total
