@@ -302,6 +302,11 @@ def test_models_that_read_other_rows_are_not_trimmed(what):
         lambda out, n: torch.stack([out, out]).sum(),
         lambda out, n: F.cross_entropy(out, torch.zeros(len(out)).long()),
         lambda out, n: torch.tensor(out.tolist(), dtype=out.dtype),
+        lambda out, n: torch.where(out > 0)[0],
+        lambda out, n: out.view(size=(-1,)).sum(),
+        lambda out, n: torch.cat(tensors=[out, out], dim=1).sum(),
+        lambda out, n: torch.quantile(out, torch.tensor([0.1, 0.9]).to(out), 1),
+        lambda out, n: out[True],
     ],
 )
 def test_scripts_that_read_other_rows_get_them(read, late):
@@ -398,23 +403,177 @@ def test_late_changes_in_place_are_seen(change):
             close(one, two)
 
 
-def test_checkpointing_switches_trimming_off():
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("part", ["layer", "model"])
+def test_checkpointing_switches_trimming_off(part, reentrant):
+    """Also where two passes, or two models on one batch, come before one backward."""
     from torch.utils.checkpoint import checkpoint
 
     class Kept(Stack):
         def forward(self, x, edge_index):
             for conv, lin in zip(self.convs, self.lins, strict=False):
-                x = checkpoint(conv, x, edge_index, use_reentrant=False)
+                if part == "layer":
+                    x = checkpoint(conv, x, edge_index, use_reentrant=reentrant)
+                else:
+                    x = conv(x, edge_index)
                 x = lin(x).relu()
             return self.convs[-1](x, edge_index)
 
-    wanted = Kept(LAYERS["sage mean"])
-    data = graph()
+    wanted, data = Kept(LAYERS["sage mean"]), graph()
     wanted(data.x, data.edge_index)
     ours = pdc.convert(copy.deepcopy(wanted))
     for batch in loader_of(data, batch_size=3):
+        found, n = [], batch.batch_size
+        for model in (ours, wanted):
+            model.zero_grad()
+            x, total = batch.x.clone().requires_grad_(), 0
+            for other in (model, copy.deepcopy(model), model):
+                args = x, batch.edge_index
+                if part == "model":
+                    out = checkpoint(other, *args, use_reentrant=reentrant)
+                else:
+                    out = other(*args)
+                total = total + out[:n].square().sum()
+            total.backward()
+            found.append([x.grad, *(p.grad for p in model.parameters())])
+        for one, two in zip(*found, strict=True):
+            close(one, two)
+    assert pdc.nn.trimming_of(ours) != "on"
+
+
+def grads_kept(out, n):
+    h = out * 2
+    h.retain_grad()
+    h[:n].square().sum().backward()
+    return h.grad
+
+
+def grads_hooked(out, n):
+    h, found = out * 2, []
+    h.register_hook(found.append)
+    h[:n].square().sum().backward()
+    return found[0]
+
+
+def grads_asked(out, n):
+    h = out * 2
+    return torch.autograd.grad(h[:n].square().sum(), h)[0]
+
+
+@pytest.mark.parametrize("read", [grads_kept, grads_hooked, grads_asked])
+def test_gradients_of_what_a_model_returned(read):
+    wanted, data = Stack(LAYERS["sage mean"]), graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader_of(data, batch_size=3):
+        args, n = (batch.x, batch.edge_index), batch.batch_size
+        close(read(ours(*args), n), read(wanted(*args), n))
+    late = pdc.convert(copy.deepcopy(wanted))
+    late(*args), late(*args)
+    with pytest.raises(RuntimeError, match="trim=False"):
+        read(late(*args), n)
+    close(read(late(*args), n), read(wanted(*args), n))
+
+
+def after_a_step(out, model, x):
+    with torch.no_grad():
+        model.lins[0].weight.mul_(2)
+    return out
+
+
+def after_features(out, model, x):
+    x.zero_()
+    return out
+
+
+def through_a_view(out, model, x):
+    whole = out * 2
+    whole[:, :3].relu_()
+    return whole
+
+
+@pytest.mark.parametrize("change", [after_a_step, after_features, through_a_view])
+def test_rows_left_out_are_never_computed_from_changed_inputs(change):
+    model = pdc.convert(Stack(LAYERS["sage mean"]))
+    batch = next(iter(loader_of(graph())))
+    for _ in range(2):
+        x = batch.x.clone()
+        out = model(x, batch.edge_index)
+    with pytest.raises(RuntimeError, match="changed in"):
+        change(out, model, x).sum()
+    assert pdc.nn.trimming_of(model).startswith("off")
+
+
+def test_an_autograd_function_gets_all_rows():
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return -g
+
+    wanted, data = Stack(LAYERS["sage mean"]), graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for k, batch in enumerate(loader_of(data, batch_size=3)):
+        found = []
+        for model in (ours, wanted):
+            model.zero_grad()
+            out = Turned.apply(model(batch.x, batch.edge_index))
+            out = out if k > 1 else out[: batch.batch_size]
+            out.square().sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        for one, two in zip(*found, strict=True):
+            close(one, two)
+
+
+def test_inference_mode_comes_before_training():
+    """What is kept from there serves autograd."""
+    data = graph()
+    for name in ("gcn", "sage mean", "gat", "graph mean"):
+        wanted = LAYERS[name]().double()
+        ours = pdc.convert(copy.deepcopy(wanted))
+        with torch.inference_mode():
+            for _ in range(3):
+                close(ours(data.x, data.edge_index), wanted(data.x, data.edge_index))
+            if name == "gcn":
+                args = data.x, data.edge_index, data.edge_weight * 2
+                close(ours(*args), wanted(*args))
+        agree(ours, wanted, None, data.edge_index, x=data.x)
+
+
+def test_an_interrupted_pass_is_forgotten():
+    wanted, data = Stack(LAYERS["sage mean"]), graph()
+    wanted(data.x, data.edge_index)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    first, *rest = loader_of(data, batch_size=3)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = ours.convs[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        ours(first.x, first.edge_index)
+    hook.remove()
+    for batch in rest:
         agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
-    assert pdc.nn.trimming_of(ours).startswith("off: ")
+    assert pdc.nn.trimming_of(ours) == "on"
+    assert trimming._pass.get() is None
+
+
+def test_sizes_that_a_layer_is_given():
+    class Sized(Stack):
+        def forward(self, x, edge_index):
+            return self.convs[0](x, edge_index, size=(len(x), len(x)))
+
+    for name in ("graph", "gin", "sage mean", "gat"):
+        wanted = Sized(LAYERS[name])
+        ours = pdc.convert(copy.deepcopy(wanted))
+        for batch in loader_of(graph(), batch_size=3):
+            rows = slice(batch.batch_size)
+            agree(ours, wanted, rows, batch.edge_index, x=batch.x)
 
 
 def test_dropout_is_drawn_for_the_rows_that_are_computed():
@@ -611,7 +770,7 @@ def test_what_makes_another_tensor_carries_nothing(runs):
     assert adjacency_of(e) is not None
 
 
-@pytest.mark.parametrize("change", ["swap", "data", "resize"])
+@pytest.mark.parametrize("change", ["swap", "data", "data twice", "resize"])
 def test_a_change_in_place_drops_what_is_known(change, runs):
     """Answers are those of the edges as they are now."""
     batch = next(iter(loader_of(graph())))
@@ -622,8 +781,10 @@ def test_a_change_in_place_drops_what_is_known(change, runs):
     if change == "swap":
         e[0, :10] = 0
         e[1] = e[1].flip(0)
-    elif change == "data":
+    elif change.startswith("data"):
         e.data = e.flip(0).contiguous()
+        if change == "data twice":  # which may get the memory of the first
+            e.data = e.flip(1).contiguous()
     else:
         e.resize_(2, e.size(1) // 2)
     assert known(e) is None

@@ -1,19 +1,21 @@
 """Keeps the CSR form and the hops of ordinary edge_index tensors, and multiplies by them.
 
 [Note: what a tensor carries] An `edge_index` `[2, e]` of a minibatch is an ordinary tensor.
-What belongs to it is kept beside it, under its identity, and lives as long as it does. It is
-valid for one version of the tensor at one place in memory: a change in place drops it, and
-whatever makes another tensor (`flip`, a mask, `clone`) carries nothing. Only a view of the
-first edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed from
-the edges themselves, so that nothing is ever concluded from a shape. The sampler says which
+What belongs to it is kept beside it, under its identity, and lives as long as it does. It
+is valid for one version of the tensor at one place in memory: a change in place drops it
+(but one that torch does not count, as through `.data` or NumPy, is not seen), and whatever
+makes another tensor (`flip`, a mask, `clone`) carries nothing. Only a view of the first
+edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed from the
+edges themselves, so that nothing is ever concluded from a shape. The sampler says which
 edge_index may be used so at once, and how many rows are seeds. Of any other tensor the CSR
 form is built at the second use: one that is used once would not pay for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +28,14 @@ from pyg_distcomm.ops.csr import Pattern
 from pyg_distcomm.process import PROCESS
 
 _INDICES = (torch.int64, torch.int32)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Makes tensors that autograd may keep, also where `inference_mode` is on."""
+    graded = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(graded):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +86,10 @@ class GroupedEdges:
         """Where each edge is among the nonzeros; None if edges come grouped."""
         if self.order is None:
             return None
-        places = torch.empty_like(self.order)
-        places[self.order] = torch.arange(len(self.order))
-        return places
+        with lasting():
+            places = torch.empty_like(self.order)
+            places[self.order] = torch.arange(len(self.order))
+            return places
 
     def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
         """Returns the edges into the first `rows` targets, from `num_sources` sources."""
@@ -103,11 +114,12 @@ class GroupedEdges:
     def mean_values(self, dtype: torch.dtype) -> Tensor:
         """Returns 1 / (in-degree of its target) for each nonzero, `[nnz]`."""
         if dtype not in self._means:
-            degree = self.pattern.rowptr.diff()
-            share = degree.clamp(min=1).to(dtype).reciprocal()
-            self._means[dtype] = share.repeat_interleave(
-                degree, output_size=self.pattern.nnz
-            )
+            with lasting():
+                degree = self.pattern.rowptr.diff()
+                share = degree.clamp(min=1).to(dtype).reciprocal()
+                self._means[dtype] = share.repeat_interleave(
+                    degree, output_size=self.pattern.nnz
+                )
         return self._means[dtype]
 
 
@@ -124,7 +136,7 @@ class SampledBatch:
     sizes: dict[Any, int]
     seeds: dict[Any, int]
     relations: list[tuple[Any, Any, weakref.ref[Tensor]]] = field(default_factory=list)
-    read_by: Any = None  # refers to what is known of the model that has read it
+    read_by: Any = None  # weakly, what is known of the models that have read it
     _read: list[dict[Any, int]] = field(default_factory=list)
 
     def rows(self, depth: int) -> dict[Any, int] | None:
@@ -173,6 +185,7 @@ class LocalAdjacency:
     ) -> None:
         self.signature, self.batch, self.ends, self.uses = signature, batch, ends, uses
         self.derived: dict[Any, Any] = {}  # by layers: normalised matrices
+        self.memory: Any = None  # of the tensor, which no other gets while this is here
         self._grouped: dict[tuple[int, int], GroupedEdges | None] = {}
 
     @staticmethod
@@ -188,7 +201,8 @@ class LocalAdjacency:
         """Returns the CSR form of the tensor that this belongs to, built once."""
         key = num_sources, num_targets
         if key not in self._grouped:
-            self._grouped[key] = GroupedEdges.build(edge_index, *key)
+            with lasting():
+                self._grouped[key] = GroupedEdges.build(edge_index, *key)
         return self._grouped[key]
 
 
@@ -210,9 +224,14 @@ def carry(
     for (source, _, target), edge_index in edge_indices.items():
         if _signature(edge_index) is not None:
             batch.relations.append((source, target, weakref.ref(edge_index)))
-            PROCESS.adjacencies[edge_index] = LocalAdjacency(
-                _signature(edge_index), batch, (source, target), 1
-            )
+            _keep(edge_index, batch, (source, target), 1)
+
+
+def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
+    found = LocalAdjacency(_signature(edge_index), *args, **kwargs)
+    found.memory = edge_index.untyped_storage()
+    PROCESS.adjacencies[edge_index] = found
+    return found
 
 
 def known(edge_index: Tensor) -> LocalAdjacency | None:
@@ -233,8 +252,7 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
     found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
     if found is None or found.signature != signature:
         whole = _first_edges_of(edge_index)
-        found = LocalAdjacency(signature, uses=0 if whole is None else 1)
-        PROCESS.adjacencies[edge_index] = found
+        found = _keep(edge_index, uses=0 if whole is None else 1)
     found.uses += 1
     return found if found.uses > 1 else None
 

@@ -34,12 +34,14 @@ from pyg_distcomm.graph.local_adjacency import (
     adjacency_of,
     aggregate,
     first_edges,
+    lasting,
     multiply,
     softmax_of,
 )
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
 from pyg_distcomm.nn.layer_context import is_product
+from pyg_distcomm.nn.leading_rows import leading, whole
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -277,7 +279,7 @@ def run_layer(
     runs = usable() and _runs_by_products(conv)
     adjacency = adjacency_of(edge_index) if runs else None
     if adjacency is None:
-        args, kwargs = trimming.whole((args, kwargs), f"{type(conv).__name__}")
+        args, kwargs = whole((args, kwargs), f"{type(conv).__name__}")
         return forward(*args, **kwargs)
     assert bound is not None
     assert edge_index is not None
@@ -299,16 +301,22 @@ def run_layer(
         with _visiting(conv, known):
             return forward(*call.args, **call.kwargs)
 
-    trims = type(conv).forward in _PAIRED and not given.get("return_attention_weights")
+    trims = type(conv).forward in _PAIRED and given.get("size") is None
+    trims = trims and not given.get("return_attention_weights")
     if trims and adjacency.batch is not None:
         edges = _sampled_edges(adjacency, edge_index)
         trims = edges is not None and edges.order is None and _rows_apart(conv)
     if not isinstance(x, (Tensor, tuple)) or not trims:
         trimming.refuse(adjacency, type(conv).__name__)
-        args, kwargs = trimming.whole((bound.args, bound.kwargs), type(conv).__name__)
+        args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
         with _visiting(conv, (edge_index, adjacency)):
             return forward(*args, **kwargs)
-    return trimming.call(adjacency, edge_index, x, compute)
+    others = [v for name, v in given.items() if name != "x"]
+    return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
+    return [*conv.parameters(), *conv.buffers(), *others]
 
 
 def _rows_apart(conv: torch.nn.Module) -> bool:
@@ -390,7 +398,8 @@ def run_sage(
             return forward(pair, edge_index, size)
         return _sage(conv, edges, source, None if target is None else target[:rows])
 
-    return trimming.call(adjacency, edge_index, x, compute)
+    reads = _read_by(conv, edge_index)
+    return trimming.call(adjacency, edge_index, x, compute, reads)
 
 
 def _sage(
@@ -450,7 +459,8 @@ def run_gcn(
         out = multiply(edges, value, F.linear(source, conv.lin.weight))
         return out if conv.bias is None else out + conv.bias
 
-    return trimming.call(adjacency, edge_index, x, compute)
+    reads = _read_by(conv, edge_index, edge_weight)
+    return trimming.call(adjacency, edge_index, x, compute, reads)
 
 
 def _matrix(
@@ -472,30 +482,34 @@ def _matrix(
             else None
         )
     key = "gcn", conv.improved, conv.add_self_loops, n, dtype
-    stamp = (
-        None if weight is None else (weight._version, weight.data_ptr(), weight.shape)
-    )
-    if weight is None or not weight.requires_grad:
-        kept, of, by = adjacency.derived.get(key, (None, None, None))
+    keeps = weight is None or not (weight.requires_grad or weight.is_inference())
+    stamp = None
+    if keeps:
+        if weight is not None:
+            stamp = weight._version, weight.data_ptr(), weight.shape
+        kept, of, by, _ = adjacency.derived.get(key, (None, None, None, None))
         if kept is not None and by == stamp and (of is None or of() is weight):
             return kept
     if adjacency.grouped(edge_index, n, n) is None:
         return None
-    looped, value = gcn_norm(
-        edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
-    )
-    edges = GroupedEdges.build(looped, n, n)
-    assert edges is not None
-    found = edges, edges.in_order(value)
-    if not found[1].requires_grad:
-        of = None if weight is None else weakref.ref(weight)
-        adjacency.derived[key] = found, of, stamp
+    with lasting():
+        looped, value = gcn_norm(
+            edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
+        )
+        edges = GroupedEdges.build(looped, n, n)
+        assert edges is not None
+        found = edges, edges.in_order(value)
+    if keeps:
+        of = memory = None
+        if weight is not None:
+            of, memory = weakref.ref(weight), weight.untyped_storage()
+        adjacency.derived[key] = found, of, stamp, memory
     return found
 
 
 def _fits(conv: Any, base: type, linears: list[Any], source: Any, target: Any) -> bool:
     """Tells whether a layer is PyG's own, and its features are what products take."""
-    parts = [trimming.leading(t) for t in (source, target)]
+    parts = [leading(t) for t in (source, target)]
     if not usable(*parts) or parts[0] is None:
         return False
     if any(t is not None and t.dim() != 2 for t in parts):

@@ -1,0 +1,466 @@
+"""Follows tensors of which a model has computed the leading rows, operation by operation.
+
+See [Note: trimming] in `nn.trimming`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.tensor.op_tables import BY_DIM, FACTS, ROWWISE, base_name
+from pyg_distcomm.tensor.row_sharded import eager, tree_map
+
+
+@dataclass(eq=False)
+class Mode:
+    """What was observed of a model, in training or in evaluation.
+
+    Args:
+        depths: for each call of a layer, how many layers follow it at most; None before
+            the first pass.
+        blocked: what reads rows that trimming leaves out.
+        rewritten: memory of leading rows that operations of this pass have changed.
+    """
+
+    depths: list[int] | None = None
+    blocked: str | None = None
+    rewritten: set[int] = field(default_factory=set)
+
+
+# Rows that a model has computed -------------------------------------------------------
+
+
+_CHANGED = (
+    "rows that trimming has left out are read after a tensor they depend on has changed in "
+    "place: read them before, or switch trimming off by pdc.convert(model, trim=False)"
+)
+
+
+class Deferred:
+    """All rows of a tensor whose leading rows are computed: on demand, from its inputs.
+
+    Args:
+        func, args, kwargs: what computes them; a Deferred stands for its value.
+        reads: tensors that `func` reads besides.
+    """
+
+    def __init__(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, reads: Any = ()
+    ) -> None:
+        self._todo: Any = func, args, kwargs, torch.is_grad_enabled()
+        self._value: Any = None
+        self._versions: list[tuple[Tensor, int | None]] = []
+        tree_map(self._note, (args, kwargs, tuple(reads)))
+
+    def _note(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._versions.append((value, version_of(value)))
+        return value
+
+    def value(self) -> Any:
+        """Computes them once; raises RuntimeError if inputs have changed since."""
+        if self._todo is not None:
+            if any(version_of(t) != version for t, version in self._versions):
+                raise RuntimeError(_CHANGED)
+            func, args, kwargs, graded = self._todo
+            with torch.set_grad_enabled(graded):
+                self._value = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+            self._todo, self._versions = None, []
+        return self._value
+
+
+def _memory(t: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.untyped_storage().data_ptr()
+
+
+def version_of(t: Tensor) -> int | None:
+    """Returns how often a tensor has changed in place; None if nobody counts."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if t.is_inference() else t._version
+
+
+def _value(item: Any) -> Any:
+    return item.value() if isinstance(item, Deferred) else item
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where leading rows come from.
+
+    Args:
+        mode: of the model that computed them.
+        total: the number of all rows.
+        limit: how many of them may be read.
+        calls: the calls of layers whose outputs they are made of.
+        every: all rows; None if the tensor has them.
+        version: of the leading rows that `every` belongs to.
+    """
+
+    mode: Mode
+    total: int
+    limit: int
+    calls: frozenset[int]
+    every: Deferred | None = None
+    version: int | None = None
+
+
+@eager
+class LeadingRows(torch.Tensor):
+    """The first rows of a tensor `[n, ...]` that a model has computed; reads as all n."""
+
+    origin: Origin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def wrap(rows: Tensor, origin: Origin) -> Tensor:
+    """Returns rows that read as all of those that they are the first of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        out = rows.as_subclass(LeadingRows)
+    out.origin = replace(origin, version=version_of(out))
+    return out
+
+
+def leading(value: Any) -> Any:
+    """Returns the rows that are computed, as an ordinary tensor; anything else as it is."""
+    if not isinstance(value, LeadingRows):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
+
+
+def whole(tree: Any, what: str) -> Any:
+    """Returns arguments with all rows of them; `what` reads more than leading rows."""
+
+    def every(value: Any) -> Any:
+        if not isinstance(value, LeadingRows):
+            return value
+        origin = value.origin
+        if origin.mode.blocked is None:
+            origin.mode.blocked = f"{what} reads rows that are not of the seeds"
+        if origin.every is None:
+            return leading(value)
+        rows = origin.every.value()
+        if version_of(value) != origin.version:  # changed by way of another view
+            if _memory(value) in origin.mode.rewritten:
+                raise RuntimeError(_CHANGED)
+            rows = torch.cat([leading(value), rows[len(leading(value)) :]])
+        return rows
+
+    return tree_map(every, tree)
+
+
+def deferred(value: Any) -> Any:
+    """Returns what all rows of a value are to be computed from."""
+    if not isinstance(value, LeadingRows):
+        return value
+    return value.origin.every or leading(value)
+
+
+# Operations on them -------------------------------------------------------------------
+
+_SIZES = frozenset("shape size numel nelement nbytes len".split())
+_DROPOUTS = frozenset("dropout alpha_dropout rrelu".split())
+_ROWWISE = (ROWWISE | _DROPOUTS) - frozenset(
+    "gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell bilinear data rand type".split()
+)
+_OF_WEIGHTS = frozenset("linear embedding prelu matmul mm layer_norm".split())
+_JOINS = {"cat": 0, "concat": 0, "concatenate": 0}
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    name = base_name(func)
+    if name in FACTS - _SIZES - _OF_GRADIENTS:
+        return _plainly(func, args, kwargs)
+    if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
+        return _plainly(func, args, kwargs)
+    if name in _SIZES and isinstance(args[0], LeadingRows):
+        return _size(func, name, *args, **kwargs)
+    if name in ("getitem", "narrow", "index_select"):
+        found = _picked(name, args, kwargs)
+        if found is not None:
+            return found
+    if _by_row(func, name, args, kwargs):
+        found = _row_by_row(func, name, args, kwargs)
+        if found is not None:
+            return found
+    every, every_kw = whole((args, kwargs), name)
+    first = args[0] if args else None
+    if isinstance(first, LeadingRows) and first.origin.every is not None:
+        if name == "setitem" or _in_place(func, args, kwargs):
+            # others may be computed from all rows as they were
+            every = (every[0].clone(), *every[1:])
+            out, local = _plainly(func, every, every_kw), leading(first)
+            local.copy_(every[0][: len(local)])
+            first.origin = replace(
+                first.origin,
+                every=Deferred(lambda: every[0], (), {}),
+                version=version_of(local),
+            )
+            return out
+    return _plainly(func, every, every_kw)
+
+
+_OF_GRADIENTS = frozenset(["grad", "register_hook", "retain_grad", "requires_grad="])
+
+
+def _meets_gradients(name: str, args: Any, kwargs: Any) -> bool:
+    """Tells whether an operation is on the gradient of tensors; of all rows, then."""
+    if name == "grad" and (len(args) > 1 or kwargs):  # torch.autograd.grad
+        args = args[1] if len(args) > 1 else kwargs["inputs"]
+    tracked: list[LeadingRows] = []
+    tree_map(lambda v: _collect(v, tracked), args)
+    for t in tracked:
+        mode = t.origin.mode
+        mode.blocked = mode.blocked or f"{name} is of all rows"
+        if t.origin.every is not None:
+            raise RuntimeError(
+                f"{name} of a tensor whose rows trimming has left out: run the model "
+                "again, or switch trimming off by pdc.convert(model, trim=False)"
+            )
+    return bool(tracked)
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _size(func: Any, name: str, t: LeadingRows, *args: Any, **kwargs: Any) -> Any:
+    """Returns sizes as those of all rows."""
+    local = leading(t)
+    shape = torch.Size([t.origin.total, *local.shape[1:]])
+    if name == "len":
+        return shape[0]
+    if name == "shape":
+        return shape
+    if name == "size":
+        dim = args[0] if args else kwargs.get("dim")
+        return shape if dim is None else shape[dim]
+    return shape.numel() * (local.element_size() if name == "nbytes" else 1)
+
+
+def _picked(name: str, args: Any, kwargs: Any) -> Any:
+    """Returns rows that a script picks, as an ordinary tensor; None if others are read."""
+    t = args[0] if args else None
+    if not isinstance(t, LeadingRows):
+        return None
+    local, limit = leading(t), t.origin.limit
+    if name == "getitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        head = index[0] if index else Ellipsis
+        if head is Ellipsis or (isinstance(head, slice) and head == slice(None)):
+            if len(index) < 2 or any(_is_array(i) or i is None for i in index[1:]):
+                return None
+            rest = (slice(None) if head is not Ellipsis else head, *index[1:])
+            if head is Ellipsis and len(index) >= local.dim() + 1:
+                return None
+            return _row_by_row(lambda s: s[rest], "getitem", (t,), {})
+        if isinstance(head, slice) and head.step in (None, 1):
+            start, stop, _ = head.indices(t.origin.total)
+            return local[args[1]] if start >= 0 and stop <= limit else None
+        if type(head) is int:
+            return local[args[1]] if 0 <= head < limit else None
+        rows = head
+    else:
+        if kwargs or args[1] not in (0, -local.dim()):
+            return None
+        if name == "narrow":
+            start, count = args[2:]
+            inside = isinstance(start, int) and start >= 0 and start + count <= limit
+            return local.narrow(0, start, count) if inside else None
+        rows = args[2]
+    if not isinstance(rows, Tensor) or isinstance(rows, LeadingRows):
+        return None
+    if rows.dtype == torch.bool:
+        if rows.dim() != 1 or len(rows) != t.origin.total or bool(rows[limit:].any()):
+            return None
+        if name == "getitem" and isinstance(args[1], tuple):
+            return local[(rows[: len(local)], *args[1][1:])]
+        return local[rows[: len(local)]]
+    if rows.dtype not in (torch.int64, torch.int32) or not rows.numel():
+        return None
+    low, high = (int(v) for v in rows.aminmax())
+    if low < 0 or high >= limit:
+        return None
+    return local[args[1]] if name == "getitem" else local.index_select(0, rows)
+
+
+def _is_array(index: Any) -> bool:
+    return not isinstance(index, (int, slice)) and index is not Ellipsis
+
+
+def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Tells whether an operation computes each row from the same row of its operands."""
+    if "out" in kwargs or not args or (name == "where" and len(args) == 1):
+        return False
+    first = args[0] if args else None
+    dim = leading(first).dim() if isinstance(first, LeadingRows) else None
+    if name in _JOINS:
+        parts = args[0]
+        at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        dims = {p.dim() for p in parts if isinstance(p, Tensor)}
+        return isinstance(at, int) and len(dims) == 1 and at % max(dims) != 0
+    if name in _OF_WEIGHTS:
+        others = [*args[1:], *kwargs.values()]
+        if dim is None or any(isinstance(v, LeadingRows) for v in others):
+            return False
+        if name == "layer_norm":
+            return len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < dim
+        if name in ("matmul", "mm"):
+            return dim == 2 and len(args) == 2 and args[1].dim() == 2
+        return dim >= 2 or name == "embedding"
+    if name in _ROWWISE:
+        return True
+    if name == "batch_norm":
+        training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        return dim is not None and not training
+    if dim is None:
+        return False
+    if name in BY_DIM:
+        if name in ("quantile", "nanquantile") and not isinstance(args[1], float):
+            return False  # several, which come first
+        place, default = BY_DIM[name]
+        at = kwargs.get("dim", args[place] if len(args) > place else default)
+        ints = at if isinstance(at, (tuple, list)) else [at]
+        return all(isinstance(k, int) and k % dim for k in ints) and bool(ints)
+    if name in ("unsqueeze", "squeeze"):
+        at = args[1] if len(args) > 1 else kwargs.get("dim")
+        dim += name == "unsqueeze"
+        return isinstance(at, int) and at % dim != 0
+    if name == "flatten":
+        at = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+        return at % dim != 0
+    if name in ("view", "reshape"):
+        shape = _shape_of(args)
+        return bool(shape) and not kwargs and all(isinstance(k, int) for k in shape)
+    return False
+
+
+def _shape_of(args: Any) -> Any:
+    listed = len(args) > 1 and isinstance(args[1], (tuple, list))
+    return args[1] if listed else args[1:]
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"):
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    code = getattr(func, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    given = dict(zip(names, args, strict=False)).get("inplace", False)
+    return bool(given or kwargs.get("inplace", False))
+
+
+def _row_by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on the rows that are there; None if rows do not fit each other."""
+    tracked: list[LeadingRows] = []
+    tree_map(lambda v: _collect(v, tracked), (args, kwargs))
+    first = tracked[0].origin
+    same = all(
+        t.origin.mode is first.mode and t.origin.total == first.total for t in tracked
+    )
+    if not same or len({leading(t).dim() for t in tracked}) > 1:
+        return None
+    if not torch.is_grad_enabled() and any(leading(t).requires_grad for t in tracked):
+        return None  # within an autograd.Function, whose output has a gradient again
+    rows = min(len(leading(t)) for t in tracked)
+    changes = _in_place(func, args, kwargs)
+    if changes:
+        target = args[0]
+        if not isinstance(target, LeadingRows) or len(leading(target)) > rows:
+            return None
+    try:
+        local_args, local_kwargs = _cut(name, args, kwargs, rows, tracked[0])
+    except _UnfitRows:
+        return None
+    every: Any = None
+    if any(t.origin.every is not None for t in tracked):
+        todo = functools.partial(_on_copy, func) if changes else func
+        every = Deferred(todo, *tree_map(deferred, (args, kwargs)))
+    calls = frozenset().union(*(t.origin.calls for t in tracked))
+    limit = min(t.origin.limit for t in tracked)
+    origin = Origin(first.mode, first.total, limit, calls, every)
+    out = _plainly(func, local_args, local_kwargs)
+    if changes:
+        if every is not None:
+            first.mode.rewritten.add(_memory(args[0]))
+        args[0].origin = replace(origin, version=version_of(args[0]))
+        return args[0]
+    if isinstance(out, Tensor):
+        return wrap(out, origin) if out.dim() and len(out) == rows else None
+    if any(isinstance(p, Tensor) and (not p.dim() or len(p) != rows) for p in out):
+        return None
+    parts = [
+        wrap(part, _part(origin, k)) if isinstance(part, Tensor) else part
+        for k, part in enumerate(out)
+    ]
+    return type(out)(parts)
+
+
+class _UnfitRows(Exception):
+    """Operands whose rows do not fit each other."""
+
+
+def _cut(
+    name: str, args: Any, kwargs: Any, rows: int, like: LeadingRows
+) -> tuple[Any, Any]:
+    """Returns the arguments of an operation, cut to their first `rows` rows."""
+    dim, total = leading(like).dim(), like.origin.total
+    weights = name in _OF_WEIGHTS or name == "batch_norm"
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, LeadingRows):
+            return (
+                leading(value)[:rows] if len(leading(value)) > rows else leading(value)
+            )
+        if not isinstance(value, Tensor) or weights or value.dim() < dim:
+            return value
+        if value.dim() == dim and len(value) == total and total != 1:
+            return value[:rows]
+        if value.dim() > dim or len(value) != 1:
+            raise _UnfitRows
+        return value
+
+    local_args, local_kwargs = tree_map(cut, (args, kwargs))
+    if name in ("view", "reshape"):
+        shape = list(_shape_of(args))
+        if shape[0] not in (-1, total) or (-1 in shape[1:] and not rows):
+            raise _UnfitRows
+        if -1 not in shape[1:]:
+            each = torch.Size(shape[1:]).numel()
+            if each != local_args[0][:1].numel() and rows:
+                raise _UnfitRows
+        local_args = local_args[0], [rows, *shape[1:]]
+    return local_args, local_kwargs
+
+
+def _part(origin: Origin, place: int) -> Origin:
+    """Returns the origin of one of several tensors that an operation returned."""
+    every = origin.every
+    if every is not None:
+        every = Deferred(lambda found: found[place], (every,), {})
+    return Origin(origin.mode, origin.total, origin.limit, origin.calls, every)
+
+
+def _on_copy(func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(first.clone(), *args, **kwargs)
+
+
+def _collect(value: Any, into: list[LeadingRows]) -> Any:
+    if isinstance(value, LeadingRows):
+        into.append(value)
+    return value
