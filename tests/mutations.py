@@ -52,6 +52,31 @@ class Mutation:
 
 
 MUTATIONS = (
+    # what travels
+    Mutation(
+        "a rank sends its rows in another order than they are awaited",
+        "halo",
+        "rows = kernels.gather_rows(x.flatten(1), self.send_slot)",
+        "rows = kernels.gather_rows(x.flatten(1), self.send_slot.roll(1))",
+        "test_parity.py",
+        "test_step_equals_pyg",
+    ),
+    Mutation(
+        "sums are added to other rows than they were computed for",
+        "halo",
+        "kernels.scatter_add_rows(out.flatten(1), self.send_slot, pending.wait())",
+        "kernels.scatter_add_rows(out.flatten(1), self.send_slot.roll(1), pending.wait())",
+        "test_parity.py",
+        "test_step_equals_pyg",
+    ),
+    Mutation(
+        "rows that a rank does not hold are sent as others",
+        "halo",
+        "if not known.all():",
+        "if False:",
+        "test_messages.py",
+        "test_rows_of_others",
+    ),
     # what goes back
     Mutation(
         "the gradient of a product has the other sign",

@@ -8,7 +8,15 @@ import pytest
 import tiers
 import torch
 
-from pyg_distcomm.halo.codec import header_bytes, pack, packed_bytes, unpack
+from pyg_distcomm.halo.codec import (
+    Codec,
+    bytes_of,
+    header_bytes,
+    matrix_of,
+    pack,
+    packed_bytes,
+    unpack,
+)
 from pyg_distcomm.halo.codecs import (
     CODECS,
     Bitmap,
@@ -24,6 +32,7 @@ from pyg_distcomm.halo.codecs import (
     codec_of,
     fresh_state,
 )
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels.registry import Op
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -587,6 +596,35 @@ def test_packing_no_rows():
     assert (len(message), sizes) == (0, [0, 0])
     out = torch.empty(0, 4)
     assert unpack(Bitmap(), message, sizes, [0, 0], out) is out
+
+
+class Float8(Codec):
+    """The codec in the docstring of `Codec`, but for `more` bytes that it does not write."""
+
+    def __init__(self, more=0):
+        self.more = more
+
+    def wire_bytes(self, rows, width, dtype=torch.float32):
+        return rows * width + self.more
+
+    def _write(self, x, index, out, context):
+        chosen = x if index is None else x[index]
+        return bytes_of(chosen.to(torch.float8_e5m2), out)
+
+    def _read(self, message, out, context):
+        return out.copy_(matrix_of(message, *out.shape, torch.float8_e5m2))
+
+
+def test_a_codec_of_ones_own():
+    x = rows(m=7, f=5)
+    y = there_and_back(Float8(), x)
+    assert float(((y - x) / x).abs().max()) <= 2**-3
+    # what ranks compare, though this one is no dataclass
+    assert LinkPolicy(Float8(1)).settings != LinkPolicy(Float8()).settings
+    with pytest.raises(
+        ValueError, match=r"Float8\(more=3\) wrote 20 bytes for 4 rows of 5"
+    ):
+        pack(Float8(3), x, [4, 3])
 
 
 # Names and flags ----------------------------------------------------------------------

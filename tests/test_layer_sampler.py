@@ -513,6 +513,22 @@ def test_normalized_weights_are_those_of_the_authors_code():
         torch.testing.assert_close(dense, part, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (lambda p: p.sqrt(), TypeError),
+        (lambda p: p**0.5, TypeError),
+        (torch.sqrt, TypeError),
+        (lambda p: p.values.sqrt(), ValueError),
+    ],
+    ids=["method", "power", "torch", "tensor"],
+)
+def test_rules_that_take_p_for_a_tensor_are_told_what_to_return(rule, kind):
+    sampler = KeyedLayerSampler(small(), [2], UserRule(rule))
+    with pytest.raises(kind, match=r"P.with_value\(P.values.sqrt\(\)\)"):
+        sampler.sample_from_nodes(given([2, 6], 3))
+
+
 def test_a_kept_node_without_probability_counts_as_certain():
     rule = UserRule(lambda p: p.with_value(torch.where(p.col == 0, 0.0, p.value)))
     sampler = KeyedLayerSampler(small(), [2], rule, weights="normalized")

@@ -20,6 +20,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import axis, collectives
 from pyg_distcomm.comm.ledger import exchange_price
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import PROCESS
 
 SIZES = (2, 3, 4, 8)
@@ -207,6 +208,19 @@ def _stays_away():
 def test_no_exchange_hangs(fn, kind, text):
     with pytest.raises(kind, match=text):
         pdc.launch(fn, 2, timeout=300)
+
+
+def _asks_for_another_row():
+    mesh = pdc.init(timeout=120)
+    have = torch.arange(4) * 2 + mesh.rank
+    # rank 1 has odd rows only
+    want, counts = ([1, 2], [0, 2]) if mesh.rank == 0 else ([0, 6], [2, 0])
+    Halo.build(torch.tensor(want), counts, have, mesh.world)
+
+
+def test_rows_of_others_are_not_sent_as_own():
+    with pytest.raises(ValueError, match="asked for row 2, which it does not hold"):
+        pdc.launch(_asks_for_another_row, 2, timeout=300)
 
 
 def _leaves(absent):

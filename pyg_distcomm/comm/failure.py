@@ -300,8 +300,9 @@ class FailureMonitor:
         more = f" ({found[0]})" if found else ""
         early = ", or its script ended early" if self._gone else ""
         return RankError(
-            f"{lost}a process ended without saying why: it was killed, or ran out of "
-            f"memory{early}{more}"
+            f"{lost}a process ended without saying why: it was killed, ran out of "
+            "memory, or was aborted by its back end, as gloo does where a message is longer "
+            f"than the receiver has planned{early}{more}"
         )
 
     def leave(self) -> None:

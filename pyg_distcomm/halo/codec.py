@@ -131,8 +131,33 @@ class Codec(abc.ABC):
     A codec is a value: what changes from message to message is an argument of each call.
     Rows are `[m, f]` of a floating-point type; codecs that round compute in float32 or
     float64. Every method is a plain function of tensors, without autograd, and leaves
-    torch's generators unchanged. A codec implements `wire_bytes`, `_write` and `_read`.
+    torch's generators unchanged.
+
+    A codec of your own is a frozen dataclass, so that ranks can compare its arguments by
+    its repr; it implements `wire_bytes`, `_write` and `_read`, and says what holds of it:
+
+        @dataclass(frozen=True)
+        class Float8(Codec):
+            def wire_bytes(self, rows, width, dtype=torch.float32):
+                return rows * width
+
+            def _write(self, x, index, out, context):
+                chosen = x if index is None else x[index]
+                return bytes_of(chosen.to(torch.float8_e5m2), out)
+
+            def _read(self, message, out, context):
+                return out.copy_(matrix_of(message, *out.shape, torch.float8_e5m2))
+
+    `bytes_of` and `matrix_of` turn matrices to bytes and back, wherever in memory a message
+    begins. One that draws has `keyed = True`, and draws from the key alone: what both
+    ends choose from `context.key.key`, roundings as
+    `random.keyed_uniform(*context.key.rounding, chosen)`. It refuses what it cannot write by
+    `raise context.error(x, index, bad)`, with `bad` the first such row of the message.
     """
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({told})"
 
     @property
     def linear(self) -> bool:
@@ -439,8 +464,9 @@ def pack(
         where: names the layer in errors.
 
     Raises:
-        ValueError: if rows cannot be written. Stateful codecs may have updated the state
-            of earlier peers, so reset it on both ends.
+        ValueError: if rows cannot be written, or take other bytes than `wire_bytes` says.
+            Stateful codecs may have updated the state of earlier peers, so reset it on
+            both ends.
     """
     sizes = packed_bytes(codec, counts, x.size(1), x.dtype)
     fixed = codec.fixed_size
@@ -460,6 +486,12 @@ def pack(
             state=None if state is None else state.part(begin, end),
             where=where,
         )
+        if len(message) != size and (fixed or len(message) > size):
+            raise ValueError(
+                f"{codec!r} wrote {len(message)} bytes for {end - begin} rows of "
+                f"{x.size(1)}, and wire_bytes told {size}: it must tell the size, or where "
+                "`fixed_size` is False the most"
+            )
         parts.append(message)
         filled += len(message)
     return (out if fixed else torch.cat(parts)), [len(part) for part in parts]

@@ -83,18 +83,16 @@ class Halo(Link):
             axis: the ranks that exchange.
             dense: moves whole blocks, as sparsity-oblivious products do; `want_gid` then
                 has every row of every other rank, in their order.
+
+        Raises:
+            ValueError: if another rank asks for a row that is not here.
         """
         send_counts = collectives.exchange_counts(want_counts, axis)
         asked = collectives.all_to_all(
             want_gid, want_counts, send_counts, axis, "plan"
         ).wait()
         asked = asked if axis.size > 1 else asked[:0]
-        slot = asked
-        if len(asked) and bool((have_gid.diff() > 0).all()):
-            slot = torch.searchsorted(have_gid, asked)
-        elif len(asked):
-            order = torch.argsort(have_gid)
-            slot = order[torch.searchsorted(have_gid[order], asked)]
+        slot = _slots(asked, have_gid, axis)
         every = collectives.all_gather_counts([max(want_counts, default=0)], axis)
         most = max(row[0] for row in every)
         return Halo(
@@ -191,6 +189,24 @@ class Halo(Link):
             f"Halo({self.axis.name} {self.axis.rank}/{self.axis.size}, {self.num_local} "
             f"rows, sends {sum(self.send_counts)}, receives {self.num_ghosts})"
         )
+
+
+def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:
+    """Returns where the rows with these ids are here."""
+    if not len(asked):
+        return asked
+    ascends = bool((have_gid.diff() > 0).all())
+    order = None if ascends else torch.argsort(have_gid)
+    have_gid = have_gid if order is None else have_gid[order]
+    place = torch.searchsorted(have_gid, asked)
+    known = torch.cat([have_gid, have_gid.new_full((1,), -1)])[place] == asked
+    if not known.all():
+        raise ValueError(
+            f"rank {axis.rank} of axis {axis.name} was asked for row "
+            f"{int(asked[~known][0])}, which it does not hold: ranks planned from "
+            "different partitions; give all of them the same graph and owners"
+        )
+    return place if order is None else order[place]
 
 
 @dataclass(frozen=True, eq=False)

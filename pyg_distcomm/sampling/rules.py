@@ -142,11 +142,13 @@ class FastGCN(Rule):
 
 @dataclass(frozen=True)
 class UserRule(Rule):
-    """Applies a function of P: `P.with_value(f(P.value))`, or whatever keeps its pattern.
+    """Applies a function of P, as `lambda P: P.with_value(P.values.sqrt())`.
 
     Args:
-        function: takes P [k, n], float64, and returns P of the same pattern, finite and
-            not negative. It must treat each row for itself, or bulks will show.
+        function: takes P [k, n], a `BulkMatrix` of float64, and returns it with other
+            values, finite and not negative: `P.values` [nnz] are those of its entries, and
+            `P.row`, `P.col` say which these are. It must treat each row for itself, or
+            minibatches will depend on `bulk_size`. On several ranks all give the same one.
         counted: whether P adds up ones, rather than the weights of edges.
         loops: whether A + I stands in for A.
     """
@@ -167,7 +169,16 @@ class UserRule(Rule):
     def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
         """Calls the function, and checks what it returns."""
         given = p.with_value(p.values.double() / scale)
-        found = self.function(given)
+        try:
+            found = self.function(given)
+        except (AttributeError, TypeError) as error:
+            if BulkMatrix.__name__ not in str(error):
+                raise
+            raise TypeError(
+                f"the rule failed ({error}): P is a BulkMatrix, and no tensor; return "
+                "P.with_value(...) of a function of P.values, as "
+                "P.with_value(P.values.sqrt())"
+            ) from error
         got = type(found).__name__
         if isinstance(found, BulkMatrix):
             same = torch.equal(found.rowptr, p.rowptr) and torch.equal(found.col, p.col)
@@ -176,7 +187,7 @@ class UserRule(Rule):
             got = f"{len(found.values)} values" if same else "others"
         raise ValueError(
             f"a rule must return the {p.nnz} entries of P with other values, as "
-            f"P.with_value(...) does; got {got}"
+            f"P.with_value(P.values.sqrt()) does; got {got}"
         )
 
 
