@@ -151,6 +151,7 @@ def _serve(rank, size, port, pipe):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    fresh = torch.initial_seed()
     if LINUX:  # one that is stopped would not see that tests have ended
         die_with_parent = 1
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
@@ -159,6 +160,7 @@ def _serve(rank, size, port, pipe):
             fn, args = pipe.recv()
         except EOFError:
             return
+        torch.manual_seed(fresh)  # whatever ran here before, and on the other ranks
         try:
             pipe.send((True, fn(*args), _groups()))
         except BaseException:
