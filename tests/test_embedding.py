@@ -284,6 +284,15 @@ def _misfit():
     share = pdc.partition(GRAPHS["undirected"](), mesh, "block")
     with pytest.raises(ValueError, match="an embedding of 7 nodes"):
         pdc.DistEmbedding(7, DIM, like=share)
+    for n, dim, said in (
+        (N, 3 + mesh.rank, "the same num_embeddings"),
+        (N, -1, "whole numbers from 0 on, got -1"),
+        (N + mesh.rank, DIM, "rank 1: an embedding of 51 nodes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pdc.DistEmbedding(n, dim, like=share)
+    with pytest.raises(TypeError, match="takes the model"):
+        pdc.clip_grad_norm_([], 1.0)
     with pytest.raises(TypeError, match="a Mesh; got a int"):
         pdc.DistEmbedding(N, DIM, like=3)
     with pytest.raises(TypeError, match="tensor of 2 dims"):

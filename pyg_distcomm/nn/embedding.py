@@ -53,7 +53,8 @@ class DistEmbedding(torch.nn.Module):
     Shapes (this rank): v [...] with k ids in all, y [..., dim].
 
     Raises:
-        ValueError: if `like` has another number of rows than n; on all ranks.
+        ValueError: on all ranks, if `like` has another number of rows than n, sizes are no
+            whole numbers, or the ranks ask for different tables.
         IndexError: on all ranks, if ids are no integers in [0, n).
         RuntimeError: in a model under torch's own DistributedDataParallel, which has sent
             rank 0's rows to all ranks; see `pdc.replicate`.
@@ -61,7 +62,7 @@ class DistEmbedding(torch.nn.Module):
 
     Price: with ids, collective over all ranks: h ids and h rows of dim words here (h the
     distinct rows of other ranks), and h rows back in the backward pass, each in one
-    all-to-all. Without ids nothing travels. The backward pass of a lookup is collective as
+    all-to-all. Without ids nothing travels. Building it is collective, too. The backward pass of a lookup is collective as
     the lookup is: a rank without a loss goes back from `0 * y.sum()`. What reads gradients
     of all parameters sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
     """
@@ -79,7 +80,8 @@ class DistEmbedding(torch.nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sparse = sparse
-        self.rows = _rows_of(like, num_embeddings)
+        facts = (num_embeddings, embedding_dim, sparse, dtype)
+        self.rows = _agreed_rows(like, facts)
         device = self.rows.mesh.device if device is None else device
         shape = (len(self.rows), embedding_dim)
         local = torch.empty(shape, device=device, dtype=dtype)
@@ -250,9 +252,39 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
     }
 
 
-def _rows_of(like: Any, total: int) -> Rows:
+def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
+    """Returns which rows are here, once all ranks ask for the same table; collective."""
     if like is None:
         like = latest_mesh() or init()
+    rows, problem = None, None
+    try:
+        for size in facts[:2]:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ValueError(f"sizes are whole numbers from 0 on, got {size!r}")
+        rows = _rows_of(like, facts[0])
+        mesh = rows.mesh
+    except ValueError as error:
+        problem, mesh = str(error), _mesh_of(like)
+    collectives.agree(problem, mesh.control)
+    assert rows is not None
+    every = collectives.all_gather_object(facts, mesh.control)
+    if any(one != every[0] for one in every):
+        raise ValueError(
+            "give all ranks the same num_embeddings, embedding_dim, sparse and dtype; they "
+            f"have {every}"
+        )
+    return rows
+
+
+def _mesh_of(like: Any) -> Mesh:
+    edge_index = getattr(like, "edge_index", like)
+    if isinstance(like, Mesh):
+        return like
+    rows = edge_index.nodes if isinstance(edge_index, DistEdgeIndex) else like.rows
+    return rows.mesh  # type: ignore[no-any-return]
+
+
+def _rows_of(like: Any, total: int) -> Rows:
     if isinstance(like, Mesh):
         return Rows.blocks(total, like)
     edge_index = getattr(like, "edge_index", like)
@@ -292,8 +324,16 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, the same on all ranks.
 
+    Raises:
+        TypeError: if it is given parameters instead of the model.
+
     Price: an all-reduce of one word, if the model has a `DistEmbedding`.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            "clip_grad_norm_ takes the model, not its parameters, which do not say whose "
+            f"rows they are; got a {type(model).__name__}"
+        )
     shards = {id(m.shard): m for m in model.modules() if isinstance(m, DistEmbedding)}
     held = [p for p in model.parameters() if p.grad is not None]
     own: list[Any] = [p.grad for p in held if id(p) not in shards]
