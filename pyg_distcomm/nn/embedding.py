@@ -60,11 +60,12 @@ class DistEmbedding(torch.nn.Module):
             rank 0's rows to all ranks; see `pdc.replicate`.
         TypeError: if `like` says nothing of rows.
 
-    Price: with ids, collective over all ranks: h ids and h rows of dim words here (h the
-    distinct rows of other ranks), and h rows back in the backward pass, each in one
-    all-to-all. Without ids nothing travels. Building it is collective, too. The backward pass of a lookup is collective as
-    the lookup is: a rank without a loss goes back from `0 * y.sum()`. What reads gradients
-    of all parameters sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
+    Price: with ids, collective over all ranks: h ids and h rows of dim words here (h
+    the distinct rows of other ranks), and h rows back in the backward pass, each in one
+    all-to-all. Without ids nothing travels. Building it is collective, too. The
+    backward pass of a lookup is collective as the lookup is: a rank without a loss goes
+    back from `0 * y.sum()`. What reads gradients of all parameters sees this rank's
+    rows alone: clip them by `pdc.clip_grad_norm_`.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class LocalBlocks:
 
     Own rows and columns belong to ranks (i, j, *). A_ij has out rows of other process
     columns, and ghost columns of other process rows. Beside it are nonzeros that other
-    ranks handed over (see [Note: rows or sums] in `cover.py`): sum rows are wanted by
+    ranks handed over (see [Note: rows or sums] in `grid_plan.py`): sum rows are wanted by
     other process rows, far columns are forwarded by other process columns.
     """
 

@@ -15,7 +15,7 @@ columns are owned by process column j. The sparse matrix never moves, and
 [Mukhopadhyay24]; (P/c, c, 1) and (q, q, p) move the words of its 1.5D and 3D algorithms
 but keep A in place; (1, 1, P) is the feature split of [Kurt23]. The transpose is the same
 steps with row and col exchanged and every local block transposed. Where it is cheaper,
-nonzeros of A_ij are multiplied by another rank (see [Note: rows or sums] in `cover.py`).
+nonzeros of A_ij are multiplied by another rank (see [Note: rows or sums] in `grid_plan.py`).
 
 [Note: order of a product] Over the row axis ghosts leave first, then sums; over the col
 axis far columns, then outgoing sums. All ranks keep to that order, whatever they multiply

@@ -92,7 +92,7 @@ class ChunkPass:
         """Hears which layer reads next, and its link, while sites are made.
 
         A site is coded as a whole, so that it is exact where attention depends on it; see
-        [Note: attention] in `coding.py`.
+        [Note: attention] in `compressibility.py`.
         """
         if self.mode != "fill":
             return

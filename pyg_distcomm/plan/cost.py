@@ -4,7 +4,7 @@ Bytes are exact: the ledger counts the same. Seconds are estimates from a `Machi
 bandwidth and rates; they rank plans.
 
 A product takes the steps of `GridMatrix.apply` (see [Note: order of a product] in
-`ops/overlapped_spmm.py`), each as long as its slowest rank takes. Exchanges of one step
+`ops/grid_matrix.py`), each as long as its slowest rank takes. Exchanges of one step
 share the
 link: alpha messages + bytes / beta for all of them, alpha for the one with most messages:
 

@@ -55,7 +55,7 @@ class RowShardedTensor(torch.Tensor):
     _counts: tuple[
         int, Any
     ]  # how many rows this mask (or each column) keeps on all ranks
-    _is_copy: bool  # of a range of rows: see `picking.check_writable`
+    _is_copy: bool  # of a range of rows: see `getitem.check_writable`
     _inside = False  # a layer
     _spread = True  # over the ranks, and so no plain operand
 
