@@ -185,12 +185,13 @@ def needed(edge_index, owner):
     return [link.num_ghosts for link in every]
 
 
-def test_sums_that_are_needed_anyway_count_where_whole_blocks_are_chosen():
-    """Rank 0 sums 16 of rank 1's 17 rows, for ranks 2 and 3 and for an edge of its own."""
+@pytest.mark.parametrize("own", [True, False], ids=["own_edges", "others_edges"])
+def test_sums_that_are_needed_anyway_count_where_whole_blocks_are_chosen(own):
+    """Rank 0 sums 16 of rank 1's 17 rows, for ranks 2 and 3 (and for an edge of its own)."""
     owner = torch.tensor([0, *[1] * 17, *[2] * 20, *[3] * 20])
     edges = torch.cartesian_prod(torch.arange(58), torch.arange(18)).T
     source, target = edges
-    within = (source < 2) & ((source == 0) ^ (target == 0))
+    within = own & (source < 2) & ((source == 0) ^ (target == 0))
     edges = edges[:, ((source >= 18) | within) & ((owner[source] > 2) | (target < 17))]
     partition = cut(edges, 58, 4, owner)
     sides = CutEdges.of(edges, partition).flow((2, 2, 1), "auto", False).sides

@@ -197,13 +197,12 @@ class BlockPlan:
     ) -> tuple[LocalBlocks, tuple[Tensor, ...], Links, list[EdgeRoute]]:
         """Returns the blocks, the value each takes, the exchanges, and further routes."""
         row, col = self.mesh.row, self.mesh.col
-        everyone = torch.ones(len(edges), dtype=torch.bool)
-        given, whole_in = self._handed(edges.source, edges.target, 0, everyone)
+        nothing = edges.target[:0]
+        given, whole_in = self._handed(edges.source, edges.target, 0, nothing)
         hop, served = self._hop(edges, given, edges.source, 0, 0)
         summed = edges.target[given]
         edges = edges.but(given)
-        unpaid = ~torch.isin(edges.target, summed)
-        given, whole_out = self._handed(edges.target, edges.source, 1, unpaid)
+        given, whole_out = self._handed(edges.target, edges.source, 1, summed)
         hop_out, far = self._hop(edges, given, edges.target, 1, len(served))
         forwarded = edges.source[given]
         edges = edges.but(given)
@@ -211,7 +210,7 @@ class BlockPlan:
         ghost, ghost_gid = self._link(columns, 0, self.own_gid, whole_in)
         rows = _joined(edges.target, summed)
         out, out_gid = self._link(rows, 1, self.own_gid, whole_out)
-        del columns, forwarded, rows, summed, given, unpaid, everyone
+        del columns, forwarded, rows, summed, given
         sums, sum_gid = _nothing(row, len(self.own_gid) + len(out_gid))
         if hop is not None:
             land = torch.cat([self.own_gid, out_gid])
@@ -243,14 +242,22 @@ class BlockPlan:
         return coordinate(self.partition.owner_of(gid), axis, self.mesh)
 
     def _handed(
-        self, near: Tensor, far: Tensor, axis: int, unpaid: Tensor
+        self, near: Tensor, far: Tensor, axis: int, paid_gid: Tensor
     ) -> tuple[Tensor, bool]:
-        """Tells which nonzeros are handed over, or that whole blocks are exchanged."""
+        """Tells which nonzeros are handed over, or that whole blocks are exchanged.
+
+        Args:
+            near: of each nonzero the column, or row, by whose owner it is taken.
+            far: of each nonzero the other one.
+            axis: 0 or 1.
+            paid_gid: rows that travel over the axis whatever is chosen here.
+        """
         line = (self.mesh.row, self.mesh.col)[axis]
         place = self._place(near, axis)
         away = place != line.rank
-        open_ = away & unpaid
-        paid = len(torch.unique(near[away & ~unpaid]))
+        open_ = away & ~torch.isin(near, paid_gid)
+        paid_gid = torch.unique(paid_gid)
+        paid = int((self._place(paid_gid, axis) != line.rank).sum())
         chosen, words = offloaded_nonzeros(
             near[open_], far[open_], place[open_], self.halo
         )

@@ -222,7 +222,8 @@ def shared_out(
         near, far, place = block.target, block.source, block.col_of
         away, paid = place != j, torch.isin(near, block.summed)
         words[i, j] = block.choose(near, far, place, away & ~paid, halo)
-        words[i, j] += len(torch.unique(near[away & paid]))
+        summed_at = torch.from_numpy(owner)[block.summed] // grid[2] % s
+        words[i, j] += len(torch.unique(block.summed[summed_at != j]))
     whole_out = _whole(words, fiber, halo)
     for (i, j), block in blocks.items():
         want.give_columns(block, i, j, bool(whole_out[i]))
