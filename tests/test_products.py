@@ -70,7 +70,7 @@ def test_contract_on_every_grid(size):
     for k, grid in enumerate(some_grids(size)):
         graph = names[(k + size) % len(names)]
         for oblivious in (False, True):
-            cutter, width = cutters[k % len(cutters)], (5, 1, 16)[k % 3]
+            cutter, width = cutters[(k + size) % len(cutters)], (5, 1, 16)[k % 3]
             worlds.run(_contract, size, graph, cutter, grid, width, oblivious)
 
 
