@@ -78,6 +78,7 @@ def _run(tmp_path, text, *launcher, cold=True):
     )
 
 
+@tiers.rare
 @pytest.mark.cold
 @pytest.mark.subprocess
 def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
@@ -85,6 +86,7 @@ def test_compiling_keeps_no_frame_of_the_caller(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@tiers.rare
 @pytest.mark.cold
 @pytest.mark.subprocess
 def test_a_thread_may_compile_once_the_script_is_through(tmp_path):

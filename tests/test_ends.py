@@ -670,6 +670,7 @@ def on_two_hosts(tmp_path, text, master="10.77.0.1"):
     return said, [rank.returncode for rank in ranks]
 
 
+@tiers.rare
 @linked
 def test_hosts_meet_whose_name_is_that_of_loopback(tmp_path):
     said, codes = on_two_hosts(tmp_path, "BLIND = False" + MEETS)

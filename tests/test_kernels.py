@@ -537,6 +537,7 @@ def start_cold(cache: str) -> subprocess.Popen:
     )
 
 
+@tiers.rare
 @pytest.mark.cold
 @pytest.mark.subprocess
 def test_processes_that_start_cold_together_compile_once(tmp_path):

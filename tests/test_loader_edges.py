@@ -285,6 +285,7 @@ def _with_workers():
     return len(found)
 
 
+@tiers.rare
 def test_ranks_of_launch_may_have_workers():
     assert pdc.launch(_with_workers, 2, threads=1) == [6, 6]
 

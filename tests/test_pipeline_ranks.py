@@ -268,7 +268,7 @@ def _resumed(stages, path, dtype, gradient, first, used=False):
     ("dtype", "gradient"),
     [
         (None, "surrogate"),
-        (torch.int8, "stale"),
+        tiers.rarely(torch.int8, "stale"),
         tiers.rarely(torch.bfloat16, "scaled"),
     ],
 )

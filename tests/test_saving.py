@@ -128,7 +128,7 @@ def campaign(folder, exchanged, kind, keep):
         tiers.rarely(True, "checkpoint", 1),
         (False, "checkpoint", 1),
         tiers.rarely(True, "checkpoint", 3),
-        (True, "pipeline", 1),
+        tiers.rarely(True, "pipeline", 1),
         tiers.rarely(False, "checkpoint", 3),
         tiers.rarely(False, "pipeline", 1),
         tiers.rarely(True, "pipeline", 2),
