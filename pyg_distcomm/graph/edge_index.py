@@ -18,6 +18,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.tensor import getitem
@@ -82,7 +83,7 @@ class DistEdgeIndex(torch.Tensor):
             oblivious: exchange whole blocks (all_gather, reduce_scatter), as the
                 sparsity-oblivious algorithms of [Tripathy20] do.
             sources: which source nodes are here, if they are of a type of their own;
-                such edges can be sampled from, and no layer takes them yet.
+                layers then take a pair (x_source, x_target).
         """
         local = edge_index.long().cpu()
         topology = Topology(
@@ -91,7 +92,7 @@ class DistEdgeIndex(torch.Tensor):
             nodes,
             edges,
             "blocks" if oblivious else "auto",
-            sources=sources,
+            sources=None if sources is nodes else sources,
         )
         return _wrap(edge_index, topology)
 
@@ -138,24 +139,37 @@ class DistEdgeIndex(torch.Tensor):
         return DistEdgeIndex.build(local, nodes, edges)
 
     @staticmethod
-    def cut(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
+    def cut(
+        edge_index: Tensor, nodes: Rows, sources: Rows | None = None
+    ) -> DistEdgeIndex:
         """Makes edges of a whole `edge_index` `[2, e]`, the same on all ranks.
 
         Kept with the nodes, so that the same tensor is planned once.
+
+        Args:
+            edge_index: the edges.
+            nodes: which targets are here.
+            sources: which sources are here, if they are of a type of their own.
         """
 
         def build() -> DistEdgeIndex:
-            check_edge_index(edge_index, nodes.total)
+            if sources is None:
+                check_edge_index(edge_index, nodes.total)
+            else:
+                check_edge_index(edge_index[0].expand(2, -1), sources.total)
+                check_edge_index(edge_index[1].expand(2, -1), nodes.total)
             assert nodes.partition is not None
             owner = nodes.partition.owner_of(edge_index[1].cpu().long())
             mine = (owner == nodes.mesh.rank).nonzero().view(-1)
-            edges = rows_of_edges(mine, edge_index.size(1), nodes)
-            return DistEdgeIndex.build(
-                edge_index[:, mine.to(edge_index.device)], nodes, edges
-            )
+            if sources is None:
+                edges = rows_of_edges(mine, edge_index.size(1), nodes)
+            else:
+                edges = Rows(mine, edge_index.size(1), nodes.mesh, None)
+            local = edge_index[:, mine.to(edge_index.device)]
+            return DistEdgeIndex.build(local, nodes, edges, sources=sources)
 
         found: DistEdgeIndex = kept(edge_index, nodes, build)
-        return found
+        return found if found.topology.sources is sources else build()
 
     @staticmethod
     def weighted(
@@ -237,36 +251,44 @@ class DistEdgeIndex(torch.Tensor):
         matrix = self.topology.operator(OperatorKind(), weight, local.dtype, call)
         return DistTensor.wrap(matrix @ local, self.nodes)
 
-    def check_nodes(self, x: Any, name: str) -> Tensor:
+    def check_nodes(self, x: Any, name: str, nodes: Rows | None = None) -> Tensor:
         """Returns the local rows of a node tensor, or says what it should have been."""
-        local = self.as_nodes(x, name).to_local()
+        local = self.as_nodes(x, name, nodes).to_local()
         return local.contiguous()  # products round by strides
 
-    def as_nodes(self, x: Any, name: str) -> DistTensor:
-        """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank."""
-        self.topology.check_one_kind()
+    def as_nodes(self, x: Any, name: str, nodes: Rows | None = None) -> DistTensor:
+        """Returns a node tensor; of an ordinary one `[n, ...]`, the rows of this rank.
+
+        Args:
+            x: the tensor.
+            name: its name, for messages.
+            nodes: whose rows it has; None is those of all nodes, which have one type.
+        """
+        if nodes is None:
+            self.topology.check_one_kind()
+            nodes = self.nodes
         whole = isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim()
-        if whole and x.size(0) == self.nodes.total:
-            mesh = self.nodes.mesh
+        if whole and x.size(0) == nodes.total:
+            mesh = nodes.mesh
             if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
                 comparer_of(mesh).check(x, name)
             x = meet(x, mesh)
-            return DistTensor.wrap(x[self.nodes.gid.to(x.device)], self.nodes)
+            return DistTensor.wrap(x[nodes.gid.to(x.device)], nodes)
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
                 f"computed from it: it is {_kind(x)}, but the edge_index is spread over "
-                f"ranks, with {self.nodes.total} nodes"
+                f"ranks, with {nodes.total} nodes"
             )
-        if x.rows is not self.topology.nodes and not x.rows.same_as(self.nodes):
-            if x.rows.whole and x.rows.total == self.nodes.total:
+        if x.rows is not nodes and not x.rows.same_as(nodes):
+            if x.rows.whole and x.rows.total == nodes.total:
                 raise ValueError(
                     f"take {name} and the edge_index from one pdc.partition: they are "
                     "spread over the ranks in two ways, by two partitions or meshes"
                 )
             raise ValueError(
                 f"give the layer one row for each node: {name} has {x.rows}, but the "
-                f"edge_index has nodes {self.nodes}"
+                f"edge_index has nodes {nodes}"
             )
         return x
 
@@ -409,10 +431,12 @@ class DistEdgeIndex(torch.Tensor):
         if mask:
             picked = DistTensor.wrap(self.to_local().t(), self.edges)[key]
             local = picked.to_local().t().contiguous()
-            return DistEdgeIndex.build(local, self.nodes, picked.rows)
-        if isinstance(key, DistTensor):
+            sources = self.topology.sources
+            return DistEdgeIndex.build(local, self.nodes, picked.rows, sources=sources)
+        if isinstance(key, DistTensor) and self.topology.sources is None:
             return DistEdgeIndex.of_ends(self[0][key], self[1][key])
-        return DistEdgeIndex.cut(self.full_tensor()[:, key].contiguous(), self.nodes)
+        whole = self.full_tensor()[:, _whole(key)].contiguous()
+        return DistEdgeIndex.cut(whole, self.nodes, self.topology.sources)
 
     def __iter__(self) -> Iterator[DistTensor]:
         return iter((self[0], self[1]))
@@ -448,20 +472,6 @@ def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
     """
     stacked = DistEdgeIndex.of_ends
     return Rows(gid, total, nodes.mesh, None, nodes=nodes, stacked=stacked)
-
-
-def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the edges of a sparse adjacency, rows being targets, and their weights.
-
-    Args:
-        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor.
-    """
-    if isinstance(adj, Tensor):
-        coo = adj.to_sparse_coo()
-        coo = coo if coo.is_coalesced() else coo.coalesce()
-        return coo.indices().flip(0), coo.values()
-    row, col, value = adj.coo()
-    return torch.stack([col, row]), value
 
 
 _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split())
@@ -518,8 +528,11 @@ def _joined(tensors: Any, dim: int = 0) -> Any:
     first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
     if dim % 2 != 1:
         raise _refusal("cat")
+    if first.sources is not first.nodes:
+        whole = torch.cat([_whole(t) for t in tensors], 1)
+        return DistEdgeIndex.cut(whole, first.nodes, first.sources)
     parts = [
-        t if isinstance(t, DistEdgeIndex) else _at_targets(t, first.nodes)
+        t if isinstance(t, DistEdgeIndex) else DistEdgeIndex.cut(t, first.nodes)
         for t in tensors
     ]
     ends = [joined([part[k] for part in parts]) for k in (0, 1)]
@@ -529,15 +542,13 @@ def _joined(tensors: Any, dim: int = 0) -> Any:
     )
 
 
-def _at_targets(edge_index: Tensor, nodes: Rows) -> DistEdgeIndex:
-    return DistEdgeIndex.cut(edge_index, nodes)
-
-
 def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
     """Stands for flip over the two ends: the reversed edges."""
     dim = kwargs.get("dims", dims[0] if dims else 0)
     if dim not in (0, -2, [0], (0,)):
         raise _refusal("flip")
+    if x.topology.sources is not None:
+        return DistEdgeIndex.cut(x.full_tensor().flip(0), x.sources, x.nodes)
     return DistEdgeIndex.of_ends(x[1], x[0])
 
 

@@ -25,13 +25,13 @@ from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph import partitioning_hetero
 from pyg_distcomm.graph.edge_index import (
     DistEdgeIndex,
-    coo_of,
     link_problem,
     rows_of_edges,
     settings_of,
 )
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.folder import PartShare, attribute_kinds, read_part
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
@@ -62,7 +62,8 @@ def partition(
         data: the whole graph; every attribute with a row per node or per edge travels.
             Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
             an edge_index, the share has both: edges that carry their weights, and none.
-            A HeteroData can be sampled from; layers do not take its edges yet.
+            Of a HeteroData each edge type has edges of its own, with the owners of their
+            targets; layers run on grids (P, 1, 1).
         mesh: the ranks, from `pdc.init`.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "block", the owner of each node, or a Partition;
@@ -81,10 +82,8 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     if isinstance(data, HeteroData):
-        if link is not None:
-            raise TypeError("layers do not take a HeteroData's edges yet: no link=")
         method = "metis" if method is None else method
-        return _partition_hetero(data, mesh, method, seed, refine, oblivious)
+        return _partition_hetero(data, mesh, method, seed, refine, oblivious, link)
     data, weight = _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     problem = link_problem(link) or problem
@@ -189,15 +188,17 @@ def _partition_hetero(
     seed: int,
     refine: bool,
     oblivious: bool,
+    link: LinkPolicy | None,
 ) -> HeteroData:
-    owners, problem = None, None
+    owners: Any = None
+    problem: Exception | None = link_problem(link)
     try:
         partitioning_hetero.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
     flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
-    asked = _asked(method, None, **flags)
+    asked = _asked(method, link, **flags)
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
@@ -208,7 +209,7 @@ def _partition_hetero(
         problem = error
     _agree(problem, mesh)
     owners = partitioning_hetero.broadcast_owners(owners, mesh)
-    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious)
+    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious, link)
 
 
 def _agree(problem: Exception | None, mesh: Mesh) -> None:

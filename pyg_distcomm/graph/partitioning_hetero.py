@@ -13,7 +13,8 @@ from torch_geometric.data import HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -62,7 +63,11 @@ def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]
 def cut_hetero(
     data: HeteroData, parts: int, method: Any, seed: int, refine: bool = False
 ) -> dict[str, Partition]:
-    """Shares out the nodes of all types: as one graph, or by a vector for each type."""
+    """Shares out the nodes of all types: as one graph, or by a vector for each type.
+
+    As one graph, "ldg" and "metis" spread nodes, in-edges, train nodes, and the nodes of each
+    type.
+    """
     sizes = {store._key: int(store.num_nodes) for store in data.node_stores}
     if isinstance(method, Mapping):
         if refine:
@@ -93,6 +98,7 @@ def cut_hetero(
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 1:
             train[begin[store._key] : begin[store._key] + len(mask)] = mask.cpu()
     mask = train if bool(train.any()) else None
+    kinds = torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
     whole = cut(
         torch.cat(edges, 1),
         total,
@@ -101,6 +107,7 @@ def cut_hetero(
         seed=seed,
         train_mask=mask,
         refine=refine,
+        kinds=kinds if len(sizes) > 1 and total else None,
     )
     return {
         name: Partition.from_owner(
@@ -111,7 +118,11 @@ def cut_hetero(
 
 
 def share_hetero(
-    data: HeteroData, owners: dict[str, Partition], mesh: Mesh, oblivious: bool
+    data: HeteroData,
+    owners: dict[str, Partition],
+    mesh: Mesh,
+    oblivious: bool,
+    link: LinkPolicy | None,
 ) -> HeteroData:
     """Returns this rank's share: each type's nodes, and the edges into them."""
     out = HeteroData()
@@ -127,13 +138,15 @@ def share_hetero(
         ends = store.edge_index.cpu()
         mine = (owners[target].owner_of(ends[1]) == mesh.rank).nonzero().view(-1)
         edges = Rows(mine, ends.size(1), mesh, None)
+        if source == target:
+            edges = rows_of_edges(mine, ends.size(1), nodes[target])
         out[store._key].edge_index = DistEdgeIndex.build(
             ends[:, mine],
             nodes[target],
             edges,
             oblivious=oblivious,
             sources=nodes[source],
-        )
+        ).with_link(link)
         _fill(store, out[store._key], edges, ends.size(1))
     for name, value in data._global_store.items():
         out[name] = value

@@ -28,8 +28,9 @@ from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
 class LocalGraph:
     """Own edges in local numbering: own nodes first, then ghosts.
 
-    Shapes (this rank; n own nodes, h ghosts, e own edges):
-        source_lid  [e]  0 .. n-1 own, n .. n+h-1 ghosts
+    Shapes (this rank; n own nodes, m own sources, which are the nodes where edges have
+    one node type; h ghosts, e own edges):
+        source_lid  [e]  0 .. m-1 own, m .. m+h-1 ghosts
         target_lid  [e]  0 .. n-1
         ghost_gid   [h]  grouped by owner, ascending within
         halo        brings the ghosts' rows, over all ranks
@@ -42,7 +43,7 @@ class LocalGraph:
     num_own: int
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
-        """Returns own and ghost rows `[n + h, ...]` of own rows `x`, differentiably.
+        """Returns own and ghost rows `[m + h, ...]` of own rows `x`, differentiably.
 
         Args:
             x: own rows.
@@ -133,34 +134,39 @@ class Topology:
     def read_by(self, layer: Any, link: Any) -> None:
         """Notes which layer reads next, and by which link; for the chunks of a pipeline."""
 
+    @property
+    def source_rows(self) -> Rows:
+        """Which sources are here: `nodes`, unless they are of another type."""
+        return self.nodes if self.sources is None else self.sources
+
     def check_one_kind(self) -> None:
-        """Refuses edges between nodes of types of their own."""
+        """Refuses edges between two node types, whose matrix is not square."""
         if self.sources is not None:
             raise TypeError(
-                "layers do not take the edges of a partitioned HeteroData yet; sample "
-                "minibatches from it with DistNeighborLoader, or partition "
-                "data.to_homogeneous()"
+                "this layer multiplies by a square matrix, but the edges go from "
+                f"{self.sources.total} nodes of one type to {self.nodes.total} of another; "
+                "use a layer that takes a pair (x_source, x_target), such as SAGEConv, "
+                "GATConv or GraphConv"
             )
 
     @cached_property
     def locals(self) -> LocalGraph:
         """Own edges in local numbering, and the halo of their sources; collective."""
-        self.check_one_kind()
-        nodes, mesh = self.nodes, self.nodes.mesh
-        partition = nodes.partition
+        nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
+        partition = sources.partition
         assert partition is not None
         owner = partition.owner_of(self.source_gid)
         away = owner != mesh.rank
         source = torch.empty_like(self.source_gid)
-        source[~away] = torch.searchsorted(nodes.gid, self.source_gid[~away])
+        source[~away] = torch.searchsorted(sources.gid, self.source_gid[~away])
         ghost, where = torch.unique(self.source_gid[away], return_inverse=True)
         ghost_owner = partition.owner_of(ghost)
         order = torch.argsort(ghost_owner, stable=True)
         rank_of = torch.empty_like(order)
         rank_of[order] = torch.arange(len(order))
-        source[away] = rank_of[where] + len(nodes)
+        source[away] = rank_of[where] + len(sources)
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = Halo.build(ghost[order], counts, nodes.gid, mesh.world)
+        halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
         target = torch.searchsorted(nodes.gid, self.target_gid)
         return LocalGraph(
             source.to(self.device),
@@ -172,8 +178,8 @@ class Topology:
 
     @cached_property
     def all_gid(self) -> Tensor:
-        """Ids of own and ghost nodes, in local numbering."""
-        return torch.cat([self.nodes.gid, self.locals.ghost_gid])
+        """Ids of own and ghost sources, in local numbering."""
+        return torch.cat([self.source_rows.gid, self.locals.ghost_gid])
 
     @cached_property
     def in_degree(self) -> Tensor:
@@ -184,10 +190,9 @@ class Topology:
     @cached_property
     def reversed(self) -> ReverseGraph:
         """The edges turned around and owned by what were their sources; collective."""
-        self.check_one_kind()
-        partition, mesh = self.nodes.partition, self.nodes.mesh
-        assert partition is not None
-        owner = partition.owner_of(self.source_gid)
+        sources, mesh = self.source_rows, self.nodes.mesh
+        assert sources.partition is not None
+        owner = sources.partition.owner_of(self.source_gid)
         slot = torch.argsort(owner, stable=True)
         counts = torch.bincount(owner, minlength=mesh.size).tolist()
         back = collectives.exchange_counts(counts, mesh.world)
@@ -200,7 +205,13 @@ class Topology:
         order = torch.argsort(gid)
         edges = Rows(gid[order], self.edges.total, mesh, None)
         turned = Topology(
-            target[order], source[order], self.nodes, edges, self.halo, self.device
+            target[order],
+            source[order],
+            sources,
+            edges,
+            self.halo,
+            self.device,
+            None if self.sources is None else self.nodes,
         )
         return ReverseGraph(turned, route.to(self.device), order)
 

@@ -6,7 +6,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import (
+    GCN2Conv,
+    GCNConv,
+    HANConv,
+    HGTConv,
+    MessagePassing,
+    SAGEConv,
+)
 
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.adapted_layers import REWRITTEN
@@ -14,6 +21,7 @@ from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
+from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
@@ -23,6 +31,8 @@ _MATRIX: dict[type, type] = {
     GCNConv: DistGCNConv,
     GCN2Conv: DistGCN2Conv,
     SAGEConv: DistSAGEConv,
+    HANConv: DistHANConv,
+    HGTConv: DistHGTConv,
     **REWRITTEN,
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data.storage import NodeStorage
 
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
@@ -40,9 +41,10 @@ class DistEmbedding(torch.nn.Module):
     Args:
         num_embeddings: n, the number of nodes.
         embedding_dim: dim.
-        like: says which rows are on which rank: a share of `pdc.partition`, its
-            `edge_index` or one of its row-sharded tensors, or a Mesh, whose ranks get
-            equal blocks (default: the mesh that `pdc.init` made last).
+        like: says which rows are on which rank: a share of `pdc.partition` (of a
+            HeteroData `share["author"]`), its `edge_index` or one of its row-sharded
+            tensors, or a Mesh, whose ranks get equal blocks (default: the mesh that
+            `pdc.init` made last).
         sparse: whether gradients of minibatches are sparse tensors, for optimizers that
             take these; steps then cost what the minibatch touches, not n_i.
         device: of the table (default: that of `like`, or of the mesh).
@@ -278,22 +280,39 @@ def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
 
 
 def _mesh_of(like: Any) -> Mesh:
-    edge_index = getattr(like, "edge_index", like)
     if isinstance(like, Mesh):
         return like
-    rows = edge_index.nodes if isinstance(edge_index, DistEdgeIndex) else like.rows
-    return rows.mesh  # type: ignore[no-any-return]
+    rows = _rows_in(like)
+    assert rows is not None
+    return rows.mesh
+
+
+def _rows_in(like: Any) -> Rows | None:
+    """Returns the rows that a share, its edges or one of its tensors has, if any."""
+    edge_index = getattr(like, "edge_index", like)
+    if isinstance(edge_index, DistEdgeIndex):
+        return edge_index.nodes
+    if isinstance(like, RowShardedTensor):
+        return like.rows
+    if not isinstance(like, NodeStorage):
+        return None
+    for value in like.values():
+        if isinstance(value, RowShardedTensor):
+            return value.rows
+    for store in getattr(like._parent(), "edge_stores", ()):
+        edges = store.get("edge_index")
+        if isinstance(edges, DistEdgeIndex) and like._key == store._key[-1]:
+            return edges.nodes
+        if isinstance(edges, DistEdgeIndex) and like._key == store._key[0]:
+            return edges.sources
+    return None
 
 
 def _rows_of(like: Any, total: int) -> Rows:
     if isinstance(like, Mesh):
         return Rows.blocks(total, like)
-    edge_index = getattr(like, "edge_index", like)
-    if isinstance(edge_index, DistEdgeIndex):
-        rows = edge_index.nodes
-    elif isinstance(like, RowShardedTensor):
-        rows = like.rows
-    else:
+    rows = _rows_in(like)
+    if rows is None:
         raise TypeError(
             "like says which rank holds which rows: a share of pdc.partition, its "
             "edge_index, a row-sharded tensor of it, or a Mesh; got a "

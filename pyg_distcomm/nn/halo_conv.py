@@ -14,12 +14,13 @@ from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, coo_of
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
+from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -149,12 +150,18 @@ def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     found = [x for x in found if x.rows.partition is not None and not x.reads_local]
     if not found:
         return args, kwargs
-    nodes = found[0].rows
-    spread = [_spread(v, nodes) for v in args]
-    return spread, {name: _spread(v, nodes) for name, v in kwargs.items()}
+    rows = found[0].rows, found[0].rows
+    for pair in values:  # of two node types
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:
+            if all(isinstance(x, DistTensor) for x in pair):
+                rows = pair[1].rows, pair[0].rows
+    nodes, sources = rows
+    ends = nodes, None if sources.same_as(nodes) else sources
+    spread = [_spread(v, *ends) for v in args]
+    return spread, {name: _spread(v, *ends) for name, v in kwargs.items()}
 
 
-def _spread(value: Any, nodes: Rows) -> Any:
+def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
     if not isinstance(value, Tensor):
         if not hasattr(value, "coo"):  # as a SparseTensor of torch-sparse has it
             return value
@@ -163,7 +170,7 @@ def _spread(value: Any, nodes: Rows) -> Any:
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
     if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):
-        return DistEdgeIndex.cut(value, nodes)
+        return DistEdgeIndex.cut(value, nodes, sources)
     return value
 
 
@@ -284,6 +291,11 @@ def _check(
             f"{name} has explain={conv.explain} and decomposed_layers="
             f"{conv.decomposed_layers}; explain it, or decompose it, on one process"
         )
+    if edge_index.topology.sources is not None and vars(conv).get("add_self_loops"):
+        raise ValueError(
+            f"set add_self_loops=False of {name}: its edges go from one node type to "
+            "another, where no edge is a loop"
+        )
     if given.get("size") is not None:
         raise ValueError(f"leave size out of {name}: the edge_index knows its nodes")
 
@@ -316,19 +328,20 @@ def _argument(
     if isinstance(value, (tuple, list)) and any(
         isinstance(v, DistTensor) for v in value
     ):
-        source, target = value
-        if target is not None:
-            edge_index.check_nodes(target, f"{name}[1]")
-        edge_index.check_nodes(source, f"{name}[0]")
-        target = (
-            target
-            if target is None
-            else LayerTensor.wrap(target.to_local().contiguous(), target.rows)
+        # a pair is (where edges start, where they end), messages go the other way or not
+        ends = visit.sources, visit.nodes
+        ends = ends if visit.source == 0 else ends[::-1]
+        source, target = (
+            None
+            if part is None
+            else LayerTensor.wrap(
+                edge_index.check_nodes(part, f"{name}[{k}]", ends[k]), ends[k]
+            )
+            for k, part in enumerate(value)
         )
-        early = visit.source == 0 and not visit.late
-        if early:
-            return visit.ghosted(source), target
-        return LayerTensor.wrap(source.to_local().contiguous(), source.rows), target
+        if source is None or visit.source == 1 or visit.late:
+            return source, target
+        return visit.ghosted(source), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
@@ -337,6 +350,11 @@ def _argument(
         return carry(LayerTensor.wrap(local, edge_index.edges))
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
+    if visit.sources is not visit.nodes:
+        raise TypeError(
+            f"give {type(conv).__name__} a pair ({name}_source, {name}_target): its edges "
+            "go from one node type to another"
+        )
     value = LayerTensor.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
     # a pair is (where edges start, where they end), so only one way can be ghosted early
     early = visit.source == 0 and not visit.late and _takes_pair(conv, name)

@@ -37,6 +37,7 @@ from pyg_distcomm.nn.index_guard import (
     Scene,
     Sources,
     Targets,
+    gids_of,
 )
 from pyg_distcomm.nn.patched_functions import STAND_INS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -75,15 +76,16 @@ class HaloVisit:
         self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
+        self.sources = topology.source_rows
         self.source = 0 if conv.flow == "source_to_target" else 1
-        scene = type(conv).__name__, self.nodes, self.here, self.source
+        scene = type(conv).__name__, self.nodes, self.sources, self.here, self.source
         self.scene = Scene(*scene, self.degrees)
         ends = [self.here.source_lid, self.here.target_lid]
         local = torch.stack(ends if self.source == 0 else ends[::-1])
         self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
         overlap: Any = GhostMeshGuard(self.nodes.mesh, self.scene.layer)
         # one more in total: never taken for the rows of own nodes, not even on one rank
-        total = self.nodes.total + 1
+        total = self.sources.total + 1
         self.both = Rows(self.all_gid, total, overlap, None, whole=False)
         self.calls: list[_Call] = []
         self.most: int | None = None
@@ -126,19 +128,21 @@ class HaloVisit:
         if isinstance(value, LocalIndexGuard):
             return self._edges_of(value)
         if isinstance(value, DistTensor) and value.rows is self.both:
-            return DistTensor.wrap(value.to_local()[: len(self.nodes)], self.nodes)
+            return DistTensor.wrap(value.to_local()[: len(self.sources)], self.sources)
         if isinstance(value, LayerTensor):
             return DistTensor.wrap(value.to_local(), value.rows)
         return value
 
     def _edges_of(self, value: LocalIndexGuard) -> Tensor:
         """Returns edges, or one end of each, with ids of nodes."""
-        gid = self.all_gid.to(value.device)[value.plain()]
+        gid = gids_of(value)
         rows = rows_of_edges(value.rows.gid, value.rows.total, self.nodes)
         if not value.rows.whole:
             rows = replace(rows, whole=False, known=value.rows.known)
         if value.dim() == 1:
             return DistTensor.wrap(gid, rows)
+        if self.sources is not self.nodes:
+            return DistEdgeIndex.build(gid, self.nodes, rows, sources=self.sources)
         ends = DistTensor.wrap(gid[0], rows), DistTensor.wrap(gid[1], rows)
         return DistEdgeIndex.of_ends(*ends)
 
@@ -264,8 +268,8 @@ class HaloVisit:
     def _source(self, layer: MessagePassing, verb: str, name: str, value: Any) -> Any:
         if value is None:
             return None
-        value = self._cut(value)
-        local = self._rows_of_nodes(name, value)
+        value = self._cut(value, self.sources)
+        local = self._rows_of_nodes(name, value, self.sources)
         if layer.node_dim % local.dim() != 0:
             raise ValueError(
                 f"{self.scene.layer} has its nodes in dim {layer.node_dim} of a tensor "
@@ -304,22 +308,24 @@ class HaloVisit:
     def _target(self, name: str, value: Any) -> Any:
         if value is None:
             return None
-        return self._rows_of_nodes(name, self._cut(value))[: len(self.nodes)]
+        value = self._cut(value, self.nodes)
+        return self._rows_of_nodes(name, value, self.nodes)[: len(self.nodes)]
 
-    def _cut(self, value: Any) -> Any:
+    def _cut(self, value: Any, nodes: Rows) -> Any:
         """Returns the rows here of an ordinary tensor that has a row for every node."""
         whole = isinstance(value, Tensor) and not isinstance(
             value, (RowShardedTensor, LocalIndexGuard)
         )
-        if not whole or not value.dim() or value.size(0) != self.nodes.total:
+        if not whole or not value.dim() or value.size(0) != nodes.total:
             return value
-        value = meet(value, self.nodes.mesh) if value.is_leaf else value
-        return LayerTensor.wrap(value[self.nodes.gid.to(value.device)], self.nodes)
+        value = meet(value, nodes.mesh) if value.is_leaf else value
+        return LayerTensor.wrap(value[nodes.gid.to(value.device)], nodes)
 
-    def _rows_of_nodes(self, name: str, value: Any) -> Tensor:
+    def _rows_of_nodes(self, name: str, value: Any, nodes: Rows) -> Tensor:
         """The local rows of a tensor that propagate looks up by node."""
         rows = value.rows if isinstance(value, DistTensor) else None
-        if rows is None or not (rows is self.both or rows.same_as(self.nodes)):
+        ghosted = rows is self.both and nodes is self.sources
+        if rows is None or not (ghosted or rows.same_as(nodes)):
             kind = f"cut as {rows}" if rows else f"a {type(value).__name__}"
             raise TypeError(
                 f"{self.scene.layer} looks up {name} by node, but it is {kind}; it must "

@@ -52,6 +52,7 @@ class Scene:
 
     layer: str
     nodes: Rows
+    sources: Rows  # the nodes, unless edges come from another type
     here: LocalGraph
     source: int  # which row of edge_index holds the sources
     link: Callable[[], Link | None]  # of one exchange of degrees; see `HaloVisit.exact`
@@ -289,13 +290,22 @@ def _by_gid(tree: Any) -> Any:
     """Returns arguments with ids of nodes in the place of local numbers."""
 
     def by_gid(value: Any) -> Any:
-        if not isinstance(value, LocalIndexGuard):
-            return value
-        here, nodes = value.scene.here, value.scene.nodes
-        gid = torch.cat([nodes.gid, here.ghost_gid.to(nodes.gid.device)])
-        return gid.to(value.device)[value.plain()]
+        return gids_of(value) if isinstance(value, LocalIndexGuard) else value
 
     return tree_map(by_gid, tree)
+
+
+def gids_of(value: LocalIndexGuard) -> Tensor:
+    """Returns the ids of nodes, each of its own type, in the place of local numbers."""
+    scene, lid = value.scene, value.plain()
+    source = torch.cat([scene.sources.gid, scene.here.ghost_gid.cpu()]).to(lid.device)
+    target = scene.nodes.gid.to(lid.device)
+    if isinstance(value, Sources):
+        return source[lid]
+    if isinstance(value, Targets):
+        return target[lid]
+    ends = [source[lid[scene.source]], target[lid[1 - scene.source]]]
+    return torch.stack(ends if scene.source == 0 else ends[::-1])
 
 
 def _bare(tree: Any) -> Any:

@@ -18,6 +18,8 @@ from pyg_distcomm.nn.adapted_layers import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
 from pyg_distcomm.nn.halo_conv import HaloExecution
+from pyg_distcomm.nn.hetero_layers import DistHANConv as HANConv
+from pyg_distcomm.nn.hetero_layers import DistHGTConv as HGTConv
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as SAGEConv
 
 __all__ = [
@@ -176,15 +178,7 @@ class DistGravNetConv(HaloExecution, pyg.GravNetConv):
     pass
 
 
-class DistHANConv(HaloExecution, pyg.HANConv):
-    pass
-
-
 class DistHEATConv(HaloExecution, pyg.HEATConv):
-    pass
-
-
-class DistHGTConv(HaloExecution, pyg.HGTConv):
     pass
 
 
@@ -315,9 +309,7 @@ GatedGraphConv = DistGatedGraphConv
 GeneralConv = DistGeneralConv
 GraphConv = DistGraphConv
 GravNetConv = DistGravNetConv
-HANConv = DistHANConv
 HEATConv = DistHEATConv
-HGTConv = DistHGTConv
 HypergraphConv = DistHypergraphConv
 LEConv = DistLEConv
 LGConv = DistLGConv

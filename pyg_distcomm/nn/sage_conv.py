@@ -69,6 +69,7 @@ class DistSAGEConv(SAGEConv):
     @eagerly
     def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
         known = self.aggr in ("mean", "sum", "add")
+        known = known and edge_index.topology.sources is None
         if not known or not is_product(self, SAGEConv, self.lin_l):
             return through_halo(self, self.link, super().forward, x, edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)

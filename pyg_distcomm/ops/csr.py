@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -236,3 +236,17 @@ class Links:
         """Returns the same exchanges on another device."""
         every = (self.ghost, self.out, self.sums, self.far)
         return Links(*(link.to(device) for link in every))
+
+
+def coo_of(adj: Any) -> tuple[Tensor, Tensor | None]:
+    """Returns the edges of a sparse adjacency, rows being targets, and their weights.
+
+    Args:
+        adj: `[n, n]`, of torch.sparse in any layout, or torch-sparse's SparseTensor.
+    """
+    if isinstance(adj, Tensor):
+        coo = adj.to_sparse_coo()
+        coo = coo if coo.is_coalesced() else coo.coalesce()
+        return coo.indices().flip(0), coo.values()
+    row, col, value = adj.coo()
+    return torch.stack([col, row]), value

@@ -75,6 +75,7 @@ def cut(
     order: str = "degree",
     refine: bool = False,
     grid: Grid | None = None,
+    kinds: Tensor | None = None,
 ) -> Partition:
     """Partitions the nodes of a graph; the same arguments give the same result.
 
@@ -93,6 +94,8 @@ def cut(
     order      of "ldg": "degree" (highest first), "bfs" or "random"
     refine     lower what the busiest rank sends and receives, by `refine_partition`
     grid       (r, s, p) of the ranks, for "permutation" and for `refine`
+    kinds      [num_nodes], the number of each node's type; "ldg" and "metis" spread the nodes
+               of each type, too
 
     No part is empty where there are as many nodes as parts (but in a given vector).
     Raises ValueError or TypeError for an edge_index that `check_edge_index` refuses,
@@ -108,12 +111,21 @@ def cut(
         found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
     else:
         train = train_vector(train_mask, num_nodes)
-        found = _cut(method, edge_index, num_parts, train, seed, balance, order)
+        loads = train if kinds is None else _with_kinds(train, kinds)
+        found = _cut(method, edge_index, num_parts, loads, seed, balance, order)
     if not refine:
         return found
     limit = max(balance, BALANCE)
     return refine_partition(
         edge_index, found, train_mask=train_mask, balance=limit, grid=grid
+    )
+
+
+def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
+    """Returns loads `[n, 1 + kinds]`: train nodes, and the nodes of each type."""
+    number = kinds.cpu().numpy()
+    return np.column_stack(
+        [train, np.eye(int(number.max()) + 1, dtype=np.int64)[number]]
     )
 
 
@@ -152,7 +164,7 @@ def _cut(
     balance: float,
     order: str,
 ) -> Partition:
-    num_nodes = train.size
+    num_nodes = len(train)
     if method == "random":
         owner = np.random.default_rng(seed).permutation(_runs(num_nodes, num_parts))
         return Partition.from_owner(owner, num_parts)
@@ -180,8 +192,9 @@ def ldg(
 
         part(v) = argmax_p |N(v) in p| * room(p),   room = min_c 1 - load_c(p) / cap_c
 
-    over three loads c: nodes (never above max(ceil(n/P), balance * n/P)), in-edges and
-    train nodes (above their caps only where no other part has a neighbour or room).
+    over loads c: nodes (never above max(ceil(n/P), balance * n/P)), in-edges, train nodes,
+    and nodes of each type (above their caps only where no other part has a neighbour or
+    room).
     Streams again from the last pass's parts, keeps the best, then moves single nodes
     while the cut falls. Time: linear in nodes and edges, a pass.
 
@@ -189,7 +202,7 @@ def ldg(
     [Nishimura13]; the in-edge and train loads, and the moves at the end, are ours.
     """
     loops = _loops()
-    num_nodes = train.size
+    num_nodes = len(train)
     csr = symmetric_csr(edge_index, num_nodes)
     weight = node_weights(edge_index, train)
     capacity = capacities(weight, num_parts, balance)
@@ -223,14 +236,14 @@ def metis(
     """
     pymetis: Any = _pymetis()
     dtype = pymetis.zero_copy_dtype()
-    csr = symmetric_csr(edge_index, train.size)
-    if max(csr[1].size, 20 * train.size) > np.iinfo(dtype).max:
+    csr = symmetric_csr(edge_index, len(train))
+    if max(csr[1].size, 20 * len(train)) > np.iinfo(dtype).max:
         raise ValueError(
-            f"{train.size} nodes and {csr[1].size} links are too many for pymetis, "
+            f"{len(train)} nodes and {csr[1].size} links are too many for pymetis, "
             f"which counts in {np.dtype(dtype)}; cut with method='ldg'"
         )
     weight = node_weights(edge_index, train)
-    mean = np.maximum(weight.mean(0), 1 / train.size)
+    mean = np.maximum(weight.mean(0), 1 / len(train))
     work = (weight / mean)[:, :2].sum(1)
     _, parts = pymetis.part_graph(
         num_parts,

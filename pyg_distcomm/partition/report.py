@@ -183,10 +183,15 @@ def train_vector(train_mask: Tensor | None, num_nodes: int) -> np.ndarray:
 
 
 def node_weights(edge_index: Tensor, train: np.ndarray) -> np.ndarray:
-    """Returns [n, 3]: what each node adds to the nodes, in-edges and train nodes."""
+    """Returns [n, 2 + c]: what each node adds to the nodes, in-edges and further loads.
+
+    Args:
+        edge_index: of the graph.
+        train: train nodes `[n]`, 0 or 1, or further loads `[n, c]`, that of train nodes first.
+    """
     target = plain_edges(edge_index[1]).cpu()
-    in_degree = torch.bincount(target, minlength=train.size).numpy()
-    return np.stack([np.ones_like(train), in_degree, train], axis=1)
+    in_degree = torch.bincount(target, minlength=len(train)).numpy()
+    return np.column_stack([np.ones(len(train), np.int64), in_degree, train])
 
 
 def capacities(weight: np.ndarray, num_parts: int, balance: float) -> np.ndarray:

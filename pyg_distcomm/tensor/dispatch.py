@@ -33,7 +33,13 @@ from pyg_distcomm.tensor.row_sharded import (
     tree_map,
     unsupported_op,
 )
-from pyg_distcomm.tensor.shape_ops import SHAPING, UnsupportedOp, multiplied, transposed
+from pyg_distcomm.tensor.shape_ops import (
+    SHAPING,
+    Stacked,
+    UnsupportedOp,
+    multiplied,
+    transposed,
+)
 
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -318,6 +324,8 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
             and rows.stacked is not None
         ):
             return rows.stacked(*(args[0] if args else kwargs["tensors"]))
+        if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
+            return Stacked.of(list(args[0] if args else kwargs["tensors"]))
         args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
     if name in _SIZED:
         args = (first, *sizes.with_local_size(first, args[1:]))

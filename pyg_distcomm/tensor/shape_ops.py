@@ -264,6 +264,73 @@ class Transposed(torch.Tensor):
         raise unsupported_op(f"{name}() of a transposed row-sharded matrix")
 
 
+@eager
+class Stacked(torch.Tensor):
+    """`torch.stack([x, y, ...])` of row-sharded tensors `[n, f]`: `[k, n, f]`.
+
+    Reductions over dim 0, as `HeteroConv` makes them, are row-sharded again, `[n, f]`, and
+    so is each of the k tensors. Everything else is refused; stack along dim 1 for that.
+    """
+
+    x: RowShardedTensor  # [n, k, f]
+    _spread = True
+
+    @staticmethod
+    def of(tensors: list[Any]) -> Stacked:
+        """Stacks tensors that are cut alike."""
+        x: Any = torch.stack(tensors, dim=1)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = x.as_subclass(torch.Tensor).transpose(0, 1).as_subclass(Stacked)
+        out.x = x
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Reduces over dim 0, and refuses the rest by name."""
+        name, kwargs = base_name(func), dict(kwargs or {})
+        whole = args[0] if args and isinstance(args[0], Stacked) else None
+        if whole is not None and name in _OVER_STACKS:
+            dims = kwargs.pop(
+                "dim", kwargs.pop("axis", args[1] if len(args) > 1 else None)
+            )
+            dims = (
+                dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else dims
+            )
+            if (
+                dims in (0, -whole.x.dim())
+                and not kwargs.get("keepdim")
+                and len(args) < 3
+            ):
+                return getattr(torch, name)(whole.x, dim=1, **kwargs)
+        elif (
+            whole is not None
+            and name == "unbind"
+            and not any((*args[1:], *kwargs.values()))
+        ):
+            return whole.x.unbind(1)
+        elif whole is not None and name == "getitem" and type(args[1]) is int:
+            return whole.x[:, args[1]]
+        elif whole is not None and name in SIZES:
+            n, k, *rest = whole.x.shape
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            shape = torch.Size((k, n, *rest))
+            if name == "len" or (name == "size" and dim is not None):
+                return shape[dim or 0]
+            return shape if name in ("shape", "size") else shape.numel()
+        elif name in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        raise unsupported_op(f"{name}() of row-sharded tensors stacked along dim 0")
+
+    def __iter__(self) -> Any:
+        return iter(self.x.unbind(1))
+
+
+_OVER_STACKS = frozenset("sum mean max min amax amin prod logsumexp".split())
+
+
 def transposed(name: str, args: Any, kwargs: Any) -> Any:
     """Returns the transpose of a row-sharded matrix, or None if its rows stay here."""
     x = args[0]

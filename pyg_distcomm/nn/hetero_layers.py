@@ -1,0 +1,254 @@
+"""Distributes PyG's layers that take all relations of a HeteroData at once: HGT and HAN.
+
+`HeteroConv` and `to_hetero` need nothing of their own: each relation has a layer, which
+is converted as any other. These two mix relations within a layer, so that their sums over
+the in-edges of a node are taken over all relations here. On ordinary inputs they are
+PyG's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric.utils import scatter, softmax
+
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import LocalGraph
+from pyg_distcomm.halo.compressed import LayerExchange
+from pyg_distcomm.halo.link import NAMES
+from pyg_distcomm.nn.halo_conv import HaloExecution
+from pyg_distcomm.nn.layer_context import LayerContext
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.row_sharded import eagerly
+
+
+def _spread(edge_index_dict: Any) -> bool:
+    """Tells whether a layer is given the edges of a partition."""
+    kinds = {isinstance(e, DistEdgeIndex) for e in edge_index_dict.values()}
+    if kinds == {True, False}:
+        raise TypeError(
+            "some edge types are spread over ranks and others are not: take all of them "
+            "from one pdc.partition"
+        )
+    return kinds == {True}
+
+
+class _Relation:
+    """The edges of one relation in a run of a layer, and how its rows travel."""
+
+    def __init__(self, layer: Any, key: Any, edges: Any) -> None:
+        mesh = edges.nodes.mesh
+        name = type(layer).__name__
+        if mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{name} runs by halo exchange, on grids (P, 1, 1), but the mesh is "
+                f"{mesh.grid}; use pdc.init('1d')"
+            )
+        if layer.flow != "source_to_target" or layer.aggr != "add":
+            raise ValueError(
+                f"{name} runs distributed with flow='source_to_target' and aggr='add', got "
+                f"{layer.flow!r} and {layer.aggr!r}"
+            )
+        self.source, _, self.target = key
+        self.edges, self.mesh = edges, mesh
+        self.here: LocalGraph = edges.topology.locals
+        context = LayerContext.of(layer, layer.link, edges)
+        self.exchange: LayerExchange | None = (
+            context.exchange() if context.is_coded else None
+        )
+
+    def fetched(self, x: Tensor, number: int, exact: str = "") -> Tensor:
+        """Returns own and ghost rows `[m + h, ...]` of own sources.
+
+        Args:
+            x: own rows `[m, ...]`.
+            number: which exchange of the call it is.
+            exact: why they must be exact and prompt whatever the link; "" if they need not.
+        """
+        call, link = self.exchange, None
+        if call is not None:
+            call = call.whole(exact) if exact else call
+            link = call.wrap(self.here.halo, len(NAMES) + number)
+        return self.here.with_ghosts(x.contiguous(), link)
+
+
+class DistHGTConv(HaloExecution, pyg.HGTConv):
+    r"""PyG's HGTConv [Hu20], on a HeteroData that is spread over ranks.
+
+        alpha_e = softmax over the in-edges of i, of all relations r:
+                  (q_i . K_r k_j) p_r / sqrt(D),     z_i = sum_e alpha_e V_r v_j
+
+    Takes the arguments of `torch_geometric.nn.HGTConv`, and has its `state_dict`.
+
+    Shapes (this rank; types t): x_dict[t] `[n_t, F_t]` DistTensor, edge_index_dict[r]
+    `[2, e_r]` DistEdgeIndex -> [t] `[n_t, F_out]` DistTensor.
+    Price, of each relation: `halo.price(min(F_t, 2 F_out))`, and its transpose backward:
+    features of ghosts travel, or keys and values where these are narrower. Over a link
+    keys are exact, as attention is made from them, and values are coded.
+
+    Raises:
+        ValueError: on grids other than (P, 1, 1).
+    """
+
+    def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        """Runs the layer."""
+        if not _spread(edge_index_dict):
+            return super().forward(x_dict, edge_index_dict)
+        return self._spread_forward(x_dict, edge_index_dict)
+
+    @eagerly
+    def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
+        kqv = self.kqv_lin(x_dict)
+        scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
+        values: dict[str, list[Tensor]] = {key: [] for key in mixed}
+        targets: dict[str, list[Tensor]] = {key: [] for key in mixed}
+        for key, edges in edge_index_dict.items():
+            relation = _Relation(self, key, edges)
+            score, value = self._messages(key, relation, x_dict, kqv)
+            scores[relation.target].append(score)
+            values[relation.target].append(value)
+            targets[relation.target].append(relation.here.target_lid)
+        out = {}
+        for key, rows in mixed.items():
+            if targets[key]:
+                index = torch.cat(targets[key])
+                alpha = softmax(torch.cat(scores[key]), index, num_nodes=len(rows))
+                message = torch.cat(values[key]) * alpha.unsqueeze(-1)
+                local = scatter(message, index, 0, len(rows), "sum").flatten(1)
+            else:
+                local = kqv[key].to_local().new_zeros(len(rows), self.out_channels)
+            out[key] = DistTensor.wrap(local, rows)
+        found = self.out_lin({key: F.gelu(z) for key, z in out.items()})
+        for key, z in found.items():
+            if z.size(-1) == x_dict[key].size(-1):
+                share = self.skip[key].sigmoid()
+                z = share * z + (1 - share) * x_dict[key]
+            out[key] = z
+        return out
+
+    def _messages(
+        self, key: Any, relation: _Relation, x_dict: Any, kqv: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the score `[e, H]` and the value `[e, H, D]` of each edge."""
+        heads, width = self.heads, self.out_channels
+        depth, mesh = width // heads, relation.mesh
+        lin, x = self.kqv_lin.lins[relation.source], x_dict[relation.source]
+        own = kqv[relation.source].to_local()
+        if relation.exchange is not None:
+            k = relation.fetched(own[:, :width], 0, "attention depends on it")
+            v = relation.fetched(own[:, 2 * width :], 1)
+        elif x.size(-1) > 2 * width:
+            narrow = torch.cat([own[:, :width], own[:, 2 * width :]], 1)
+            k, v = relation.fetched(narrow, 0).split(width, 1)
+        else:
+            local = x.to_local()
+            ghosts = relation.fetched(local, 0)[len(local) :]
+            weight, bias = meet(lin.weight, mesh), meet(lin.bias, mesh)
+            ghosts = F.linear(ghosts, weight, bias)
+            k = torch.cat([own[:, :width], ghosts[:, :width]])
+            v = torch.cat([own[:, 2 * width :], ghosts[:, 2 * width :]])
+        types, number = len(self.edge_types), self.edge_types_map[key]
+        chosen = torch.arange(heads, device=k.device) * types + number
+        k, v = (
+            torch.einsum(
+                "nhd,hdc->nhc", z.view(-1, heads, depth), meet(w, mesh)[chosen]
+            )
+            for z, w in ((k, self.k_rel.weight), (v, self.v_rel.weight))
+        )
+        q = kqv[relation.target].to_local()[:, width : 2 * width]
+        here, scale = relation.here, meet(self.p_rel["__".join(key)], mesh)
+        q = q.reshape(-1, heads, depth).index_select(0, here.target_lid)
+        score = (q * k.index_select(0, here.source_lid)).sum(-1) * scale
+        return score / math.sqrt(depth), v.index_select(0, here.source_lid)
+
+
+class DistHANConv(HaloExecution, pyg.HANConv):
+    r"""PyG's HANConv [Wang19], on a HeteroData that is spread over ranks.
+
+    Attention over the in-edges of each relation, and over relations by their mean scores
+    of all nodes, which the ranks sum. Takes the arguments of `torch_geometric.nn.HANConv`,
+    and has its `state_dict`.
+
+    Shapes (this rank; types t): x_dict[t] `[n_t, F_t]` DistTensor, edge_index_dict[r]
+    `[2, e_r]` DistEdgeIndex -> [t] `[n_t, F_out]` DistTensor, or None for a type without
+    in-edges.
+    Price: of each relation `halo.price(F_out)` and its transpose backward, and over a
+    link H words more, for exact attention; of each type an all-reduce of F_out words a
+    relation.
+
+    Raises:
+        ValueError: on grids other than (P, 1, 1).
+    """
+
+    def forward(
+        self,
+        x_dict: Any,
+        edge_index_dict: Any,
+        return_semantic_attention_weights: bool = False,
+    ) -> Any:
+        """Runs the layer."""
+        wanted = return_semantic_attention_weights
+        if not _spread(edge_index_dict):
+            return super().forward(x_dict, edge_index_dict, wanted)
+        out, attention = self._spread_forward(x_dict, edge_index_dict)
+        return (out, attention) if wanted else out
+
+    @eagerly
+    def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        projected = {key: self.proj[key](x) for key, x in x_dict.items()}
+        found: dict[str, list[Any]] = {key: [] for key in x_dict}
+        for key, edges in edge_index_dict.items():
+            relation = _Relation(self, key, edges)
+            local = self._attended(key, relation, projected)
+            out = DistTensor.wrap(local, projected[relation.target].rows)
+            found[relation.target].append(out.relu())
+        attention: dict[str, Any] = {}
+        for key, outs in found.items():
+            found[key], attention[key] = self._grouped(outs)
+        return found, attention
+
+    def _attended(self, key: Any, relation: _Relation, projected: Any) -> Tensor:
+        """Returns the sums of one relation `[n, F_out]`, weighted by attention."""
+        here, mesh = relation.here, relation.mesh
+        shape = -1, self.heads, self.out_channels // self.heads
+        name = "__".join(key)
+        weight, own_weight = (
+            meet(part[name], mesh) for part in (self.lin_src, self.lin_dst)
+        )
+        x = projected[relation.source].to_local()
+        own = projected[relation.target].to_local()
+        rows = relation.fetched(x, 0)
+        shaped = rows.view(shape)
+        if relation.exchange is None:
+            alpha = (shaped * weight).sum(-1)
+        else:
+            alpha = (x.view(shape) * weight).sum(-1)
+            alpha = relation.fetched(alpha, 1, "attention depends on it")
+        near = (own.view(shape) * own_weight).sum(-1)
+        score = alpha.index_select(0, here.source_lid)
+        score = score + near.index_select(0, here.target_lid)
+        score = F.leaky_relu(score, self.negative_slope)
+        score = softmax(score, here.target_lid, num_nodes=here.num_own)
+        score = DistTensor.wrap(score, relation.edges.edges)  # dropped by their edges
+        kept: Any = F.dropout(score, self.dropout, self.training)
+        kept = kept.to_local().unsqueeze(-1)
+        message = shaped.index_select(0, here.source_lid) * kept
+        return scatter(message, here.target_lid, 0, here.num_own, "sum").flatten(1)
+
+    def _grouped(self, outs: list[Any]) -> tuple[Any, Any]:
+        """Returns the sum over relations, weighted by attention over them."""
+        if not outs:
+            return None, None
+        if outs[0].rows.total == 0:
+            return outs[0], None
+        every = torch.stack(outs, dim=1)
+        scores = torch.tanh(self.k_lin(every)).mean(dim=0)
+        attention = F.softmax((self.q * scores).sum(-1), dim=0)
+        return (attention.view(1, -1, 1) * every).sum(dim=1), attention
