@@ -291,7 +291,13 @@ def _check(
             f"{name} has explain={conv.explain} and decomposed_layers="
             f"{conv.decomposed_layers}; explain it, or decompose it, on one process"
         )
-    if edge_index.topology.sources is not None and vars(conv).get("add_self_loops"):
+    two_types = edge_index.topology.sources is not None
+    if two_types and conv.flow != "source_to_target":
+        raise ValueError(
+            f"{name} has flow={conv.flow!r}, by which PyG takes no edges between two node "
+            "types; flip them, edge_index.flip(0), and leave flow out"
+        )
+    if two_types and vars(conv).get("add_self_loops"):
         raise ValueError(
             f"set add_self_loops=False of {name}: its edges go from one node type to "
             "another, where no edge is a loop"
@@ -328,9 +334,8 @@ def _argument(
     if isinstance(value, (tuple, list)) and any(
         isinstance(v, DistTensor) for v in value
     ):
-        # a pair is (where edges start, where they end), messages go the other way or not
+        # to PyG's templates a pair is (sources, targets) of messages, whatever the flow
         ends = visit.sources, visit.nodes
-        ends = ends if visit.source == 0 else ends[::-1]
         source, target = (
             None
             if part is None

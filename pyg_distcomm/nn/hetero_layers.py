@@ -90,7 +90,8 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
     `[2, e_r]` DistEdgeIndex -> [t] `[n_t, F_out]` DistTensor.
     Price, of each relation: `halo.price(min(F_t, 2 F_out))`, and its transpose backward:
     features of ghosts travel, or keys and values where these are narrower. Over a link
-    keys are exact, as attention is made from them, and values are coded.
+    keys are exact, as attention is made from them, and values are coded; features, where
+    F_t <= F_out, are fewer words than exact keys, and exact.
 
     Raises:
         ValueError: on grids other than (P, 1, 1).
@@ -141,7 +142,8 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         depth, mesh = width // heads, relation.mesh
         lin, x = self.kqv_lin.lins[relation.source], x_dict[relation.source]
         own = kqv[relation.source].to_local()
-        if relation.exchange is not None:
+        coded = relation.exchange is not None
+        if coded and x.size(-1) > width:
             k = relation.fetched(own[:, :width], 0, "attention depends on it")
             v = relation.fetched(own[:, 2 * width :], 1)
         elif x.size(-1) > 2 * width:
@@ -149,7 +151,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             k, v = relation.fetched(narrow, 0).split(width, 1)
         else:
             local = x.to_local()
-            ghosts = relation.fetched(local, 0)[len(local) :]
+            ghosts = relation.fetched(local, 0, "attention depends on it")[len(local) :]
             weight, bias = meet(lin.weight, mesh), meet(lin.bias, mesh)
             ghosts = F.linear(ghosts, weight, bias)
             k = torch.cat([own[:, :width], ghosts[:, :width]])

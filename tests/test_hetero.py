@@ -1,0 +1,433 @@
+"""The full graph of a HeteroData, spread over ranks: each case equals single-process PyG."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import tiers
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from torch_geometric import transforms
+from torch_geometric.data import HeteroData
+
+import pyg_distcomm as pdc
+import pyg_distcomm.nn as dist
+from pyg_distcomm.partition.cutters import cut
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
+
+
+def graph(features=True):
+    """A graph with teeth: an empty relation, few edges, loops, repeats, types of few nodes."""
+    g = torch.Generator().manual_seed(1)
+    data = HeteroData()
+    for name, count in COUNTS.items():
+        data[name].num_nodes = count
+        if features:
+            x = torch.randn(count, 4 + len(name), generator=g, dtype=torch.float64)
+            data[name].x = x
+    data["paper"].y = torch.randint(0, 3, (COUNTS["paper"],), generator=g)
+    data["paper"].train_mask = torch.rand(COUNTS["paper"], generator=g) < 0.6
+
+    def edges(source, target, count):
+        ends = COUNTS[source], COUNTS[target]
+        return torch.stack([torch.randint(0, n, (count,), generator=g) for n in ends])
+
+    for source, name, target, count in (
+        ("paper", "cites", "paper", 130),
+        ("author", "writes", "paper", 70),
+        ("paper", "written", "author", 70),
+        ("paper", "in", "venue", 3),
+        ("venue", "of", "paper", 0),
+        ("field", "has", "paper", 25),
+        ("author", "knows", "field", 9),
+    ):
+        data[source, name, target].edge_index = edges(source, target, count)
+        weight = torch.rand(count, 2, generator=g, dtype=torch.float64)
+        data[source, name, target].edge_attr = weight
+    return data
+
+
+def pair(make):
+    return lambda data: {kind: make() for kind in data.edge_types}
+
+
+LAYERS = {
+    "sage": lambda nn: nn.SAGEConv((-1, -1), 6),
+    "sage max": lambda nn: nn.SAGEConv((-1, -1), 6, aggr="max", normalize=True),
+    "sage project": lambda nn: nn.SAGEConv(
+        (-1, -1), 6, project=True, root_weight=False
+    ),
+    "gat": lambda nn: nn.GATConv((-1, -1), 3, heads=2, add_self_loops=False),
+    "gatv2": lambda nn: nn.GATv2Conv((-1, -1), 6, add_self_loops=False, edge_dim=2),
+    "transformer": lambda nn: nn.TransformerConv((-1, -1), 3, heads=2),
+    "graph": lambda nn: nn.GraphConv((-1, -1), 6),
+    "general": lambda nn: nn.GeneralConv((-1, -1), 6),
+    "cluster nodes": lambda nn: nn.LEConv((-1, -1), 6),
+}
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, data, kind, aggr, nn):
+        super().__init__()
+        widths = {name: COUNTS[name] for name in data.node_types}
+        assert widths
+        self.layers = torch.nn.ModuleList(
+            pyg.HeteroConv({t: LAYERS[kind](nn) for t in data.edge_types}, aggr=aggr)
+            for _ in range(2)
+        )
+        self.out = torch.nn.LazyLinear(3)
+        self.takes_attr = kind == "gatv2"
+
+    def forward(self, x, edge_index, edge_attr):
+        more = {"edge_attr_dict": edge_attr} if self.takes_attr else {}
+        for layer in self.layers:
+            x = {name: h.relu() for name, h in layer(x, edge_index, **more).items()}
+        return self.out(x["paper"].flatten(1))
+
+
+class Mixed(torch.nn.Module):
+    """HGT, or HAN, twice."""
+
+    def __init__(self, data, kind, width, nn):
+        super().__init__()
+        layer = {"hgt": nn.HGTConv, "han": nn.HANConv}[kind]
+        widths = {name: data[name].x.size(1) for name in data.node_types}
+        self.first = layer(widths, width, data.metadata(), heads=2)
+        self.second = layer(width, 6, data.metadata(), heads=3)
+        self.out = torch.nn.Linear(6, 3)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = {k: h for k, h in self.first(x, edge_index).items() if h is not None}
+        edge_index = {k: e for k, e in edge_index.items() if k[0] in x and k[2] in x}
+        return self.out(self.second(x, edge_index)["paper"])
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.first = nn.SAGEConv((-1, -1), 8)
+        self.second = nn.GATConv((-1, -1), 3, heads=2, add_self_loops=False)
+        self.out = pyg.Linear(-1, 3)
+
+    def forward(self, x, edge_index):
+        x = self.first(x, edge_index).relu()
+        return self.out(self.second(x, edge_index))
+
+
+class Lifted(torch.nn.Module):
+    def __init__(self, data, aggr, nn):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.lifted = pyg.to_hetero(Plain(nn), data.metadata(), aggr=aggr)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.lifted(x, edge_index)["paper"]
+
+
+def model_of(data, kind, option, nn=pyg):
+    torch.manual_seed(4)
+    if kind in ("hgt", "han"):
+        model = Mixed(data, kind, option, nn)
+    elif kind == "to_hetero":
+        model = Lifted(data, option, nn)
+    else:
+        model = Stack(data, kind, option, nn)
+    model = model.double()
+    with torch.no_grad():
+        torch.manual_seed(5)
+        model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+    return model
+
+
+def train(model, data, link=None, steps=3):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        out = model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+        mask = data["paper"].train_mask
+        loss = torch.nn.functional.cross_entropy(out[mask], data["paper"].y[mask])
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+        if link is not None:
+            link.step()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, grads, out
+
+
+def equal(kind, option, method, nn):
+    data = graph()
+    want = train(model_of(data, kind, option), data)
+    share = pdc.partition(data, worlds.mesh(), method)
+    model = model_of(data, kind, option, dist if nn == "swapped" else pyg)
+    got = train(model if nn == "swapped" else pdc.convert(model), share)
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
+    for name in got[1].keys() | want[1].keys():  # None for what nothing is made of
+        one, two = (
+            side[1].get(name, torch.tensor(0.0).double()) for side in (got, want)
+        )
+        torch.testing.assert_close(*torch.broadcast_tensors(one, two), **CLOSE)
+    torch.testing.assert_close(got[2].full_tensor(), want[2], **CLOSE)
+
+
+CASES = [
+    *((kind, "sum") for kind in LAYERS),
+    *(("sage", aggr) for aggr in ("mean", "max", "min", "cat")),
+    *(("to_hetero", aggr) for aggr in ("sum", "mean", "max")),
+    ("hgt", 16),
+    ("hgt", 2),  # keys and values narrower than features
+    ("han", 8),
+]
+DEFAULT = [("sage", "mean"), ("gatv2", "sum"), ("to_hetero", "max"), *CASES[-3:]]
+
+
+@tiers.parametrize("size", [1, 2, 3, 4], [3])
+@tiers.parametrize(("kind", "option"), CASES, DEFAULT)
+def test_training_equals_pyg(kind, option, size):
+    worlds.run(equal, size, kind, option, "random", "converted")
+
+
+@tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["gat"])
+def test_layers_of_this_package_need_no_conversion(kind):
+    option = {"hgt": 16, "han": 8}.get(kind, "sum")
+    worlds.run(equal, 2, kind, option, "metis", "swapped")
+
+
+def bytes_of_a_layer():
+    data, mesh = graph(), worlds.mesh()
+    share = pdc.partition(data, mesh, "random")
+    layer = pdc.convert(pyg.HeteroConv(pair(lambda: pyg.GraphConv((-1, -1), 5))(data)))
+    layer = layer.double()
+    with torch.no_grad():
+        layer(share.x_dict, share.edge_index_dict)
+        mesh.ledger.reset()
+        layer(share.x_dict, share.edge_index_dict)
+    want = 0
+    for key, edges in share.edge_index_dict.items():
+        here = edges.topology.locals
+        away = (data[key[0]].num_nodes, edges.sources.gid)
+        ghosts = set(edges.topology.source_gid.tolist()) - set(away[1].tolist())
+        assert len(ghosts) == len(here.ghost_gid)  # each row that is needed, once
+        want += here.halo.price(data[key[0]].x.size(1)).words
+    assert mesh.ledger.words() == want > 0
+
+
+def test_bytes_are_those_of_the_halos_of_all_relations():
+    worlds.run(bytes_of_a_layer, 3)
+
+
+def coded(kind, option, link):
+    data, mesh = graph(), worlds.mesh()
+    exact = pdc.partition(data, mesh, "random")
+    want = train(pdc.convert(model_of(data, kind, option)), exact, steps=6)
+    whole, words = link(0), []
+    share = pdc.partition(data, mesh, "random", link=whole)
+    mesh.ledger.reset()
+    got = train(pdc.convert(model_of(data, kind, option)), share, whole, steps=6)
+    words.append(mesh.ledger.bytes())
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
+    few = link(1)
+    share = pdc.partition(data, mesh, "random", link=few)
+    mesh.ledger.reset()
+    got = train(pdc.convert(model_of(data, kind, option)), share, few, steps=6)
+    words.append(mesh.ledger.bytes())
+    assert all(torch.isfinite(torch.tensor(got[0])))
+    assert got[0] != want[0]
+    assert words[1] < words[0]
+
+
+LINKS = {
+    "varco": lambda few: pdc.VARCO(
+        6, schedule=pdc.Fixed(4 if few else 1), exact_last=False
+    ),
+    "cast": lambda few: pdc.LinkPolicy(
+        pdc.halo.codecs.Quantise(2) if few else pdc.halo.codecs.Plain(),
+        exact_last=False,
+    ),
+}
+
+
+def with_link(name, kind, option):
+    coded(kind, option, LINKS[name])
+
+
+@tiers.parametrize(
+    ("kind", "option"), [("sage", "sum"), ("hgt", 2), ("han", 8)], [("hgt", 2)]
+)
+def test_each_relation_goes_by_the_link(kind, option):
+    worlds.run(with_link, 2, "cast", kind, option)
+
+
+def edges_between_types():
+    data = graph()
+    share = pdc.partition(data, worlds.mesh(), "random")
+    whole = data["author", "writes", "paper"].edge_index
+    edges = share["author", "writes", "paper"].edge_index
+    assert edges.shape == whole.shape
+    assert torch.equal(edges.full_tensor(), whole)
+    keep = torch.arange(whole.size(1)) % 3 > 0
+    some = {
+        "mask": (edges[:, keep], whole[:, keep]),
+        "own mask": (edges[:, edges[1] > 4], whole[:, whole[1] > 4]),
+        "ids": (edges[:, torch.tensor([3, 1, 8])], whole[:, [3, 1, 8]]),
+        "joined": (
+            torch.cat([edges, edges[:, :5]], 1),
+            torch.cat([whole, whole[:, :5]], 1),
+        ),
+    }
+    x = share.x_dict["author"], share.x_dict["paper"]
+    plain = data.x_dict["author"], data.x_dict["paper"]
+    layer = dist.SAGEConv((10, 9), 4, aggr="max").double()
+    for name, (got, want) in some.items():
+        out, right = layer(x, got).full_tensor(), layer(plain, want)
+        torch.testing.assert_close(
+            out, right, msg=lambda m, n=name: f"{n}: {m}", **CLOSE
+        )
+    out = layer(x, whole).full_tensor()  # an ordinary edge_index, beside rows of ranks
+    torch.testing.assert_close(out, layer(plain, whole), **CLOSE)
+    back = dist.SAGEConv((9, 10), 4).double()
+    out = back(x[::-1], edges.flip(0)).full_tensor()
+    torch.testing.assert_close(out, back(plain[::-1], whole.flip(0)), **CLOSE)
+    torch.manual_seed(0)
+    wide = dist.GATConv((10, 9), 4, heads=2, add_self_loops=False).double()
+    out, (found, alpha) = wide(x, edges, return_attention_weights=True)
+    right, (want, beta) = wide(plain, whole, return_attention_weights=True)
+    torch.testing.assert_close(out.full_tensor(), right, **CLOSE)
+    assert torch.equal(found.full_tensor(), want)
+    torch.testing.assert_close(alpha.full_tensor(), beta, **CLOSE)
+
+
+def test_edges_between_two_types_are_edges():
+    worlds.run(edges_between_types, 3)
+
+
+def mistakes():
+    data, mesh = graph(), worlds.mesh()
+    share = pdc.partition(data, mesh, "random")
+    edges = share["author", "writes", "paper"].edge_index
+    x = share.x_dict["author"], share.x_dict["paper"]
+    with pytest.raises(TypeError, match="a pair"):
+        dist.GraphConv(10, 4).double()(x[0], edges)
+    with pytest.raises(TypeError, match="square matrix"):
+        dist.GCNConv(10, 4).double()(x[0], edges)
+    with pytest.raises(ValueError, match="add_self_loops=False"):
+        dist.GATConv((10, 9), 4).double()(x, edges)
+    with pytest.raises(ValueError, match="flip them"):
+        dist.GraphConv((10, 9), 4, flow="target_to_source").double()(x, edges)
+    with pytest.raises(ValueError, match="one row for each node"):
+        dist.GraphConv((9, 10), 4).double()(x[::-1], edges)
+    some = {**share.edge_index_dict}
+    some["author", "writes", "paper"] = data["author", "writes", "paper"].edge_index
+    with pytest.raises(TypeError, match="spread over ranks and others are not"):
+        Mixed(data, "hgt", 8, dist).double()(share.x_dict, some, None)
+
+
+def test_what_cannot_be_is_said():
+    worlds.run(mistakes, 2)
+
+
+def other_grids():
+    data = graph()
+    share = pdc.partition(data, worlds.mesh(grid=(1, 2, 1)), "random")
+    for kind, option in (("hgt", 8), ("han", 8), ("sage", "sum")):
+        model = pdc.convert(model_of(data, kind, option))
+        with pytest.raises(ValueError, match=r"grids \(P, 1, 1\)"):
+            model(share.x_dict, share.edge_index_dict, share.edge_attr_dict)
+
+
+def test_other_grids_are_refused():
+    worlds.run(other_grids, 2)
+
+
+class Learnt(torch.nn.Module):
+    """Rows that are learnt, for types without features."""
+
+    def __init__(self, tables, data):
+        super().__init__()
+        self.tables = torch.nn.ModuleDict(tables)
+        self.layers = pyg.HeteroConv(
+            {kind: pyg.SAGEConv((5, 5), 3) for kind in data.edge_types}
+        )
+
+    def forward(self, edge_index):
+        x = {
+            k: t() if isinstance(t, pdc.DistEmbedding) else t.weight
+            for k, t in self.tables.items()
+        }
+        return self.layers(x, edge_index)["paper"]
+
+
+def learnt():
+    data, mesh = graph(features=False), worlds.mesh()
+    torch.manual_seed(3)
+    plain = {
+        k: torch.nn.Embedding(n, 5, dtype=torch.float64) for k, n in COUNTS.items()
+    }
+    alone = Learnt(plain, data).double()
+    share = pdc.partition(data, mesh, "random")
+    tables = {}
+    for name, count in COUNTS.items():
+        tables[name] = pdc.DistEmbedding(
+            count, 5, like=share[name], dtype=torch.float64
+        )
+        with torch.no_grad():
+            rows = tables[name].rows.gid
+            tables[name].shard.copy_(plain[name].weight[rows])
+    together = Learnt(tables, data).double()
+    together.layers.load_state_dict(copy.deepcopy(alone.layers.state_dict()))
+    together = pdc.convert(together)
+    for model, given in ((alone, data), (together, share)):
+        opt = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            opt.zero_grad()
+            out = model(given.edge_index_dict)
+            torch.nn.functional.cross_entropy(out, given["paper"].y).backward()
+            opt.step()
+    for name, table in tables.items():
+        torch.testing.assert_close(
+            table.shard, plain[name].weight[table.rows.gid], **CLOSE
+        )
+
+
+def test_types_without_features_learn_rows():
+    worlds.run(learnt, 3)
+
+
+def metapaths():
+    paths = [[("paper", "written", "author"), ("author", "writes", "paper")]]
+    data = transforms.AddMetaPaths(paths, drop_orig_edge_types=True)(graph())
+    keep = HeteroData()
+    keep["paper"].x, keep["paper"].y = data["paper"].x, data["paper"].y
+    for kind in data.edge_types:
+        if kind[0] == kind[2] == "paper":
+            keep[kind].edge_index = data[kind].edge_index
+    layer = pyg.HANConv(9, 4, keep.metadata(), heads=2).double()
+    want, scores = layer(keep.x_dict, keep.edge_index_dict, True)
+    share = pdc.partition(keep, worlds.mesh(), "metis")
+    got, found = pdc.convert(layer)(share.x_dict, share.edge_index_dict, True)
+    torch.testing.assert_close(got["paper"].full_tensor(), want["paper"], **CLOSE)
+    torch.testing.assert_close(found["paper"], scores["paper"], **CLOSE)
+
+
+def test_metapaths_made_before_the_cut():
+    worlds.run(metapaths, 2)
+
+
+@pytest.mark.parametrize("method", ["ldg", "metis"])
+def test_a_cut_spreads_the_nodes_of_each_type(method):
+    g = torch.Generator().manual_seed(0)
+    counts = torch.tensor([2000, 300, 120])
+    kinds = torch.arange(3).repeat_interleave(counts)
+    edges = torch.randint(0, 2420, (2, 12_000), generator=g)
+    edges[1, :4000] = torch.randint(2300, 2420, (4000,), generator=g)
+    found = cut(edges, 2420, 4, method, kinds=kinds)
+    for kind, count in enumerate(counts.tolist()):
+        here = torch.bincount(torch.as_tensor(found.owner)[kinds == kind], minlength=4)
+        assert int(here.max()) <= 1.15 * count / 4 + 1, (method, kind, here)
