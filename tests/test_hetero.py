@@ -59,9 +59,6 @@ def pair(make):
 LAYERS = {
     "sage": lambda nn: nn.SAGEConv((-1, -1), 6),
     "sage max": lambda nn: nn.SAGEConv((-1, -1), 6, aggr="max", normalize=True),
-    "sage project": lambda nn: nn.SAGEConv(
-        (-1, -1), 6, project=True, root_weight=False
-    ),
     "gat": lambda nn: nn.GATConv((-1, -1), 3, heads=2, add_self_loops=False),
     "gatv2": lambda nn: nn.GATv2Conv((-1, -1), 6, add_self_loops=False, edge_dim=2),
     "transformer": lambda nn: nn.TransformerConv((-1, -1), 3, heads=2),

@@ -177,6 +177,13 @@ CASES = {
     "negative_sampling": lambda nn, d: pairs(
         gcn(nn, d), U.negative_sampling(d.edge_index, d.num_nodes)
     ),
+    "data.edge_subgraph": lambda nn, d: gcn(
+        nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
+    ),
+    "batched_negative_sampling": lambda nn, d: pairs(
+        gcn(nn, d),
+        U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
+    ),
     "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
     "to_undirected": lambda nn, d: gcn(
         nn, d, U.to_undirected(d.edge_index, num_nodes=d.num_nodes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import joined, kept, recut
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
-from pyg_distcomm.tensor.row_sharded import check_saved, eager, tree_map
+from pyg_distcomm.tensor.row_sharded import advice, check_saved, eager, tree_map
 
 
 def link_problem(link: Any) -> TypeError | None:
@@ -119,6 +119,7 @@ class DistEdgeIndex(torch.Tensor):
                 + " and ".join(str(r or "a plain tensor") for r in found)
             )
         assert rows is not None
+        rows = replace(rows, ends=False)
         ends = torch.stack([source.to_local(), target.to_local()])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
         away = int((owner != nodes.mesh.rank).sum())
@@ -479,30 +480,16 @@ _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split(
 
 _GATHERED = WHOLE | frozenset(
     """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
-    view reshape flatten any all sum to_dense max min""".split()
+    view reshape flatten any all sum to_dense max min split chunk tensor_split""".split()
 )
 
 
 def _refusal(name: str) -> TypeError:
     """Returns the error of an operation on edges, which names the layer it came from."""
     return TypeError(
-        f"{_advice()}{name}() of a DistEdgeIndex would need edges of other ranks; use "
+        f"{advice()}{name}() of a DistEdgeIndex would need edges of other ranks; use "
         ".to_local() for this rank's edges (global ids) or .full_tensor() for all"
     )
-
-
-def _advice() -> str:
-    frame = inspect.currentframe()
-    while frame is not None:
-        layer = frame.f_locals.get("self")
-        if isinstance(layer, torch.nn.Module) and hasattr(layer, "propagate"):
-            kind = type(layer).__name__
-            return (
-                f"take {kind} from pyg_distcomm.nn, or convert the model by "
-                "pdc.convert(model): "
-            )
-        frame = frame.f_back
-    return ""
 
 
 def _size(x: DistEdgeIndex, name: str, args: Any, kwargs: Any) -> Any:
@@ -554,7 +541,7 @@ def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
 
 def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
     """Stands for the transpose: a row `[source, target]` for each edge."""
-    return DistTensor.wrap(x.to_local().t(), x.edges)
+    return DistTensor.wrap(x.to_local().t(), replace(x.edges, ends=True))
 
 
 def _extreme(op: str) -> Callable[..., Any]:

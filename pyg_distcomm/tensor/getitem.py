@@ -65,7 +65,8 @@ def _check_same(idx: Tensor, rows: Rows) -> None:
         raise ValueError(
             f"x[idx] with a plain idx means the same ids on all ranks, but the ranks "
             f"gave lists that differ (lengths {[m[0] for m in marks]}); build idx from a "
-            "shared seed, or use a mask, which costs nothing"
+            "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
+            "Python's random, too), or use a mask, which costs nothing"
         )
 
 

@@ -8,6 +8,7 @@ package are traced as PyG's are.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,9 +110,41 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 def unsupported_op(what: str) -> TypeError:
     """Returns the error of an operation that the rule cannot decide."""
     return TypeError(
-        f"{WAYS_OUT}: {what} is neither row by row nor a reduction over rows, so a "
+        f"{advice()}{WAYS_OUT}: {what} is neither row by row nor a reduction over rows, so a "
         "DistTensor cannot decide what it means on a spread-out tensor"
     )
+
+
+def advice() -> str:
+    """Returns what to do instead of a call of PyG's that is running, or an empty text.
+
+    Names the layer, or the transform or utility that the user has called.
+    """
+    found, frame = "", inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        home, code = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        layer = isinstance(owner, torch.nn.Module) and hasattr(owner, "propagate")
+        if layer and not type(owner).__module__.startswith("pyg_distcomm."):
+            kind = type(owner).__name__
+            return (
+                f"take {kind} from pyg_distcomm.nn, or convert the model by "
+                "pdc.convert(model): "
+            )
+        if home.startswith(_WHOLE_GRAPHS) and not code.startswith("<"):
+            name = code
+            if home.startswith("torch_geometric.transforms"):
+                name = type(owner).__name__
+            elif home.startswith("torch_geometric.data"):
+                name = f"data.{code}"
+            found = f"call {name}() on the whole graph, before pdc.partition: "
+        frame = frame.f_back
+    return found
+
+
+_WHOLE_GRAPHS = tuple(
+    f"torch_geometric.{part}" for part in ("transforms", "utils", "data.data")
+)
 
 
 def check_saved(ranks: int, what: str) -> None:
