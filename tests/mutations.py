@@ -695,7 +695,7 @@ MUTATIONS = (
     Mutation(
         "the planner forgets sums that are paid for already",
         "planner",
-        "words[i, j] += len(torch.unique(near[away & paid]))",
+        "words[i, j] += len(torch.unique(block.summed[summed_at != j]))",
         "words[i, j] += 0",
         "test_plan.py",
         "test_sums_that_are_needed_anyway",

@@ -270,7 +270,7 @@ REFUSED = {
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
     "view rows": lambda x: x.reshape(7, -1),
-    "stack": lambda x: torch.stack([x, x]) + 1,
+    "stack": lambda x: torch.stack([x, x]).exp(),
     "sum of a stack": lambda x: torch.stack([x, x]).sum(),
     "pairs": lambda x: x[x[:, :2] > 0, torch.tensor([0, 1])],
     "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
