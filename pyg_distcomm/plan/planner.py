@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
+from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
 from pyg_distcomm.plan.pipelines import LayerProfile, items_of
@@ -208,6 +209,19 @@ HALO_GRIDS = (
 )
 
 
+@overload
+def plan(
+    graph: Data,
+    *,
+    loader: Mapping[str, Any],
+    ranks: int | None = None,
+    mesh: Mesh | None = None,
+    machine: Machine | None = None,
+    memory: float | None = None,
+    partition: Any = "metis",
+    seed: int = 0,
+) -> LoaderPlans: ...
+@overload
 def plan(
     graph: Data | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
@@ -228,7 +242,29 @@ def plan(
     chunks: int | None = None,
     skips: int = 0,
     dtype: torch.dtype | None = None,
-) -> Plans:
+) -> Plans: ...
+def plan(
+    graph: Data | Tensor | RandomGraph,
+    widths: Sequence[int] | None = None,
+    ranks: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    model: torch.nn.Module | Sequence[Any] | None = None,
+    layers: str | Sequence[str] = "gcn",
+    inputs: str = "constant",
+    machine: Machine | None = None,
+    memory: float | None = None,
+    partition: Any = "metis",
+    seed: int = 0,
+    algorithm: str | None = None,
+    grid: Grid | None = None,
+    codecs: Sequence[Asked] = (),
+    pipeline: bool = False,
+    chunks: int | None = None,
+    skips: int = 0,
+    dtype: torch.dtype | None = None,
+    loader: Mapping[str, Any] | None = None,
+) -> Plans | LoaderPlans:
     """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
@@ -264,14 +300,38 @@ def plan(
         chunks: of nodes; four for each stage without.
         skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
+        loader: plan to load minibatches of the partitioned graph instead: arguments of
+            `DistNeighborLoader`, or of `DistLayerLoader` with num_nodes_per_layer, as
+            {"num_neighbors": [15, 10, 5], "batch_size": 1024}. Every replication,
+            bulk_size and sample_at that it leaves out is priced. {"probe": 16} minibatches
+            of each rank are drawn on this process: if these are all, bytes are those that
+            the ledger will count in the first epoch with the same seed, and else in
+            proportion. Of the others only ranks, mesh, machine, memory (beside the share),
+            partition and seed go with it.
 
     Returns:
-        `Plans`: a sequence, the fastest first, with `best` and `refused`.
+        `Plans`: a sequence, the fastest first, with `best` and `refused`; `LoaderPlans`
+        for a loader, whose `best.options` are arguments for it.
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
     check_options(machine, memory, (pipeline, chunks, skips), (grid, algorithm))
     size = ranks_of(ranks, mesh, partition)
+    if loader is not None:
+        others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
+        if any(other is not None for other in others):
+            raise ValueError(
+                "loader plans minibatches, whatever the model; leave out widths, model, "
+                "algorithm, grid, codecs, pipeline and dtype"
+            )
+        if not isinstance(graph, Data):
+            raise TypeError(
+                "a loader is planned for a whole torch_geometric.data.Data, got "
+                f"{type(graph).__name__}"
+            )
+        _, _, owners = _source(graph, size, partition, seed)
+        assert owners is not None
+        return plan_loader(graph, owners, loader, machine or Machine(), memory)
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
