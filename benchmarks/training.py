@@ -42,16 +42,16 @@ from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 from pyg_distcomm.partition.cutters import cut
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import real
+
 KINDS = ("sage", "ladies", "fastgcn")
 PHASES = ("probability", "sampling", "extraction", "fetch", "assemble", "train")
 MIB = 2**20
 
 
-def data_of(name: str) -> Data:
+def data_of(file: str) -> Data:
     """Returns a real graph, features of unit length, in float32."""
-    import real
-
-    data = real.read(real.path(name), torch.float32)
+    data = real.read(file, torch.float32)
     data.x = F.normalize(data.x, dim=1)
     return data
 
@@ -147,9 +147,9 @@ def split(loader: Any, watch: Watch, kind: str, place: str) -> dict[str, float]:
     return found
 
 
-def epochs(cases: list[tuple], name: str, args: argparse.Namespace) -> list[dict]:
+def epochs(cases: list[tuple], file: str, args: argparse.Namespace) -> list[dict]:
     """Runs on a rank: trains an epoch of each case in turns; medians of each figure."""
-    mesh, data = pdc.init(), data_of(name)
+    mesh, data = pdc.init(), data_of(file)
     share = pdc.partition(data, mesh, owners_of(data, mesh.size))
     ways = []
     for kind, c, place, k in cases:
@@ -213,10 +213,10 @@ def cases_of(size: int, args: argparse.Namespace) -> list[tuple]:
 
 def phases(args: argparse.Namespace) -> Iterator[str]:
     """Yields the table of phases."""
-    data, lines = data_of(args.graph), []
+    data, lines = data_of(args.file), []
     for size in args.ranks:
         cases = cases_of(size, args)
-        every = pdc.launch(epochs, size, cases, args.graph, args, threads=1)
+        every = pdc.launch(epochs, size, cases, args.file, args, threads=1)
         for case, ranks in zip(cases, zip(*every, strict=True), strict=True):
             lines.append(_phase_line(size, case, ranks, data, args))
     head = ["ranks", "c", "at", "k", "sampler", "s/epoch", "CPU s"]
@@ -262,10 +262,10 @@ def with_operator(data: Data) -> Data:
 
 
 def trained(
-    name: str, kind: str, full: bool, seed: int, args: argparse.Namespace
+    file: str, kind: str, full: bool, seed: int, args: argparse.Namespace
 ) -> tuple[float, int]:
     """Runs on a rank: trains, and returns the accuracy on test nodes in %, and the steps."""
-    mesh, data = pdc.init(), data_of(name)
+    mesh, data = pdc.init(), data_of(file)
     owners = owners_of(data, mesh.size)
     whole = data if kind == "sage" else with_operator(data)
     graph, share = (pdc.partition(g, mesh, owners) for g in (whole, data))
@@ -309,7 +309,7 @@ def accuracy(args: argparse.Namespace) -> Iterator[str]:
     for kind, full in ways:
         scores, steps = [], 0
         for seed in range(args.seeds):
-            run = pdc.launch(trained, 2, args.graph, kind, full, seed, args, threads=1)[
+            run = pdc.launch(trained, 2, args.file, kind, full, seed, args, threads=1)[
                 0
             ]
             scores.append(run[0])
@@ -344,10 +344,13 @@ def main() -> None:
     parser.add_argument(
         "--full-steps", type=int, default=10, help="of the full graph, an epoch"
     )
+    parser.add_argument("--data", type=Path, default=real.SHARED, help="real graphs")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, which start from here
-    args.classes = int(data_of(args.graph).y.max()) + 1
+    real.SHARED = args.data
+    args.file = real.path(args.graph)
+    args.classes = int(data_of(args.file).y.max()) + 1
     makers, tables = {"phases": phases, "accuracy": accuracy}, []
     for part in args.parts:
         for table in makers[part](args):

@@ -70,8 +70,8 @@ class DistEmbedding(torch.nn.Module):
     the distinct rows of other ranks), and h rows back in the backward pass, each in one
     all-to-all, after one of counts. Without ids nothing travels. Building it is
     collective, too. The backward pass of a lookup is collective as the lookup is: a rank
-    without a loss goes back from `0 * y.sum()`. What reads gradients of all parameters sees this rank's
-    rows alone: clip them by `pdc.clip_grad_norm_`.
+    without a loss goes back from `0 * y.sum()`. What reads gradients of all parameters
+    sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
     """
 
     def __init__(

@@ -322,7 +322,7 @@ def _plan(
     if not probe.whole and probe.taken % k:  # the last bulk of the probe is not full
         scale = probe.rounds / probe.taken
     sample = (traffic.sample * scale).round().long() + traffic.fixed
-    fetch = (traffic.fetch * scale).round().long()
+    fetch = (traffic.fetch * scale).round().long() + traffic.refresh
     messages = round(traffic.messages * scale)
     most = int((sample + fetch).max())
     wire = machine.latency * messages + most / machine.bandwidth

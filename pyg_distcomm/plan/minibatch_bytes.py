@@ -77,7 +77,7 @@ class MinibatchProbe:
         disjoint: whether each node travels with its tree.
         silent: the hops at which nobody draws: their fan-out is 0.
         word: bytes of an id.
-        weight: bytes of an edge's weight, 0 without.
+        weight: bytes of an edge's weight in its row, 0 without.
         row_bytes: of a node's attributes, and of an edge's.
         groups: how many of the two have attributes.
         seconds: to sample a minibatch, on one thread of this process.
@@ -161,9 +161,9 @@ def probe_loader(
         order = torch.argsort(edges[1], stable=True)
         row = edges[0][order]
         colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
-    rule = sampler.rule if layered else None
+    rule: Any = sampler.rule if layered else None
     wide = max(owners.num_nodes, edges.size(1)) >= 2**31
-    weight = _weight_bytes(data, loader.get("weight_attr"), layered, 8 if wide else 4)
+    weight = _weight_bytes(data, loader.get("weight_attr"), 8 if wide else 4)
     widths = _row_bytes(data)
     return MinibatchProbe(
         owner=owners.owner_of(torch.arange(owners.num_nodes)).long(),
@@ -186,11 +186,9 @@ def probe_loader(
     )
 
 
-def _weight_bytes(data: Data, name: str | None, layered: bool, word: int) -> int:
-    """Returns the bytes of a weight on its way; float64 layer by layer."""
-    if name is None:
-        return 0
-    return 8 if layered else max(data[name].element_size(), word)
+def _weight_bytes(data: Data, name: str | None, word: int) -> int:
+    """Returns the bytes of a weight that travels with its row."""
+    return 0 if name is None else max(data[name].element_size(), word)
 
 
 def _row_bytes(data: Data) -> tuple[list[int], list[int]]:
@@ -227,14 +225,16 @@ def _probed(out: Any, layered: bool) -> ProbedBatch:
 class Traffic:
     """Sums up what each rank receives, and how many messages it sends.
 
-    Shapes: sample, fetch [P] bytes of minibatches; fixed what an epoch moves beside them, and
-    each bulk more, on every rank; messages of a bulk.
+    Shapes: sample, fetch [P] bytes of the bulks. On every rank, `fixed` is what an epoch moves
+    beside them to sample, and `refresh` to know whether rows have changed; `messages` are sent
+    in all bulks.
     """
 
     sample: Tensor
     fetch: Tensor
     bulks: int = 0
     fixed: int = 0
+    refresh: int = 0
     messages: int = 0
 
 
@@ -253,7 +253,7 @@ class TrafficModel:
             torch.zeros(probe.size, dtype=torch.int64),
         )
         grid = _Grid(probe.owner, probe.size, c)
-        found.fixed = _COUNT * (probe.size - 1)  # whether rows have changed
+        found.refresh = _COUNT * (probe.size - 1)
         for first in range(0, probe.taken, k):
             bulk = [mine[first : first + k] for mine in probe.batches]
             found.bulks += 1
@@ -262,7 +262,7 @@ class TrafficModel:
             found.sample += self._sampled(grid, bulk, place, found)
             found.fetch += self._fetched(grid, bulk, (first, k), found)
         # that there is no more
-        found.fixed += 2 * _COUNT * (probe.size - 1)
+        found.fixed = 2 * _COUNT * (probe.size - 1)
         if probe.shared:
             found.fixed += self._shared_row(grid)
         return found

@@ -244,10 +244,10 @@ def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
 
 def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
     """Returns the plan beside ids, if it is of these rows, and the ids have not changed."""
-    version, plan, of = getattr(ids, _ROUTE, (None, None, None))
-    if plan is None or ids._version != version or not of.same_as(rows):
+    found: tuple[int, IdPlan, Rows] | None = getattr(ids, _ROUTE, None)
+    if found is None or ids._version != found[0] or not found[2].same_as(rows):
         return None
-    return plan  # type: ignore[no-any-return]
+    return found[1]
 
 
 def plan_of(ids: RowShardedTensor, rows: Rows) -> IdPlan:
