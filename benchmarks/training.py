@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -212,17 +213,17 @@ def cases_of(size: int, args: argparse.Namespace) -> list[tuple]:
 
 
 def phases(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the table of phases."""
-    data, lines = data_of(args.file), []
-    for size in args.ranks:
-        cases = cases_of(size, args)
-        every = pdc.launch(epochs, size, cases, args.file, args, threads=1)
-        for case, ranks in zip(cases, zip(*every, strict=True), strict=True):
-            lines.append(_phase_line(size, case, ranks, data, args))
+    """Yields a table of phases for each number of ranks and sampler."""
+    data = data_of(args.file)
     head = ["ranks", "c", "at", "k", "sampler", "s/epoch", "CPU s"]
     head += ["probab.", "sampling", "extract.", "fetch", "assemble", "propag."]
     head += ["MiB sampling", "MiB features", "as planned"]
-    yield format_table(head, lines)
+    for size, kind in product(args.ranks, args.kinds):
+        cases = [case for case in cases_of(size, args) if case[0] == kind]
+        every = pdc.launch(epochs, size, cases, args.file, args, threads=1)
+        pairs = zip(cases, zip(*every, strict=True), strict=True)
+        lines = [_phase_line(size, case, ranks, data, args) for case, ranks in pairs]
+        yield format_table(head, lines)
 
 
 def _phase_line(

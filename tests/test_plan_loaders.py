@@ -152,7 +152,8 @@ def test_memory_refuses_copies():
 def test_a_probe_is_scaled_to_the_epoch():
     short, whole = planned(probe=2, bulk_size=2), planned(probe=99, bulk_size=2)
     one, other = short.of(1, 2, "owner"), whole.of(1, 2, "owner")
-    assert not one.exact and other.exact
+    assert not one.exact
+    assert other.exact
     assert one.total_bytes == pytest.approx(other.total_bytes, rel=0.2)
     assert "scaled from a probe" in str(short)
 
@@ -182,14 +183,14 @@ def test_a_share_and_a_models_options_are_refused():
         pdc.plan(graph(), [5, 4], 2, loader=loader)
     with pytest.raises(TypeError, match="plan before"):
         pdc.plan(pdc.partition(graph(), worlds.mesh()), ranks=1, loader=loader)
-    with pytest.raises(TypeError, match="whole torch_geometric.data.Data, got Tensor"):
+    with pytest.raises(TypeError, match="Data, got Tensor"):
         pdc.plan(graph().edge_index, ranks=2, loader=loader)
 
 
 def test_the_command_prints_plans_of_a_loader(capsys):
     words = "plan generated-200 --ranks 2 --num-neighbors 3 2 --batch-size 16 --method block"
     assert main(words.split()) == 0
-    assert "node-wise, 4 minibatches a rank" in capsys.readouterr().out
+    assert "node-wise, 3 minibatches a rank" in capsys.readouterr().out
     words = "plan generated-200 --ranks 2 --num-nodes-per-layer 9 --rule fastgcn --json"
     assert main([*words.split(), "--method", "block"]) == 0
     found = json.loads(capsys.readouterr().out)
