@@ -302,24 +302,29 @@ def trained(
         return 100 * float(good / graph.test_mask.sum()), steps
 
 
+def scores(
+    ways: Sequence[tuple[str, bool]], args: argparse.Namespace
+) -> list[list[tuple[float, int]]]:
+    """Runs on a rank: trains each way once a seed."""
+    return [
+        [trained(args.file, kind, full, seed, args) for seed in range(args.seeds)]
+        for kind, full in ways
+    ]
+
+
 def accuracy(args: argparse.Namespace) -> Iterator[str]:
     """Yields the table of accuracies."""
     lines = []
     ways = [(kind, full) for kind in args.kinds for full in (False, True)]
     ways = [way for way in ways if way != ("fastgcn", True)]  # LADIES' full graph
-    for kind, full in ways:
-        scores, steps = [], 0
-        for seed in range(args.seeds):
-            run = pdc.launch(trained, 2, args.file, kind, full, seed, args, threads=1)[
-                0
-            ]
-            scores.append(run[0])
-            steps = run[1]
-        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    every = pdc.launch(scores, 2, ways, args, threads=1)[0]
+    for (kind, full), runs in zip(ways, every, strict=True):
+        found, steps = [score for score, _ in runs], runs[0][1]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
         model = "GraphSAGE" if kind == "sage" else "GCN, rows of A + I"
         what = "full graph" if full else f"minibatches, {kind}"
-        each = " ".join(f"{s:.2f}" for s in scores)
-        mean = f"{statistics.mean(scores):.2f} +- {spread:.2f}"
+        each = " ".join(f"{s:.2f}" for s in found)
+        mean = f"{statistics.mean(found):.2f} +- {spread:.2f}"
         lines.append((args.graph, model, what, steps, mean, each))
     head = ("graph", "model", "trained on", "steps", "test accuracy, %", "seeds")
     yield format_table(head, lines)
