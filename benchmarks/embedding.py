@@ -5,8 +5,8 @@
 Each rank looks up rows of its own random ids, and takes a step of sparse SGD (DDP averages
 sparse gradients with SGD; it does so by gathering those of all ranks). With routes, the ids
 were sent to their owners before, as a loader does with a bulk in the background. All take
-turns, medians of the slowest rank; bytes are what rank 0 receives in a step, DDP's by the formula of its
-all-gather: (P - 1) ids of 8 bytes and rows.
+turns, medians of the slowest rank; bytes are what rank 0 receives in a step, DDP's by the
+formula of its all-gather: (P - 1) ids of 8 bytes and rows.
 """
 
 from __future__ import annotations

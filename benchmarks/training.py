@@ -238,7 +238,8 @@ def _phase_line(
     ).best
     got = [(int(r["sample bytes"]), int(r["fetch bytes"])) for r in ranks]
     want = zip(plan.sample_by_rank, plan.fetch_by_rank, strict=True)
-    same = "yes" if got == list(want) else "NO"
+    off = sum(sum(g) - sum(w) for g, w in zip(got, want, strict=True))
+    same = f"{off:+,} B" if off else "yes"
     mean = {k: statistics.mean(r[k] for r in ranks) for k in ranks[0]}
     return (
         *(size, c, place, f"k={k}", kind, max(r["s"] for r in ranks)),
