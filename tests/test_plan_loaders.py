@@ -37,7 +37,13 @@ LOADERS = {
     "ladies": LADIES,
     "fastgcn": FASTGCN,
 }
-CHOICES = [(1, 1, "owner"), (1, 2, "owner"), (1, 3, "requester"), (2, 2, "requester"), (2, 3, "owner")]
+CHOICES = [
+    (1, 1, "owner"),
+    (1, 2, "owner"),
+    (1, 3, "requester"),
+    (2, 2, "requester"),
+    (2, 3, "owner"),
+]
 CHOICES += [(4, 1, "requester"), (3, 2, "requester"), (3, 1, "owner")]
 FEW = [(4, ("nodes", "ladies")), (3, ("trees", "fastgcn", "twice"))]
 

@@ -222,12 +222,17 @@ def plan_loader(
 ) -> LoaderPlans:
     """Prices every (c, k, place) of a loader, and ranks them; see `plan`.
 
+    Minibatches do not depend on these, so that a probe of them is drawn once, on this process.
+    If it is the epoch, bytes are those that the ledger will count in the first epoch with the
+    same seed, on each rank; else they are in proportion.
+
     Args:
         data: the whole graph.
         owners: who owns which node.
         loader: arguments of `DistNeighborLoader`, or, with `num_nodes_per_layer`, of
-            `DistLayerLoader`; of replication, bulk_size and sample_at those left out are
-            chosen. "probe" is how many minibatches of each rank are drawn.
+            `DistLayerLoader`, as {"num_neighbors": [15, 10, 5], "batch_size": 1024}; of
+            replication, bulk_size and sample_at those left out are chosen. "probe" is how
+            many minibatches of each rank are drawn (16).
         machine: for seconds.
         memory: bytes that a rank may use beside its share.
 

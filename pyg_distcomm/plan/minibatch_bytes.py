@@ -128,61 +128,75 @@ def probe_loader(
     Raises:
         ValueError, TypeError: for arguments that the loader refuses, or that have no price.
     """
-    size, layered = owners.num_parts, "num_nodes_per_layer" in loader
+    layered = "num_nodes_per_layer" in loader
     kind: Any = DistLayerLoader if layered else DistNeighborLoader
     own = kind(data, **{"seed": 0, **loader, "split": False})
-    length = own._epochs.length()
-    if not length:
-        raise ValueError("the loader has no minibatches to plan for; give it seeds")
-    even = own._loader_options.even_batches
-    sampler, batches = own.neighbor_sampler_in_use, []
-    spent = []
-    for rank in range(size):
-        begin = time.process_time()
-        sharding = BatchSharding(rank, size, False, (length,), even)
-        rounds = sharding.rounds(0)
-        plan = own._epochs.batches(own._agreed_seed(), 0, sharding, 0)
-        numbered = [one for one, _ in zip(plan, range(most), strict=False)]
-        outs = own._sampled_bulk(numbered) if layered else map(own._sampled, numbered)
-        found = list(outs)
-        spent.append((time.process_time() - begin) / max(len(found), 1))
-        batches.append(tuple(_probed(out, layered) for out in found))
-    if not rounds:
-        raise ValueError(
-            f"{length} minibatches do not give each of {size} ranks one; take fewer ranks, "
-            "smaller minibatches, or even_batches='pad'"
-        )
-    first = own.collate_fn(next(iter(own._plan())))
-    collated = own.filter_fn(first) if not own.filter_per_worker else first
-    edges = data.edge_index
+    batches, rounds, seconds = _drawn(own, owners.num_parts, most, layered)
+    edges, sampler = data.edge_index, own.neighbor_sampler_in_use
     degree = torch.bincount(edges[1], minlength=owners.num_nodes)
     colptr = row = None
     if layered:
-        order = torch.argsort(edges[1], stable=True)
-        row = edges[0][order]
+        row = edges[0][torch.argsort(edges[1], stable=True)]
         colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
     rule: Any = sampler.rule if layered else None
-    wide = max(owners.num_nodes, edges.size(1)) >= 2**31
-    weight = _weight_bytes(data, loader.get("weight_attr"), 8 if wide else 4)
+    word = 8 if max(owners.num_nodes, edges.size(1)) >= 2**31 else 4
     widths = _row_bytes(data)
     return MinibatchProbe(
         owner=owners.owner_of(torch.arange(owners.num_nodes)).long(),
         degree=degree,
         colptr=colptr,
         row=row,
-        batches=tuple(batches),
+        batches=batches,
         rounds=rounds,
         layered=layered,
         loops=layered and rule.loops,
         shared=layered and rule.shared,
         disjoint=bool(loader.get("disjoint")),
         silent=() if layered else tuple(s == 0 for s in sampler._fan_outs()[0]),
-        word=8 if wide else 4,
-        weight=weight,
+        word=word,
+        weight=_weight_bytes(data, loader.get("weight_attr"), word),
         row_bytes=(sum(widths[0]), sum(widths[1])),
         groups=sum(bool(w) for w in widths),
-        seconds=min(spent),  # the first rank's may have compiled kernels
-        batch_bytes=float(get_data_size(collated)),
+        seconds=seconds,
+        batch_bytes=_batch_bytes(own),
+    )
+
+
+def _drawn(
+    own: Any, size: int, most: int, layered: bool
+) -> tuple[tuple[tuple[ProbedBatch, ...], ...], int, float]:
+    """Draws the first minibatches of each rank.
+
+    Returns:
+        them, how many a rank has in an epoch, and the seconds that one took.
+    """
+    length, batches, spent = own._epochs.length(), [], []
+    if not length:
+        raise ValueError("the loader has no minibatches to plan for; give it seeds")
+    for rank in range(size):
+        even = own._loader_options.even_batches
+        sharding = BatchSharding(rank, size, False, (length,), even)
+        rounds = sharding.rounds(0)
+        if not rounds:
+            raise ValueError(
+                f"{length} minibatches do not give each of {size} ranks one; take fewer "
+                "ranks, smaller minibatches, or even_batches='pad'"
+            )
+        begin = time.process_time()
+        plan = own._epochs.batches(own._agreed_seed(), 0, sharding, 0)
+        numbered = [one for one, _ in zip(plan, range(most), strict=False)]
+        outs = own._sampled_bulk(numbered) if layered else map(own._sampled, numbered)
+        found = list(outs)
+        spent.append((time.process_time() - begin) / len(found))
+        batches.append(tuple(_probed(out, layered) for out in found))
+    return tuple(batches), rounds, min(spent)  # the first may have compiled kernels
+
+
+def _batch_bytes(own: Any) -> float:
+    """Returns the bytes of the first minibatch of an epoch, with its features."""
+    first = own.collate_fn(next(iter(own._plan())))
+    return float(
+        get_data_size(first if own.filter_per_worker else own.filter_fn(first))
     )
 
 

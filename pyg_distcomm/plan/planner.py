@@ -275,43 +275,31 @@ def plan(
     Args:
         graph: the whole graph, its edge_index, or a `RandomGraph` by size and law.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
-        ranks: how many; those of `mesh` if left out.
-        mesh: only counted.
+        ranks, mesh: how many ranks; a mesh is only counted.
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
             cut the graph, and to plan exchanges, come before. Default `machine.memory`.
-        partition: as `pdc.partition` takes it: a method, the owners, or a Partition.
-        seed: of the cutter.
-        algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
-        grid: only this grid.
+        partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.
+        algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
             of its present epoch). Bytes are exact where sizes do not depend on values,
-            the most there can be elsewhere. Of layers run by halo exchange their input
-            travels; attention sends more. A plan that changes numbers is never `best`.
+            the most there can be elsewhere. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
             over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
             at most as said.
-        chunks: of nodes; four for each stage without.
-        skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
+        chunks, skips: of nodes; values beside x that cross all borders (GCNII: 1).
         dtype: of the features; that of data.x, else of the model, else float32.
-        loader: plan to load minibatches of the partitioned graph instead: arguments of
-            `DistNeighborLoader`, or of `DistLayerLoader` with num_nodes_per_layer, as
-            {"num_neighbors": [15, 10, 5], "batch_size": 1024}. Every replication,
-            bulk_size and sample_at that it leaves out is priced. {"probe": 16} minibatches
-            of each rank are drawn on this process: if these are all, bytes are those that
-            the ledger will count in the first epoch with the same seed, and else in
-            proportion. Of the others only ranks, mesh, machine, memory (beside the share),
-            partition and seed go with it.
+        loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
+            mesh, machine, memory (beside the share), partition and seed.
 
     Returns:
-        `Plans`: a sequence, the fastest first, with `best` and `refused`; `LoaderPlans`
-        for a loader, whose `best.options` are arguments for it.
+        `Plans`: a sequence, the fastest first, with `best` and `refused`; or `LoaderPlans`.
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
@@ -319,19 +307,8 @@ def plan(
     size = ranks_of(ranks, mesh, partition)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
-        if any(other is not None for other in others):
-            raise ValueError(
-                "loader plans minibatches, whatever the model; leave out widths, model, "
-                "algorithm, grid, codecs, pipeline and dtype"
-            )
-        if not isinstance(graph, Data):
-            raise TypeError(
-                "a loader is planned for a whole torch_geometric.data.Data, got "
-                f"{type(graph).__name__}"
-            )
-        _, _, owners = _source(graph, size, partition, seed)
-        assert owners is not None
-        return plan_loader(graph, owners, loader, machine or Machine(), memory)
+        how = loader, machine or Machine(), memory
+        return _loader_plans((graph, size, partition, seed), others, how)
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
@@ -342,13 +319,36 @@ def plan(
     if pipeline:
         given = (model, graph, skips), (source, partition, seed)
         found += _pipelines(*given, training, chunks, machine, size, links, dtype)
-    grids = _grids(size, algorithm, grid)
-    found += _on_grids(grids, cutting, source, training, machine, links, dtype)
+    found += _on_grids(
+        _grids(size, algorithm, grid), cutting, source, training, machine, links, dtype
+    )
     ranked, refused = _ranked(found, training, machine, memory)
     owners = _on_fastest(ranked, cutting, owners)
     names = () if grid is not None else rejections(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
     return Plans(ranked, refused, names, said, machine, owners)
+
+
+def _loader_plans(
+    cutting: tuple[Any, int, Any, int],
+    others: Sequence[Any],
+    how: tuple[Mapping[str, Any], Machine, float | None],
+) -> LoaderPlans:
+    """Returns the plans of a loader, unless there is something that says nothing of it."""
+    graph = cutting[0]
+    if any(other is not None for other in others):
+        raise ValueError(
+            "loader plans minibatches, whatever the model; leave out widths, model, "
+            "algorithm, grid, codecs, pipeline and dtype"
+        )
+    if not isinstance(graph, Data):
+        raise TypeError(
+            "a loader is planned for a whole torch_geometric.data.Data, got "
+            f"{type(graph).__name__}"
+        )
+    owners = _source(*cutting)[2]
+    assert owners is not None
+    return plan_loader(graph, owners, *how)
 
 
 def _on_grids(
