@@ -269,8 +269,7 @@ def plan(
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
     ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
-    third epoch on, when products of constant inputs are kept). Of a `RandomGraph` they
-    are means.
+    third epoch on, when products of constant inputs are kept); means for a `RandomGraph`.
 
     Args:
         graph: the whole graph, its edge_index, or a `RandomGraph` by size and law.
@@ -291,8 +290,7 @@ def plan(
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
-            over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
-            at most as said.
+            over nodes. Inside stages of several ranks rows also travel by each of `codecs`.
         chunks, skips: of nodes; values beside x that cross all borders (GCNII: 1).
         dtype: of the features; that of data.x, else of the model, else float32.
         loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
@@ -307,8 +305,8 @@ def plan(
     size = ranks_of(ranks, mesh, partition)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
-        how = loader, machine or Machine(), memory
-        return _loader_plans((graph, size, partition, seed), others, how)
+        asked = loader, machine or Machine(), memory
+        return _loader_plans((graph, size, partition, seed), others, asked)
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
@@ -319,9 +317,8 @@ def plan(
     if pipeline:
         given = (model, graph, skips), (source, partition, seed)
         found += _pipelines(*given, training, chunks, machine, size, links, dtype)
-    found += _on_grids(
-        _grids(size, algorithm, grid), cutting, source, training, machine, links, dtype
-    )
+    how = source, training, machine, links, dtype
+    found += _on_grids(_grids(size, algorithm, grid), cutting, *how)
     ranked, refused = _ranked(found, training, machine, memory)
     owners = _on_fastest(ranked, cutting, owners)
     names = () if grid is not None else rejections(size, algorithm)
