@@ -201,3 +201,14 @@ def test_the_command_prints_plans_of_a_loader(capsys):
     assert main([*words.split(), "--method", "block"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {one["replication"] for one in found["plans"]} == {1, 2}
+
+
+def test_bytes_beyond_what_float32_holds_are_whole():
+    data = graph()
+    data.x = torch.zeros(1, 1 << 18, dtype=torch.float64).expand(150, -1)
+    one = planned(data, probe=99, bulk_size=3, replication=1, sample_at="owner").best
+    data.x = data.x[:, :1]
+    less = planned(data, probe=99, bulk_size=3, replication=1, sample_at="owner").best
+    for wide, narrow in zip(one.fetch_by_rank, less.fetch_by_rank, strict=True):
+        assert wide > 1 << 26
+        assert (wide - narrow) % (8 * ((1 << 18) - 1)) == 0

@@ -326,8 +326,9 @@ def _plan(
     scale = bulks / traffic.bulks if not probe.whole else 1.0
     if not probe.whole and probe.taken % k:  # the last bulk of the probe is not full
         scale = probe.rounds / probe.taken
-    sample = (traffic.sample * scale).round().long() + traffic.fixed
-    fetch = (traffic.fetch * scale).round().long() + traffic.refresh
+    # double: float32 has no place for bytes beyond 2^24
+    sample = (traffic.sample.double() * scale).round().long() + traffic.fixed
+    fetch = (traffic.fetch.double() * scale).round().long() + traffic.refresh
     messages = round(traffic.messages * scale)
     most = int((sample + fetch).max())
     wire = machine.latency * messages + most / machine.bandwidth
