@@ -300,7 +300,10 @@ def trained(
     with torch.no_grad():
         out = net(graph.x, graph.edge_index, weight)
         good = (out.argmax(-1) == graph.y)[graph.test_mask].sum()
-        return 100 * float(good / graph.test_mask.sum()), steps
+        score = 100 * float(good / graph.test_mask.sum())
+    if mesh.rank == 0:
+        print(kind, "full" if full else "minibatches", seed, score, file=sys.stderr)
+    return score, steps
 
 
 def scores(
@@ -318,7 +321,7 @@ def accuracy(args: argparse.Namespace) -> Iterator[str]:
     lines = []
     ways = [(kind, full) for kind in args.kinds for full in (False, True)]
     ways = [way for way in ways if way != ("fastgcn", True)]  # LADIES' full graph
-    every = pdc.launch(scores, 2, ways, args, threads=1)[0]
+    every = pdc.launch(scores, args.trained_on, ways, args, threads=1)[0]
     for (kind, full), runs in zip(ways, every, strict=True):
         found, steps = [score for score, _ in runs], runs[0][1]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
@@ -350,6 +353,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument(
         "--full-steps", type=int, default=10, help="of the full graph, an epoch"
+    )
+    parser.add_argument(
+        "--trained-on", type=int, default=2, help="ranks, for the accuracy"
     )
     parser.add_argument("--data", type=Path, default=real.SHARED, help="real graphs")
     parser.add_argument("--write", type=Path)
