@@ -379,7 +379,9 @@ class Fetch:
             return None
         ask = asks[self.columns[0].group]
         rows = room[0][len(ask.ids) - sum(ask.counts) :]
-        return rows.view(-1).view(torch.uint8) if rows.numel() else None
+        if not sum(ask.counts) or not rows.numel():  # nothing comes
+            return None
+        return rows.view(-1).view(torch.uint8)
 
     def _joined(
         self,
