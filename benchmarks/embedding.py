@@ -3,9 +3,10 @@
     python benchmarks/embedding.py [--nodes 1000000] [--dim 64] [--ids 50000] [--ranks 2]
 
 Each rank looks up rows of its own random ids, and takes a step of sparse SGD (DDP averages
-sparse gradients with SGD; it does so by gathering those of all ranks). Both take turns, medians
-of the slowest rank; bytes are what rank 0 receives in a step, DDP's by the formula of its
-all-gather: (P - 1) ids of 8 bytes and rows.
+sparse gradients with SGD; it does so by gathering those of all ranks). With routes, the ids
+were sent to their owners before, as a loader does with a bulk in the background. All take
+turns, medians of the slowest rank; bytes are what rank 0 receives in a step, DDP's by the
+formula of its all-gather: (P - 1) ids of 8 bytes and rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.tensor.gather_by_id import attach_route, plan_ids
+
+DDP, ROUTED = "torch.nn.Embedding + DDP", "DistEmbedding, with routes"
 
 
 def steps(options: argparse.Namespace) -> list[list[str]]:
@@ -29,40 +33,41 @@ def steps(options: argparse.Namespace) -> list[list[str]]:
     ways = {}
     emb = pdc.DistEmbedding(options.nodes, options.dim, like=mesh, sparse=True)
     ways["DistEmbedding"] = emb, torch.optim.SGD(emb.parameters(), lr=0.1)
+    routed = pdc.DistEmbedding(options.nodes, options.dim, like=mesh, sparse=True)
+    ways[ROUTED] = routed, torch.optim.SGD(routed.parameters(), lr=0.1)
     plain = DistributedDataParallel(
         torch.nn.Embedding(options.nodes, options.dim, sparse=True)
     )
-    ways["torch.nn.Embedding + DDP"] = (
+    ways[DDP] = (
         plain,
         torch.optim.SGD(plain.parameters(), lr=0.1),
     )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    received = 0
+    received = dict.fromkeys(ways, 0)
     generator = torch.Generator().manual_seed(mesh.rank)
     for turn in range(options.rounds + 1):
-        ids = torch.randint(options.nodes, (options.ids,), generator=generator)
+        drawn = torch.randint(options.nodes, (options.ids,), generator=generator)
         for name, (model, optimizer) in ways.items():
+            ids = drawn.clone()  # a route stays with its tensor
+            if name == ROUTED:
+                plan = plan_ids([ids], routed.rows, mesh.world)[0]
+                _ = plan.owner_slots
+                attach_route(ids, plan, routed.rows)
             collectives.barrier(mesh.world)
             before, start = mesh.ledger.bytes(), time.perf_counter()
             optimizer.zero_grad()
             model(ids).square().sum().backward()
             optimizer.step()
             spent = torch.tensor(time.perf_counter() - start)
-            if name == "DistEmbedding":
-                received = mesh.ledger.bytes() - before
+            received[name] = mesh.ledger.bytes() - before
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if turn:
                 seconds[name].append(float(spent))
-    words = options.ids * (4 * options.dim + 8) * (mesh.size - 1)
-    held = {
-        "DistEmbedding": emb.shard.numel() * 4,
-        "torch.nn.Embedding + DDP": options.nodes * options.dim * 4,
-    }
+    received[DDP] = options.ids * (4 * options.dim + 8) * (mesh.size - 1)
+    held = dict.fromkeys(ways, emb.shard.numel() * 4)
+    held[DDP] = options.nodes * options.dim * 4
     rows = []
-    for name, bytes_ in (
-        ("DistEmbedding", received),
-        ("torch.nn.Embedding + DDP", words),
-    ):
+    for name, bytes_ in received.items():
         some = sorted(seconds[name])
         spread = (some[-1] - some[0]) / statistics.median(some)
         rows.append(

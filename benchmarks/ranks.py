@@ -50,7 +50,7 @@ class Case:
     bulk: int | str = "auto"
     rows: bool = True
     cache: float = 0
-    collectives: str | None = None
+    wire: str | None = None
     home: bool = False
     who: str = OURS
     options: tuple[tuple[str, Any], ...] = ()

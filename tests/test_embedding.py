@@ -11,6 +11,7 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 
 OPTIMIZERS = {
@@ -410,3 +411,73 @@ def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
             want = norm, net[0].weight.detach(), net[1].weight.detach()
             for a, b in zip(found, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def _of_a_loader(routed, kind):
+    """Trains an epoch of a loader; returns all rows, and what travelled where."""
+    mesh = worlds.mesh()
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    torch.manual_seed(5)
+    emb = pdc.DistEmbedding(N, DIM, like=share, sparse=True, dtype=torch.float64)
+    opt = torch.optim.SGD(emb.parameters(), lr=0.3)
+    options = {"batch_size": 5, "shuffle": True, "seed": 2, "bulk_size": 3}
+    options["embedding"] = emb if routed else None
+    loader = kind(share, [3, 2], **options)
+    mesh.ledger.reset()
+    ids = []
+    for batch in loader:
+        opt.zero_grad()
+        _loss(emb(batch.n_id), batch.n_id).backward()
+        opt.step()
+        ids.append(batch.n_id)
+    loader._end_epoch()
+    moved = {key: entry.bytes for key, entry in mesh.ledger.entries.items()}
+    owner = share.edge_index.nodes.partition.owner_of(torch.arange(N))
+    away = [int((owner[i.unique()] != mesh.rank).sum()) for i in ids]
+    return emb.weight.detach().full_tensor(), moved, away
+
+
+@pytest.mark.parametrize("kind", [DistNeighborLoader, DistLayerLoader])
+def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
+    size = 3
+    plain = worlds.run(_of_a_loader, size, False, kind)
+    routed = worlds.run(_of_a_loader, size, True, kind)
+    counts = 8 * (size - 1)
+    for (want, before, away), (got, after, _) in zip(plain, routed, strict=True):
+        assert torch.equal(got, want)
+        assert ("plan", "control") in before
+        assert ("plan", "control") not in after
+        for op in ("halo", "halo_transpose"):
+            assert after[op, "world"] == before[op, "world"]
+        assert after["halo", "world"] == 8 * DIM * sum(away)
+        # the same ids, and two counts a minibatch and one a bulk, in the background
+        steps, bulks = len(away), -(-len(away) // 3)
+        ids = before["plan", "control"] - 3 * counts * steps
+        more = after["plan", "fetch:world"] - before["plan", "fetch:world"]
+        assert more == ids + counts * (2 * steps + bulks)
+
+
+def _changed_ids():
+    mesh = worlds.mesh()
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    emb = pdc.DistEmbedding.from_pretrained(share.x, freeze=False)
+    whole = share.x.full_tensor()
+    for batch in DistNeighborLoader(share, [2], batch_size=9, seed=0, embedding=emb):
+        assert torch.equal(emb(batch.n_id), batch.x)  # fetched rows, with gradients
+        batch.n_id.copy_(batch.n_id.flip(0))
+        assert torch.equal(emb(batch.n_id), whole[batch.n_id])
+    other = pdc.DistEmbedding(N + 1, DIM, like=mesh)
+    with pytest.raises(ValueError, match="has 51 rows, and the graph 50 nodes"):
+        DistNeighborLoader(share, [2], embedding=other)
+    with pytest.raises(TypeError, match="must be a DistEmbedding"):
+        DistNeighborLoader(share, [2], embedding=share.x.to_local())
+    with pytest.raises(ValueError, match="embedding is for a graph spread"):
+        DistNeighborLoader(GRAPHS["undirected"](), [2], embedding=emb)
+    share.x.requires_grad_()
+    with pytest.raises(TypeError, match=r"DistEmbedding.from_pretrained\(data.x"):
+        DistNeighborLoader(share, [2])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_route_of_changed_ids_is_not_taken(size):
+    worlds.run(_changed_ids, size)

@@ -775,3 +775,28 @@ def _quiver(c):
 def test_quiver_features(world):
     size, c = world
     worlds.run(_quiver, size, c)
+
+
+def _one_attribute(kind):
+    """One column of plain rows is received where it is read, whoever wants what."""
+    road, data, _ = shared("undirected", "block", 1)
+    bare = pdc.partition(
+        type(data)(x=data.x, edge_index=data.edge_index), worlds.mesh(), "block"
+    )
+    store = DistFeatureStore.from_data(bare, road, wire=kind)
+    rank, mine = worlds.mesh().rank, bare.x.rows.gid
+    own, every = mine[1:3], torch.arange(data.num_nodes)
+    none = every[:0]
+    wanted = [(own, own), (own, every), (every[::3], none), (none, none), (own, every)]
+    for ids in wanted:
+        asked = ids[min(rank, 1)]
+        got = store.fetch({None: asked})[None]["x"]
+        if kind is None:
+            assert torch.equal(got, data.x[asked])
+        else:
+            torch.testing.assert_close(got, data.x[asked], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [None, "bf16"])
+def test_ranks_that_want_their_own_rows_alone_receive_none(kind):
+    worlds.run(_one_attribute, 3, kind)

@@ -28,7 +28,10 @@ from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
 from pyg_distcomm.plan.training import INPUTS, KINDS
 
-TEXT = "list every grid and ordering with predicted bytes, seconds and memory, ranked"
+TEXT = (
+    "list every grid and ordering, or every way to load minibatches, with predicted bytes, "
+    "seconds and memory, ranked"
+)
 UNITS = {
     "bytes": {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
     | {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12},
@@ -51,8 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edges", type=count, help="an undirected edge counts twice")
     parser.add_argument("--law", choices=LAWS, default="uniform", help="of its degrees")
     parser.add_argument("--ranks", type=whole(1), help="how many (a folder knows)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--widths",
+        type=whole(1),
+        nargs="+",
+        help="of a full graph's model, as 602 16 41",
+    )
+    what.add_argument(
+        "--num-neighbors",
+        type=whole(-1),
+        nargs="+",
+        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
+    )
+    what.add_argument(
+        "--num-nodes-per-layer",
+        type=whole(-1),
+        nargs="+",
+        help="or one that draws so many nodes for each layer",
+    )
+    parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
+    parser.add_argument("--batch-size", type=whole(1), default=1024)
     parser.add_argument(
-        "--widths", type=whole(1), nargs="+", required=True, help="as 602 16 41"
+        "--probe", type=whole(1), default=16, help="minibatches of a rank to draw"
     )
     parser.add_argument("--layers", nargs="+", choices=KINDS, default=["gcn"])
     parser.add_argument("--inputs", choices=INPUTS, default=INPUTS[0])
@@ -84,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks
     if ranks is None and owners is not None:
         ranks = owners.num_parts
+    if arguments.widths is None:
+        return _run_loader(arguments, graph, owners, ranks)
     layers = arguments.layers
     found = plan(
         graph,
@@ -99,6 +125,34 @@ def run(arguments: argparse.Namespace) -> int:
         pipeline=arguments.pipeline,
         chunks=arguments.chunks,
         skips=arguments.skips,
+    )
+    print(found.to_json() if arguments.json else found)
+    return 0 if found else 1
+
+
+def _run_loader(
+    arguments: argparse.Namespace,
+    graph: Any,
+    owners: Partition | None,
+    ranks: int | None,
+) -> int:
+    """Prints the plans of a loader, whose seeds are the training nodes, if it knows them."""
+    loader: dict[str, Any] = {"batch_size": arguments.batch_size}
+    loader["probe"] = arguments.probe
+    if arguments.num_neighbors is not None:
+        loader["num_neighbors"] = arguments.num_neighbors
+    else:
+        loader["num_nodes_per_layer"] = arguments.num_nodes_per_layer
+        loader["rule"] = arguments.rule
+    if isinstance(graph, Data) and "train_mask" in graph:
+        loader["input_nodes"] = graph.train_mask
+    found = plan(
+        graph,
+        ranks=ranks,
+        machine=_machine(arguments),
+        partition=arguments.method if owners is None else owners,
+        seed=arguments.seed,
+        loader={**loader, "shuffle": True},
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1

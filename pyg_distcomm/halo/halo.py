@@ -91,13 +91,37 @@ class Halo(Link):
         asked = collectives.all_to_all(
             want_gid, want_counts, send_counts, axis, "plan"
         ).wait()
-        asked = asked if axis.size > 1 else asked[:0]
-        slot = _slots(asked, have_gid, axis)
         every = collectives.all_gather_counts([max(want_counts, default=0)], axis)
         most = max(row[0] for row in every)
+        planned = want_gid, want_counts, asked, send_counts, have_gid, axis, most
+        return Halo.of_requests(*planned, dense=dense)
+
+    @staticmethod
+    def of_requests(
+        want_gid: Tensor,
+        want_counts: Sequence[int],
+        asked: Tensor,
+        send_counts: Sequence[int],
+        have_gid: Tensor,
+        axis: Axis,
+        most: int,
+        dense: bool = False,
+    ) -> Halo:
+        """Plans an exchange whose requests have travelled; sends nothing.
+
+        Args:
+            want_gid, want_counts, have_gid, axis, dense: as in `build`.
+            asked: ids that others want of this rank, in their order.
+            send_counts: how many each.
+            most: the most that any rank wants of any other.
+
+        Raises:
+            ValueError: if another rank asks for a row that is not here.
+        """
+        asked = asked if axis.size > 1 else asked[:0]
         return Halo(
             axis,
-            slot,
+            _slots(asked, have_gid, axis),
             tuple(send_counts) if axis.size > 1 else (0,),
             tuple(want_counts),
             len(have_gid),

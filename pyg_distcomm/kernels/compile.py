@@ -89,7 +89,7 @@ def reordering(loop: Loop) -> Loop:
 
 def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
     """Binds ``args`` to a loop that is compiled for them and ``integers`` more."""
-    kinds = tuple(_kind(arg) for arg in args)
+    kinds = tuple([_kind(arg) for arg in args])
     if kinds not in loop.ready_for:
         signature = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
         _compile_apart(loop, tuple(signature))
@@ -120,9 +120,9 @@ def cache_folder(loop: Any) -> str | None:
 
 def _kind(arg: Any) -> object:
     """Returns what the compiled type of an argument depends on."""
-    return getattr(arg, "dtype", None) or (
-        len(arg) if isinstance(arg, tuple) else type(arg)
-    )
+    if isinstance(arg, np.ndarray):
+        return arg.dtype.num  # a hash of the type itself takes longer
+    return -1 - len(arg) if isinstance(arg, tuple) else type(arg)
 
 
 def _compile_apart(loop: Any, signature: tuple[Any, ...]) -> None:

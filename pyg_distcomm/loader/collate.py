@@ -144,7 +144,12 @@ class Collator:
 
     def __call__(self, out: Any, pools: Pools | None = None) -> Any:
         """Assembles one minibatch; `pools` is what `fetch` read for its bulk."""
-        batch = self._bare.pyg_filter_fn(out)
+        ends = self._ends(out)
+        if ends is None:
+            batch = self._bare.pyg_filter_fn(out)
+        else:  # PyG would copy them
+            batch = self._bare.pyg_filter_fn(_without_ends(out))
+            batch.edge_index = ends
         for k, rows in enumerate(self._rows):
             store = batch if rows.store is None else batch[rows.store]
             if not _is_hollow(getattr(store, rows.name, None)):
@@ -167,6 +172,21 @@ class Collator:
         _carry(batch, out)
         return batch
 
+    def _ends(self, out: Any) -> Tensor | None:
+        """Returns the edges `[2, e]` of which row and col are the rows, if they are."""
+        data, row, col = self._bare.data, out.row, out.col
+        if not isinstance(data, Data) or "adj_t" in data or "edge_index" not in data:
+            return None
+        if not isinstance(row, Tensor) or data.edge_index.device != row.device:
+            return None
+        whole = row._base
+        if whole is None or whole is not col._base or whole.shape != (2, len(row)):
+            return None
+        first, step = whole.data_ptr(), len(row) * row.element_size()
+        alike = whole.is_contiguous() and len(col) == len(row)
+        alike = alike and (row.data_ptr(), col.data_ptr()) == (first, first + step)
+        return whole if alike else None
+
     def _hollow(self, data: Any) -> Any:
         """Returns the data with the attributes gathered here emptied of columns."""
         hollow = copy.copy(data)
@@ -181,6 +201,12 @@ class Collator:
                 self._rows.append(Attribute(store._key, name, value, of_edges))
                 empty[name] = hollow_rows(len(value))
         return hollow
+
+
+def _without_ends(out: Any) -> Any:
+    bare = copy.copy(out)
+    bare.row, bare.col = out.row[:0], out.col[:0]
+    return bare
 
 
 def _carry(batch: Any, out: Any) -> None:

@@ -216,6 +216,7 @@ class Fetch:
         """
         asks, problem = self.plan(wanted)
         axis, pending = self.channel.row, None
+        room = [self._room(column, asks) for column in self.columns]
         if axis.size > 1:
             turn = self._agree(asks, problem)
             asked: Counts = turn.table[:, 1:].t().tolist()
@@ -225,10 +226,11 @@ class Fetch:
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [ask.counts for ask in asks]),
                 "fetch_rows",
+                self._landing(asks, room),
             )
         elif problem is not None:
             raise ValueError(problem)
-        return self._joined(wanted, asks, pending)
+        return self._joined(wanted, asks, room, pending)
 
     # Before anything travels ----------------------------------------------------------
 
@@ -362,22 +364,40 @@ class Fetch:
 
     # After ----------------------------------------------------------------------------
 
+    def _room(self, column: FetchedColumn, asks: Sequence[GroupQuery]) -> Tensor:
+        """Returns where the rows of a column go; its values, if all are read in place."""
+        if self._direct(column.group, asks[column.group]):
+            return column.values
+        count = len(asks[column.group].ids)
+        return column.values.new_empty((count, *column.values.shape[1:]))
+
+    def _landing(
+        self, asks: Sequence[GroupQuery], room: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Returns where a message can be received as it is: one column of plain rows."""
+        if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
+            return None
+        ask = asks[self.columns[0].group]
+        rows = room[0][len(ask.ids) - sum(ask.counts) :]
+        if not sum(ask.counts) or not rows.numel():  # nothing comes
+            return None
+        return rows.view(-1).view(torch.uint8)
+
     def _joined(
         self,
         wanted: Wanted,
         asks: Sequence[GroupQuery],
+        room: Sequence[Tensor],
         pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
         """Lays rows from here beside those that arrive."""
         direct = [self._direct(n, ask) for n, ask in enumerate(asks)]
         whole: list[Tensor] = []
         away: list[Tensor] = []
-        for column in self.columns:
+        for column, rows in zip(self.columns, room, strict=True):
             ask, row_group = asks[column.group], self.row_groups[column.group]
             here, kept = len(ask.here), len(ask.here) + len(ask.kept)
-            rows = column.values
             if not direct[column.group]:
-                rows = rows.new_empty((len(ask.ids), *rows.shape[1:]))
                 take_rows(column.values, ask.here, rows[:here])
                 if kept > here:
                     take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
@@ -385,8 +405,9 @@ class Fetch:
             away.append(rows[:0] if direct[column.group] else rows[kept:])
         if pending is not None:
             counts = [ask.counts for ask in asks]
-            gids = [ask.away for ask in asks]
-            unpack_rows(pending.wait(), self.columns, counts, gids, away)
+            message, gids = pending.wait(), [ask.away for ask in asks]
+            if self._landing(asks, room) is None:
+                unpack_rows(message, self.columns, counts, gids, away)
         pools: dict[Group, Pool] = {}
         for number, (row_group, ask) in enumerate(
             zip(self.row_groups, asks, strict=True)

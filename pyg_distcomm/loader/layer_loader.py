@@ -14,11 +14,8 @@ from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
-from pyg_distcomm.loader.partitioned_source import (
-    PartitionedOptions,
-    PartitionedSource,
-    gathered,
-)
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
+from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
@@ -67,7 +64,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         weight_attr: the name of the edges' weights in data (default: all are 1).
         method: "its" or "exponential"; see `sampling.algebra.sample`.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, **kwargs: as in `DistNeighborLoader`.
+        features, embedding, **kwargs: as in `DistNeighborLoader`.
 
     Raises:
         ValueError, TypeError: on all ranks, for what cannot be.
@@ -99,10 +96,13 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         replication: int | None = None,
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
+        embedding: Any = None,
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        partitioned = PartitionedOptions(topology, replication, sample_at, features)
+        partitioned = PartitionedOptions(
+            topology, replication, sample_at, features, embedding
+        )
         chosen, graph, whole = _rule(rule), data, data
         numbers = layer_numbers(num_nodes_per_layer)
         options = {
@@ -124,7 +124,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 **options,
             )
             self.spread = PartitionedSource(
-                data, replication, features, replicated_args
+                data, replication, features, replicated_args, embedding
             )
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)

@@ -17,7 +17,7 @@ from pyg_distcomm.loader.options import (
     checked_seeds,
     unused_arguments,
 )
-from pyg_distcomm.loader.partitioned_source import PartitionedOptions
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -70,6 +70,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         sample_at: of a share: "owner" or "requester", where in-edges are drawn.
         features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
             codec or files on disk (default: one of the share's own rows).
+        embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or
+            a dictionary of them by node type: who has which of its rows is found out with
+            the bulk, so that a step moves rows and gradients alone.
         backend: "pyg-lib" or "torch-sparse" to sample a graph that each rank holds by PyG's
             own compiled libraries, where they are installed; their draws are not keyed.
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
@@ -110,6 +113,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         replication: int | None = None,
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
+        embedding: Any = None,
         backend: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -126,7 +130,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "directed": directed,
         }
         whole = data
-        partitioned = PartitionedOptions(topology, replication, sample_at, features)
+        partitioned = PartitionedOptions(
+            topology, replication, sample_at, features, embedding
+        )
         if partitioned.wanted(data):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
@@ -181,7 +187,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, backend, **kwargs: as in `DistNeighborLoader`.
+        features, embedding, backend, **kwargs: as in `DistNeighborLoader`.
     """
 
     def __init__(
@@ -215,6 +221,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         replication: int | None = None,
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
+        embedding: Any = None,
         backend: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -234,7 +241,9 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
         neg_sampling = NegativeSampling.cast(neg_sampling)
         whole = data
-        partitioned = PartitionedOptions(topology, replication, sample_at, features)
+        partitioned = PartitionedOptions(
+            topology, replication, sample_at, features, embedding
+        )
         if partitioned.wanted(data):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(

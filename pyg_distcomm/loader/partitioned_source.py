@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from pyg_distcomm.comm.process_grid import (
     check_replication,
     new_process_grid,
 )
-from pyg_distcomm.comm.random import fresh_seed
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.collate import Attribute, Pools, hollow_rows
 from pyg_distcomm.loader.epoch import FETCH, SAMPLE
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import (
-    LoaderOptions,
     checked_ends,
     named_links,
     named_seeds,
@@ -34,10 +32,9 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling import KeyedNeighborSampler
-from pyg_distcomm.sampling.graph_block import is_share, mesh_of
-from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
+from pyg_distcomm.sampling.graph_block import mesh_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
 # Stores of the shares that are alive: loaders for training and evaluation keep one.
 
@@ -52,6 +49,8 @@ class PartitionedSource:
         replication: c, how many ranks hold each block; see `new_process_grid`.
         features: where rows are fetched from (default: a store of the share's own rows).
         arguments: those that must be the same on all ranks.
+        embedding: what has learnable rows of the nodes, or these by node type: the routes of
+            a minibatch's nodes to them are planned with its bulk.
 
     Raises:
         ValueError, TypeError: on all ranks alike.
@@ -63,6 +62,7 @@ class PartitionedSource:
         replication: int | None,
         features: DistFeatureStore | None,
         arguments: dict[str, Any],
+        embedding: Any = None,
     ) -> None:
         self.data, self.mesh = data, mesh_of(data)
         problem = None
@@ -78,6 +78,8 @@ class PartitionedSource:
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
         self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
         self._given, self._edge_owners_known = features, False
+        with alike(self.mesh.world):
+            self._routed = _embedded_rows(data, embedding)
         self._read_rows()
 
     def _read_rows(self) -> None:
@@ -240,6 +242,27 @@ class PartitionedSource:
                         found[group, name] = pool.find, pool.rows[name]
         return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}
 
+    def routes(self, outs: Sequence[Any]) -> list[dict[Any, IdPlan]]:
+        """Plans how learnable rows of each minibatch will travel, by node type; collective.
+
+        One exchange of counts and one of ids, for all minibatches and types of a bulk.
+        """
+        found: list[dict[Any, IdPlan]] = [{} for _ in outs]
+        for key, rows in self._routed.items():
+            lists = [_part(out.node, key).long() for out in outs]
+            plans = plan_ids(lists, rows, self.fetching.world)
+            for routes, plan in zip(found, plans, strict=True):
+                _ = plan.owner_slots  # here, and not in the step
+                routes[key] = plan
+        return found
+
+    def attach(self, batch: Any, routes: dict[Any, IdPlan]) -> None:
+        """Lays routes beside the ids of a minibatch's nodes."""
+        for key, plan in routes.items():
+            ids = _store(batch, key).get("n_id")
+            if isinstance(ids, Tensor) and len(ids) == len(plan.slot):
+                attach_route(ids, plan, self._routed[key])
+
     def _wanted(self, attribute: Attribute, outs: Sequence[Any]) -> Any:
         none = torch.empty(0, dtype=torch.int64)
         key = attribute.store
@@ -280,6 +303,38 @@ def alike(world: collectives.Axis | None) -> Iterator[None]:
         raise failed
 
 
+def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
+    """Returns the rows of learnable vectors, by node type.
+
+    Raises:
+        TypeError, ValueError: for what has no rows, or not one for each node.
+    """
+    if embedding is None:
+        return {}
+    given = embedding if isinstance(embedding, Mapping) else {None: embedding}
+    found = {}
+    for key, one in given.items():
+        rows = getattr(one, "rows", None)
+        typed = isinstance(data, HeteroData)
+        if not isinstance(rows, Rows) or typed != (key is not None):
+            raise TypeError(
+                "embedding must be a DistEmbedding, or a dictionary of them by node type for "
+                f"a HeteroData; got {key!r}: {type(one).__name__}"
+            )
+        if typed and key not in data.node_types:
+            raise ValueError(
+                f"embedding has node type {key!r}; there are {data.node_types}"
+            )
+        nodes = _store(data, key).num_nodes
+        if rows.total != nodes:
+            raise ValueError(
+                f"the embedding has {rows.total} rows, and the graph {nodes} nodes; build "
+                "it with num_embeddings=data.num_nodes and like=data"
+            )
+        found[key] = rows
+    return found
+
+
 def _part(found: Any, key: Any) -> Any:
     return found.get(key) if isinstance(found, dict) else found
 
@@ -311,7 +366,8 @@ def _hollow(data: Data | HeteroData) -> tuple[Any, list[Attribute]]:
             elif value.requires_grad:
                 raise TypeError(
                     f"'{name}' requires a gradient, but rows that are fetched from other "
-                    "ranks carry none; detach it, or keep it as a parameter of the model"
+                    "ranks carry none; detach it, or learn it: emb = pdc.DistEmbedding"
+                    f".from_pretrained(data.{name}, freeze=False), and emb(batch.n_id)"
                 )
         nodes = _num_nodes(part, part.get("edge_index"))
         if nodes is not None:
@@ -409,165 +465,3 @@ def _agree_on(arguments: dict[str, Any], world: collectives.Axis) -> None:
                 f"{rank} has {name}={theirs.get(name)}, and rank 0 {name}="
                 f"{every[0].get(name)}; give all ranks the same"
             )
-
-
-TOPOLOGIES = ("auto", "partitioned", "replicated")
-
-
-@dataclass(frozen=True)
-class PartitionedOptions:
-    """Checks where a share is sampled and its rows are fetched; see `DistNeighborLoader`."""
-
-    topology: str = "auto"
-    replication: int | None = None
-    sample_at: str = "owner"
-    features: DistFeatureStore | None = None
-
-    def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(
-                f"topology must be one of {TOPOLOGIES}, got {self.topology!r}"
-            )
-        if self.sample_at not in PLACES:
-            raise ValueError(
-                f"sample_at must be one of {PLACES}, got {self.sample_at!r}"
-            )
-
-        if not isinstance(self.features, (DistFeatureStore, type(None))):
-            raise TypeError(
-                "features must be a DistFeatureStore, got "
-                f"{type(self.features).__name__}"
-            )
-
-    def replicated_args(
-        self, loader_options: LoaderOptions, dataloader: dict[str, Any], **options: Any
-    ) -> dict[str, Any]:
-        """Returns the arguments that must be the same on all ranks."""
-        loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
-        own = {**vars(self), "features": self.features is not None}
-        return {**options, **loading, **vars(loader_options), **own}
-
-    def wanted(self, data: Any) -> bool:
-        """Tells whether a graph is spread; refuses options that need one that is."""
-        if is_share(data):
-            return True
-        if isinstance(data, (Data, HeteroData)) and any(
-            isinstance(value, DistTensor) for s in data.stores for value in s.values()
-        ):
-            raise ValueError(
-                "this share of pdc.partition has no edges of any type to be sampled; load "
-                "the whole graph, or batches of its rows"
-            )
-        used = {
-            "topology='partitioned'": self.topology == "partitioned",
-            f"replication={self.replication}": self.replication is not None,
-            "sample_at='requester'": self.sample_at == "requester",
-            "features": self.features is not None,
-        }
-        asked = [name for name, given in used.items() if given]
-        if asked:
-            raise ValueError(
-                f"{', '.join(asked)} is for a graph spread over the ranks, got a "
-                f"{type(data).__name__} that each rank holds whole; pass "
-                "data = pyg_distcomm.partition(data, mesh)"
-            )
-        return False
-
-    @staticmethod
-    def check(
-        sampler: Any,
-        loader_options: LoaderOptions,
-        dataloader: dict[str, Any],
-        backend: str | None = None,
-    ) -> None:
-        """Refuses what cannot be done by all ranks together."""
-        if backend is not None:
-            raise ValueError(
-                f"backend={backend!r} samples a graph that each rank holds whole, but this "
-                "one is partitioned; leave it out"
-            )
-        if sampler is not None:
-            raise ValueError(
-                "neighbor_sampler was given, but a partitioned graph is sampled by all "
-                "ranks together; leave it out"
-            )
-        if dataloader.get("num_workers", 0):
-            raise ValueError(
-                f"num_workers={dataloader['num_workers']}: a partitioned graph is sampled "
-                "and its rows are fetched by threads of this process, which talk to the "
-                "other ranks; leave num_workers out"
-            )
-        if loader_options.split is False:
-            raise ValueError(
-                "split=False is for a loader of one rank's own, but a partitioned graph "
-                "is sampled by all ranks together; leave it out"
-            )
-
-    def begin(
-        self,
-        loader: str,
-        data: Any,
-        num_neighbors: Any,
-        loader_options: LoaderOptions,
-        dataloader: dict[str, Any],
-        options: dict[str, Any],
-        own_transform: bool,
-    ) -> tuple[PartitionedSource, Any]:
-        """Returns the source of a loader of a share, and what samples it; collective.
-
-        Args:
-            loader: what it is, the same on all ranks.
-            data, num_neighbors: as it got them.
-            loader_options, dataloader, options: its options, torch's and PyG's.
-            own_transform: whether it got a `transform_sampler_output`.
-        """
-        arguments = self.replicated_args(
-            loader_options,
-            dataloader,
-            num_neighbors=num_neighbors,
-            own_transform=own_transform,
-            loader=loader,
-            **options,
-        )
-        source = PartitionedSource(data, self.replication, self.features, arguments)
-        return source, self.sampler(source, num_neighbors, options, loader_options.seed)
-
-    def sampler(
-        self,
-        spread: PartitionedSource,
-        num_neighbors: Any,
-        options: dict[str, Any],
-        seed: int | None,
-    ) -> Any:
-        """Returns what samples the share, or a copy of its edges; collective."""
-        seed = fresh_seed() if seed is None else seed
-        if options["subgraph_type"] == "bidirectional":
-            spread.learn_edge_owners()  # the target of an edge turned round is its source
-        if self.topology == "replicated":
-            names = [options["time_attr"], options["weight_attr"]]
-            data = gathered(spread.data, [name for name in names if name is not None])
-            return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
-        return PartitionedNeighborSampler(
-            spread.data,
-            num_neighbors,
-            channel=spread.sampling,
-            sample_at=self.sample_at,
-            seed=seed,
-            **options,
-        )
-
-
-def gathered(data: Data | HeteroData, names: list[str]) -> Any:
-    """Returns the edges of a share on every rank, and a few attributes; collective."""
-    whole: Any = type(data)()
-    for part in data.stores:
-        key = getattr(part, "_key", None)
-        out = whole if key is None else whole[key]
-        if "num_nodes" in part:
-            out.num_nodes = part.num_nodes
-        for name, value in part.items():
-            if isinstance(value, DistEdgeIndex):
-                out[name] = value.full_tensor().contiguous()
-            elif isinstance(value, DistTensor) and name in names:
-                out[name] = torch.as_tensor(value.full_tensor())
-    return whole

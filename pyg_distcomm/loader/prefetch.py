@@ -318,11 +318,14 @@ class BulkBuilder:
             threads.limited(self._width),
         ):
             pools = self._assembly.fetch(outs)
+            routes = [] if self._spread is None else self._spread.routes(outs)
         found: list[Any] = [None] * len(outs)
 
         def assemble(k: int) -> None:
             with threads.limited(1):
                 found[k] = self._joined(outs[k], pools)
+                if routes:
+                    self._spread.attach(found[k][0], routes[k])
 
         if stopped():
             return []

@@ -16,7 +16,7 @@ from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import IdPlan
+from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
 from pyg_distcomm.tensor.gradients import from_local
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -62,12 +62,18 @@ class DistEmbedding(torch.nn.Module):
             rank 0's rows to all ranks; see `pdc.replicate`.
         TypeError: if `like` says nothing of rows.
 
+    Of a loader that was given the embedding, `DistNeighborLoader(..., embedding=emb)`, the
+    ids of a minibatch are sent to their owners with its bulk, in the background: a step
+    with the `batch.n_id` that the loader has made (the same tensor on all ranks, unchanged,
+    on the CPU) moves rows and their gradients alone, and the result is the same bit for
+    bit. Rows are fetched at the step, and so never stale.
+
     Price: with ids, collective over all ranks: h ids and h rows of dim words here (h
     the distinct rows of other ranks), and h rows back in the backward pass, each in one
-    all-to-all. Without ids nothing travels. Building it is collective, too. The
-    backward pass of a lookup is collective as the lookup is: a rank without a loss goes
-    back from `0 * y.sum()`. What reads gradients of all parameters sees this rank's
-    rows alone: clip them by `pdc.clip_grad_norm_`.
+    all-to-all, after one of counts. Without ids nothing travels. Building it is
+    collective, too. The backward pass of a lookup is collective as the lookup is: a rank
+    without a loss goes back from `0 * y.sum()`. What reads gradients of all parameters
+    sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
     """
 
     def __init__(
@@ -146,8 +152,7 @@ class DistEmbedding(torch.nn.Module):
         if isinstance(ids, RowShardedTensor):
             return self.weight[ids]
         self._refuse_ddp()
-        flat = self._checked(ids)
-        plan = IdPlan.build(flat, self.rows).to(self.shard.device)
+        plan = self._plan(ids).to(self.shard.device)
         out: Tensor = _Lookup.apply(self.shard, plan, self.rows.mesh, self.sparse)
         return out.view(*ids.shape, self.embedding_dim)
 
@@ -162,21 +167,25 @@ class DistEmbedding(torch.nn.Module):
                 "all ranks; wrap the model by pdc.replicate(model, mesh), which leaves them"
             )
 
-    def _checked(self, ids: Tensor) -> Tensor:
-        """Returns ids `[k]`, once all ranks have good ones."""
+    def _plan(self, ids: Tensor) -> IdPlan:
+        """Returns the plan that has come with a minibatch, or makes one; then collective."""
+        known = route_of(ids, self.rows) if isinstance(ids, Tensor) else None
+        if known is not None:
+            return known
         n, problem = self.num_embeddings, None
         if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             problem = f"give ids as a tensor of integers in [0, {n}), got {got}"
         else:
             ids = ids.detach().reshape(-1).long()  # int8 holds no n to compare with
-            wrong = ids[(ids < 0) | (ids >= n)]
-            if len(wrong):
-                problem = (
-                    f"give ids in [0, {n}), the number of nodes; got {int(wrong[0])}"
-                )
-        collectives.agree(problem, self.rows.mesh.control, IndexError)
-        return ids
+            low, high = (int(v) for v in ids.aminmax()) if len(ids) else (0, -1)
+            if low < 0 or high >= n:
+                bad = int(ids[(ids < 0) | (ids >= n)][0])
+                problem = f"give ids in [0, {n}), the number of nodes; got {bad}"
+        mesh = self.rows.mesh
+        if problem is not None:
+            ids = torch.empty(0, dtype=torch.int64)
+        return plan_ids([ids], self.rows, mesh.control, problem)[0]
 
     def extra_repr(self) -> str:
         """Describes the table and this rank's part of it."""
@@ -200,7 +209,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        slot, sums = _owner_sums(g / ctx.mesh.size, ctx.plan, ctx.mesh.rank)
+        slot, sums = ctx.plan.owner_sums(g / ctx.mesh.size)
         if ctx.sparse:
             grad = torch.sparse_coo_tensor(
                 slot.unsqueeze(0),
@@ -212,38 +221,6 @@ class _Lookup(torch.autograd.Function):
         else:
             grad = g.new_zeros(ctx.shape).index_copy(0, slot, sums)
         return grad, None, None, None
-
-
-def _owner_sums(g: Tensor, plan: IdPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """Sends gradients `[k, dim]` to the owners of their rows, and adds them up there.
-
-    Returns:
-        The own rows that any rank asked for, ascending [u], and their sums [u, dim].
-    """
-    slot, mine = _summed(plan.slot, g)
-    here = int(torch.searchsorted(slot, plan.own))
-    own_slot, own, ghosts = slot[:here], mine[:here], mine[here:]
-    halo = plan.halo
-    if halo.silent:
-        return own_slot, own
-    came = collectives.all_to_all(
-        ghosts,
-        halo.recv_counts,
-        halo.send_counts,
-        halo.axis,
-        "halo_transpose",
-        halo.most,
-    ).wait()
-    before = sum(halo.send_counts[:rank])  # rows that lower ranks asked for
-    slots = [halo.send_slot[:before], own_slot, halo.send_slot[before:]]
-    return _summed(torch.cat(slots), torch.cat([came[:before], own, came[before:]]))
-
-
-def _summed(slot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds up rows `[k, dim]` of one slot, in order; slots ascend in the result."""
-    distinct, place = torch.unique(slot, return_inverse=True)
-    sums = rows.new_zeros((len(distinct), rows.size(1)))
-    return distinct, sums.index_add_(0, place, rows)
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:

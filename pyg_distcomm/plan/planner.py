@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
+from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
 from pyg_distcomm.plan.pipelines import LayerProfile, items_of
@@ -208,6 +209,19 @@ HALO_GRIDS = (
 )
 
 
+@overload
+def plan(
+    graph: Data,
+    *,
+    loader: Mapping[str, Any],
+    ranks: int | None = None,
+    mesh: Mesh | None = None,
+    machine: Machine | None = None,
+    memory: float | None = None,
+    partition: Any = "metis",
+    seed: int = 0,
+) -> LoaderPlans: ...
+@overload
 def plan(
     graph: Data | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
@@ -228,50 +242,71 @@ def plan(
     chunks: int | None = None,
     skips: int = 0,
     dtype: torch.dtype | None = None,
-) -> Plans:
+) -> Plans: ...
+def plan(
+    graph: Data | Tensor | RandomGraph,
+    widths: Sequence[int] | None = None,
+    ranks: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    model: torch.nn.Module | Sequence[Any] | None = None,
+    layers: str | Sequence[str] = "gcn",
+    inputs: str = "constant",
+    machine: Machine | None = None,
+    memory: float | None = None,
+    partition: Any = "metis",
+    seed: int = 0,
+    algorithm: str | None = None,
+    grid: Grid | None = None,
+    codecs: Sequence[Asked] = (),
+    pipeline: bool = False,
+    chunks: int | None = None,
+    skips: int = 0,
+    dtype: torch.dtype | None = None,
+    loader: Mapping[str, Any] | None = None,
+) -> Plans | LoaderPlans:
     """Lists every grid, ordering, halo and codec for training a graph, with its costs, ranked.
 
     Nothing is sent, and every rank that calls it gets the same: bytes are those that the
     ledger will count in an epoch of the full graph (a mean loss, `replicate`; from the
-    third epoch on, when products of constant inputs are kept). Of a `RandomGraph` they
-    are means.
+    third epoch on, when products of constant inputs are kept); means for a `RandomGraph`.
 
     Args:
         graph: the whole graph, its edge_index, or a `RandomGraph` by size and law.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
-        ranks: how many; those of `mesh` if left out.
-        mesh: only counted.
+        ranks, mesh: how many ranks; a mesh is only counted.
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
         machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
             cut the graph, and to plan exchanges, come before. Default `machine.memory`.
-        partition: as `pdc.partition` takes it: a method, the owners, or a Partition.
-        seed: of the cutter.
-        algorithm: only grids of this name ("1d", "1.5d", "2d", "3d", "feature").
-        grid: only this grid.
+        partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.
+        algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
             of its present epoch). Bytes are exact where sizes do not depend on values,
-            the most there can be elsewhere. Of layers run by halo exchange their input
-            travels; attention sends more. A plan that changes numbers is never `best`.
+            the most there can be elsewhere. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
-            over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
-            at most as said.
-        chunks: of nodes; four for each stage without.
-        skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
+            over nodes. Inside stages of several ranks rows also travel by each of `codecs`.
+        chunks, skips: of nodes; values beside x that cross all borders (GCNII: 1).
         dtype: of the features; that of data.x, else of the model, else float32.
+        loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
+            mesh, machine, memory (beside the share), partition and seed.
 
     Returns:
-        `Plans`: a sequence, the fastest first, with `best` and `refused`.
+        `Plans`: a sequence, the fastest first, with `best` and `refused`; or `LoaderPlans`.
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
     check_options(machine, memory, (pipeline, chunks, skips), (grid, algorithm))
     size = ranks_of(ranks, mesh, partition)
+    if loader is not None:
+        others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
+        asked = loader, machine or Machine(), memory
+        return _loader_plans((graph, size, partition, seed), others, asked)
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
@@ -282,13 +317,35 @@ def plan(
     if pipeline:
         given = (model, graph, skips), (source, partition, seed)
         found += _pipelines(*given, training, chunks, machine, size, links, dtype)
-    grids = _grids(size, algorithm, grid)
-    found += _on_grids(grids, cutting, source, training, machine, links, dtype)
+    how = source, training, machine, links, dtype
+    found += _on_grids(_grids(size, algorithm, grid), cutting, *how)
     ranked, refused = _ranked(found, training, machine, memory)
     owners = _on_fastest(ranked, cutting, owners)
     names = () if grid is not None else rejections(size, algorithm)
     said = f"{words}, {size} ranks; {_words(training)}"
     return Plans(ranked, refused, names, said, machine, owners)
+
+
+def _loader_plans(
+    cutting: tuple[Any, int, Any, int],
+    others: Sequence[Any],
+    how: tuple[Mapping[str, Any], Machine, float | None],
+) -> LoaderPlans:
+    """Returns the plans of a loader, unless there is something that says nothing of it."""
+    graph = cutting[0]
+    if any(other is not None for other in others):
+        raise ValueError(
+            "loader plans minibatches, whatever the model; leave out widths, model, "
+            "algorithm, grid, codecs, pipeline and dtype"
+        )
+    if not isinstance(graph, Data):
+        raise TypeError(
+            "a loader is planned for a whole torch_geometric.data.Data, got "
+            f"{type(graph).__name__}"
+        )
+    owners = _source(*cutting)[2]
+    assert owners is not None
+    return plan_loader(graph, owners, *how)
 
 
 def _on_grids(

@@ -12,14 +12,16 @@ planned once for ids that do not change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import exchange, exchange_transpose
@@ -44,23 +46,12 @@ class IdPlan:
     @staticmethod
     def build(gid: Tensor, rows: Rows) -> IdPlan:
         """Plans for ids `[k]` of the rows of a whole tensor; collective."""
-        gid, mesh, owners = gid.cpu(), rows.mesh, rows.owners
-        owner = owners.owner_of(gid)
-        away = owner != mesh.rank
-        slot = torch.empty_like(gid)
-        slot[~away] = torch.searchsorted(rows.place, gid[~away])
-        ghost, where = torch.unique(gid[away], return_inverse=True)
-        ghost_owner = owners.owner_of(ghost)
-        order = torch.argsort(ghost_owner, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        slot[away] = place[where] + len(rows)
-        counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = Halo.build(ghost[order], counts, rows.place, mesh.world)
-        return IdPlan(halo, slot, len(rows))
+        return plan_ids([gid], rows, rows.mesh.world)[0]
 
     def to(self, device: torch.device) -> IdPlan:
         """Returns the plan with its indices on a device."""
+        if self.slot.device == device:
+            return self
         return IdPlan(self.halo.to(device), self.slot.to(device), self.own)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -79,6 +70,49 @@ class IdPlan:
             order[~here] = slot[~here] - self.own + len(x)
             slot = order
         return torch.cat([x, ghosts]).index_select(0, slot)
+
+    @cached_property  # of the ids alone: made with the plan, it is not made in a step
+    def owner_slots(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Returns where sums of rows at the ids go, at their owners; see `owner_sums`.
+
+        The own rows that this rank asks for, ascending, and the place of each id among them,
+        those of ghosts after; then the same of what comes from all ranks, in their order.
+        """
+        own, place = torch.unique(self.slot, return_inverse=True)
+        here = int(torch.searchsorted(own, self.own))
+        halo, rank = self.halo, self.halo.axis.rank
+        if halo.silent:
+            return own[:here], place, own[:0], here
+        before = sum(halo.send_counts[:rank])
+        every = [halo.send_slot[:before], own[:here], halo.send_slot[before:]]
+        slot, where = torch.unique(torch.cat(every), return_inverse=True)
+        return slot, place, where, here
+
+    def owner_sums(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends rows `[k, f]` at the ids to the owners of these, and adds them up there.
+
+        Rows that one rank has for an id are added first, then those of ranks in their order.
+
+        Returns:
+            The own rows that any rank asked for, ascending [u], and their sums [u, f].
+        """
+        slot, place, where, here = self.owner_slots
+        halo = self.halo
+        count = here + halo.num_ghosts
+        mine = g.new_zeros((count, g.size(1))).index_add_(0, place, g)
+        if halo.silent:
+            return slot, mine
+        own, ghosts = mine[:here], mine[here:]
+        sides = halo.recv_counts, halo.send_counts, halo.axis
+        came = collectives.all_to_all(
+            ghosts, *sides, "halo_transpose", halo.most
+        ).wait()
+        before = sum(halo.send_counts[: halo.axis.rank])
+        sums = g.new_zeros((len(slot), g.size(1)))
+        first, last = before, before + here
+        sums.index_add_(0, where[:first], came[:before])
+        sums.index_add_(0, where[first:last], own)
+        return slot, sums.index_add_(0, where[last:], came[before:])
 
     def scatter_add(self, y: Tensor) -> Tensor:
         """Returns sums `[n, ...]` for own rows, of rows `y` `[k, ...]` at the ids."""
@@ -114,6 +148,106 @@ class IdPlan:
             ghosts, *sides, "halo_transpose", halo.most
         ).wait()
         return _extremes(own, halo.send_slot, came, op)
+
+
+def plan_ids(
+    lists: Sequence[Tensor], rows: Rows, axis: Axis, problem: str | None = None
+) -> list[IdPlan]:
+    """Plans for several lists of ids of the rows of a whole tensor at once; collective.
+
+    All ranks give as many lists. What is planned is exchanged over `axis`, which has the
+    ranks of the mesh in their order; rows will travel over the mesh's own.
+
+    Args:
+        lists: ids `[k]` each.
+        rows: which rows are on which rank.
+        axis: where the plans travel.
+        problem: what is wrong with the ids of this rank, of which it then gives none.
+
+    Price: (2 lists + 1) (P - 1) counts, and each distinct id that is asked of this rank.
+
+    Raises:
+        IndexError: on all ranks, if one has a problem.
+    """
+    mesh, m = rows.mesh, len(lists)
+    asks = [_Ask.of(gid.cpu(), rows) for gid in lists]
+    counts = torch.stack([ask.counts for ask in asks], 1) if asks else None
+    if counts is None or mesh.size == 1:
+        if problem is not None:
+            raise IndexError(problem)
+        return [ask.plan(rows, ask.ghost, [0], 0) for ask in asks]
+    most = counts.max(0).values.expand(mesh.size, m)
+    flag = torch.full((mesh.size, 1), int(problem is not None))
+    ones, table = [1] * mesh.size, torch.cat([counts, most, flag], 1)
+    came = collectives.all_to_all(table, ones, ones, axis, "plan", 1).wait()
+    if bool(came[:, -1].any()) or problem is not None:
+        collectives.agree(problem, axis, IndexError)
+    theirs = came[:, :m]
+    sent, coming = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    split = [ask.ghost.split(ask.counts.tolist()) for ask in asks]
+    ids = torch.cat([part for peer in zip(*split, strict=True) for part in peer])
+    asked = collectives.all_to_all(ids, sent, coming, axis, "plan").wait()
+    parts = asked.split(theirs.reshape(-1).tolist())
+    widest = came[:, m : 2 * m].max(0).values.tolist()
+    return [
+        ask.plan(rows, torch.cat(parts[i::m]), theirs[:, i].tolist(), widest[i])
+        for i, ask in enumerate(asks)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    """The ids of one list that other ranks have, each once, by owner."""
+
+    ghost: Tensor
+    counts: Tensor
+    slot: Tensor
+
+    @staticmethod
+    def of(gid: Tensor, rows: Rows) -> _Ask:
+        mesh, owners = rows.mesh, rows.owners
+        owner = owners.owner_of(gid)
+        away = owner != mesh.rank
+        slot = torch.empty_like(gid)
+        slot[~away] = torch.searchsorted(rows.place, gid[~away])
+        ghost, where = torch.unique(gid[away], return_inverse=True)
+        ghost_owner = owners.owner_of(ghost)
+        order = torch.argsort(ghost_owner, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        slot[away] = place[where] + len(rows)
+        counts = torch.bincount(ghost_owner, minlength=mesh.size)
+        return _Ask(ghost[order], counts, slot)
+
+    def plan(
+        self, rows: Rows, asked: Tensor, send_counts: list[int], most: int
+    ) -> IdPlan:
+        halo = Halo.of_requests(
+            self.ghost,
+            self.counts.tolist(),
+            asked,
+            send_counts,
+            rows.place,
+            rows.mesh.world,
+            most,
+        )
+        return IdPlan(halo, self.slot, len(rows))
+
+
+_ROUTE = "_pyg_distcomm_route"
+
+
+def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
+    """Keeps a plan beside the ids it was made of, for as long as these do not change."""
+    setattr(ids, _ROUTE, (ids._version, plan, rows))
+
+
+def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
+    """Returns the plan beside ids, if it is of these rows, and the ids have not changed."""
+    found: tuple[int, IdPlan, Rows] | None = getattr(ids, _ROUTE, None)
+    if found is None or ids._version != found[0] or not found[2].same_as(rows):
+        return None
+    return found[1]
 
 
 def plan_of(ids: RowShardedTensor, rows: Rows) -> IdPlan:

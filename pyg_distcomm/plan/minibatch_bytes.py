@@ -1,0 +1,526 @@
+"""Counts what the minibatches of a loader move between ranks, before any rank exists.
+
+A minibatch is a function of (seed, epoch, its number): it does not depend on how many ranks
+share the graph, on c, k, or on where in-edges are drawn. So one process draws the first
+minibatches of every rank from the whole graph, once, and all else is arithmetic on who owns
+which node:
+
+    owner       ids asked + their counts + 2 words an in-edge drawn elsewhere, hop by hop
+    requester   ids asked + their counts + 2 words an in-edge of each distinct row elsewhere
+    features    (4 bytes + the bytes of a row) for each distinct node of a bulk elsewhere
+
+with c copies of a block, "elsewhere" is what a rank's process row does not hold. The words are
+those of `request_price`, `sums_price`, `edges_price` and `ShardedStore.price`, for all ranks at
+once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.profile import get_data_size
+
+from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.loader.epoch import BatchSharding
+from pyg_distcomm.partition.partition import Partition
+
+_COUNT = 8  # bytes of a count
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedHop:
+    """Holds one hop, or layer, of a minibatch.
+
+    Shapes: rows [f] nodes whose in-edges are needed; target [e] the targets of the edges that
+    the minibatch gets; cols how many columns a layer has.
+    """
+
+    rows: Tensor
+    target: Tensor
+    cols: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedBatch:
+    """Holds one minibatch of the probe.
+
+    Shapes: node [m] ids, edge [e] ids of edges that have rows, edge_target [e].
+    """
+
+    hops: tuple[ProbedHop, ...]
+    node: Tensor
+    edge: Tensor
+    edge_target: Tensor
+    named: bool  # whether seeds are given twice: each then travels with a number
+    num_edges: int
+
+
+@dataclass(frozen=True, eq=False)
+class MinibatchProbe:
+    """Holds the first minibatches of each rank, and what of the graph their bytes depend on.
+
+    Args:
+        owner: [n] the rank that owns each node.
+        degree: [n] in-edges of each node.
+        colptr, row: the graph by target, for layer-wise samplers; else None.
+        batches: by rank, in order.
+        rounds: minibatches of a rank in an epoch.
+        layered: whether nodes are drawn layer by layer.
+        loops: whether each row of the graph has a loop (A + I).
+        shared: whether all minibatches draw from one row, which is summed up once.
+        disjoint: whether each node travels with its tree.
+        silent: the hops at which nobody draws: their fan-out is 0.
+        word: bytes of an id.
+        weight: bytes of an edge's weight in its row, 0 without.
+        row_bytes: of a node's attributes, and of an edge's.
+        groups: how many of the two have attributes.
+        seconds: to sample a minibatch, on one thread of this process.
+        batch_bytes: of a minibatch with its features, on average.
+    """
+
+    owner: Tensor
+    degree: Tensor
+    colptr: Tensor | None
+    row: Tensor | None
+    batches: tuple[tuple[ProbedBatch, ...], ...]
+    rounds: int
+    layered: bool
+    loops: bool
+    shared: bool
+    disjoint: bool
+    silent: tuple[bool, ...]
+    word: int
+    weight: int
+    row_bytes: tuple[int, int]
+    groups: int
+    seconds: float
+    batch_bytes: float
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.batches)
+
+    @property
+    def taken(self) -> int:
+        """The minibatches of each rank that were drawn."""
+        return len(self.batches[0])
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether the probe is the epoch."""
+        return self.taken == self.rounds
+
+
+def probe_loader(
+    data: Data, owners: Partition, loader: Mapping[str, Any], most: int
+) -> MinibatchProbe:
+    """Draws the first `most` minibatches of each rank, on this process.
+
+    Price: `most` times P minibatches sampled, and one of them collated.
+
+    Raises:
+        ValueError, TypeError: for arguments that the loader refuses, or that have no price.
+    """
+    layered = "num_nodes_per_layer" in loader
+    kind: Any = DistLayerLoader if layered else DistNeighborLoader
+    own = kind(data, **{"seed": 0, **loader, "split": False})
+    batches, rounds, seconds = _drawn(own, owners.num_parts, most, layered)
+    edges, sampler = data.edge_index, own.neighbor_sampler_in_use
+    degree = torch.bincount(edges[1], minlength=owners.num_nodes)
+    colptr = row = None
+    if layered:
+        row = edges[0][torch.argsort(edges[1], stable=True)]
+        colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
+    rule: Any = sampler.rule if layered else None
+    word = 8 if max(owners.num_nodes, edges.size(1)) >= 2**31 else 4
+    widths = _row_bytes(data)
+    return MinibatchProbe(
+        owner=owners.owner_of(torch.arange(owners.num_nodes)).long(),
+        degree=degree,
+        colptr=colptr,
+        row=row,
+        batches=batches,
+        rounds=rounds,
+        layered=layered,
+        loops=layered and rule.loops,
+        shared=layered and rule.shared,
+        disjoint=bool(loader.get("disjoint")),
+        silent=() if layered else tuple(s == 0 for s in sampler._fan_outs()[0]),
+        word=word,
+        weight=_weight_bytes(data, loader.get("weight_attr"), word),
+        row_bytes=(sum(widths[0]), sum(widths[1])),
+        groups=sum(bool(w) for w in widths),
+        seconds=seconds,
+        batch_bytes=_batch_bytes(own),
+    )
+
+
+def _drawn(
+    own: Any, size: int, most: int, layered: bool
+) -> tuple[tuple[tuple[ProbedBatch, ...], ...], int, float]:
+    """Draws the first minibatches of each rank.
+
+    Returns:
+        them, how many a rank has in an epoch, and the seconds that one took.
+    """
+    length, batches, spent = own._epochs.length(), [], []
+    if not length:
+        raise ValueError("the loader has no minibatches to plan for; give it seeds")
+    for rank in range(size):
+        even = own._loader_options.even_batches
+        sharding = BatchSharding(rank, size, False, (length,), even)
+        rounds = sharding.rounds(0)
+        if not rounds:
+            raise ValueError(
+                f"{length} minibatches do not give each of {size} ranks one; take fewer "
+                "ranks, smaller minibatches, or even_batches='pad'"
+            )
+        begin = time.process_time()
+        plan = own._epochs.batches(own._agreed_seed(), 0, sharding, 0)
+        numbered = [one for one, _ in zip(plan, range(most), strict=False)]
+        outs = own._sampled_bulk(numbered) if layered else map(own._sampled, numbered)
+        found = list(outs)
+        spent.append((time.process_time() - begin) / len(found))
+        batches.append(tuple(_probed(out, layered) for out in found))
+    return tuple(batches), rounds, min(spent)  # the first may have compiled kernels
+
+
+def _batch_bytes(own: Any) -> float:
+    """Returns the bytes of the first minibatch of an epoch, with its features."""
+    first = own.collate_fn(next(iter(own._plan())))
+    return float(
+        get_data_size(first if own.filter_per_worker else own.filter_fn(first))
+    )
+
+
+def _weight_bytes(data: Data, name: str | None, word: int) -> int:
+    """Returns the bytes of a weight that travels with its row."""
+    return 0 if name is None else max(data[name].element_size(), word)
+
+
+def _row_bytes(data: Data) -> tuple[list[int], list[int]]:
+    """Returns the bytes of one row of each attribute of nodes, and of edges."""
+    nodes, edges = [], []
+    for name, value in data.items():
+        if name == "edge_index" or not isinstance(value, Tensor) or not value.dim():
+            continue
+        bytes_ = value[:1].numel() * value.element_size() if len(value) else 0
+        if data.is_node_attr(name):
+            nodes.append(bytes_)
+        elif data.is_edge_attr(name):
+            edges.append(bytes_)
+    return nodes, edges
+
+
+def _probed(out: Any, layered: bool) -> ProbedBatch:
+    nodes = out.node.long().split(out.num_sampled_nodes)
+    targets = out.node.long()[out.col].split(out.num_sampled_edges)
+    hops = tuple(
+        ProbedHop(rows, target, len(nodes[i + 1]))
+        for i, (rows, target) in enumerate(zip(nodes, targets, strict=False))
+    )
+    real = out.edge >= 0
+    seeds = nodes[0]
+    named = not layered and len(seeds.unique()) < len(seeds)
+    every = torch.cat([*targets]) if targets else out.edge[:0].long()
+    return ProbedBatch(
+        hops, out.node.long(), out.edge.long()[real], every[real], named, len(out.edge)
+    )
+
+
+@dataclass
+class Traffic:
+    """Sums up what each rank receives, and how many messages it sends.
+
+    Shapes: sample, fetch [P] bytes of the bulks. On every rank, `fixed` is what an epoch moves
+    beside them to sample, and `refresh` to know whether rows have changed; `messages` are sent
+    in all bulks.
+    """
+
+    sample: Tensor
+    fetch: Tensor
+    bulks: int = 0
+    fixed: int = 0
+    refresh: int = 0
+    messages: int = 0
+
+
+class TrafficModel:
+    """Prices a probe for c copies, bulks of k, and one place to draw in-edges at."""
+
+    def __init__(self, probe: MinibatchProbe) -> None:
+        self.probe = probe
+        self._kept: dict[Any, Any] = {}
+
+    def price(self, c: int, k: int, place: str) -> Traffic:
+        """Returns the traffic of the probe, the counts of its bulks included."""
+        probe = self.probe
+        found = Traffic(
+            torch.zeros(probe.size, dtype=torch.int64),
+            torch.zeros(probe.size, dtype=torch.int64),
+        )
+        grid = _Grid(probe.owner, probe.size, c)
+        found.refresh = _COUNT * (probe.size - 1)
+        for first in range(0, probe.taken, k):
+            bulk = [mine[first : first + k] for mine in probe.batches]
+            found.bulks += 1
+            found.sample += 2 * _COUNT * (probe.size - 1)  # how large the bulk is
+            found.messages += probe.size - 1
+            found.sample += self._sampled(grid, bulk, place, found)
+            found.fetch += self._fetched(grid, bulk, (first, k), found)
+        # that there is no more
+        found.fixed = 2 * _COUNT * (probe.size - 1)
+        if probe.shared:
+            found.fixed += self._shared_row(grid)
+        return found
+
+    def _shared_row(self, grid: _Grid) -> int:
+        blocks, n = grid.blocks, len(self.probe.owner)
+        return _COUNT * -(-2 * n * (blocks - 1) // blocks)
+
+    # Sampling -------------------------------------------------------------------------
+
+    def _sampled(
+        self, grid: _Grid, bulk: list[Any], place: str, found: Traffic
+    ) -> Tensor:
+        probe, k = self.probe, len(bulk[0])
+        total = torch.zeros(probe.size, dtype=torch.int64)
+        others = grid.blocks - 1
+        if not probe.layered and place == "owner":
+            total += _COUNT * k * others
+            found.messages += others
+        for hop in range(len(bulk[0][0].hops)):
+            parts = [[batch.hops[hop] for batch in mine] for mine in bulk]
+            if probe.layered:
+                total += self._layer(grid, parts, place, found)
+            elif probe.silent[hop]:
+                continue  # nobody draws at this hop
+            elif place == "owner":
+                named = [
+                    probe.disjoint or (hop == 0 and any(b.named for b in mine))
+                    for mine in bulk
+                ]
+                total += self._hop(grid, parts, named, found)
+            else:
+                total += self._rows(grid, parts, found)
+        return total
+
+    def _hop(
+        self, grid: _Grid, parts: list[Any], named: Sequence[bool], found: Traffic
+    ) -> Tensor:
+        """Prices one hop of a bulk whose in-edges are drawn at their owner."""
+        ids = grid.away([torch.cat([h.rows for h in mine]) for mine in parts])
+        drawn = grid.away([torch.cat([h.target for h in mine]) for mine in parts])
+        words = torch.tensor([1 + int(one) for one in named])
+        got = (words.unsqueeze(1) * ids, "row"), ids.sum(1) + 2 * drawn.sum(1)
+        others = grid.blocks - 1
+        found.messages += 4 * others
+        counts = _COUNT * (len(parts[0]) + 2) * others
+        return self.probe.word * (grid.asked(*got[0]) + got[1]) + counts
+
+    def _rows(self, grid: _Grid, parts: list[Any], found: Traffic) -> Tensor:
+        """Prices whole rows of one hop, each once: over the process row, and the column."""
+        probe = self.probe
+        none = torch.empty(0, dtype=torch.int64)
+        wanted = [torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts]
+        word, extra = probe.word, probe.weight
+        total = torch.zeros(probe.size, dtype=torch.int64)
+        pools, twins = grid.pools(wanted)
+        if grid.c > 1:
+            ids = grid.at_twins(twins)
+            rows = grid.at_twins(twins, probe.degree)
+            total += word * (grid.asked(ids, "col") + ids.sum(1) + 2 * rows.sum(1))
+            total += extra * rows.sum(1) + _COUNT * 3 * (grid.c - 1)
+            found.messages += 4 * (grid.c - 1)
+        return total + self._column(grid, pools, found)
+
+    def _column(self, grid: _Grid, pools: list[Tensor], found: Traffic) -> Tensor:
+        """Prices the distinct rows that a rank brings from its column."""
+        probe, others = self.probe, grid.blocks - 1
+        ids, rows = grid.away(pools), grid.away(pools, probe.degree)
+        found.messages += 4 * others
+        got = probe.word * (grid.asked(ids, "row") + ids.sum(1) + 2 * rows.sum(1))
+        return got + probe.weight * rows.sum(1) + _COUNT * 3 * others
+
+    # Layers ---------------------------------------------------------------------------
+
+    def _layer(
+        self, grid: _Grid, parts: list[Any], place: str, found: Traffic
+    ) -> Tensor:
+        """Prices the sums and the edges of one layer of a bulk."""
+        probe, k = self.probe, len(parts[0])
+        total = torch.zeros(probe.size, dtype=torch.int64)
+        axis, peers = "row", grid.blocks
+        if place == "requester":
+            axis, peers = "col", grid.c
+            none = torch.empty(0, dtype=torch.int64)
+            wanted = [
+                torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts
+            ]
+            total += self._column(grid, grid.pools(wanted)[0], found)
+        if peers == 1:
+            return total
+        word = probe.word
+        asked = torch.zeros((probe.size, peers), dtype=torch.int64)
+        columns, edges = torch.zeros_like(asked), torch.zeros_like(asked)
+        sent = torch.zeros_like(asked)
+        for rank, mine in enumerate(parts):
+            for layer in mine:
+                who = grid.served(rank, layer.rows, axis)
+                count = torch.bincount(who, minlength=peers)
+                asked[rank] += count
+                sent[rank] += (count > 0) * layer.cols
+                edges[rank] += torch.bincount(
+                    grid.served(rank, layer.target, axis), minlength=peers
+                )
+                if not probe.shared:
+                    columns[rank] += self._columns(layer.rows, who, peers)
+        own = grid.own(axis)
+        for table in (asked, columns, edges, sent):
+            table.masked_fill_(own, 0)
+        got = grid.asked(asked, axis) + grid.asked(sent, axis) + asked.sum(1)
+        got += 2 * edges.sum(1)
+        counts = 2 * k + 2
+        if not probe.shared:
+            got += k * (peers - 1) + columns.sum(1)
+            counts += 1
+        eight = (edges if probe.weight else asked).sum(1)
+        eight = eight + (0 if probe.shared else columns.sum(1))
+        found.messages += (5 if probe.shared else 7) * (peers - 1)
+        return total + word * got + 8 * eight + _COUNT * counts * (peers - 1)
+
+    def _columns(self, rows: Tensor, who: Tensor, peers: int) -> Tensor:
+        """Returns the distinct columns of the rows that each peer multiplies."""
+        probe = self.probe
+        assert probe.colptr is not None
+        assert probe.row is not None
+        n = len(probe.owner)
+        start, size = probe.colptr[rows], probe.degree[rows]
+        first = torch.nn.functional.pad(size.cumsum(0), (1, 0))[:-1]
+        each = torch.repeat_interleave(torch.arange(len(rows)), size)
+        source = probe.row[torch.arange(len(each)) - first[each] + start[each]]
+        keys = who[each] * n + source
+        if probe.loops:
+            keys = torch.cat([keys, who * n + rows])
+        return torch.bincount(keys.unique() // n, minlength=peers)
+
+    # Features -------------------------------------------------------------------------
+
+    def _fetched(
+        self, grid: _Grid, bulk: list[Any], which: tuple[int, int], found: Traffic
+    ) -> Tensor:
+        """Prices the rows of the distinct nodes, and edges, of a bulk."""
+        probe, others = self.probe, grid.blocks - 1
+        total = torch.zeros(probe.size, dtype=torch.int64)
+        if not probe.groups or not others:
+            return total
+        key = which
+        if key not in self._kept:
+            self._kept[key] = self._distinct(bulk)
+        for owners, width in zip(self._kept[key], probe.row_bytes, strict=True):
+            if width:
+                ids = grid.blocked(owners)
+                total += 4 * grid.asked(ids, "row") + width * ids.sum(1)
+        found.messages += 3 * others
+        return total + _COUNT * (probe.groups + 1) * others
+
+    def _distinct(self, bulk: list[Any]) -> tuple[Tensor, Tensor]:
+        """Returns how many distinct nodes, and edges, of each owner a bulk has, [P, P]."""
+        probe = self.probe
+        nodes, edges = torch.zeros((2, probe.size, probe.size), dtype=torch.int64)
+        for rank, mine in enumerate(bulk):
+            node = torch.cat([b.node for b in mine]).unique()
+            nodes[rank] = torch.bincount(probe.owner[node], minlength=probe.size)
+            if probe.row_bytes[1]:
+                both = torch.stack(
+                    [
+                        torch.cat([b.edge for b in mine]),
+                        torch.cat([b.edge_target for b in mine]),
+                    ]
+                ).unique(dim=1)
+                edges[rank] = torch.bincount(probe.owner[both[1]], minlength=probe.size)
+        return nodes, edges
+
+
+class _Grid:
+    """Says where rows are on a grid of P/c x c ranks, as tables of [P, peers]."""
+
+    def __init__(self, owner: Tensor, size: int, c: int) -> None:
+        self.owner, self.size, self.c = owner, size, c
+        self.blocks = size // c
+        rank = torch.arange(size)
+        self._block, self._twin = rank // c, rank % c
+
+    def own(self, axis: str) -> Tensor:
+        """Returns the places of the ranks themselves in a table."""
+        peers = self.blocks if axis == "row" else self.c
+        mine = self._block if axis == "row" else self._twin
+        return torch.arange(peers) == mine.unsqueeze(1)
+
+    def blocked(self, owners: Tensor) -> Tensor:
+        """Adds up counts by owner [P, P] to counts by block, but for the rank's own."""
+        found = owners.view(self.size, self.blocks, self.c).sum(2)
+        return found.masked_fill(self.own("row"), 0)
+
+    def away(self, ids: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
+        """Counts the ids of each rank by the block that has them, but for its own."""
+        return self.blocked(
+            torch.stack([self._counted(self.owner[i], i, weight) for i in ids])
+        )
+
+    def _counted(self, who: Tensor, ids: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return torch.bincount(who, minlength=self.size)
+        out = torch.zeros(self.size, dtype=torch.int64)
+        return out.index_add_(0, who, weight[ids])
+
+    def asked(self, table: Tensor, axis: str) -> Tensor:
+        """Returns what others on its axis ask of each rank, [P]."""
+        cube = table.view(self.blocks, self.c, -1)
+        # by row: rank (b, j) is asked by (i, j) what these want of block b
+        found = cube.sum(0).t() if axis == "row" else cube.sum(1)
+        return found.reshape(-1)
+
+    def served(self, rank: int, ids: Tensor, axis: str) -> Tensor:
+        """Returns which peer has the rows of ids, or brings them."""
+        owner = self.owner[ids]
+        block = owner // self.c
+        if axis == "row":
+            return block
+        return torch.where(block == rank // self.c, rank % self.c, owner % self.c)
+
+    def pools(
+        self, wanted: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Returns what each rank brings for its process row, and what it asks of whom."""
+        twins = [(ids, self.served(r, ids, "col")) for r, ids in enumerate(wanted)]
+        pools = []
+        for first in range(0, self.size, self.c):
+            line = twins[first : first + self.c]
+            ids = torch.cat([i for i, _ in line])
+            who = torch.cat([w for _, w in line])
+            pools += [ids[who == j].unique() for j in range(self.c)]
+        return pools, twins
+
+    def at_twins(
+        self, twins: Sequence[tuple[Tensor, Tensor]], weight: Tensor | None = None
+    ) -> Tensor:
+        """Counts what each rank asks of the others of its process row, [P, c]."""
+        rows = []
+        for ids, who in twins:
+            out = torch.zeros(self.c, dtype=torch.int64)
+            one = torch.ones_like(ids) if weight is None else weight[ids]
+            rows.append(out.index_add_(0, who, one))
+        return torch.stack(rows).masked_fill(self.own("col"), 0)
+
+
+def candidates(size: int) -> Iterator[int]:
+    """Yields the copies that so many ranks can hold."""
+    return (c for c in range(1, size + 1) if size % c == 0)
