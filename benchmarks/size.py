@@ -13,9 +13,10 @@ each way is kept as soon as it is done, and one that is there already is not tra
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,28 @@ def best(
     return 100 * found[1]
 
 
-def run(name: str, args: argparse.Namespace) -> list[list[float]]:
-    """Trains one way with every seed; returns accuracies, bytes and losses."""
+def spread(name: str, args: argparse.Namespace, seed: int) -> tuple[float, int, float]:
+    """Runs on a rank: trains one setting of `links.py`, from one seed."""
+    torch.set_num_threads(1)
+    mesh = pdc.init()
+    whole = links.graph(args.graph, args.root, args.features, args.labels)
+    args.classes = int(whole.y.max()) + 1
+    exact = pdc.partition(whole, mesh, args.method)
+    data, link = copy.copy(exact), links.SETTINGS[name](args.epochs)
+    if name == "none":
+        owner = exact.edge_index.nodes.partition.owner.long()
+        source, target = whole.edge_index
+        whole.edge_index = whole.edge_index[:, owner[source] == owner[target]]
+        data = pdc.partition(whole, mesh, owner)
+    return links.train(data, exact, link, mesh, args, seed)
+
+
+def run(name: str, args: argparse.Namespace, seed: int) -> list[float]:
+    """Trains one way from one seed; returns accuracy in % and bytes."""
     if name in links.SETTINGS:
-        found = pdc.launch(links.trained, args.ranks, args, [name], threads=1)[0]
-        return found[0]["runs"]
+        return pdc.launch(spread, args.ranks, name, args, seed, threads=1)[0][:2]
     data = links.graph(args.graph, args.root, args.features, args.labels)
-    return [[alone(name, data, args, seed), 0, 0.0] for seed in range(args.seeds)]
+    return [alone(name, data, args, seed), 0]
 
 
 def report(found: dict[str, Any]) -> str:
@@ -137,11 +153,11 @@ def report(found: dict[str, Any]) -> str:
     rows = []
     full = found.get("full")
     for name in (name for name in WAYS if name in found):
-        accuracy, moved, _ = zip(*found[name]["runs"], strict=True)
+        accuracy, moved = zip(*found[name].values(), strict=True)
         spread = statistics.stdev(accuracy) if len(accuracy) > 1 else float("nan")
         share = ""
-        if name in links.SETTINGS and full and full["runs"][0][1]:
-            share = f"{100 * moved[0] / full['runs'][0][1]:.1f} %"
+        if name in links.SETTINGS and full and (whole := full["0"][1]):
+            share = f"{100 * moved[0] / whole:.1f} %"
         mean = f"{statistics.mean(accuracy):.2f} +- {spread:.2f}"
         rows.append((name, len(accuracy), mean, share))
     return format_table(("way", "seeds", "test accuracy", "bytes, of full"), rows)
@@ -154,7 +170,6 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--grid", type=int, nargs=3)
     parser.add_argument("--method", default="random")
     parser.add_argument("--model", choices=("sage", "gcn"), default="sage")
     parser.add_argument("--layers", type=int, default=3)
@@ -172,11 +187,10 @@ def main() -> None:
     args = parser.parse_args()
     kept = args.json is not None and args.json.exists()
     found = json.loads(args.json.read_text()) if kept else {}
-    for name in args.settings:
-        if name not in found:
-            start = time.perf_counter()
-            runs = run(name, args)
-            found[name] = {"runs": runs, "seconds": time.perf_counter() - start}
+    for seed, name in itertools.product(map(str, range(args.seeds)), args.settings):
+        runs = found.setdefault(name, {})
+        if seed not in runs:
+            runs[seed] = run(name, args, int(seed))
         if args.json is not None:
             args.json.write_text(json.dumps(found))
     print(report(found))
