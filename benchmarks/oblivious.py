@@ -119,8 +119,8 @@ def dense_block(coo: Coo, rows: tuple[int, int], cols: tuple[int, int]) -> Coo:
 def add_product(out: Tensor, block: Coo, x: Tensor) -> None:
     """Adds a sparse block times a dense one."""
     row, col, value = block
-    shape = (out.size(0), x.size(0))
-    out += torch.sparse_coo_tensor(torch.stack([row, col]), value, shape) @ x
+    where, shape = torch.stack([row, col]), (out.size(0), x.size(0))
+    out += torch.sparse_coo_tensor(where, value, shape, check_invariants=False) @ x
 
 
 def broadcast(x: Tensor, root: int, counts: int, axis: Axis) -> Tensor:
@@ -389,13 +389,13 @@ def graph(name: str, root: str, width: int, classes: int) -> Data:
 
 # name, cutter, refine, halo, order, keep; None: the reference's order of products
 OURS = (
-    ("rows", "random", False, "rows", None, False),
-    ("rows, METIS", "metis", False, "rows", None, False),
-    ("rows, METIS, refined", "metis", True, "rows", None, False),
+    ("rows, random", "random", False, "rows", None, False),
+    ("rows, metis", "metis", False, "rows", None, False),
+    ("rows, metis, refined", "metis", True, "rows", None, False),
     ("+ order of products", "metis", True, "rows", "auto", False),
     ("+ A X kept", "metis", True, "rows", "auto", True),
     ("+ rows or sums", "metis", True, "auto", "auto", True),
-    ("order and kept alone: blocks", "random", False, "blocks", "auto", True),
+    ("blocks, random, order, A X kept", "random", False, "blocks", "auto", True),
 )
 
 
@@ -424,8 +424,16 @@ def counted(data: Data, widths: list[int], c: int) -> list[tuple[str, str, list[
         grid = "x".join(map(str, mesh.grid))
         found.append((f"CAGNET {name}", grid, [mesh.ledger.bytes() - skip]))
     ways = [(*one, (size, 1, 1)) for one in OURS]
-    for grid in (g for g in side_grids(size) if g != (size, 1, 1)):
-        ways.append(("ours, METIS", "metis", False, "auto", "auto", True, grid))
+    for grid in (g for g in side_grids(size) if min(g[:2]) > 1):
+        if grid[2] == 1:
+            ways += [
+                (f"rows, {cutter}, refined", cutter, True, "rows", None, False, grid)
+                for cutter in ("metis", "grid")
+            ]
+        ways += [
+            (f"all of it, {cutter}, refined", cutter, True, "auto", "auto", True, grid)
+            for cutter in ("metis", "grid")
+        ]
     for name, cutter, refine, halo, order, keep, grid in ways:
         mesh = pdc.init(grid=grid)
         share = pdc.partition(data, mesh, cutter, refine=refine)
