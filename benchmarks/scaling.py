@@ -327,7 +327,8 @@ def main() -> None:
         for name, (n, m, widths) in SHAPES.items()
     )
     parts = [
-        f"## Every algorithm\n\n{shapes}; MiB a rank, and ranks.\n\n```\n{table()}\n```\n\n{READING}"
+        f"## Every algorithm\n\n{shapes}; MiB a rank, and ranks.\n\n"
+        f"```\n{table()}\n```\n\n{READING}"
     ]
     for weak, words in (
         (False, "Strong scaling, Protein, MiB"),
@@ -372,8 +373,8 @@ between accelerators.
 
 ![bytes](scaling.png)"""
 
-READING = """Of a gain over CAGNET, what its own lines gain from the first block of four to the
-second is the order of products; the rest is a matrix that stays where it is, rows instead of
+READING = """Of a gain over CAGNET, what its own lines gain from *their order* to *our order*
+is the order of products; the rest is a matrix that stays where it is, rows instead of
 blocks, and grids. The authors' code sends a nonzero as three words, not one, which adds to its
 2D and 3D lines alone. `feature` has the topology on every rank: 39 GiB for papers, 29 for
 Protein."""
