@@ -57,6 +57,7 @@ class Case:
         order: (A X) W, A (X W), or what is cheaper.
         keep: whether A X is kept for the features.
         cutter: how nodes are partitioned.
+        refine: whether the partition is refined.
         naive: multiplies as CAGNET's reference code does.
         auto: takes the plan made for the link it is on; anew at each rate.
     """
@@ -67,6 +68,7 @@ class Case:
     order: str = "auto"
     keep: bool = True
     cutter: str = "random"
+    refine: bool = False
     naive: bool = False
     auto: bool = False
 
@@ -77,6 +79,15 @@ def cases(size: int) -> list[Case]:
         Case("naive 1D", halo="blocks", naive=True),
         Case("1D, blocks, (A X) W", halo="blocks", order="first", keep=False),
         Case("1D, rows, (A X) W", halo="rows", order="first", keep=False),
+        Case(
+            "1D, rows, METIS refined, (A X) W",
+            None,
+            "rows",
+            "first",
+            False,
+            "metis",
+            True,
+        ),
         Case("1D, rows, ordered", halo="rows", keep=False),
         Case("1D, rows, ordered, kept", halo="rows"),
         Case("1D, rows or sums, ordered, kept"),
@@ -170,7 +181,7 @@ def way_of(case: Case, data: Data, widths: Sequence[int]) -> tuple[pdc.Mesh, Cal
         edges = share.edge_index
     else:
         mesh = pdc.init(grid=case.grid or (int(os.environ["WORLD_SIZE"]), 1, 1))
-        share = pdc.partition(data, mesh, case.cutter)
+        share = pdc.partition(data, mesh, case.cutter, refine=case.refine)
         edges = share.edge_index.with_halo(case.halo)
         edges = edges.with_ordering(case.order, keep_inputs=case.keep)
     torch.manual_seed(0)

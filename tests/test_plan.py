@@ -408,12 +408,13 @@ def test_messages_against_the_edges_are_those_of_edges_turned_around():
     assert any(one != two for one, two in pairs)
 
 
-def test_a_graph_is_cut_as_for_the_ranks_of_each_grid():
-    data, how = GRAPHS["directed"](), {"partition": "permutation"}
+@pytest.mark.parametrize("method", ["permutation", "grid"])
+def test_a_graph_is_cut_as_for_the_ranks_of_each_grid(method):
+    data, how = GRAPHS["directed"](), {"partition": method}
     plans = pdc.plan(data, WIDTHS, 4, **how)
     for grid in grids(4):
         told = {"train_mask": data.train_mask, "grid": grid}
-        owner = cut(data.edge_index, data.num_nodes, 4, "permutation", **told)
+        owner = cut(data.edge_index, data.num_nodes, 4, method, **told)
         want = pdc.plan(data, WIDTHS, 4, partition=owner).of(grid)
         assert plans.of(grid).bytes_by_rank == want.bytes_by_rank
         assert pdc.plan(data, WIDTHS, 4, grid=grid, **how).best == want

@@ -211,10 +211,44 @@ def test_blocks_are_counted(name, grid):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_refinement_is_no_worse_on_the_grid(grid):
     edge_index = random_graph(300, 900, seed=9)
-    for method in ("metis", "random", "permutation"):
+    for method in ("metis", "random", "permutation", "grid"):
         found = cut(edge_index, 300, 8, method, refine=True, grid=grid)
         figures = report(edge_index, found, grid=grid)
         assert figures.busiest <= figures.before.busiest
+
+
+def exchanged(edge_index, block, s):
+    """Rows and sums of one product, by sets: connectivity less one, of both parts."""
+    row, col = block // s, block % s
+    u, v = edge_index
+    rows = {(a, i) for a, i in zip(u.tolist(), row[v].tolist(), strict=True)}
+    sums = {(b, j) for b, j in zip(v.tolist(), col[u].tolist(), strict=True)}
+    own = {(a, i) for a, i in enumerate(row.tolist())}
+    return len(rows - own) + len(sums - {(b, j) for b, j in enumerate(col.tolist())})
+
+
+@pytest.mark.parametrize(
+    "grid", [(4, 2, 1), (2, 2, 2), (2, 1, 4), (1, 1, 8), (8, 1, 1)]
+)
+def test_a_cut_by_grid_sends_no_more_than_parts_as_they_come(grid):
+    r, s, p = grid
+    n = 600
+    block = torch.randint(0, 8, (n,), generator=rng(1))
+    ends = torch.randint(0, n, (2, 3000), generator=rng(2))
+    near = block[ends[0]] // 2 == block[ends[1]] // 2
+    edge_index = ends[:, near | (torch.rand(3000, generator=rng(4)) < 0.2)]
+    found = cut(edge_index, n, 8, "grid", grid=grid)
+    parts = cut(edge_index, n, r * s, "metis").owner.long()
+    plain = Partition.from_owner(parts * p + torch.arange(n) % p, 8)
+    new, old = (report(edge_index, each, grid=grid) for each in (found, plain))
+    assert new.busiest <= old.busiest or s * p == 1
+    block = found.owner.long() // p
+    counted = sum(new.block_halo) if s * p > 1 else new.volume
+    assert counted == exchanged(edge_index, block, s)
+    assert max(found.sizes) <= 1.25 * n / 8
+    if p > 1:  # ranks of a fiber share out their block evenly
+        sizes = torch.tensor(found.sizes).view(r * s, p)
+        assert (sizes.amax(1) - sizes.amin(1) <= 1).all()
 
 
 @pytest.mark.parametrize("grid", GRIDS)

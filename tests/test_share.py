@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+import tiers
 import torch
 import worlds
 from problems import GRAPHS
@@ -166,9 +169,13 @@ def _refined(method, grid, folder):
     return owners.digest()
 
 
-@pytest.mark.parametrize("method", ["metis", "random", "permutation"])
-@pytest.mark.parametrize(
-    "grid", [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+@tiers.parametrize(
+    ("method", "grid"),
+    itertools.product(
+        ["metis", "random", "permutation", "grid"],
+        [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+    ),
+    slice(17),
 )
 def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
     size = grid[0] * grid[1] * grid[2]

@@ -102,7 +102,7 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=whole(1),
         nargs=3,
         metavar=("R", "S", "P"),
-        help="the ranks it is for: figures of its blocks, --method permutation",
+        help="the ranks it is for: figures of its blocks, --method permutation or grid",
     )
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")

@@ -66,10 +66,11 @@ def partition(
             targets; layers run on grids (P, 1, 1).
         mesh: the ranks, from `pdc.init`.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
-            like numbers of nonzeros), "block", the owner of each node, or a Partition;
-            for a HeteroData also a dictionary of owners by node type. METIS falls back
-            to "ldg" where pymetis is not installed. None is "metis", or as planned where
-            `init("auto")` has planned this graph.
+            like numbers of nonzeros), "grid" (the row and column parts that products on
+            the mesh's grid exchange, by METIS), "block", the owner of each node, or a
+            Partition; for a HeteroData also a dictionary of owners by node type. METIS
+            falls back to "ldg" where pymetis is not installed. None is "metis", or as
+            planned where `init("auto")` has planned this graph.
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.

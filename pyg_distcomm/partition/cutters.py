@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyg_distcomm.kernels.core_ops import MAX_INT32
+from pyg_distcomm.partition.grid_cut import grid_cut
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
@@ -49,7 +50,7 @@ from pyg_distcomm.partition.report import (
 from pyg_distcomm.partition.report import check_edge_index as check_edge_index
 from pyg_distcomm.process import PROCESS
 
-METHODS = ("block", "random", "permutation", "ldg", "metis", "stream")
+METHODS = ("block", "random", "permutation", "ldg", "metis", "grid", "stream")
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
@@ -86,6 +87,8 @@ def cut(
                "ldg": `ldg`, a streaming cutter that needs nothing installed
                "metis": `metis`; without pymetis it warns once and runs "ldg",
                as it does, silently, below 16 nodes a part
+               "grid": `grid_cut`, METIS (or "ldg") into the row and column parts that
+               products on `grid` exchange; "metis" where s = p = 1
                "stream": `stream`, which reads the edges in order and keeps none; for
                edges on a disk (`partition_files`), and where LDG takes too much memory
                or the part of each node, [num_nodes]
@@ -93,7 +96,7 @@ def cut(
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
     order      of "ldg": "degree" (highest first), "bfs" or "random"
     refine     lower what the busiest rank sends and receives, by `refine_partition`
-    grid       (r, s, p) of the ranks, for "permutation" and for `refine`
+    grid       (r, s, p) of the ranks, for "permutation", "grid" and for `refine`
     kinds      [num_nodes], the number of each node's type; "ldg" and "metis" spread the nodes
                of each type, too
 
@@ -109,8 +112,16 @@ def cut(
         found = Partition.from_owner(method, num_parts, num_nodes)
     elif check_method(method) == "permutation":
         found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
+    elif method == "grid" and grid[1] * grid[2] > 1:
+        train = train_vector(train_mask, num_nodes)
+
+        def parts(edges: Tensor, many: int, train: np.ndarray) -> Partition:
+            return _cut("metis", edges, many, train, seed, balance, order)
+
+        found = grid_cut(edge_index, train, grid, parts, _loops().deal)
     else:
         train = train_vector(train_mask, num_nodes)
+        method = "metis" if method == "grid" else method
         loads = train if kinds is None else _with_kinds(train, kinds)
         found = _cut(method, edge_index, num_parts, loads, seed, balance, order)
     if not refine:
@@ -131,7 +142,9 @@ def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
 
 def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
     """Refuses a graph whose node ids the compiled cutters cannot hold."""
-    if num_nodes > MAX_INT32 and (refine or method in ("ldg", "metis", "stream")):
+    if num_nodes > MAX_INT32 and (
+        refine or method in ("ldg", "metis", "grid", "stream")
+    ):
         what = "refine=True" if refine else f"method {method!r}"
         raise ValueError(
             f"{what} holds ids of nodes in 32 bits, and takes at most {MAX_INT32} nodes, "
@@ -152,7 +165,7 @@ def check_method(method: str) -> str:
 
 def takes_grid(method: Any) -> bool:
     """Returns whether the result of a method depends on the grid of ranks."""
-    return isinstance(method, str) and method == "permutation"
+    return isinstance(method, str) and method in ("permutation", "grid")
 
 
 def _cut(

@@ -15,6 +15,10 @@ Single nodes move, greedily, to lower the sum over parts of (sent / B)^k +
 The largest of all counts never rises, nor do the largest number of rows sent, the largest
 of rows received and the total above what they were at first, nor loads above their limits;
 so the result is never worse.
+
+On a grid (r, s, p) what travels splits in two ([Note: what a grid exchanges] in
+`grid_cut.py`): row parts are refined as r parts of the graph, column parts as s parts of
+the transposed one, and what is best there of both, either, and moves for (P, 1, 1) is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_distcomm.partition.partition import Grid, Partition
+from pyg_distcomm.partition.partition import Grid, Partition, check_grid
 from pyg_distcomm.partition.report import (
     capacities,
     check_edge_index,
@@ -56,8 +60,8 @@ def refine_partition(
     train_mask [num_nodes], bool; its nodes stay as spread as they are, or better
     balance    most nodes a part may own, over the mean; twice as loose for in-edges and
                train nodes. Where a load is larger before, it may stay as large.
-    grid       (r, s, p): the result is taken only if the busiest rank sends and receives
-               no more there either (moves are chosen for (P, 1, 1))
+    grid       (r, s, p): row and column parts are refined, and the result is taken only
+               if the busiest rank sends and receives no more there
 
     `before` of the result holds the figures of `partition`. The same for the same
     arguments. Time: linear in the edges, times the parts that a node has neighbours in;
@@ -67,12 +71,42 @@ def refine_partition(
     before = report(edge_index, partition.refined_from(None), train_mask, grid)
     weight = node_weights(edge_index, train_vector(train_mask, partition.num_nodes))
     owner = partition.owner.numpy().astype(np.int64)
+    sides = check_grid(grid, partition.num_parts)
+    tried = [partition]
     if partition.num_parts > 1 and before.volume > 0:
-        owner = _moved(edge_index, owner, partition.num_parts, weight, balance)
-    found = Partition.from_owner(owner, partition.num_parts)
-    if report(edge_index, found, train_mask, grid).busiest > before.busiest:
-        found = partition
+        tried += [
+            Partition.from_owner(each, partition.num_parts)
+            for each in _candidates(edge_index, owner, sides, weight, balance)
+        ]
+    costs = [report(edge_index, each, train_mask, grid).busiest for each in tried]
+    # of equals the last: moves for (P, 1, 1), which may have lowered the total
+    found = min(zip(costs, range(0, -len(tried), -1), tried, strict=True))[2]
     return found.refined_from(before)
+
+
+def _candidates(
+    edge_index: Tensor,
+    owner: np.ndarray,
+    grid: Grid,
+    weight: np.ndarray,
+    balance: float,
+) -> list[np.ndarray]:
+    """Returns owners with fewer rows to exchange, whose loads are within their limits."""
+    r, s, p = grid
+    parts = r * s * p
+    found: list[np.ndarray] = []
+    if s * p > 1:
+        row, col = owner // (s * p), owner // p % s
+        rows = _moved(edge_index, row.copy(), r, weight, balance) if r > 1 else row
+        turned = edge_index.flip(0)
+        cols = _moved(turned, col.copy(), s, weight, balance) if s > 1 else col
+        carried = part_loads(owner, weight, parts)
+        limit = np.maximum(capacities(weight, parts, balance), carried.max(0))
+        for i, j in ((rows, cols), (rows, col), (row, cols)):
+            each = (i * s + j) * p + owner % p
+            if (part_loads(each, weight, parts) <= limit).all():
+                found.append(each)
+    return [*found, _moved(edge_index, owner.copy(), parts, weight, balance)]
 
 
 def _moved(
