@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,16 +18,24 @@ from pyg_distcomm.cli import bench, doctor, plan
 from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.dgl_folder import (
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
+)
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import verify_folder, write_folder
+from pyg_distcomm.partition.folder import PartShare, verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.partition import PartitionReport
+from pyg_distcomm.partition.partition import Partition, PartitionReport
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,
     read_pyg_partition,
 )
 from pyg_distcomm.partition.sources import is_source
+
+
+PARTITIONER = "torch_geometric.distributed.Partitioner"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -262,24 +270,35 @@ def _named_files(option: str, given: list[str]) -> dict[str, Path]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
+    if is_dgl_folder(folder):
+        partition = read_dgl_partition(folder)
+        return _inspect_foreign(
+            "dgl.distributed.partition_graph", folder, partition, read_dgl_folder
+        )
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder")
     if is_pyg_folder(folder):
-        return _inspect_pyg(folder)
+        wrote, partition = PARTITIONER, read_pyg_partition(folder)
+        return _inspect_foreign(wrote, folder, partition, read_pyg_folder)
     problems = verify_folder(folder, checksums=arguments.checksums)
     with contextlib.suppress(ValueError):  # then it is the first of the problems
         print("\n".join(_describe(folder_meta(folder))))
     return _say(problems) or _whole(arguments.checksums)
 
 
-def _inspect_pyg(folder: Path) -> int:
-    partition = read_pyg_partition(folder)
-    print("format      torch_geometric.distributed.Partitioner, homogeneous")
+def _inspect_foreign(
+    wrote: str,
+    folder: Path,
+    partition: Partition,
+    read: Callable[[Path, int], PartShare],
+) -> int:
+    """Shows a folder that another library wrote, part by part."""
+    print(f"format      {wrote}, homogeneous")
     print(f"partition   {partition}")
     problems = []
     for part in range(partition.num_parts):
         try:
-            print(read_pyg_folder(folder, part))
+            print(read(folder, part))
         except ValueError as error:
             problems.append(str(error))
     return _say(problems)

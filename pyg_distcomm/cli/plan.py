@@ -15,6 +15,11 @@ from pyg_distcomm.cli.numbers import count, seed, whole
 from pyg_distcomm.comm.mesh import ALGORITHMS
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.cutters import METHODS
+from pyg_distcomm.partition.dgl_folder import (
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
+)
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
 from pyg_distcomm.partition.partition import Partition
@@ -121,7 +126,10 @@ def read_edges(folder: Path) -> tuple[Data, Partition]:
 
     Of the features, only how many there are, of which dtype.
     """
-    if is_pyg_folder(folder):
+    if is_dgl_folder(folder):
+        partition = read_dgl_partition(folder)
+        parts = [read_dgl_folder(folder, k) for k in range(partition.num_parts)]
+    elif is_pyg_folder(folder):
         partition = read_pyg_partition(folder)
         parts = [read_pyg_folder(folder, k) for k in range(partition.num_parts)]
     else:

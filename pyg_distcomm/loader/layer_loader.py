@@ -57,7 +57,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         num_nodes_per_layer: nodes to draw for each layer, the seeds' first; -1 for all.
         rule: "ladies" ([Zou19], as its authors' code has it), "fastgcn" ([Chen18]), a
             `Rule`, as `Ladies("paper")`, or a function P -> P, as
-            `lambda P: P.with_value(P.values.sqrt())` (see `UserRule`).
+            `lambda P: P.sqrt()` (see `UserRule`).
         input_nodes, input_time, transform, transform_sampler_output: as in PyG's
             `NodeLoader`.
         weights: None, "normalized" (as the authors of LADIES have it, and biased, most so
