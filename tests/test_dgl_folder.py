@@ -82,7 +82,7 @@ def _step(data, edge_weight):
 def _train(folder):
     share = pdc.load_partition(folder, worlds.mesh())
     loss, grad = _step(share, share.edge_weight)
-    with pytest.raises(ValueError, match="truth: missing|missing"):
+    with pytest.raises(ValueError, match="missing"):
         pdc.load_partition(Path(folder) / "part0", worlds.mesh())
     return loss, grad
 
@@ -104,6 +104,14 @@ def test_the_command_shows_and_plans_it(folders, capsys):
     assert main(["plan", folder, "--widths", "2", "4", "3"]) == 0
 
 
+def _refusal(folder):
+    """What is said of a folder; None if it is read."""
+    try:
+        read_dgl_folder(folder, 0)
+    except ValueError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize(
     "name", ["part0/graph.dgl", "part0/node_feat.dgl", "part0/edge_feat.dgl"]
 )
@@ -117,15 +125,13 @@ def test_damaged_files_are_refused_by_name(folders, name):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=named):
             read_dgl_folder(folders / "coo", 0)
-    refused = 0
+    said = []
     for at in range(begin, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        try:
-            read_dgl_folder(folders / "coo", 0)
-        except ValueError as error:
-            assert named in str(error)
-            refused += 1
-    assert refused > 10
+        said += [_refusal(folders / "coo")]  # values may be any: some are read
+    said = [text for text in said if text]
+    assert len(said) > 10
+    assert all(named in text for text in said)
     path.unlink()
     with pytest.raises(ValueError, match=f"{named}: missing"):
         read_dgl_folder(folders / "coo", 0)

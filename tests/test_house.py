@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 # from the ground up: a package imports from the packages below it, and from itself
 FLOORS = (
-    "process",
+    "process plugins",
     "kernels",
     "partition",
     "comm",
@@ -51,6 +51,7 @@ KNOWS_PYG = {
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")
 LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
 LATE |= {"torch_sparse", "pyg_lib", "fcntl", "grp", "pwd"}
+LATE |= {"kahip", "mtkahypar", "ogb", "pyarrow"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"
     r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"

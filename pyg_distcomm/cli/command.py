@@ -17,7 +17,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.cli import bench, doctor, plan
 from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.cutters import cut, known_methods
 from pyg_distcomm.partition.dgl_folder import (
     is_dgl_folder,
     read_dgl_folder,
@@ -33,7 +33,6 @@ from pyg_distcomm.partition.pyg_folder import (
     read_pyg_partition,
 )
 from pyg_distcomm.partition.sources import is_source
-
 
 PARTITIONER = "torch_geometric.distributed.Partitioner"
 
@@ -89,14 +88,15 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser("partition", help=text, description=text)
     parser.add_argument(
         "dataset",
-        help="a PyG data set's name, digits, generated-N, a .pt file; or files of any "
-        "size: an edge list (.txt, .csv, .tsv; .gz), .npy, .npz, a folder of OGB's",
+        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
+        "files of any size: an edge list (.txt, .csv, .tsv; .gz), a table (.parquet, "
+        ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--parts", type=whole(1), required=True, help="how many")
     parser.add_argument(
         "--method",
-        choices=METHODS,
+        choices=known_methods(),
         default="metis",
         help="metis and ldg need all edges in memory, stream only the nodes",
     )
@@ -129,6 +129,12 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             metavar="NAME=FILE.npy",
             help=f"add an attribute of the {kind}s from a file",
         )
+    parser.add_argument(
+        "--node-table",
+        type=Path,
+        metavar="FILE.parquet",
+        help="add a column for each attribute of the nodes, from a table",
+    )
     parser.add_argument(
         "--num-nodes", type=whole(0), help="of files, where ids do not tell"
     )
@@ -217,6 +223,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         split=arguments.split,
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
+        node_table=arguments.node_table,
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
         force=arguments.force,
@@ -224,7 +231,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
-    only = ("num_nodes", "undirected", "split", "node_file", "edge_file")
+    only = ("num_nodes", "undirected", "split", "node_file", "edge_file", "node_table")
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(

@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyg_distcomm import plugins
 from pyg_distcomm.kernels.core_ops import MAX_INT32
+from pyg_distcomm.partition.library_cutters import LIBRARIES, registered_cut
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
@@ -49,7 +51,7 @@ from pyg_distcomm.partition.report import (
 from pyg_distcomm.partition.report import check_edge_index as check_edge_index
 from pyg_distcomm.process import PROCESS
 
-METHODS = ("block", "random", "permutation", "ldg", "metis", "stream")
+METHODS = ("block", "random", "permutation", "ldg", "metis", "stream", *LIBRARIES)
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
@@ -87,6 +89,9 @@ def cut(
                as it does, silently, below 16 nodes a part
                "stream": `stream`, which reads the edges in order and keeps none; for
                edges on a disk (`partition_files`), and where LDG takes too much memory
+               "kahip", "mtkahypar": by these libraries, which must be installed; the
+               second lowers the rows exchanged rather than the edges cut
+               or the name of a registered cutter (`registered_cut`)
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
@@ -106,6 +111,10 @@ def cut(
         found = Partition.from_owner(method, num_parts, num_nodes)
     elif check_method(method) == "permutation":
         found = permutation(edge_index, num_nodes, num_parts, seed=seed, grid=grid)
+    elif method not in METHODS:
+        found = registered_cut(
+            method, edge_index, num_nodes, num_parts, seed=seed, train_mask=train_mask
+        )
     else:
         train = train_vector(train_mask, num_nodes)
         found = _cut(method, edge_index, num_parts, train, seed, balance, order)
@@ -119,7 +128,10 @@ def cut(
 
 def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
     """Refuses a graph whose node ids the compiled cutters cannot hold."""
-    if num_nodes > MAX_INT32 and (refine or method in ("ldg", "metis", "stream")):
+    compiled = ("ldg", "metis", "stream", *LIBRARIES)
+    if num_nodes > MAX_INT32 and (
+        refine or (isinstance(method, str) and method in compiled)
+    ):
         what = "refine=True" if refine else f"method {method!r}"
         raise ValueError(
             f"{what} holds ids of nodes in 32 bits, and takes at most {MAX_INT32} nodes, "
@@ -130,12 +142,18 @@ def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
 
 def check_method(method: str) -> str:
     """Returns the name of a method; raises ValueError, listing them, if there is none."""
-    if method not in METHODS:
+    if method not in METHODS and method not in known_methods():
         raise ValueError(
-            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
-            "or the part of each node"
+            f"unknown partition method {method!r}; give one of "
+            f"{', '.join(known_methods())}, or the part of each node"
         )
     return method
+
+
+def known_methods() -> tuple[str, ...]:
+    """Returns the names of all methods, those that other packages register included."""
+    more = plugins.registered(plugins.CUTTERS)
+    return (*METHODS, *(name for name in more if name not in METHODS))
 
 
 def takes_grid(method: Any) -> bool:
@@ -162,6 +180,10 @@ def _cut(
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
+    if method in LIBRARIES and enough:
+        csr = symmetric_csr(edge_index, num_nodes)
+        owner = LIBRARIES[method](csr, num_parts, seed=seed, balance=balance)
+        return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
     return ldg(edge_index, num_parts, train, seed=seed, balance=balance, order=order)

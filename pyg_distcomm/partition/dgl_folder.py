@@ -88,7 +88,7 @@ def _configs(folder: Path) -> list[tuple[Path, Meta]]:
             meta = load_json(path)
         except ValueError:
             continue
-        if CONFIG <= set(meta):
+        if set(meta) >= CONFIG:
             found.append((path, meta))
     return found
 
