@@ -32,7 +32,7 @@ FLOORS = (
     "sampling",
     "loader",
     "nn",
-    "datasets checkpoint",
+    "datasets ogb_datasets node_tasks checkpoint",
     "pipeline",
     "plan",
     "cli",
@@ -45,6 +45,8 @@ KNOWS_PYG = {
     "cli.bench",
     "cli.plan",
     "datasets",
+    "node_tasks",
+    "ogb_datasets",
     "partition.folder",
     "partition.pyg_folder",
 }

@@ -57,8 +57,9 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         data: a Data, or a share of one.
         num_nodes_per_layer: nodes to draw for each layer, the seeds' first; -1 for all.
         rule: "ladies" ([Zou19], as its authors' code has it), "fastgcn" ([Chen18]), a name
-            registered in the group "pyg_distcomm.sampling_rules", a `Rule`, as `Ladies("paper")`, or a function P -> P, as
-            `lambda P: P.sqrt()` (see `UserRule`).
+            registered in the group "pyg_distcomm.sampling_rules", a `Rule`,
+            as `Ladies("paper")`, or a function P -> P, as `lambda P: P.sqrt()` (see
+            `UserRule`).
         input_nodes, input_time, transform, transform_sampler_output: as in PyG's
             `NodeLoader`.
         weights: None, "normalized" (as the authors of LADIES have it, and biased, most so
