@@ -96,7 +96,7 @@ def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path, cap
         ("broken", r"the registered cutter 'broken' failed: ValueError"),
         (
             "gone",
-            r"'gone', registered in pyg_distcomm.cutters by dummy-plugin \(dummy_plugin:nowhere\), cannot",
+            r"'gone', registered in pyg_distcomm.cutters by dummy-plugin .*, cannot",
         ),
     ],
 )
