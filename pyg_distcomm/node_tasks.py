@@ -21,6 +21,13 @@ from torch_geometric.data import Data
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.ogb_datasets import node_labels
 
+__all__ = [
+    "load_node_data",
+    "node_loss",
+    "node_score",
+    "num_outputs",
+]
+
 SHARES = {"train_mask": 0.6, "val_mask": 0.8, "test_mask": 1.0}  # where none are given
 
 
@@ -80,6 +87,3 @@ def node_score(out: Any, y: Any) -> float:
         hit, all_of = (chosen & wanted).sum(), chosen.sum() + wanted.sum()
         return float(2 * hit / all_of)
     return float((out.argmax(-1) == y).float().mean())
-
-
-__all__ = ["load_node_data", "node_loss", "node_score", "num_outputs"]

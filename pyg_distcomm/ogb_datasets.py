@@ -23,6 +23,13 @@ from torch_geometric.utils import to_undirected
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
+__all__ = [
+    "OGB",
+    "load_ogb",
+    "node_labels",
+    "ogb_score",
+]
+
 # whether edges are made undirected, as OGB's own examples make them
 OGB: Mapping[str, bool] = MappingProxyType(
     {"ogbn-arxiv": True, "ogbn-products": False, "ogbn-papers100M": True}
@@ -109,6 +116,3 @@ def _ogb(name: str) -> Any:
             "data sets of the Open Graph Benchmark need the package ogb: pip install "
             "'pyg-distcomm[ogb]'"
         ) from None
-
-
-__all__ = ["OGB", "load_ogb", "node_labels", "ogb_score"]

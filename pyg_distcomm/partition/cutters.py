@@ -51,6 +51,23 @@ from pyg_distcomm.partition.report import (
 from pyg_distcomm.partition.report import check_edge_index as check_edge_index
 from pyg_distcomm.process import PROCESS
 
+__all__ = [
+    "METHODS",
+    "EdgeStream",
+    "TensorEdges",
+    "check_edge_index",
+    "check_method",
+    "check_nodes_fit",
+    "cut",
+    "known_methods",
+    "ldg",
+    "metis",
+    "permutation",
+    "stream",
+    "symmetric_csr",
+    "takes_grid",
+]
+
 METHODS = ("block", "random", "permutation", "ldg", "metis", "stream", *LIBRARIES)
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that

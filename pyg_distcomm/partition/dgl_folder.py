@@ -29,6 +29,13 @@ from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import Meta, load_json
 from pyg_distcomm.partition.partition import Partition
 
+__all__ = [
+    "dgl_folder_meta",
+    "is_dgl_folder",
+    "read_dgl_folder",
+    "read_dgl_partition",
+]
+
 TENSORS, GRAPHS, TENSOR = 0xDD5A9FBE3FA2443F, 0xDD2E4FF046B4A13F, 0xDD5E40F096B4A13F
 HETERO, META_GRAPH, UNIT = 0xDD589FBE35224ABF, 0xDD3C5FFE20046ABF, 0xDD2E60F0F6B4A127
 CSR, COO = 0xDD6CD31205DFF127, 0xDD61FFD305DFF127

@@ -46,6 +46,10 @@ from pyg_distcomm.partition.partition import (
 from pyg_distcomm.partition.report import RowCount, by_part
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 
+__all__ = [
+    "partition_files",
+]
+
 NEED_NO_EDGES = ("block", "random")
 
 

@@ -26,6 +26,12 @@ from pyg_distcomm.partition.edge_files import (
     spool_text,
 )
 
+__all__ = [
+    "GraphFiles",
+    "is_source",
+    "open_source",
+]
+
 MANY = 10**8  # nodes; most of them without edges are taken for a mistake
 ENDINGS = (".csv.gz", ".csv", ".npy")
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}

@@ -25,6 +25,19 @@ from pyg_distcomm import kernels
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
 
+__all__ = [
+    "BulkMatrix",
+    "BulkNodes",
+    "Sample",
+    "SharedRow",
+    "add",
+    "extract",
+    "fixed_point",
+    "norm",
+    "product",
+    "sample",
+]
+
 
 @dataclass(frozen=True, eq=False)
 class BulkNodes:

@@ -26,6 +26,15 @@ import torch
 
 from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
+__all__ = [
+    "FastGCN",
+    "GraphSAGE",
+    "Ladies",
+    "Rule",
+    "UserRule",
+    "rule_name",
+]
+
 SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
 
 

@@ -22,6 +22,25 @@ from pyg_distcomm.halo.codecs.quantise import Quantise as Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap as Bitmap
 from pyg_distcomm.halo.codecs.sparse import TopK as TopK
 
+__all__ = [
+    "CODECS",
+    "Bitmap",
+    "Cast",
+    "Chain",
+    "Codec",
+    "CodecState",
+    "ColumnMask",
+    "Plain",
+    "Quantise",
+    "Residual",
+    "RngKey",
+    "RowSample",
+    "TopK",
+    "codec_of",
+    "fresh_state",
+    "known_codecs",
+]
+
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "fp16": Cast(torch.float16),
