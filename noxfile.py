@@ -1,6 +1,6 @@
 """Runs the tests on other Pythons, on old dependencies, and from an unpacked sdist.
 
-`nox` runs what is installed of Python 3.10 to 3.13 and skips the others by name; `nox -l` lists all.
+`nox` runs what is installed of Python 3.10 to 3.13, and skips the others by name.
 """
 
 from __future__ import annotations

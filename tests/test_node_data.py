@@ -255,8 +255,8 @@ def test_several_labels_a_node_are_scored_by_micro_f1(tmp_path):
 @pytest.mark.parametrize("name", ["ogbn-arxiv", "Reddit", "Yelp"])
 @pytest.mark.parametrize(
     "example",
-    ["any_layer", "deep_pipeline", "gcn", "grids", "ladies", "neighbor_loader"]
-    + ["partitioned_sampling", "sage", "sylvie", "varco"],
+    "any_layer deep_pipeline gcn grids ladies neighbor_loader partitioned_sampling "
+    "sage sylvie varco".split(),
 )
 def test_every_example_takes_every_data_set(tmp_path, example, name):
     if name in OGB:
