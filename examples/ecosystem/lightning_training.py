@@ -12,6 +12,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
@@ -63,7 +64,8 @@ def fit(args):
     share = pdc.partition(load_node_data(args.dataset), mesh)
     torch.manual_seed(0)
     model = NodeClassifier(share.num_features, 32, num_outputs(share.y))
-    batches = [share]  # an epoch is one step on the whole graph
+    whole = DataLoader([share], batch_size=None)
+    batches = whole  # an epoch is one step on the whole graph
     if args.minibatches:
         batches = DistNeighborLoader(
             share,
@@ -88,7 +90,7 @@ def fit(args):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, batches, [share])
+    trainer.fit(model, batches, whole)
     return model, float(trainer.callback_metrics.get("val_score", float("nan")))
 
 

@@ -1,8 +1,9 @@
 # torchrun --nproc-per-node 2 examples/ecosystem/metrics_and_profile.py
 """torchmetrics and OGB's Evaluator on row-sharded scores, and torch.profiler on an epoch.
 
-A metric of torchmetrics adds up its states over the ranks, so each rank gives it its own rows:
-`rows(out[mask])`. Given row-sharded tensors, it would add up what is a sum already.
+A metric that keeps sums adds them up over the ranks, so each rank gives it its own rows. One that
+keeps all it was given (an exact AUROC) takes all rows on every rank, and no sum over ranks. Given
+row-sharded tensors, a metric would add up what is a sum already.
 """
 
 import argparse
@@ -36,16 +37,19 @@ def measure(model, share, dataset):
     """Returns scores of the test nodes by name, the same on all ranks."""
     out, y, mask = model(share.x, share.edge_index), share.y, share.test_mask
     classes = {"task": "multiclass", "num_classes": num_outputs(y)}
-    metrics = torchmetrics.MetricCollection(
+    scores, labels = out[mask].softmax(-1), y[mask]
+    sums = torchmetrics.MetricCollection(
         {
             "accuracy": torchmetrics.Accuracy(average="micro", **classes),
             "macro F1": torchmetrics.F1Score(average="macro", **classes),
-            "AUROC": torchmetrics.AUROC(**classes),
         }
     )
-    if len(rows(y[mask])):  # a rank may have no test nodes
-        metrics.update(rows(out[mask]).softmax(-1), rows(y[mask]))
-    found = {name: float(value) for name, value in metrics.compute().items()}
+    if len(rows(labels)):  # a rank may have no test nodes
+        sums.update(rows(scores), rows(labels))
+    found = {name: float(value) for name, value in sums.compute().items()}
+    exact = torchmetrics.AUROC(**classes, sync_on_compute=False)
+    exact.update(scores.full_tensor(), labels.full_tensor())
+    found["AUROC"] = float(exact.compute())
     found["node_score"] = node_score(out[mask], y[mask])
     if dataset in OGB:
         found["OGB's Evaluator"] = ogb_score(dataset, out[mask], y[mask])

@@ -130,10 +130,7 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             help=f"add an attribute of the {kind}s from a file",
         )
     parser.add_argument(
-        "--node-table",
-        type=Path,
-        metavar="FILE.parquet",
-        help="add a column for each attribute of the nodes, from a table",
+        "--node-table", type=Path, help="of the nodes: .parquet, .arrow"
     )
     parser.add_argument(
         "--num-nodes", type=whole(0), help="of files, where ids do not tell"

@@ -181,7 +181,7 @@ def _files(path: Path, meta: Meta, part: int) -> dict[str, Path]:
 def _rows(path: Path, count: int, names: dict[str, str]) -> dict[str, Tensor]:
     """Reads features by name, without the type of their nodes or edges."""
     rows: dict[str, Tensor] = {}
-    reader = _Reader(path)
+    reader = _DglReader(path)
     reader.expect(TENSORS, "features")
     reader.uint64()
     for full, tensor in reader.named_tensors():
@@ -198,7 +198,7 @@ def _rows(path: Path, count: int, names: dict[str, str]) -> dict[str, Tensor]:
 
 def _edges(path: Path, partition: Partition, part: int, edge_gid: Tensor) -> Tensor:
     """Reads the ends of the edges of a part, ascending by their ids."""
-    src, dst, node, edge = _Reader(path).graph()
+    src, dst, node, edge = _DglReader(path).graph()
     for name, rows, count in (("_ID", node, None), ("_ID", edge, src.numel())):
         if name not in rows or (count is not None and rows[name].numel() != count):
             raise ValueError(f"{path}: has no {name!r} for each of its nodes and edges")
@@ -226,7 +226,7 @@ def _edges(path: Path, partition: Partition, part: int, edge_gid: Tensor) -> Ten
     return edge_index
 
 
-class _Reader:
+class _DglReader:
     """Reads numbers, strings and tensors of a file, front to back, within its bounds."""
 
     def __init__(self, path: Path) -> None:
