@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from torch_geometric.data import Data
@@ -35,7 +36,13 @@ OGB: Mapping[str, bool] = MappingProxyType(
     {"ogbn-arxiv": True, "ogbn-products": False, "ogbn-papers100M": True}
 )
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+# what ogb saves of a graph; the sizes of binary ones are scalars of NumPy
 SAVED: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
+SAVED += [
+    np.int64(0).__reduce__()[0],
+    np.dtype,
+    *map(type, map(np.dtype, ("i4", "i8"))),
+]
 
 
 def load_ogb(name: str, root: str | Path) -> Data:
@@ -71,7 +78,7 @@ def load_ogb(name: str, root: str | Path) -> Data:
         ) from None
     data: Data = dataset[0]
     data.y = node_labels(data.y)
-    count = int(data.num_nodes or 0)
+    data.num_nodes = count = int(data.num_nodes or 0)
     if OGB[name]:
         data.edge_index = to_undirected(data.edge_index, num_nodes=count)
     for part, mask in MASKS.items():
