@@ -79,7 +79,7 @@ def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path, cap
     flags = ["--parts", "3", "--method", "stripes"]
     assert main(["partition", "generated-120", out, *flags]) == 0
     assert torch.equal(read_part(out, 1).node_gid, torch.arange(1, 120, 3))
-    plan = ["plan", "generated-120", "--widths", "8", "4", "--ranks", "2"]
+    plan = ["plan", "generated-120", "--widths", "32", "4", "--ranks", "2"]
     assert main([*plan, "--method", "stripes", "--codec", "half-byte"]) == 0
     assert "half-byte" in capsys.readouterr().out
     # a name of this package comes first
