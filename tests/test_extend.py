@@ -35,7 +35,9 @@ def _trained():
         ("codec", pdc.LinkPolicy(made["Signs"](), exact_last=False)),
         (
             "schedule",
-            pdc.LinkPolicy(made["ColumnMask"](1), schedule=made["Halving"](8, 1)),
+            pdc.LinkPolicy(
+                made["ColumnMask"](1), schedule=made["Halving"](8, 1), exact_last=False
+            ),
         ),
     ):
         share = pdc.partition(whole, mesh, owner, link=link)
@@ -81,7 +83,7 @@ def test_codec_schedule_and_layer_train_on_several_ranks(ranks):
         # a row of 16 numbers and one of 8, both ways: of 4 * f bytes stay 4 + f / 8
         assert moved[3] < moved[0]
         _, moved = found["schedule"]
-        assert moved[1] < moved[2] < moved[3]  # ratios 4, 2, 1
+        assert moved[2] < moved[3]  # ratios 2 and 1; A X travels before, and is kept
 
 
 def test_the_codec_is_exact_about_its_length():
