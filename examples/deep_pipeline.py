@@ -6,12 +6,11 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GCN2Conv, Sequential
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 from pyg_distcomm.pipeline.pipeline import hybrid_words
 
 
@@ -28,11 +27,11 @@ def gcnii(in_channels, hidden, out_channels, layers):
 
 
 def loss_of(out, data):
-    return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    return node_loss(out[data.train_mask], data.y[data.train_mask])
 
 
 def accuracy_of(out, data):
-    return float((out.argmax(-1) == data.y)[data.test_mask].float().mean())
+    return node_score(out[data.test_mask], data.y[data.test_mask])
 
 
 def graph_parallel(whole, model, args):
@@ -86,8 +85,8 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     args, world = parser.parse_args(), pdc.init()
     size, args.stages = world.size, args.stages or world.size
-    whole = load_dataset(f"generated-{args.nodes}" if args.nodes else args.dataset)
-    n, d, classes = whole.num_nodes, args.hidden, int(whole.y.max()) + 1
+    whole = load_node_data(f"generated-{args.nodes}" if args.nodes else args.dataset)
+    n, d, classes = whole.num_nodes, args.hidden, num_outputs(whole.y)
     rows = []
     for way, stages in ((pipelined, args.stages), (graph_parallel, 1)):
         model = gcnii(whole.num_features, d, classes, args.layers)

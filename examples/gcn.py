@@ -8,13 +8,12 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torch_geometric.nn
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 class GCN(torch.nn.Module):
@@ -32,7 +31,7 @@ def train(model, data, optimizer):
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = node_loss(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -42,8 +41,7 @@ def train(model, data, optimizer):
 def test(model, data):
     model.eval()
     out = model(data.x, data.edge_index)
-    hit = (out.argmax(-1) == data.y)[data.test_mask]
-    return out, float(hit.float().mean())
+    return out, node_score(out[data.test_mask], data.y[data.test_mask])
 
 
 def fit(model, data, epochs, say):
@@ -62,7 +60,9 @@ def fit(model, data, epochs, say):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset", default="digits", help="digits, Cora, PubMed, ...")
+    parser.add_argument(
+        "--dataset", default="digits", help="digits, Cora, ogbn-arxiv, a path"
+    )
     parser.add_argument("--nodes", type=int, help="a generated graph of this size")
     parser.add_argument("--algorithm", default="1d", help="1d 1.5d 2d 3d feature")
     parser.add_argument("--hidden", type=int, default=64)
@@ -76,9 +76,9 @@ def main():
     mesh = pdc.init(args.algorithm)
     say = print if mesh.rank == 0 else lambda *_: None
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
-    whole = load_dataset(name)
+    whole = load_node_data(name)
     whole.x = whole.x.to(torch.get_default_dtype())
-    sizes = whole.num_features, args.hidden, int(whole.y.max()) + 1
+    sizes = whole.num_features, args.hidden, num_outputs(whole.y)
 
     say(f"{name}: {whole.num_nodes:,} nodes, {whole.num_edges:,} edges; {mesh}")
     data = pdc.partition(whole, mesh)

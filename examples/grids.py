@@ -9,12 +9,11 @@ import argparse
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import dense_words, format_table
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.node_tasks import load_node_data, node_loss, num_outputs
 
 HIDDEN = 16
 
@@ -29,7 +28,7 @@ def grids(size):
 
 def widths_of(whole):
     """Widths of an epoch's products: forward, and transposed, in backward."""
-    f, classes = whole.num_features, int(whole.y.max()) + 1
+    f, classes = whole.num_features, num_outputs(whole.y)
     # a layer makes (A X) W or A (X W), whichever moves less; x needs no gradient
     first = ([f], []) if f <= 2 * HIDDEN else ([HIDDEN], [HIDDEN])
     second = [min(HIDDEN, classes)]
@@ -39,7 +38,7 @@ def widths_of(whole):
 def train(model, data, optimizer):
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = node_loss(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -51,7 +50,7 @@ def run(whole, mesh, cutter, oblivious, epochs):
     # the formula counts every product, also that with x, which is kept otherwise
     data.edge_index = data.edge_index.with_ordering(keep_inputs=False)
     torch.manual_seed(0)
-    model = pdc.convert(GCN(whole.num_features, HIDDEN, 2, int(whole.y.max()) + 1))
+    model = pdc.convert(GCN(whole.num_features, HIDDEN, 2, num_outputs(whole.y)))
     model = pdc.replicate(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loss = train(model, data, optimizer)  # plans, compiles
@@ -74,7 +73,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 
-    whole = load_dataset(f"generated-{args.nodes}" if args.nodes else args.dataset)
+    whole = load_node_data(f"generated-{args.nodes}" if args.nodes else args.dataset)
     n, (forward, backward) = whole.num_nodes, widths_of(whole)
     size = pdc.init().size
     rows = []

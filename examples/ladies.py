@@ -11,14 +11,13 @@ from statistics import mean, median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GCN, GraphSAGE
 from torch_geometric.utils import add_self_loops, degree
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def with_operator(data):
@@ -38,7 +37,7 @@ def train(model, loader, optimizer):
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index, batch.get("edge_weight"))
         seeds = slice(batch.batch_size)  # they come first
-        loss = F.cross_entropy(out[seeds], batch.y[seeds])
+        loss = node_loss(out[seeds], batch.y[seeds])
         if getattr(batch, "padding", False):
             loss = 0 * loss  # a repeat, so that all ranks take equally many steps
         loss.backward()
@@ -52,8 +51,7 @@ def test(model, share):
     """Evaluates on the whole graph, which is spread over the ranks: nothing is sampled."""
     model.eval()
     out = model(share.x, share.edge_index, share.get("edge_weight"))
-    hit = (out.argmax(-1) == share.y)[share.test_mask]
-    return float(hit.float().mean())
+    return node_score(out[share.test_mask], share.y[share.test_mask])
 
 
 def fit(model, loader, share, mesh, epochs):
@@ -85,7 +83,7 @@ def main():
 
     mesh = pdc.init()
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
-    whole = load_dataset(name)
+    whole = load_node_data(name)
     share = pdc.partition(whole, mesh)
     same = share.edge_index.nodes.partition
     operator = pdc.partition(with_operator(whole), mesh, same)
@@ -96,7 +94,7 @@ def main():
     layers = DistLayerLoader(data, drawn, args.rule, weights=args.weights, **options)
     neighbors = DistNeighborLoader(data, fanout, **options)
 
-    sizes = whole.num_features, 64, 2, int(whole.y.max()) + 1
+    sizes = whole.num_features, 64, 2, num_outputs(whole.y)
     given = {"normalize": False, "add_self_loops": False}  # its edges have weights
     rows = []
     for what, kind, loader, graph, how in (

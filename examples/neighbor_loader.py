@@ -6,14 +6,13 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.loader import DistNeighborLoader as NeighborLoader
 from pyg_distcomm.loader import shared
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def train(model, loader, optimizer):
@@ -23,7 +22,7 @@ def train(model, loader, optimizer):
     for batch in loader:
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index)[: batch.batch_size]
-        loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+        loss = node_loss(out, batch.y[: batch.batch_size])
         if getattr(batch, "padding", False):
             loss = 0 * loss  # a repeat, so that all ranks take equally many steps
         loss.backward()
@@ -37,8 +36,8 @@ def train(model, loader, optimizer):
 def test(model, data, loader):
     """Evaluates layer by layer, all neighbours of all nodes."""
     model.eval()
-    hit = model.inference(loader).argmax(-1) == data.y
-    return [float(hit[m].float().mean()) for m in (data.train_mask, data.test_mask)]
+    out, y = model.inference(loader), data.y
+    return [node_score(out[m], y[m]) for m in (data.train_mask, data.test_mask)]
 
 
 def main():
@@ -50,7 +49,7 @@ def main():
 
     mesh = pdc.init()
     torch.manual_seed(0)
-    data = shared(lambda: load_dataset(args.dataset))  # once a host, not once a rank
+    data = shared(lambda: load_node_data(args.dataset))  # once a host, not once a rank
     loader = NeighborLoader(
         data,
         num_neighbors=[10, 5],
@@ -62,7 +61,7 @@ def main():
     # a loader of this rank's own: all nodes, in order
     whole = NeighborLoader(data, num_neighbors=[-1], batch_size=512, split=False)
 
-    model = GraphSAGE(data.num_features, 64, 2, int(data.y.max()) + 1, dropout=0.3)
+    model = GraphSAGE(data.num_features, 64, 2, num_outputs(data.y), dropout=0.3)
     replica = pdc.replicate(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     rows = []

@@ -10,15 +10,14 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.comm.process_grid import new_process_grid
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
 from pyg_distcomm.loader.epoch import plot_phases
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def train(model, loader, optimizer):
@@ -27,7 +26,7 @@ def train(model, loader, optimizer):
     for batch in loader:
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index)[: batch.batch_size]
-        loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+        loss = node_loss(out, batch.y[: batch.batch_size])
         if getattr(batch, "padding", False):
             loss = 0 * loss  # a repeat, so that all ranks take equally many steps
         loss.backward()
@@ -39,10 +38,9 @@ def test(model, share):
     """Evaluates on the whole graph, all neighbours of all nodes; all ranks together."""
     model.eval()
     out = model(share.x, share.edge_index)
-    loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
-    hit = out.argmax(-1) == share.y
+    loss = node_loss(out[share.train_mask], share.y[share.train_mask])
     masks = share.train_mask, share.test_mask
-    return [float(loss), *(float(hit[mask].float().mean()) for mask in masks)]
+    return [float(loss), *(node_score(out[mask], share.y[mask]) for mask in masks)]
 
 
 def main():
@@ -61,7 +59,7 @@ def main():
     mesh = pdc.init()
     torch.manual_seed(0)
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
-    share = pdc.partition(load_dataset(name), mesh)  # the whole graph is let go
+    share = pdc.partition(load_node_data(name), mesh)  # the whole graph is let go
     sampling = {"num_neighbors": [10, 5], "batch_size": args.batch_size}
     features = DistFeatureStore.from_data(
         share,
@@ -82,7 +80,7 @@ def main():
         **sampling,
     )
 
-    classes = int(share.y.max()) + 1  # over all nodes, as every reduction of a share
+    classes = num_outputs(share.y)  # over all nodes, as every reduction of a share
     # converted layers take minibatches as they did, and shares besides
     model = pdc.convert(GraphSAGE(share.num_features, 64, 2, classes, dropout=0.3))
     replica = pdc.replicate(model, mesh)

@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import pyg_distcomm as pdc
-from pyg_distcomm.cli import main as pyg_distcomm
 from pyg_distcomm.nn import DistBatchNorm as BatchNorm
 from pyg_distcomm.nn import DistSAGEConv as SAGEConv
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import write_folder
 
 
 class SAGE(torch.nn.Module):
@@ -36,7 +38,7 @@ def train(model, data, optimizer):
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = node_loss(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -45,13 +47,14 @@ def train(model, data, optimizer):
 @torch.no_grad()
 def test(model, data):
     model.eval()
-    hit = model(data.x, data.edge_index).argmax(-1) == data.y
+    out = model(data.x, data.edge_index)
     masks = data.train_mask, data.val_mask, data.test_mask
-    return [float(hit[mask].float().mean()) for mask in masks]
+    return [node_score(out[mask], data.y[mask]) for mask in masks]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", default="digits", help="where there is no folder")
     parser.add_argument("--folder", type=Path, help="a partition folder")
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/sage"))
     parser.add_argument("--epochs", type=int, default=60)
@@ -59,16 +62,18 @@ def main():
     args = parser.parse_args()
 
     size = os.environ.get("WORLD_SIZE", "1")
-    folder = args.folder or Path(f"runs/digits-{size}-parts")
+    folder = args.folder or Path(f"runs/{Path(args.dataset).stem}-{size}-parts")
     if os.environ.get("RANK", "0") == "0" and not folder.exists():
-        pyg_distcomm(["partition", "digits", str(folder), "--parts", size])
+        whole = load_node_data(args.dataset)
+        edges, n, mask = whole.edge_index, whole.num_nodes, whole.train_mask
+        print(write_folder(folder, whole, cut(edges, n, int(size), train_mask=mask)))
     mesh = pdc.init()  # the other ranks wait here, until the folder is written
     say = print if mesh.rank == 0 else lambda *_: None
 
     data = pdc.load_partition(folder, mesh)
     say(f"\nrank 0 reads {folder}/part_00000: {data}")
     torch.manual_seed(0)
-    model = pdc.replicate(SAGE(data.num_features, 64, 10), mesh)
+    model = pdc.replicate(SAGE(data.num_features, 64, num_outputs(data.y)), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     done = 0

@@ -11,12 +11,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 SETTINGS = {
     "exact": lambda: None,
@@ -32,7 +31,7 @@ def train(model, data, optimizer, link):
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = node_loss(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
     if link is not None:
@@ -44,14 +43,14 @@ def train(model, data, optimizer, link):
 def test(model, data):
     model.eval()
     out = model(data.x, data.edge_index)
-    return float((out.argmax(-1) == data.y)[data.test_mask].float().mean())
+    return node_score(out[data.test_mask], data.y[data.test_mask])
 
 
 def begin(whole, mesh, owners, link, args):
     """Returns a share, and a model of three layers, the same each time."""
     data = pdc.partition(whole, mesh, owners, link=link)
     torch.manual_seed(0)
-    classes = int(whole.y.max()) + 1
+    classes = num_outputs(whole.y)
     model = GCN(whole.num_features, args.hidden, 3, classes)
     model = pdc.replicate(pdc.convert(model), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
@@ -93,7 +92,7 @@ def main():
     args = parser.parse_args()
 
     mesh = pdc.init()
-    whole = load_dataset(args.dataset)
+    whole = load_node_data(args.dataset)
     owners = pdc.partition(whole, mesh, "random").edge_index.nodes.partition
     rows = []
     for setting, make in SETTINGS.items():

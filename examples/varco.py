@@ -9,13 +9,12 @@ import argparse
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.halo.schedule import Budget, Exponential, Fixed
+from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed
 ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"
@@ -25,7 +24,7 @@ def train(model, data, optimizer):
     model.train()
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
-    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss = node_loss(out[data.train_mask], data.y[data.train_mask])
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -35,14 +34,14 @@ def train(model, data, optimizer):
 def test(model, data):
     model.eval()  # exact, whatever the link
     out = model(data.x, data.edge_index)
-    return float((out.argmax(-1) == data.y)[data.test_mask].float().mean())
+    return node_score(out[data.test_mask], data.y[data.test_mask])
 
 
 def fit(whole, mesh, owners, link, args):
     """Trains; returns the accuracy, and bytes of rows that all ranks received."""
     data = pdc.partition(whole, mesh, owners, link=link)
     torch.manual_seed(args.seed)
-    classes = int(whole.y.max()) + 1
+    classes = num_outputs(whole.y)
     model = GraphSAGE(whole.num_features, args.hidden, args.layers, classes)
     model = pdc.replicate(pdc.convert(model), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
@@ -70,7 +69,7 @@ def main():
 
     mesh = pdc.init()
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
-    whole = load_dataset(name)
+    whole = load_node_data(name)
     owners = pdc.partition(whole, mesh, args.cutter).edge_index.nodes.partition
     rows = []
 

@@ -43,4 +43,41 @@ from pyg_distcomm.plan.plans import Plans as Plans
 from pyg_distcomm.tensor.dist_tensor import DistTensor as DistTensor
 from pyg_distcomm.tensor.gradients import from_local as from_local
 
+__all__ = [
+    "BNS",
+    "VARCO",
+    "DistEdgeIndex",
+    "DistEmbedding",
+    "DistTensor",
+    "Ledger",
+    "LinkPolicy",
+    "Machine",
+    "Mesh",
+    "Partition",
+    "PartitionReport",
+    "PipeGCN",
+    "Pipeline",
+    "Plan",
+    "Plans",
+    "RandomGraph",
+    "RankError",
+    "Rows",
+    "Sylvie",
+    "calibrate",
+    "clip_grad_norm_",
+    "convert",
+    "from_local",
+    "init",
+    "launch",
+    "load_checkpoint",
+    "load_partition",
+    "on_preempt",
+    "partition",
+    "partition_report",
+    "plan",
+    "replicate",
+    "save_checkpoint",
+    "trace",
+]
+
 __version__ = "0.1.0"

@@ -20,8 +20,16 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.ogb_datasets import OGB, load_ogb
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
+
+__all__ = [
+    "digits",
+    "generated",
+    "is_known",
+    "load_dataset",
+]
 
 # name -> (folder below root, class in torch_geometric.datasets, its name argument)
 KNOWN: dict[str, tuple[str, str, str | None]] = {
@@ -62,7 +70,9 @@ WRONG = 0.1  # nodes whose label is that of another class of their field
 def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
     """Loads a graph by name or path.
 
-    name  a data set of PyG's, in any case, kept and downloaded below `root`;
+    name  a data set of PyG's, in any case, kept and downloaded below `root`; one of OGB's,
+          "ogbn-arxiv", "ogbn-products" or "ogbn-papers100M" (`load_ogb`), below root/ogb;
+          either with its root before it, as "path/to/data/Cora";
           "digits"; "generated-N" for a made-up graph of N nodes, and
           "communities-N-M" for a larger one, with hubs, of M edges; or
           the path of a .pt file that holds a Data, or of an .npz file with edge_index
@@ -81,18 +91,24 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
         return generated(int(lower[10:]), seed)
     if (sizes := re.fullmatch(r"communities-(\d+)-(\d+)", lower)) is not None:
         return communities(int(sizes[1]), int(sizes[2]), seed)
+    if len(Path(name).parts) > 1:
+        root, lower = Path(name).parent, Path(name).name.lower()
     for known, (folder, kind, argument) in KNOWN.items():
         if known.lower() == lower:
             return _from_pyg(known, Path(root) / folder, kind, argument)
+    for known in OGB:
+        if known.lower() == lower:
+            return load_ogb(known, Path(root) / "ogb")
+    names = ", ".join([*GENERATED, *KNOWN, *OGB])
     raise ValueError(
-        f"unknown data set {name!r}; give one of {', '.join([*GENERATED, *KNOWN])}, "
-        "or the path of a .pt file (a Data) or an .npz file (edge_index, x, y, ...)"
+        f"unknown data set {name!r}; give one of {names}, or the path of a "
+        ".pt file (a Data) or an .npz file (edge_index, x, y, ...)"
     )
 
 
 def is_known(name: str) -> bool:
     """Returns whether a name, in any case, is that of a data set."""
-    return name.lower() in {"digits", *(known.lower() for known in KNOWN)}
+    return name.lower() in {"digits", *(known.lower() for known in (*KNOWN, *OGB))}
 
 
 def digits(seed: int = 0) -> Data:

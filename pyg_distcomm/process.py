@@ -27,6 +27,7 @@ class ProcessState:
         topologies: what samplers have built for an edge_index.
         adjacencies: the CSR forms of edge_index tensors that layers have met.
         without_metis: whether it was said that pymetis is missing.
+        mtkahypar: Mt-KaHyPar, once it was initialised.
     """
 
     recorder: Any = None
@@ -42,6 +43,7 @@ class ProcessState:
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
+    mtkahypar: Any = None
 
 
 PROCESS = ProcessState()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 # from the ground up: a package imports from the packages below it, and from itself
 FLOORS = (
-    "process",
+    "process plugins",
     "kernels",
     "partition",
     "comm",
@@ -32,7 +32,7 @@ FLOORS = (
     "sampling",
     "loader",
     "nn",
-    "datasets checkpoint",
+    "datasets ogb_datasets node_tasks checkpoint",
     "pipeline",
     "plan",
     "cli",
@@ -45,12 +45,15 @@ KNOWS_PYG = {
     "cli.bench",
     "cli.plan",
     "datasets",
+    "node_tasks",
+    "ogb_datasets",
     "partition.folder",
     "partition.pyg_folder",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")
 LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
 LATE |= {"torch_sparse", "pyg_lib", "fcntl", "grp", "pwd"}
+LATE |= {"kahip", "mtkahypar", "ogb", "pyarrow"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"
     r"|barrier|send|recv|isend|irecv|batch_isend_irecv)(_\w+)?"

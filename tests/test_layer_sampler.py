@@ -514,16 +514,40 @@ def test_normalized_weights_are_those_of_the_authors_code():
 
 
 @pytest.mark.parametrize(
+    "rule",
+    [
+        lambda p: p.sqrt(),
+        lambda p: p**0.5,
+        torch.sqrt,
+        lambda p: torch.pow(p, 0.5),
+        lambda p: 0.5 * p.sqrt() + p.pow(0.5) / 2,
+        lambda p: p.map(torch.sqrt),
+    ],
+    ids=["method", "power", "torch", "torch.pow", "sum", "map"],
+)
+def test_a_rule_is_a_function_of_p(rule):
+    wanted = UserRule(lambda p: p.with_value(p.values.sqrt()))
+    one, other = (
+        KeyedLayerSampler(small(), [2], each).sample_from_nodes(given([2, 6], 3))
+        for each in (wanted, UserRule(rule))
+    )
+    assert torch.equal(one.node, other.node)
+    torch.testing.assert_close(one.edge_weight, other.edge_weight)
+
+
+@pytest.mark.parametrize(
     ("rule", "kind"),
     [
-        (lambda p: p.sqrt(), TypeError),
-        (lambda p: p**0.5, TypeError),
-        (torch.sqrt, TypeError),
+        (lambda p: p + 1, TypeError),
+        (lambda p: p - 1, TypeError),
+        (lambda p: p**0, TypeError),
+        (lambda p: p.exp(), TypeError),
+        (torch.exp, TypeError),
         (lambda p: p.values.sqrt(), ValueError),
     ],
-    ids=["method", "power", "torch", "tensor"],
+    ids=["plus", "minus", "power", "method", "torch", "tensor"],
 )
-def test_rules_that_take_p_for_a_tensor_are_told_what_to_return(rule, kind):
+def test_rules_that_fill_in_zeros_are_told_what_to_return(rule, kind):
     sampler = KeyedLayerSampler(small(), [2], UserRule(rule))
     with pytest.raises(kind, match=r"P.with_value\(P.values.sqrt\(\)\)"):
         sampler.sample_from_nodes(given([2, 6], 3))

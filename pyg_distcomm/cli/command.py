@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,17 +17,24 @@ from pyg_distcomm import kernels
 from pyg_distcomm.cli import bench, doctor, plan
 from pyg_distcomm.cli.numbers import seed, whole
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.partition.cutters import METHODS, cut
+from pyg_distcomm.partition.cutters import cut, known_methods
+from pyg_distcomm.partition.dgl_folder import (
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
+)
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import verify_folder, write_folder
+from pyg_distcomm.partition.folder import PartShare, verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.partition import PartitionReport
+from pyg_distcomm.partition.partition import Partition, PartitionReport
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
     read_pyg_folder,
     read_pyg_partition,
 )
 from pyg_distcomm.partition.sources import is_source
+
+PARTITIONER = "torch_geometric.distributed.Partitioner"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,14 +88,15 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser("partition", help=text, description=text)
     parser.add_argument(
         "dataset",
-        help="a PyG data set's name, digits, generated-N, a .pt file; or files of any "
-        "size: an edge list (.txt, .csv, .tsv; .gz), .npy, .npz, a folder of OGB's",
+        help="a data set's name (of PyG's, ogbn-arxiv, digits, generated-N), a .pt file; or "
+        "files of any size: an edge list (.txt, .csv, .tsv; .gz), a table (.parquet, "
+        ".arrow), .npy, .npz, a folder of OGB's",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--parts", type=whole(1), required=True, help="how many")
     parser.add_argument(
         "--method",
-        choices=METHODS,
+        choices=known_methods(),
         default="metis",
         help="metis and ldg need all edges in memory, stream only the nodes",
     )
@@ -121,6 +129,9 @@ def _add_partition(commands: argparse._SubParsersAction[_Parser]) -> None:
             metavar="NAME=FILE.npy",
             help=f"add an attribute of the {kind}s from a file",
         )
+    parser.add_argument(
+        "--node-table", type=Path, help="of the nodes: .parquet, .arrow"
+    )
     parser.add_argument(
         "--num-nodes", type=whole(0), help="of files, where ids do not tell"
     )
@@ -209,6 +220,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         split=arguments.split,
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
+        node_table=arguments.node_table,
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
         force=arguments.force,
@@ -216,7 +228,7 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
-    only = ("num_nodes", "undirected", "split", "node_file", "edge_file")
+    only = ("num_nodes", "undirected", "split", "node_file", "edge_file", "node_table")
     given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
     if given:
         raise ValueError(
@@ -262,24 +274,35 @@ def _named_files(option: str, given: list[str]) -> dict[str, Path]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
+    if is_dgl_folder(folder):
+        partition = read_dgl_partition(folder)
+        return _inspect_foreign(
+            "dgl.distributed.partition_graph", folder, partition, read_dgl_folder
+        )
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder")
     if is_pyg_folder(folder):
-        return _inspect_pyg(folder)
+        wrote, partition = PARTITIONER, read_pyg_partition(folder)
+        return _inspect_foreign(wrote, folder, partition, read_pyg_folder)
     problems = verify_folder(folder, checksums=arguments.checksums)
     with contextlib.suppress(ValueError):  # then it is the first of the problems
         print("\n".join(_describe(folder_meta(folder))))
     return _say(problems) or _whole(arguments.checksums)
 
 
-def _inspect_pyg(folder: Path) -> int:
-    partition = read_pyg_partition(folder)
-    print("format      torch_geometric.distributed.Partitioner, homogeneous")
+def _inspect_foreign(
+    wrote: str,
+    folder: Path,
+    partition: Partition,
+    read: Callable[[Path, int], PartShare],
+) -> int:
+    """Shows a folder that another library wrote, part by part."""
+    print(f"format      {wrote}, homogeneous")
     print(f"partition   {partition}")
     problems = []
     for part in range(partition.num_parts):
         try:
-            print(read_pyg_folder(folder, part))
+            print(read(folder, part))
         except ValueError as error:
             problems.append(str(error))
     return _say(problems)

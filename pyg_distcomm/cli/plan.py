@@ -14,7 +14,12 @@ from torch_geometric.data import Data
 from pyg_distcomm.cli.numbers import count, seed, whole
 from pyg_distcomm.comm.mesh import ALGORITHMS
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.cutters import METHODS
+from pyg_distcomm.partition.cutters import known_methods
+from pyg_distcomm.partition.dgl_folder import (
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
+)
 from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import folder_meta
 from pyg_distcomm.partition.partition import Partition
@@ -80,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", nargs="+", choices=KINDS, default=["gcn"])
     parser.add_argument("--inputs", choices=INPUTS, default=INPUTS[0])
-    parser.add_argument("--method", choices=METHODS, default="metis")
+    parser.add_argument("--method", choices=known_methods(), default="metis")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="only its grids")
@@ -175,7 +180,10 @@ def read_edges(folder: Path) -> tuple[Data, Partition]:
 
     Of the features, only how many there are, of which dtype.
     """
-    if is_pyg_folder(folder):
+    if is_dgl_folder(folder):
+        partition = read_dgl_partition(folder)
+        parts = [read_dgl_folder(folder, k) for k in range(partition.num_parts)]
+    elif is_pyg_folder(folder):
         partition = read_pyg_partition(folder)
         parts = [read_pyg_folder(folder, k) for k in range(partition.num_parts)]
     else:

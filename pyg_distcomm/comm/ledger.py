@@ -16,6 +16,13 @@ from typing import Any, TypeAlias
 from pyg_distcomm.comm.trace import Exchange
 from pyg_distcomm.process import PROCESS
 
+__all__ = [
+    "Ledger",
+    "Price",
+    "dense_words",
+    "format_table",
+]
+
 
 @dataclass
 class Entry:

@@ -33,8 +33,13 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.dgl_folder import (
+    dgl_folder_meta,
+    is_dgl_folder,
+    read_dgl_folder,
+)
 from pyg_distcomm.partition.folder import PartShare, attribute_kinds, read_part
-from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
+from pyg_distcomm.partition.layout import META, Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -506,8 +511,10 @@ def load_partition(
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
 
     Args:
-        folder: written by `pyg-distcomm partition` or `write_folder`, or by PyG's own
-            Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
+        folder: written by `pyg-distcomm partition` or `write_folder`; by PyG's own
+            Partitioner (2.5 to 2.7), which keeps x and edge_attr only; or by DGL's
+            `partition_graph` (the folder, or its .json file), under DGL's ids, with
+            feat, label and weight as x, y and edge_weight.
         mesh: the ranks; as many as the folder has parts.
         verify: "checksums" reads every byte of the share first and compares it with what
             was written, at a second or less for each GB; "sizes" compares lengths, dtypes
@@ -521,13 +528,14 @@ def load_partition(
     share, problem, place = None, None, Path(folder)
     try:
         share = _read_share(place, mesh, verify)
-        meta = (place / "META.json").read_bytes()
+        told = dgl_folder_meta(place)[0] if is_dgl_folder(place) else place / META
+        meta = told.read_bytes()
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
     _agree(link_problem(link) or problem, mesh)
     assert share is not None
-    owners = {"META.json": hashlib.sha256(meta).hexdigest()}
+    owners = {told.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
     counts = {"number of edges": share.num_edges_global, **owners}
     levels = {"node": share.node, "edge": share.edge}
@@ -543,6 +551,9 @@ def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:
         share = read_pyg_folder(folder, mesh.rank)
         _check_parts(folder, share.partition.num_parts, mesh)
         return share
+    if is_dgl_folder(folder):
+        _check_parts(folder, int(dgl_folder_meta(folder)[1]["num_parts"]), mesh)
+        return read_dgl_folder(folder, mesh.rank)
     _check_parts(folder, int(folder_meta(folder)["num_parts"]), mesh)
     return read_part(folder, mesh.rank, verify=verify)
 

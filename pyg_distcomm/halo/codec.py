@@ -25,6 +25,19 @@ from torch import Tensor
 from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import codec_ops
 
+__all__ = [
+    "Codec",
+    "CodecState",
+    "CodingContext",
+    "ColumnReducer",
+    "RngKey",
+    "fresh_state",
+    "pack",
+    "room",
+    "share_of",
+    "unpack",
+]
+
 HEADER = 8  # bytes of a length that is sent ahead
 Index: TypeAlias = Tensor | None
 

@@ -37,6 +37,14 @@ from pyg_distcomm.halo.state import (
     LinkState,
 )
 
+__all__ = [
+    "BNS",
+    "VARCO",
+    "LinkPolicy",
+    "PipeGCN",
+    "Sylvie",
+]
+
 _STATE = frozenset(
     "epoch pace solved trend last active parts_of mark constant kept".split()
 )

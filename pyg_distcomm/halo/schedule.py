@@ -17,6 +17,21 @@ from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.composed import Chain
 from pyg_distcomm.halo.codecs.quantise import Quantise
 
+__all__ = [
+    "Adaptive",
+    "Budget",
+    "Cosine",
+    "Exponential",
+    "Fixed",
+    "Linear",
+    "LinearInRate",
+    "Plateau",
+    "Ramp",
+    "RateScheduler",
+    "Schedule",
+    "Step",
+]
+
 BytesOf = Callable[[int, float], float]  # (epoch, rate) -> bytes of that epoch
 WITHIN = 0.01  # the share of its budget that a schedule may leave
 BITS = (1, 2, 4, 8)

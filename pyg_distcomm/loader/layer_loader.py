@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 
+from pyg_distcomm import plugins
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
@@ -52,9 +53,10 @@ class DistLayerLoader(BulkLoading, NodeLoader):
     Args:
         data: a Data, or a share of one.
         num_nodes_per_layer: nodes to draw for each layer, the seeds' first; -1 for all.
-        rule: "ladies" ([Zou19], as its authors' code has it), "fastgcn" ([Chen18]), a
-            `Rule`, as `Ladies("paper")`, or a function P -> P, as
-            `lambda P: P.with_value(P.values.sqrt())` (see `UserRule`).
+        rule: "ladies" ([Zou19], as its authors' code has it), "fastgcn" ([Chen18]), a name
+            registered in the group "pyg_distcomm.sampling_rules", a `Rule`,
+            as `Ladies("paper")`, or a function P -> P, as `lambda P: P.sqrt()` (see
+            `UserRule`).
         input_nodes, input_time, transform, transform_sampler_output: as in PyG's
             `NodeLoader`.
         weights: None, "normalized" (as the authors of LADIES have it, and biased, most so
@@ -176,12 +178,15 @@ class DistLayerLoader(BulkLoading, NodeLoader):
 
 
 def _rule(rule: Any) -> Rule:
-    if isinstance(rule, str):
-        if rule not in RULES:
+    if isinstance(rule, str) and rule not in RULES:
+        more = plugins.registered(plugins.RULES)
+        if rule not in more:
             raise ValueError(
-                f"rule={rule!r} is not known; give one of {', '.join(RULES)}, a Rule, or "
-                "a function P -> P"
+                f"rule={rule!r} is not known; give one of {', '.join((*RULES, *more))}, a "
+                "Rule, or a function P -> P"
             )
+        rule = plugins.load(plugins.RULES, rule)
+    if isinstance(rule, str):
         return RULES[rule]()
     if isinstance(rule, Rule):
         return rule

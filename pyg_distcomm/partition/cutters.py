@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyg_distcomm import plugins
 from pyg_distcomm.kernels.core_ops import MAX_INT32
 from pyg_distcomm.partition.grid_cut import grid_cut
+from pyg_distcomm.partition.library_cutters import LIBRARIES, registered_cut
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
@@ -50,7 +52,27 @@ from pyg_distcomm.partition.report import (
 from pyg_distcomm.partition.report import check_edge_index as check_edge_index
 from pyg_distcomm.process import PROCESS
 
-METHODS = ("block", "random", "permutation", "ldg", "metis", "grid", "stream")
+__all__ = [
+    "METHODS",
+    "EdgeStream",
+    "TensorEdges",
+    "check_edge_index",
+    "check_method",
+    "check_nodes_fit",
+    "cut",
+    "known_methods",
+    "ldg",
+    "metis",
+    "permutation",
+    "stream",
+    "symmetric_csr",
+    "takes_grid",
+]
+
+METHODS = (
+    *("block", "random", "permutation", "ldg", "metis", "grid", "stream"),
+    *LIBRARIES,
+)
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
@@ -91,6 +113,9 @@ def cut(
                products on `grid` exchange; "metis" where s = p = 1
                "stream": `stream`, which reads the edges in order and keeps none; for
                edges on a disk (`partition_files`), and where LDG takes too much memory
+               "kahip", "mtkahypar": by these libraries, which must be installed; the
+               second lowers the rows exchanged rather than the edges cut
+               or the name of a registered cutter (`registered_cut`)
                or the part of each node, [num_nodes]
     train_mask [num_nodes], bool; "ldg" and "metis" spread its nodes too
     balance    most nodes a part may own, over the mean ("ldg"), or most work ("metis")
@@ -119,6 +144,10 @@ def cut(
             return _cut("metis", edges, many, train, seed, balance, order)
 
         found = grid_cut(edge_index, train, grid, parts, _loops().deal)
+    elif method not in METHODS:
+        found = registered_cut(
+            method, edge_index, num_nodes, num_parts, seed=seed, train_mask=train_mask
+        )
     else:
         train = train_vector(train_mask, num_nodes)
         method = "metis" if method == "grid" else method
@@ -142,8 +171,9 @@ def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
 
 def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
     """Refuses a graph whose node ids the compiled cutters cannot hold."""
+    compiled = ("ldg", "metis", "grid", "stream", *LIBRARIES)
     if num_nodes > MAX_INT32 and (
-        refine or method in ("ldg", "metis", "grid", "stream")
+        refine or (isinstance(method, str) and method in compiled)
     ):
         what = "refine=True" if refine else f"method {method!r}"
         raise ValueError(
@@ -155,12 +185,18 @@ def check_nodes_fit(num_nodes: int, method: Any, refine: bool) -> None:
 
 def check_method(method: str) -> str:
     """Returns the name of a method; raises ValueError, listing them, if there is none."""
-    if method not in METHODS:
+    if method not in METHODS and method not in known_methods():
         raise ValueError(
-            f"unknown partition method {method!r}; give one of {', '.join(METHODS)}, "
-            "or the part of each node"
+            f"unknown partition method {method!r}; give one of "
+            f"{', '.join(known_methods())}, or the part of each node"
         )
     return method
+
+
+def known_methods() -> tuple[str, ...]:
+    """Returns the names of all methods, those that other packages register included."""
+    more = plugins.registered(plugins.CUTTERS)
+    return (*METHODS, *(name for name in more if name not in METHODS))
 
 
 def takes_grid(method: Any) -> bool:
@@ -187,6 +223,10 @@ def _cut(
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
+    if method in LIBRARIES and enough:
+        csr = symmetric_csr(edge_index, num_nodes)
+        owner = LIBRARIES[method](csr, num_parts, seed=seed, balance=balance)
+        return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
     if method == "metis" and enough and _pymetis() is not None:
         return metis(edge_index, num_parts, train, seed=seed, balance=balance)
     return ldg(edge_index, num_parts, train, seed=seed, balance=balance, order=order)

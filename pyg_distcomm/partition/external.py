@@ -46,6 +46,10 @@ from pyg_distcomm.partition.partition import (
 from pyg_distcomm.partition.report import RowCount, by_part
 from pyg_distcomm.partition.sources import GraphFiles, open_source
 
+__all__ = [
+    "partition_files",
+]
+
 NEED_NO_EDGES = ("block", "random")
 
 
@@ -63,14 +67,15 @@ def partition_files(
     split: str | None = None,
     node_files: Mapping[str, str | Path] | None = None,
     edge_files: Mapping[str, str | Path] | None = None,
+    node_table: str | Path | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
     force: bool = False,
 ) -> PartitionReport:
     """Writes every part of a graph in files into the new folder `out`, or nothing.
 
-    source      see `open_source`, as for num_nodes, undirected, split, node_files and
-                edge_files
+    source      see `open_source`, as for num_nodes, undirected, split, node_files,
+                edge_files and node_table
     method      "stream", "block", "random" and given owners take memory for the nodes
                 and a chunk; the others, and `refine`, for all edges too (not features)
     grid        (r, s, p) of the ranks, for "permutation", `refine` and the figures
@@ -96,13 +101,14 @@ def partition_files(
             split=split,
             node_files=node_files,
             edge_files=edge_files,
+            node_table=node_table,
         )
         kinds = shape_kinds(
             {name: column.shape for name, column in graph.columns.items()},
             graph.num_nodes,
             graph.edges_in_file(),
-            node_attrs,
-            (*edge_attrs, *(edge_files or ())),
+            (*node_attrs, *graph.named("node")),
+            (*edge_attrs, *(edge_files or ()), *graph.named("edge")),
         )
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)

@@ -52,6 +52,13 @@ from pyg_distcomm.partition.partition import (
 )
 from pyg_distcomm.partition.report import report
 
+__all__ = [
+    "PartShare",
+    "read_part",
+    "verify_folder",
+    "write_folder",
+]
+
 Kind = Literal["node", "edge", "graph"]
 
 STRUCTURE = ("edge_index", "num_nodes")

@@ -11,6 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Partition",
+    "PartitionReport",
+]
+
 Grid = tuple[int, int, int]
 Owner = Tensor | np.ndarray | Sequence[int]
 Counts = tuple[int, ...]

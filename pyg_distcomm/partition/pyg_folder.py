@@ -22,6 +22,13 @@ from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import META, Meta, load_json
 from pyg_distcomm.partition.partition import Partition
 
+__all__ = [
+    "is_pyg_folder",
+    "pyg_folder_meta",
+    "read_pyg_folder",
+    "read_pyg_partition",
+]
+
 # edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
 # it is unpickled with these names and no others
 _NAMES = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pyg_distcomm.partition.arrow_tables import ArrowTable, is_table
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
     TEXT,
@@ -25,6 +26,12 @@ from pyg_distcomm.partition.edge_files import (
     spool_text,
 )
 
+__all__ = [
+    "GraphFiles",
+    "is_source",
+    "open_source",
+]
+
 MANY = 10**8  # nodes; most of them without edges are taken for a mistake
 ENDINGS = (".csv.gz", ".csv", ".npy")
 MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
@@ -37,6 +44,7 @@ class GraphFiles:
     edges     the edges, in chunks; `doubled` if each is followed by its reverse
     columns   attributes by name; a row of the edges is that of the file, not doubled
     values    plain values
+    kinds     "node" or "edge", of the columns whose kind the files tell
     """
 
     edges: EdgeFile
@@ -44,6 +52,19 @@ class GraphFiles:
     doubled: bool = False
     columns: dict[str, Column] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, column: Column, kind: str) -> None:
+        """Adds a column, whose name must be free."""
+        if name in self.columns or name == "edge_index":
+            raise ValueError(
+                f"{name}: {column.name} holds it, and so does another file; rename one"
+            )
+        self.columns[name], self.kinds[name] = column, kind
+
+    def named(self, kind: str) -> list[str]:
+        """Returns the names of the columns that are of a kind by their file."""
+        return [name for name, one in self.kinds.items() if one == kind]
 
     def edges_in_file(self) -> int:
         """Counts the edges before their reverses were added."""
@@ -58,7 +79,8 @@ class GraphFiles:
 def is_source(name: str) -> bool:
     """Returns whether a name is that of edges in a file, or of an OGB-style folder."""
     path = Path(name)
-    return is_text(path) or path.suffix in (".npy", ".npz") or path.is_dir()
+    of_arrays = path.suffix in (".npy", ".npz")
+    return is_text(path) or of_arrays or is_table(path) or path.is_dir()
 
 
 def open_source(
@@ -70,11 +92,13 @@ def open_source(
     split: str | None = None,
     node_files: Mapping[str, str | Path] | None = None,
     edge_files: Mapping[str, str | Path] | None = None,
+    node_table: str | Path | None = None,
 ) -> GraphFiles:
     """Opens a graph; text is read once, into a file of the folder `spool`.
 
     path        an edge list (.txt, .csv, .tsv, .el, .edges; .gz), a .npy file of edges,
-                an .npz file with edge_index and attributes, or a folder of OGB's:
+                an .npz file with edge_index and attributes, a table of edges (.parquet,
+                .arrow, .feather: `ArrowTable.edges`), or a folder of OGB's:
                 raw/edge.csv.gz, num-node-list, node-feat, node-label, node_year,
                 edge-feat, split/NAME/{train,valid,test}; as .csv.gz, .csv or .npy, or
                 in raw/data.npz
@@ -82,11 +106,16 @@ def open_source(
     undirected  each edge stands for both directions (as OGB's add_inverse_edge)
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
+    node_table  a table (.parquet, .arrow, .feather) with a row for each node, and a column
+                for each attribute; in the order of ids, or with ids in a column "id"
 
     Raises ValueError, naming the file, for what is missing, damaged or at odds.
     """
     path = Path(path)
     _check_names(set(node_files or {}), set(edge_files or {}))
+    table = None if node_table is None else ArrowTable(Path(node_table))
+    if table is not None and num_nodes is None:
+        num_nodes = table.num_rows
     if path.is_dir():
         found = _Folder(path, spool, num_nodes, undirected, split).read()
     elif not path.is_file():
@@ -99,6 +128,9 @@ def open_source(
         found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
         _check_rows(found.columns[name], found.num_nodes, "nodes")
+    for name, column in {} if table is None else table.node_columns().items():
+        _check_rows(column, found.num_nodes, "nodes")
+        found.add(name, column, "node")
     if not found.num_nodes and num_nodes is None:
         raise ValueError(
             f"{path}: holds no edges, so it does not tell how many nodes there are; say "
@@ -138,9 +170,20 @@ def _with_edges(
         )
         count = _count(path, largest, edges) if num_nodes is None else num_nodes
         return GraphFiles(edges, count, undirected)
+    if is_table(path):
+        edge_table = ArrowTable(path)
+        edges, largest = edge_table.edges(
+            spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
+        )
+        count = _count(path, largest, edges) if num_nodes is None else num_nodes
+        found = GraphFiles(edges, count, undirected)
+        for name, column in edge_table.edge_columns().items():
+            found.add(name, column, "edge")
+        return found
     if path.suffix != ".npy":
         raise ValueError(
-            f"{path}: edges are read from .npy, .npz, {', '.join(TEXT)} (.gz) or a folder"
+            f"{path}: edges are read from .npy, .npz, .parquet, .arrow, .feather, "
+            f"{', '.join(TEXT)} (.gz) or a folder"
         )
     edges = EdgeFile(path)
     return _counted(edges, spool, num_nodes, undirected)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pyg_distcomm.halo.codec import HEADER, Codec
-from pyg_distcomm.halo.codecs import CODECS
+from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
@@ -114,14 +114,15 @@ def _link_of(asked: Any) -> LinkPolicy:
     bits = _BITS.fullmatch(name)
     if bits is not None:
         return LinkPolicy(Quantise(int(bits[1]), "stochastic"), late=late)
-    known = {"plain": Plain(), **CODECS}
+    known = ("plain", *known_codecs())
     if name not in known:
         raise ValueError(
             f"codec {asked!r} is not known; choose '1 bit', '2 bits', '4 bits', '8 bits', "
             f"{', '.join(map(repr, known))}, each with ' late' behind it or not, or give a "
             "Codec or a LinkPolicy"
         )
-    return LinkPolicy(known[name], late=late)
+    codec = Plain() if name == "plain" else codec_of(name)
+    return LinkPolicy(codec, late=late)
 
 
 def _name_of(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:

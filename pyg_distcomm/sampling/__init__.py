@@ -28,3 +28,23 @@ from pyg_distcomm.sampling.rules import GraphSAGE as GraphSAGE
 from pyg_distcomm.sampling.rules import Ladies as Ladies
 from pyg_distcomm.sampling.rules import Rule as Rule
 from pyg_distcomm.sampling.rules import UserRule as UserRule
+
+__all__ = [
+    "BulkMatrix",
+    "BulkNodes",
+    "FastGCN",
+    "GraphSAGE",
+    "KeyedLayerSampler",
+    "KeyedNeighborSampler",
+    "Ladies",
+    "LayerEdges",
+    "LayerGraph",
+    "LayerSamplerOutput",
+    "LocalLayerGraph",
+    "PartitionedLayerGraph",
+    "PartitionedNeighborSampler",
+    "Rule",
+    "Sample",
+    "UserRule",
+    "algebra",
+]

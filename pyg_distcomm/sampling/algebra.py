@@ -13,9 +13,10 @@ once, before anything is drawn: no sum that decides a draw is ever rounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.ops.spgemm import spgemm
+
+__all__ = [
+    "BulkMatrix",
+    "BulkNodes",
+    "Sample",
+    "SharedRow",
+    "add",
+    "extract",
+    "fixed_point",
+    "norm",
+    "product",
+    "sample",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +71,20 @@ class BulkNodes:
         return len(self.ptr) - 1
 
 
+# functions with f(0) = 0, which leave what is not stored as it is
+ENTRYWISE = frozenset(
+    "abs ceil erf expm1 floor log1p pow relu round sign sqrt square tanh trunc".split()
+)
+
+
 @dataclass(frozen=True, eq=False)
 class BulkMatrix:
     """Holds a sparse matrix whose m rows belong to k minibatches, one after the other.
+
+    Functions that keep zeros apply entry by entry: `P.sqrt()`, `torch.sqrt(P)`, `P**0.5`,
+    `2 * P`, `P / 3`; sums, differences and products take matrices of the same entries.
+    What would fill in zeros (`P + 1`, `P.exp()`) raises a TypeError;
+    `P.with_value(f(P.values))` says what is meant.
 
     Args:
         rowptr: [m + 1] int64, from 0.
@@ -129,6 +154,73 @@ class BulkMatrix:
         """Returns the same pattern with other values."""
         return replace(self, value=value)
 
+    def map(self, function: Callable[..., Tensor], *others: Any) -> BulkMatrix:
+        """Applies a function of values [nnz], which must give 0 where all its inputs are 0.
+
+        Args:
+            function: of `self.values`, and of each of `others`.
+            others: numbers, or matrices of the same entries.
+
+        Raises:
+            ValueError: for a matrix of other entries.
+        """
+        for other in others:
+            if isinstance(other, BulkMatrix) and not self._same_entries(other):
+                raise ValueError(
+                    f"matrices of the same entries are wanted, got {self.nnz} and "
+                    f"{other.nnz} of others; take both from one P"
+                )
+        values = [o.values if isinstance(o, BulkMatrix) else o for o in others]
+        return self.with_value(function(self.values, *values))
+
+    def _same_entries(self, other: BulkMatrix) -> bool:
+        mine, theirs = (self.rowptr, self.col), (other.rowptr, other.col)
+        return all(
+            a is b or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> BulkMatrix:
+        """Runs `torch.sqrt(P)` and the like, entry by entry."""
+        name = getattr(func, "__name__", str(func))
+        if name not in ENTRYWISE or not isinstance(args[0], cls):
+            raise TypeError(_no_function(f"torch.{name}"))
+        return args[0].map(lambda v, *rest: func(v, *rest, **(kwargs or {})), *args[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ENTRYWISE:
+            return lambda *args, **kwargs: self.map(
+                lambda v, *rest: getattr(v, name)(*rest, **kwargs), *args
+            )
+        if not name.startswith("_") and hasattr(Tensor, name):
+            raise AttributeError(_no_function(f"P.{name}"))
+        raise AttributeError(f"a {type(self).__name__} has no {name!r}")
+
+    def __pow__(self, exponent: float) -> BulkMatrix:
+        if not isinstance(exponent, Real) or exponent <= 0:
+            raise TypeError(_no_function(f"P ** {exponent!r}"))
+        return self.map(torch.pow, exponent)
+
+    def __mul__(self, other: Any) -> BulkMatrix:
+        return self.map(torch.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> BulkMatrix:
+        return self.map(torch.div, other)
+
+    def __add__(self, other: BulkMatrix) -> BulkMatrix:
+        if not isinstance(other, BulkMatrix):
+            raise TypeError(_no_function("P + a number"))
+        return self.map(torch.add, other)
+
+    def __sub__(self, other: BulkMatrix) -> BulkMatrix:
+        if not isinstance(other, BulkMatrix):
+            raise TypeError(_no_function("P - a number"))
+        return self.map(torch.sub, other)
+
     def csr(self) -> CSR:
         """Returns the block that `ops` multiply."""
         return CSR(Pattern(self.rowptr, self.col, self.num_cols), self.value)
@@ -150,6 +242,14 @@ class BulkMatrix:
         known = self.row * n + self.col
         entry = torch.searchsorted(known, wanted).clamp_(max=self.nnz - 1)
         return entry, known[entry] == wanted
+
+
+def _no_function(what: str) -> str:
+    return (
+        f"{what} is not defined on a {BulkMatrix.__name__}, whose zeros are not stored: "
+        f"use {', '.join(sorted(ENTRYWISE))}, or return P.with_value(...) of a function "
+        "of P.values, as P.with_value(P.values.sqrt())"
+    )
 
 
 def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:

@@ -26,6 +26,15 @@ import torch
 
 from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes
 
+__all__ = [
+    "FastGCN",
+    "GraphSAGE",
+    "Ladies",
+    "Rule",
+    "UserRule",
+    "rule_name",
+]
+
 SQUARED, PLAIN, COUNTED = 2, 1, 0  # what Q multiplies: Ahat^2, A, or 1 where A > 0
 
 
@@ -142,12 +151,14 @@ class FastGCN(Rule):
 
 @dataclass(frozen=True)
 class UserRule(Rule):
-    """Applies a function of P, as `lambda P: P.with_value(P.values.sqrt())`.
+    """Applies a function of P, as `lambda P: P.sqrt()`.
 
     Args:
         function: takes P [k, n], a `BulkMatrix` of float64, and returns it with other
-            values, finite and not negative: `P.values` [nnz] are those of its entries, and
-            `P.row`, `P.col` say which these are. It must treat each row for itself, or
+            values, finite and not negative. Functions that keep zeros apply to its
+            entries, as `P.sqrt()`, `P**0.5` or `2 * P`; for others, `P.values` [nnz] are
+            the values of its entries, `P.row` and `P.col` say which these are, and
+            `P.with_value(values)` returns it with others. It must treat each row for itself, or
             minibatches will depend on `bulk_size`. On several ranks all give the same one.
         counted: whether P adds up ones, rather than the weights of edges.
         loops: whether A + I stands in for A.
@@ -174,11 +185,7 @@ class UserRule(Rule):
         except (AttributeError, TypeError) as error:
             if BulkMatrix.__name__ not in str(error):
                 raise
-            raise TypeError(
-                f"the rule failed ({error}): P is a BulkMatrix, and no tensor; return "
-                "P.with_value(...) of a function of P.values, as "
-                "P.with_value(P.values.sqrt())"
-            ) from error
+            raise TypeError(f"the rule failed: {error}") from error
         got = type(found).__name__
         if isinstance(found, BulkMatrix):
             same = torch.equal(found.rowptr, p.rowptr) and torch.equal(found.col, p.col)
@@ -186,8 +193,8 @@ class UserRule(Rule):
                 return found
             got = f"{len(found.values)} values" if same else "others"
         raise ValueError(
-            f"a rule must return the {p.nnz} entries of P with other values, as "
-            f"P.with_value(P.values.sqrt()) does; got {got}"
+            f"a rule must return the {p.nnz} entries of P with other values, as P.sqrt() "
+            f"or P.with_value(P.values.sqrt()) do; got {got}"
         )
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from pyg_distcomm import plugins
 from pyg_distcomm.halo.codec import Codec as Codec
 from pyg_distcomm.halo.codec import CodecState as CodecState
 from pyg_distcomm.halo.codec import RngKey as RngKey
@@ -21,6 +22,25 @@ from pyg_distcomm.halo.codecs.quantise import Quantise as Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap as Bitmap
 from pyg_distcomm.halo.codecs.sparse import TopK as TopK
 
+__all__ = [
+    "CODECS",
+    "Bitmap",
+    "Cast",
+    "Chain",
+    "Codec",
+    "CodecState",
+    "ColumnMask",
+    "Plain",
+    "Quantise",
+    "Residual",
+    "RngKey",
+    "RowSample",
+    "TopK",
+    "codec_of",
+    "fresh_state",
+    "known_codecs",
+]
+
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "fp16": Cast(torch.float16),
@@ -30,19 +50,43 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 )
 
 
+def known_codecs() -> tuple[str, ...]:
+    """Returns the names of codecs, those that other packages register included."""
+    more = plugins.registered(plugins.CODECS)
+    return (*CODECS, *(name for name in more if name not in CODECS))
+
+
 def codec_of(wire: str | Codec | None) -> Codec:
     """Returns the codec of a name; None is `Plain`.
 
+    A name registered in the group "pyg_distcomm.codecs" is that of a Codec, or of what
+    returns one when called without arguments, as a class may.
+
     Raises:
-        ValueError: for an unknown name; it lists the known ones.
+        ValueError: for an unknown name, listing the known ones, and for a registered one
+            that gives no Codec.
     """
     if wire is None:
         return Plain()
     if isinstance(wire, Codec):
         return wire
-    if wire not in CODECS:
+    if wire in CODECS:
+        return CODECS[wire]
+    if wire not in known_codecs():
         raise ValueError(
-            f"wire={wire!r} is not known; choose one of {', '.join(CODECS)}, a Codec, or "
-            "None to send rows unchanged"
+            f"wire={wire!r} is not known; choose one of {', '.join(known_codecs())}, a "
+            "Codec, or None to send rows unchanged"
         )
-    return CODECS[wire]
+    found = plugins.load(plugins.CODECS, wire)
+    try:
+        codec = found if isinstance(found, Codec) else found()
+    except Exception as error:
+        raise ValueError(
+            f"the registered codec {wire!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(codec, Codec):
+        raise ValueError(
+            f"the registered codec {wire!r} gave {codec!r}; wanted a Codec, or a function "
+            "that returns one"
+        )
+    return codec

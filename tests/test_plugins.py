@@ -1,0 +1,147 @@
+"""A package that registers a cutter, a codec and a rule is known by its names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from pyg_distcomm import plugins
+from pyg_distcomm.cli import main
+from pyg_distcomm.datasets import generated
+from pyg_distcomm.halo.codecs import codec_of, known_codecs
+from pyg_distcomm.loader import DistLayerLoader
+from pyg_distcomm.partition.cutters import cut, known_methods
+from pyg_distcomm.partition.folder import read_part
+from pyg_distcomm.plan.codecs import codings
+
+CODE = """
+import torch
+from pyg_distcomm.halo.codecs import Quantise
+
+def stripes(edge_index, num_nodes, num_parts, *, seed, train_mask):
+    return torch.arange(num_nodes) % num_parts
+
+def broken(edge_index, num_nodes, num_parts, *, seed, train_mask):
+    return torch.full((num_nodes,), num_parts)
+
+def half_byte():
+    return Quantise(4, "stochastic")
+
+def roots(P):
+    return P.sqrt()
+"""
+POINTS = """
+[pyg_distcomm.cutters]
+stripes = dummy_plugin:stripes
+broken = dummy_plugin:broken
+gone = dummy_plugin:nowhere
+metis = dummy_plugin:broken
+
+[pyg_distcomm.codecs]
+half-byte = dummy_plugin:half_byte
+no-codec = dummy_plugin:roots
+
+[pyg_distcomm.sampling_rules]
+roots = dummy_plugin:roots
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs a package for the length of a test, as a wheel would lay it out."""
+    site = tmp_path / "site"
+    about = site / "dummy_plugin-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "dummy_plugin.py").write_text(CODE)
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dummy-plugin\nVersion: 1.0\n"
+    )
+    (about / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(site))
+    importlib.invalidate_caches()
+    yield site
+    sys.modules.pop("dummy_plugin", None)
+
+
+def test_names_are_known_only_where_they_are_installed():
+    assert "stripes" not in known_methods()
+    with pytest.raises(ValueError, match=r"unknown partition method 'stripes'.*metis"):
+        cut(torch.zeros(2, 0, dtype=torch.int64), 4, 2, "stripes")
+    with pytest.raises(KeyError):
+        plugins.load(plugins.CUTTERS, "stripes")
+
+
+def test_a_registered_cutter_cuts_from_the_command_line(installed, tmp_path, capsys):
+    out = str(tmp_path / "parts")
+    flags = ["--parts", "3", "--method", "stripes"]
+    assert main(["partition", "generated-120", out, *flags]) == 0
+    assert torch.equal(read_part(out, 1).node_gid, torch.arange(1, 120, 3))
+    plan = ["plan", "generated-120", "--widths", "32", "4", "--ranks", "2"]
+    assert main([*plan, "--method", "stripes", "--codec", "half-byte"]) == 0
+    assert "half-byte" in capsys.readouterr().out
+    # a name of this package comes first
+    edges = generated(120).edge_index
+    assert torch.equal(
+        cut(edges, 120, 2, "block").owner, cut(edges, 120, 2, "block").owner
+    )
+    assert cut(edges, 120, 2, "metis").num_parts == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("broken", r"the registered cutter 'broken' failed: ValueError"),
+        (
+            "gone",
+            r"'gone', registered in pyg_distcomm.cutters by dummy-plugin .*, cannot",
+        ),
+    ],
+)
+def test_a_cutter_that_fails_is_named(installed, name, why):
+    with pytest.raises(ValueError, match=why):
+        cut(generated(60).edge_index, 60, 2, name)
+
+
+def test_a_registered_codec_is_known_by_its_name(installed):
+    assert "half-byte" in known_codecs()
+    assert codec_of("half-byte").bits == 4
+    assert codings("half-byte late")[1].name == "half-byte late"
+    with pytest.raises(ValueError, match="the registered codec 'no-codec' failed"):
+        codec_of("no-codec")
+    with pytest.raises(ValueError, match=r"wire='none' is not known.*half-byte"):
+        codec_of("none")
+
+
+def test_a_registered_rule_samples_as_the_function_does(installed):
+    data = generated(120)
+    options = {"batch_size": 40, "seed": 3, "input_nodes": data.train_mask}
+    mine, named = (
+        next(iter(DistLayerLoader(data, [8, 8], rule, **options)))
+        for rule in (lambda P: P.sqrt(), "roots")
+    )
+    assert torch.equal(mine.n_id, named.n_id)
+    with pytest.raises(ValueError, match=r"rule='root'.*ladies, fastgcn, roots"):
+        DistLayerLoader(data, [8, 8], "root")
+
+
+@pytest.mark.parametrize("name", ["kahip", "mtkahypar"])
+def test_libraries_cut_evenly_and_better_than_chance(name, monkeypatch):
+    pytest.importorskip(name)
+    from pyg_distcomm.partition.report import report
+
+    data = generated(400)
+    found = cut(data.edge_index, 400, 3, name, seed=1)
+    again = cut(data.edge_index, 400, 3, name, seed=1)
+    assert torch.equal(found.owner, again.owner)
+    assert max(found.sizes) <= 1.05 * 400 / 3
+    rows = report(data.edge_index, found).volume
+    assert (
+        rows
+        < 0.8 * report(data.edge_index, cut(data.edge_index, 400, 3, "random")).volume
+    )
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=rf"pip install 'pyg-distcomm\[{name}\]'"):
+        cut(data.edge_index, 400, 3, name)

@@ -1,0 +1,172 @@
+"""What is declared: dependencies, public names, the version, files of the sdist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import tiers
+
+import pyg_distcomm
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pyg_distcomm"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# imported name -> its name on the index, where they differ
+DISTRIBUTION = {"sklearn": "scikit-learn", "pyg_lib": None, "torch_sparse": None}
+# not on the index, or used where it is there and never asked for: see `doctor`
+OPTIONAL = {"pyg_lib", "torch_sparse", "triton"}
+
+
+def names(requirements):
+    return {
+        re.match(r"[\w-]+", text)[0].lower().replace("_", "-") for text in requirements
+    }
+
+
+def imported(path):
+    """Modules that a file imports, also by `importlib.import_module("...")`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        if isinstance(node, ast.Call) and node.args:
+            first = node.args[0]
+            called = ast.unparse(node.func)
+            if called.endswith(("import_module", "_library")) and isinstance(
+                first, ast.Constant
+            ):
+                yield first.value
+            if called.endswith("_pyarrow"):
+                yield "pyarrow"
+
+
+def test_everything_imported_is_declared():
+    hard = names(PROJECT["dependencies"])
+    extras = {
+        name: names(listed) for name, listed in PROJECT["optional-dependencies"].items()
+    }
+    asked = set().union(*extras.values())
+    used = set()
+    for path in PACKAGE.rglob("*.py"):
+        for module in imported(path):
+            top = module.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("pyg_distcomm", *OPTIONAL):
+                continue
+            used.add((DISTRIBUTION.get(top, top) or top).lower().replace("_", "-"))
+    assert used - hard - asked == set()
+    # nothing is declared in vain, either
+    assert hard - used == set()
+
+
+def test_dependencies_have_floors_and_no_caps():
+    listed = [*PROJECT["dependencies"]]
+    for extra in PROJECT["optional-dependencies"].values():
+        listed += extra
+    assert all(re.fullmatch(r"[\w.-]+>=[\d.]+", text) for text in listed), listed
+
+
+def test_the_front_door_lists_what_it_opens():
+    room = (
+        PACKAGE / "api.py"
+        if (PACKAGE / "api.py").is_file()
+        else PACKAGE / "__init__.py"
+    )
+    opened = {
+        alias.asname
+        for node in ast.parse(room.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname and not alias.asname.startswith("_")
+    }
+    assert set(pyg_distcomm.__all__) == opened, f"{room.name}: __all__"
+    assert all(getattr(pyg_distcomm, name) is not None for name in opened)
+
+
+PUBLIC = """cli comm.ledger datasets halo.codec halo.codecs halo.policy halo.schedule loader nn
+node_tasks ogb_datasets partition.cutters partition.dgl_folder partition.external
+partition.folder partition.partition partition.pyg_folder partition.sources plugins sampling
+sampling.algebra sampling.rules""".split()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_lists_its_names(name):
+    module = importlib.import_module(f"pyg_distcomm.{name}")
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(getattr(module, one) is not None for one in module.__all__)
+
+
+def test_versions_agree():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (\S+)$", text, re.M)[1] == pyg_distcomm.__version__
+    assert re.search(r"^license: (\S+)$", text, re.M)[1] == "MIT"
+    assert "License :: OSI Approved :: MIT License" in PROJECT["classifiers"]
+    pythons = re.findall(
+        r'"(3\.\d+)"', (ROOT / "noxfile.py").read_text().split("\n\n")[2]
+    )
+    listed = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c]
+    assert pythons == listed
+
+
+def test_placeholders_are_marked_and_nowhere_else():
+    marked = {"pyproject.toml", "CITATION.cff"}
+    for name in marked:
+        assert "# a placeholder, until" in (text := (ROOT / name).read_text()) or (
+            "# placeholders, until" in text
+        )
+    for path in [
+        *ROOT.glob("*.md"),
+        *PACKAGE.rglob("*.py"),
+        *(ROOT / "docs").rglob("*.md"),
+    ]:
+        if path.name != "RELEASING.md":
+            assert "example.org" not in path.read_text(), path
+
+
+@tiers.rare
+@pytest.mark.subprocess
+def test_an_sdist_passes_its_own_tests(tmp_path):
+    pytest.importorskip("flit_core", reason="pip install flit_core")
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is an sdist already")
+    subprocess.run(
+        ["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True
+    )
+    build = (
+        f"from flit_core.buildapi import build_sdist; build_sdist({str(tmp_path)!r})"
+    )
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "clone", check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    cloned = {
+        p.relative_to(tmp_path / "clone")
+        for p in (tmp_path / "clone" / "tests").rglob("*")
+    }
+    packed_files = {p.relative_to(source) for p in (source / "tests").rglob("*")}
+    assert cloned == packed_files
+    quick = "test_project test_schedule test_house test_plugins test_dgl_folder".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + [f"tests/{name}.py" for name in quick]
+        + ["-k", "not contributing"],
+        cwd=source,
+        env={**__import__("os").environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
