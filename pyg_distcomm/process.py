@@ -1,7 +1,8 @@
-"""Holds what this process changes while it runs, in one object: `PROCESS`."""
+"""Holds what this process changes while it runs, in one object, and its logger."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ class ProcessState:
         topologies: what samplers have built for an edge_index.
         adjacencies: the CSR forms of edge_index tensors that layers have met.
         without_metis: whether it was said that pymetis is missing.
+        plain_edges: refers to the edge_index that a layer got last, where it was plain.
+        warned: what has been warned of, and is not again.
     """
 
     recorder: Any = None
@@ -42,6 +45,15 @@ class ProcessState:
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
+    plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)
+    warned: set[str] = field(default_factory=set)
 
 
 PROCESS = ProcessState()
+LOG = logging.getLogger("pyg_distcomm")
+LOG.addHandler(logging.NullHandler())
+
+
+def tell(rank: int, text: str, *values: Any) -> None:
+    """Logs what happened on a rank: as INFO on rank 0, and as DEBUG on others."""
+    LOG.log(logging.DEBUG if rank else logging.INFO, f"rank {rank}: {text}", *values)

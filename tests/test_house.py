@@ -35,7 +35,9 @@ FLOORS = (
     "datasets checkpoint",
     "pipeline",
     "plan",
+    "watch",
     "cli",
+    "api",
     "__init__",
 )
 TALKS = {"checkpoint.training", "nn.replicate", "cli.doctor", "loader.registry"}
@@ -274,16 +276,13 @@ def test_every_folder_is_a_package_and_none_is_called_utils():
     ]
 
 
-def test_the_front_door_holds_no_code():
-    _, tree = modules()["__init__"]
-    kinds = {type(node) for node in tree.body[1:]}
-    assert kinds <= {ast.ImportFrom, ast.Assign}
-    assert all(
-        alias.asname == alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    )
+def test_the_public_names_are_listed_once_and_loaded_late():
+    _, tree = modules()["api"]
+    assert {type(node) for node in tree.body[1:]} == {ast.ImportFrom}
+    names = [alias for node in tree.body[1:] for alias in node.names]
+    assert all(alias.asname == alias.name for alias in names)
+    assert sorted(alias.name for alias in names) == sorted(pyg_distcomm.__all__)
+    assert set(dir(pyg_distcomm)) >= set(pyg_distcomm.__all__)
 
 
 def test_references_and_citations_agree():
@@ -329,7 +328,7 @@ def test_readme_holds_the_two_commands():
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("name", ["pyg_distcomm", "pyg_distcomm.cli"])
+@pytest.mark.parametrize("name", ["pyg_distcomm.api", "pyg_distcomm.cli"])
 def test_importing_compiles_nothing_and_touches_no_device(name):
     # torch_geometric itself may bring numba: what counts is what we add to it
     code = (

@@ -19,7 +19,7 @@ from torch_geometric.utils import coalesce
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
-from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph import partitioning_hetero
@@ -33,16 +33,26 @@ from pyg_distcomm.graph.edge_index import (
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import PartShare, attribute_kinds, read_part
+from pyg_distcomm.partition.folder import (
+    PartShare,
+    attribute_kinds,
+    merged,
+    read_part,
+)
 from pyg_distcomm.partition.layout import Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
-from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
+from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
 def partition(
     data: Data | HeteroData,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     method: Any = None,
     *,
     seed: int = 0,
@@ -63,7 +73,7 @@ def partition(
             Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
             an edge_index, the share has both: edges that carry their weights, and none.
             A HeteroData can be sampled from; layers do not take its edges yet.
-        mesh: the ranks, from `pdc.init`.
+        mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "block", the owner of each node, or a Partition;
             for a HeteroData also a dictionary of owners by node type. METIS falls back
@@ -80,6 +90,7 @@ def partition(
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
+    mesh = given_mesh(mesh, "pdc.partition")
     if isinstance(data, HeteroData):
         if link is not None:
             raise TypeError("layers do not take a HeteroData's edges yet: no link=")
@@ -102,6 +113,8 @@ def partition(
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
+    about = mesh.size, method or "metis", len(share.node_gid), len(share.edge_gid)
+    tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return _with_sparse(
         _linked(_assemble(share, mesh, oblivious), link), weight, looped
     )
@@ -495,30 +508,37 @@ def _block_figures(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
 
 def load_partition(
     folder: str | Path,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     verify: Verify = "checksums",
     oblivious: bool = False,
     link: LinkPolicy | None = None,
+    merge: bool = False,
 ) -> Data:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    With `merge`, a run goes on with fewer ranks than there are parts: rank k of P reads the
+    parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, in whose order they were cut.
 
     Args:
         folder: written by `pyg-distcomm partition` or `write_folder`, or by PyG's own
             Partitioner (2.5 to 2.7), which keeps x and edge_attr only.
-        mesh: the ranks; as many as the folder has parts.
+        mesh: the ranks, as many as the folder has parts, or fewer with `merge`; those of
+            the last `pdc.init` if None.
         verify: "checksums" reads every byte of the share first and compares it with what
             was written, at a second or less for each GB; "sizes" compares lengths, dtypes
             and shapes, and reads rows when they are used.
         oblivious, link: see `partition`.
+        merge: lets a rank read several parts; they are then in memory, not mapped.
 
     Raises:
         ValueError: on all ranks, naming the file that is missing, altered or truncated,
             or both numbers if the folder is for another number of ranks.
     """
+    mesh = given_mesh(mesh, "pdc.load_partition")
     share, problem, place = None, None, Path(folder)
     try:
-        share = _read_share(place, mesh, verify)
+        share = _read_share(place, mesh, verify, merge)
         meta = (place / "META.json").read_bytes()
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
@@ -531,23 +551,36 @@ def load_partition(
     levels = {"node": share.node, "edge": share.edge}
     names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
     plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
-    asked = _asked(None, link, oblivious=bool(oblivious))
+    asked = _asked(None, link, oblivious=bool(oblivious), merge=bool(merge))
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
+    tell(mesh.rank, "read %r of %s", share, folder)
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
-def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:
-    if is_pyg_folder(folder) and not is_folder(folder):
-        share = read_pyg_folder(folder, mesh.rank)
-        _check_parts(folder, share.partition.num_parts, mesh)
-        return share
-    _check_parts(folder, int(folder_meta(folder)["num_parts"]), mesh)
-    return read_part(folder, mesh.rank, verify=verify)
-
-
-def _check_parts(folder: Path, parts: int, mesh: Mesh) -> None:
-    if parts != mesh.size:
-        raise ValueError(
-            f"{folder} holds {parts} parts, but there are {mesh.size} ranks; start "
-            f"{parts} ranks, or partition again with --parts {mesh.size}"
+def _read_share(folder: Path, mesh: Mesh, verify: Verify, merge: bool) -> PartShare:
+    theirs = is_pyg_folder(folder) and not is_folder(folder)
+    if theirs:
+        count = read_pyg_partition(folder).num_parts
+    else:
+        count = int(folder_meta(folder)["num_parts"])
+    _check_parts(folder, count, mesh, merge)
+    begin, end = (k * count // mesh.size for k in (mesh.rank, mesh.rank + 1))
+    if theirs:
+        return merged(
+            [read_pyg_folder(folder, k) for k in range(begin, end)], mesh.size
         )
+    parts = [read_part(folder, k, verify=verify) for k in range(begin, end)]
+    return merged(parts, mesh.size)
+
+
+def _check_parts(folder: Path, parts: int, mesh: Mesh, merge: bool) -> None:
+    if parts == mesh.size or (merge and parts > mesh.size):
+        return
+    start = f"start {parts} ranks (torchrun --nproc-per-node {parts} script.py)"
+    fewer = (
+        ", or let a rank read several parts by merge=True" if parts > mesh.size else ""
+    )
+    raise ValueError(
+        f"{folder} holds {parts} parts, but there are {mesh.size} ranks; {start}, or "
+        f"partition again with --parts {mesh.size}{fewer}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ from pyg_distcomm.plan.planner import (
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS, Training
+from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
@@ -116,10 +118,13 @@ def init(
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
+    before = grids.latest_mesh()
     if algorithm != "auto":
         _refuse(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
-        return grids.init(algorithm, **how)
+        mesh = grids.init(algorithm, **how)
+        _warn_again(before, mesh)
+        return mesh
     mesh = grids.init("1d", **how, also={"algorithm": algorithm})
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -130,6 +135,21 @@ def init(
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
     return grids.remember(mesh)
+
+
+def _warn_again(before: Mesh | None, mesh: Mesh) -> None:
+    """Warns, once, of a second mesh of the same ranks and grid beside the first."""
+    if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:
+        return
+    if before.grid != mesh.grid or before.stage.size != mesh.stage.size:
+        return  # grids are compared so
+    PROCESS.warned.add("again")
+    warnings.warn(
+        "pdc.init was called again, and there are two meshes of the same grid now, each with "
+        "connections, a ledger and a counter of dropout of its own. Call it once, and hand "
+        "its mesh on; or end the first by mesh.close() before the second",
+        stacklevel=3,
+    )
 
 
 def _refuse(problem: str | None) -> None:

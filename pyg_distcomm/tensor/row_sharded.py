@@ -8,6 +8,7 @@ package are traced as PyG's are.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -191,3 +192,20 @@ def first_sharded(args: Any, kwargs: Any) -> RowShardedTensor:
         (args, kwargs),
     )
     return found[0]
+
+
+def refuse_loader() -> None:
+    """Raises a TypeError if a loader or sampler of PyG's asks: it reads whole graphs."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_LOADERS):
+            raise TypeError(
+                f"a loader of PyG ({name}) was given what pdc.partition returned, and reads "
+                "whole graphs only: take DistNeighborLoader, or what else pyg_distcomm.loader "
+                "has, or give it the graph as it was before pdc.partition"
+            )
+        frame = frame.f_back
+
+
+_LOADERS = ("torch_geometric.loader", "torch_geometric.sampler")
