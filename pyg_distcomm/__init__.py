@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [  # as in `api`
     "BNS",
     "VARCO",
+    "CSVWriter",
     "DistEdgeIndex",
     "DistEmbedding",
     "DistTensor",
@@ -37,6 +38,7 @@ __all__ = [  # as in `api`
     "RankError",
     "Rows",
     "Sylvie",
+    "TensorBoardWriter",
     "calibrate",
     "clip_grad_norm_",
     "convert",
@@ -45,6 +47,7 @@ __all__ = [  # as in `api`
     "launch",
     "load_checkpoint",
     "load_partition",
+    "metrics",
     "on_preempt",
     "partition",
     "partition_report",

@@ -51,7 +51,15 @@ KNOWS_PYG = {
     "partition.pyg_folder",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")
-LATE = {"numba", "llvmlite", "pymetis", "sklearn", "triton", "matplotlib"}
+LATE = {
+    "numba",
+    "llvmlite",
+    "tensorboard",
+    "pymetis",
+    "sklearn",
+    "triton",
+    "matplotlib",
+}
 LATE |= {"torch_sparse", "pyg_lib", "fcntl", "grp", "pwd"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_to_all|all_gather|reduce_scatter|broadcast|reduce|gather|scatter"

@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from pyg_distcomm import __version__
 from pyg_distcomm.cli.numbers import count, one_of, seed, whole
 
 METHOD = one_of("partition.cutters", "METHODS")
@@ -64,10 +63,15 @@ def _terminated(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
+def _version() -> str:
+    version: str = import_module("pyg_distcomm").__version__
+    return version
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="pyg-distcomm", description="Distributed full-graph training")
     parser.add_argument(
-        "--version", action="version", version=f"pyg-distcomm {__version__}"
+        "--version", action="version", version=f"pyg-distcomm {_version()}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each verb is one function, which adds its arguments
