@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         with _cleaning_up():
             verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
-            code: int = getattr(verb, arguments.run)(arguments)
+            code: int = getattr(verb, arguments.act)(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pyg-distcomm: error: {error}", file=sys.stderr)
         return 2
@@ -87,7 +87,7 @@ def _verb(
     """Adds a verb, which `run_NAME` of a module of this package runs."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    parser.set_defaults(module=module, run=f"run_{name}")
+    parser.set_defaults(module=module, act=f"run_{name}")
     return parser
 
 

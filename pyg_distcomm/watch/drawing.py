@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 720, 270
+WIDTH, HEIGHT = 540, 270  # pixels, at which text has its size
 LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 46
 SERIES = 8
 MOST_BARS = 60
@@ -76,7 +76,7 @@ def legend(names: Sequence[str]) -> str:
 
 def _svg(body: str, label: str, height: float = HEIGHT, width: float = WIDTH) -> str:
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'<svg viewBox="0 0 {width:g} {height:g}" style="max-width:{width:g}px" role="img" '
         f'aria-label="{escape(label, quote=True)}">{body}</svg>'
     )
 
@@ -113,7 +113,7 @@ class _Axes:
             y = self.up(value)
             out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
             out.append(_text(LEFT - 8, y + 4, y_shown(value), "end"))
-        for value in ticks(*self.x, about=8):
+        for value in ticks(*self.x, about=6):
             if not self.whole or value == int(value):
                 out.append(_text(self.at(value), HEIGHT - BOTTOM + 17, x_shown(value)))
         middle = (LEFT + WIDTH - RIGHT) / 2
@@ -237,7 +237,7 @@ def matrix(values: Sequence[Sequence[float]], what: str) -> str:
         what: is counted.
     """
     size, most = len(values), max((v for row in values for v in row), default=0) or 1
-    cell = min(46.0, 360 / size)
+    cell = min(64.0, 300 / size)
     left, top, side = 58.0, 46.0, cell * size
     every = max(1, round(22 / cell))
     out = [_text(left + side / 2, 16, "received by rank", more='class="name"')]
@@ -271,7 +271,7 @@ def network(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> str:
         sizes: nodes of each rank.
         rows: [P, P], rows that each rank sends to each other.
     """
-    count, side = len(sizes), 420.0
+    count, side = len(sizes), 340.0
     middle, radius = side / 2, side / 2 - 46
     largest = min(34.0, 2.2 * radius / max(count, 4))
     places = []

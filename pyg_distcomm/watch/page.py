@@ -29,17 +29,17 @@ font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-seri
 main{max-width:1180px;margin:0 auto;padding:28px 20px 48px}
 h1{font-size:24px;margin:0 0 2px}h2{font-size:17px;margin:0 0 2px}
 p{margin:0 0 8px}.soft,figcaption,.about{color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px;
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:12px;
 margin:18px 0}
 .tiles div,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .tiles div{padding:10px 14px}.tiles b{display:block;font-size:20px;overflow-wrap:anywhere}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));
 gap:14px;align-items:start}
 section{padding:16px 18px 12px;min-width:0}.wide{grid-column:1/-1}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));
-gap:18px;align-items:center}
-figure{margin:8px 0 4px}figcaption{font-size:13px;margin-top:4px}
-svg{display:block;width:100%;height:auto;max-height:560px}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(400px,100%),1fr));
+gap:18px;align-items:center}.pair svg{margin:0 auto}
+figure{margin:8px 0 6px}figcaption{font-size:13px;margin-top:4px}
+svg{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}svg text.name{fill:var(--ink)}
 svg text.on{fill:var(--on);font-weight:600}svg text.off{fill:var(--ink)}
 .grid{stroke:var(--line);fill:none}.line{fill:none;stroke-width:2.2}
@@ -207,7 +207,9 @@ def _bytes(epochs: Sequence[Row]) -> list[str]:
     if not total:
         return [_section("Bytes by epoch and operation", "<p>Nothing was sent.</p>")]
     order = sorted(sums, key=lambda op: -sums[op])
-    kept, rest = order[: drawing.SERIES - 1], order[drawing.SERIES - 1 :]
+    large = [op for op in order if sums[op] > total / 100]
+    kept = order if len(order) < 4 else large[: drawing.SERIES - 1]
+    rest = order[len(kept) :]
     series = {op: [row["bytes"].get(op, 0) for row in epochs] for op in kept}
     if rest:
         series["others"] = [

@@ -10,9 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pyg_distcomm.watch.drawing import WIDTH, as_seconds, ticks
+from pyg_distcomm.watch.drawing import as_seconds, ticks
 
 MOST_RANKS = 16
+WIDTH = 1100  # pixels
 _LEFT, _LANE, _GAP = 62.0, 13.0, 12.0
 # of the lanes of a rank, the kinds of spans, each drawn over those before it
 _LANES = (
@@ -20,8 +21,8 @@ _LANES = (
     ("product", "codec", "loader", "send", "wait"),
     ("exchange",),
 )
-_SERIES = {"script": 7, "layer": 5, "product": 0, "codec": 2, "loader": 4}
-_SERIES |= {"send": 6, "wait": 3, "exchange": 1, "other": 2}
+_SERIES = {"script": 6, "layer": 5, "product": 0, "codec": 2, "loader": 1}
+_SERIES |= {"send": 7, "wait": 3, "exchange": 4, "other": 2}
 _NAMES = {"send": "beginning an exchange", "wait": "waiting", "exchange": "in flight"}
 
 
