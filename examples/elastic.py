@@ -1,4 +1,4 @@
-# torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --folder runs/elastic
+# torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py
 """A run that goes on from its last checkpoint when a host or a rank dies.
 
 The graph is cut once, into a folder that all hosts read. Each rank trains on its part, and
@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -97,8 +98,10 @@ def main():
         if mesh.rank == 0:
             print(f"{mesh.size} ranks begin at epoch {begin}", flush=True)
         while epoch < args.epochs:
-            with run.phase("train"):
-                loss = train(model, data, optimizer)
+            # a timeline of one epoch, for the report
+            with run.trace() if epoch == begin + 2 else nullcontext():
+                with run.phase("train"):
+                    loss = train(model, data, optimizer)
             with run.phase("test"):
                 accuracy = test(model, data)
             epoch += 1

@@ -347,7 +347,8 @@ class LinkState:
                 "data.edge_index.with_link(link), pdc.convert(model, link) or a layer"
             )
         # by the third the last call is known, and what is constant is kept
-        if epoch < 2 or any(call != self.last for call in self.calls):
+        trained = any(layer.used for layer in self.layers.values())
+        if epoch < 2 or not trained or any(call != self.last for call in self.calls):
             return ""
         return (
             "all exchanges are exact: the product of constant inputs is kept, and the last "

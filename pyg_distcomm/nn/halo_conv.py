@@ -171,13 +171,13 @@ def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
 def _warn_whole(layer: Any, values: list[Any]) -> None:
     """Warns, once, if each of several ranks seems to train on the same whole graph.
 
-    A layer has then met one plain edge_index twice, where minibatches have one each, and
-    there is no loader; or the rows are as many as of a graph that was cut.
+    A layer has then met one plain edge_index twice in training, where minibatches have one
+    each, and there is no loader of this package.
     """
     mesh = latest_mesh() if torch.is_grad_enabled() and layer.training else None
     if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
         return
-    tensors = [v for v in values if isinstance(v, Tensor)]
+    tensors = [v for v in values if type(v) is Tensor]
     pairs = [v for v in tensors if v.dtype in _INDICES and v.shape[:1] == (2,)]
     if not pairs or PROCESS.loaders:
         return

@@ -173,7 +173,8 @@ def read_part(
         raise ValueError(
             f"{folder}: got part {part}, but its parts are 0 .. {meta['num_parts'] - 1}"
         )
-    for name in _files_of(meta, part):
+    off = True if part or verify == "sizes" else None  # the first rank has a bar
+    for name in tqdm(_files_of(meta, part), "checking files", disable=off, leave=False):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
     for problem in _wrong_ids(share, folder / part_name(part)):

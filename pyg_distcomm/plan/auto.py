@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
@@ -43,7 +44,7 @@ from pyg_distcomm.plan.planner import (
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS, Training
-from pyg_distcomm.process import PROCESS
+from pyg_distcomm.process import PROCESS, tell
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
@@ -134,6 +135,7 @@ def init(
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
+    tell(mesh.everyone.rank, "planned the grid %s", best.grid)
     return grids.remember(mesh)
 
 
@@ -394,7 +396,8 @@ def fastest(
     data = Data(x=x, y=y, edge_index=edge_index)
     runs = [_Run(data, owners, plan, training, how) for plan in plans]
     took: list[list[float]] = [[] for _ in plans]
-    for _ in range(WARM + EPOCHS):
+    off = None if runs[0].mesh.rank == 0 else True
+    for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
         for run, seconds in zip(runs, took, strict=True):
             seconds.append(once(run.epoch, run.mesh))
     medians = [statistics.median(seconds[WARM:]) for seconds in took]
