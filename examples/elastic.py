@@ -1,10 +1,9 @@
 # torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py
 """A run that goes on from its last checkpoint when a host or a rank dies.
 
-The graph is cut once, into a folder that all hosts read. Each rank trains on its part, and
-every few epochs all of them save a checkpoint. When a rank dies, torchrun starts all ranks
-anew, perhaps on fewer hosts: the run goes on at the last checkpoint, on the same number of
-ranks to the same bits; on fewer, each reads several parts. See docs/how-to/clusters.md.
+The graph is cut once, into a folder that all hosts read, and all ranks save a checkpoint
+every few epochs. When a rank dies, torchrun starts all of them anew, perhaps on fewer hosts,
+and the run goes on at the last checkpoint: docs/how-to/clusters.md.
 """
 
 import argparse
@@ -98,10 +97,9 @@ def main():
         if mesh.rank == 0:
             print(f"{mesh.size} ranks begin at epoch {begin}", flush=True)
         while epoch < args.epochs:
-            # a timeline of one epoch, for the report
-            with run.trace() if epoch == begin + 2 else nullcontext():
-                with run.phase("train"):
-                    loss = train(model, data, optimizer)
+            traced = run.trace() if epoch == begin + 2 else nullcontext()
+            with traced, run.phase("train"):
+                loss = train(model, data, optimizer)
             with run.phase("test"):
                 accuracy = test(model, data)
             epoch += 1
