@@ -230,7 +230,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], shown: Shown) -> str:
 
 
 def matrix(values: Sequence[Sequence[float]], what: str) -> str:
-    """Draws a square of values, darker where they are larger; rows send, columns receive.
+    """Draws a square of values, stronger where they are larger; rows send, columns receive.
 
     Args:
         values: [P, P].
@@ -291,9 +291,11 @@ def network(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> str:
         if value:
             (x, y), (u, v) = places[i], places[j]
             tip = escape(f"ranks {i} and {j} exchange {value:,.0f} rows")
-            wide = 0.8 + 11 * value / most
+            share = value / most
+            wide = 0.6 + 11 * share * min(1.0, 6 / count)
+            look = f'stroke-width="{wide:.1f}" opacity="{0.2 + 0.7 * share:.2f}"'
             out.append(
-                f'<path class="join" stroke-width="{wide:.1f}" '
+                f'<path class="join" {look} '
                 f'd="M{x:.1f} {y:.1f}L{u:.1f} {v:.1f}"><title>{tip}</title></path>'
             )
     for k, (x, y) in enumerate(places):

@@ -29,7 +29,7 @@ font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-seri
 main{max-width:1180px;margin:0 auto;padding:28px 20px 48px}
 h1{font-size:24px;margin:0 0 2px}h2{font-size:17px;margin:0 0 2px}
 p{margin:0 0 8px}.soft,figcaption,.about{color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:12px;
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(118px,1fr));gap:12px;
 margin:18px 0}
 .tiles div,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .tiles div{padding:10px 14px}.tiles b{display:block;font-size:20px;overflow-wrap:anywhere}
@@ -43,7 +43,7 @@ svg{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}svg text.name{fill:var(--ink)}
 svg text.on{fill:var(--on);font-weight:600}svg text.off{fill:var(--ink)}
 .grid{stroke:var(--line);fill:none}.line{fill:none;stroke-width:2.2}
-.join{stroke:var(--c1);stroke-linecap:round;opacity:.75}.disc{fill:var(--c0)}
+.join{stroke:var(--c1);stroke-linecap:round}.disc{fill:var(--c0)}
 .legend{font-size:13px;display:flex;flex-wrap:wrap;gap:3px 16px;margin:6px 0 0}
 .key{white-space:nowrap}.key i{display:inline-block;width:11px;height:11px;
 border-radius:2px;margin-right:6px;vertical-align:-1px}
@@ -331,7 +331,7 @@ def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> list[
         pictures += (
             f"<div>{_figure('', drawing.network(figures.nodes, rows), told)}</div>"
         )
-        told = "Rows of one exchange, from rank to rank; darker is more."
+        told = "Rows of one exchange, from rank to rank; a stronger colour is more."
         pictures += f"<div>{_figure('', drawing.matrix(rows, 'rows'), told)}</div>"
         pictures = f'<div class="pair">{pictures}</div>'
     body = f'{pictures}<div class="pair">{body}</div>'
