@@ -518,10 +518,11 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _joined(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
+def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
     """Stands for torch.cat: edges after edges."""
-    if out is not None:
+    if "out" in more:  # PyG's collation gives it, even as None
         refuse_loader()
+    if any(value is not None for value in more.values()):
         raise _refusal("cat with out=")
     first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
     if dim % 2 != 1:
