@@ -71,6 +71,7 @@ KEY = re.compile(r"\[([A-Z][A-Za-z]+\d{2}[a-z]?)\]")
 TWICE: set[str] = set()
 # what a process changes and modules hold; no name comes here, and one that is gone goes
 STATE = {
+    "__init__.sys.modules[__name__].__class__",  # loads public names late
     "process.PROCESS",
     "kernels.threads._executors",
     "graph.partitioning.ToSparseTensor.forward",  # PyG's own, imported by that name

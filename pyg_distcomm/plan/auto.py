@@ -44,7 +44,7 @@ from pyg_distcomm.plan.planner import (
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS, Training
-from pyg_distcomm.process import PROCESS, tell
+from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
@@ -119,13 +119,10 @@ def init(
     given |= {"inputs": None if inputs == INPUTS[0] else inputs}
     given |= {"method": None if str(method) == "metis" else method}
     problem = _misuse(algorithm, (replication, grid, stages), given)
-    before = grids.latest_mesh()
     if algorithm != "auto":
         _refuse(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
-        mesh = grids.init(algorithm, **how)
-        _warn_again(before, mesh)
-        return mesh
+        return _joined(algorithm, how)
     mesh = grids.init("1d", **how, also={"algorithm": algorithm})
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -135,16 +132,17 @@ def init(
     if (best.stages, best.grid) != (1, mesh.grid):
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
-    tell(mesh.everyone.rank, "planned the grid %s", best.grid)
     return grids.remember(mesh)
 
 
-def _warn_again(before: Mesh | None, mesh: Mesh) -> None:
-    """Warns, once, of a second mesh of the same ranks and grid beside the first."""
+def _joined(algorithm: str, how: dict[str, Any]) -> Mesh:
+    """Returns a mesh; warns, once, if it is a second one of the same ranks and grid."""
+    before = grids.latest_mesh()
+    mesh = grids.init(algorithm, **how)
     if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:
-        return
+        return mesh
     if before.grid != mesh.grid or before.stage.size != mesh.stage.size:
-        return  # grids are compared so
+        return mesh  # grids are compared so
     PROCESS.warned.add("again")
     warnings.warn(
         "pdc.init was called again, and there are two meshes of the same grid now, each with "
@@ -152,6 +150,7 @@ def _warn_again(before: Mesh | None, mesh: Mesh) -> None:
         "its mesh on; or end the first by mesh.close() before the second",
         stacklevel=3,
     )
+    return mesh
 
 
 def _refuse(problem: str | None) -> None:

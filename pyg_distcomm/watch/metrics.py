@@ -235,11 +235,11 @@ class metrics:
 
 def _moved(before: dict[Any, Entry], now: dict[Any, Entry]) -> dict[str, list[float]]:
     """Returns bytes received and seconds waited since then, by "operation axis"."""
+    if any(old.calls > now.get(key, Entry()).calls for key, old in before.items()):
+        before = {}  # the ledger was reset since
     found = {}
     for (op, axis), entry in now.items():
         old = before.get((op, axis), Entry())
-        if old.calls > entry.calls:  # the ledger was reset since
-            old = Entry()
         moved = [entry.bytes - old.bytes, entry.seconds - old.seconds]
         if any(moved):
             found[f"{op} {axis}"] = moved
