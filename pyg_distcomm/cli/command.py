@@ -218,15 +218,15 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         default=[],
         help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
     )
+    _plan_machine(parser)
+
+
+def _plan_machine(parser: _Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
     parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
     parser.add_argument(
         "--skips", type=whole(0), default=0, help="values beside x at borders"
     )
-    _plan_machine(parser)
-
-
-def _plan_machine(parser: _Parser) -> None:
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
     parser.add_argument("--memory", help="of a rank, as 24GiB")
     parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
