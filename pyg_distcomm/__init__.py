@@ -6,51 +6,28 @@ c copies (replication), L layers. A `gid` is a node's row in the user's Data, a 
 its place on this rank; ghosts come after own rows.
 """
 
-from pyg_distcomm.checkpoint.training import load_checkpoint as load_checkpoint
-from pyg_distcomm.checkpoint.training import save_checkpoint as save_checkpoint
-from pyg_distcomm.comm.launch import launch as launch
-from pyg_distcomm.comm.launch import on_preempt as on_preempt
-from pyg_distcomm.comm.ledger import Ledger as Ledger
-from pyg_distcomm.comm.mesh import Mesh as Mesh
-from pyg_distcomm.comm.rows import Rows as Rows
-from pyg_distcomm.comm.store import RankError as RankError
-from pyg_distcomm.comm.trace import trace as trace
-from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
-from pyg_distcomm.graph.partitioning import load_partition as load_partition
-from pyg_distcomm.graph.partitioning import partition as partition
-from pyg_distcomm.graph.partitioning import partition_report as partition_report
-from pyg_distcomm.halo.policy import BNS as BNS
-from pyg_distcomm.halo.policy import VARCO as VARCO
-from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
-from pyg_distcomm.halo.policy import PipeGCN as PipeGCN
-from pyg_distcomm.halo.policy import Sylvie as Sylvie
-from pyg_distcomm.nn.convert import convert as convert
-from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
-from pyg_distcomm.nn.embedding import clip_grad_norm_ as clip_grad_norm_
-from pyg_distcomm.nn.replicate import replicate as replicate
-from pyg_distcomm.partition.partition import Partition as Partition
-from pyg_distcomm.partition.partition import PartitionReport as PartitionReport
-from pyg_distcomm.pipeline.pipeline import Pipeline as Pipeline
-from pyg_distcomm.plan.auto import init as init
-from pyg_distcomm.plan.calibrate import calibrate as calibrate
-from pyg_distcomm.plan.degree_distribution import RandomGraph as RandomGraph
-from pyg_distcomm.plan.loaders import LoaderPlan as LoaderPlan
-from pyg_distcomm.plan.loaders import LoaderPlans as LoaderPlans
-from pyg_distcomm.plan.machine import Machine as Machine
-from pyg_distcomm.plan.planner import plan as plan
-from pyg_distcomm.plan.plans import Plan as Plan
-from pyg_distcomm.plan.plans import Plans as Plans
-from pyg_distcomm.tensor.dist_tensor import DistTensor as DistTensor
-from pyg_distcomm.tensor.gradients import from_local as from_local
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
+if TYPE_CHECKING:
+    from pyg_distcomm.api import *  # noqa: F403
+
+__version__ = "0.1.0"
+# ruff: noqa: F405
+__all__ = [  # as in `api`
     "BNS",
     "VARCO",
+    "CSVWriter",
     "DistEdgeIndex",
     "DistEmbedding",
     "DistTensor",
     "Ledger",
     "LinkPolicy",
+    "LoaderPlan",
+    "LoaderPlans",
     "Machine",
     "Mesh",
     "Partition",
@@ -63,6 +40,7 @@ __all__ = [
     "RankError",
     "Rows",
     "Sylvie",
+    "TensorBoardWriter",
     "calibrate",
     "clip_grad_norm_",
     "convert",
@@ -71,6 +49,7 @@ __all__ = [
     "launch",
     "load_checkpoint",
     "load_partition",
+    "metrics",
     "on_preempt",
     "partition",
     "partition_report",
@@ -80,4 +59,26 @@ __all__ = [
     "trace",
 ]
 
-__version__ = "0.1.0"
+
+class _Package(ModuleType):
+    """Loads public names at their first use, so that `pyg-distcomm --help` need not."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in __all__:
+            api = import_module("pyg_distcomm.api")
+            self.__dict__.update({each: getattr(api, each) for each in __all__})
+            return self.__dict__[name]
+        if not name.startswith("_") and find_spec(f"pyg_distcomm.{name}"):
+            return import_module(f"pyg_distcomm.{name}")
+        raise AttributeError(f"module 'pyg_distcomm' has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python sets `partition` and `plan` to the packages when it imports those
+        if name not in __all__ or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,8 @@
-"""Holds what this process changes while it runs, in one object: `PROCESS`."""
+"""Holds what this process changes while it runs, in one object, and its logger."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class ProcessState:
         adjacencies: the CSR forms of edge_index tensors that layers have met.
         without_metis: whether it was said that pymetis is missing.
         mtkahypar: Mt-KaHyPar, once it was initialised.
+        plain_edges: refers to the edge_index that a layer got last, where it was plain.
+        warned: what has been warned of, and is not again.
     """
 
     recorder: Any = None
@@ -44,6 +47,15 @@ class ProcessState:
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
     mtkahypar: Any = None
+    plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)
+    warned: set[str] = field(default_factory=set)
 
 
 PROCESS = ProcessState()
+LOG = logging.getLogger("pyg_distcomm")
+LOG.addHandler(logging.NullHandler())
+
+
+def tell(rank: int, text: str, *values: Any) -> None:
+    """Logs what happened on a rank: as INFO on rank 0, and as DEBUG on others."""
+    LOG.log(logging.DEBUG if rank else logging.INFO, f"rank {rank}: {text}", *values)

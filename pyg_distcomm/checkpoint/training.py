@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pyg_distcomm.checkpoint.folder import damage, find, whole_folder, write_whole
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.atomic import write_problem
+from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
@@ -67,6 +68,7 @@ def save_checkpoint(
         ValueError: on all ranks, if ranks differ in `path` or `keep`, the disk is full, can
             not be written or is not shared, or an extra value is not of these types.
     """
+    mesh = given_mesh(mesh, "pdc.save_checkpoint")
     if mesh.stage.size > 1:
         raise ValueError(
             "save_checkpoint saves one model that all ranks hold, but the mesh has "
@@ -82,6 +84,7 @@ def save_checkpoint(
         )
         if link is not None:
             collectives.agree(_try_write(folder / _link_file(mesh), link), mesh.world)
+    tell(mesh.rank, "saved a checkpoint at %s", path)
 
 
 def load_checkpoint(
@@ -111,7 +114,7 @@ def load_checkpoint(
     Raises:
         ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
     """
-    model = bare(model)
+    mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     _check_optimizer(model, optimizer)
     state = _state(mesh, model, optimizer, extra)
     folder = _found(path, mesh)
@@ -129,6 +132,7 @@ def load_checkpoint(
         set_optimizer_state_dict(model, optimizer, saved)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
+    tell(mesh.rank, "loaded the checkpoint at %s", folder)
     return {name: state["extra"][name] for name in extra}
 
 

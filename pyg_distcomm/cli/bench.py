@@ -6,18 +6,21 @@ trust the ratios, not the milliseconds.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
+from tqdm import tqdm
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import format_table
@@ -143,7 +146,7 @@ def run(
     """Multiplies an R-MAT graph by features of each width, on each number of threads."""
     rowptr, col, value, n = problem(scale)
     value, rows = value.to(dtype), []
-    for width in widths:
+    for width in tqdm(widths, "products", disable=None, leave=False):
         x = torch.randn(n, width, dtype=dtype)
         ways, _ = paths(rowptr, col, value, x)
         for count in threads:
@@ -244,25 +247,53 @@ def epoch(conv: type[GCNConv], data: Data, widths: tuple[int, int, int]) -> Call
     return train
 
 
-def run_gcn(
-    num_nodes: int = 50_000, hidden: tuple[int, ...] = (16, 64, 256), repeats: int = 5
-) -> str:
-    """Returns a table: our milliseconds an epoch, and PyG's over ours, by width.
+def time_gcn(
+    num_nodes: int = 50_000, hidden: Sequence[int] = (16, 64, 256), repeats: int = 5
+) -> list[dict[str, float]]:
+    """Returns our median milliseconds an epoch, and PyG's, of each hidden width.
 
     The graph is `datasets.generated`; both layers cache the normalised matrix.
     """
     whole = generated(num_nodes)
     share = partition(whole, init())
     rows = []
-    for width in hidden:
+    for width in tqdm(hidden, "epochs", disable=None, leave=False):
         widths = whole.num_features, width, int(whole.y.max()) + 1
         ways = {
             "ours": epoch(DistGCNConv, share, widths),
             "pyg": epoch(GCNConv, whole, widths),
         }
-        took = measure(ways, repeats)
-        ratio = took["pyg"] / took["ours"]
-        rows.append(
-            (width, f"{took['ours']:.1f}", f"{took['pyg']:.1f}", f"{ratio:.2f}")
-        )
-    return format_table(("hidden", "ours, ms", "PyG, ms", "PyG / ours"), rows)
+        rows.append({"hidden": width, **measure(ways, repeats)})
+    return rows
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Runs the command `pyg-distcomm bench`."""
+    widths, threads = arguments.widths, arguments.threads
+    repeats, scale = arguments.repeats, arguments.scale
+    about = {"torch": torch.__version__, **kernels.describe()}
+    products = run(widths, threads, scale, repeats)
+    epochs = {}
+    for count in threads:
+        with using_threads(count):
+            epochs[count] = time_gcn(1 << scale, widths, repeats)
+    if arguments.json:
+        found = {"about": about, "products": [asdict(row) for row in products]}
+        print(json.dumps({**found, "epochs": epochs}, indent=1))
+        return 0
+    named = ", ".join(f"{name} {value}" for name, value in about.items())
+    print(
+        f"{named}\n\nCSR times dense rows, float32; other columns are times over ours"
+    )
+    print(f"\n{table(products)}")
+    for count, rows in epochs.items():
+        print(f"\nAn epoch of a 2-layer GCN, 2^{scale} nodes, {count} thread(s)\n")
+        lines = [
+            (
+                r["hidden"],
+                *(f"{x:.2f}" for x in (r["ours"], r["pyg"], r["pyg"] / r["ours"])),
+            )
+            for r in rows
+        ]
+        print(format_table(("hidden", "ours, ms", "PyG, ms", "PyG / ours"), lines))
+    return 0

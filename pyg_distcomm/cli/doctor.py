@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -228,11 +230,17 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def run(say: Callable[[str], None] = print) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 0 when the package can run here, and 1 otherwise."""
-    wrong = []
+    found = []
     for finding in examine():
-        say(str(finding))
-        wrong += [finding.what] if finding.wrong else []
-    say(f"\nnot ready: {', '.join(wrong)}" if wrong else "\nready")
+        found.append(finding)
+        if not arguments.json:
+            print(finding, flush=True)
+    wrong = [finding.what for finding in found if finding.wrong]
+    if arguments.json:
+        told = [{**asdict(one), "wrong": one.wrong} for one in found]
+        print(json.dumps({"ready": not wrong, "findings": told}, indent=1))
+    else:
+        print(f"\nnot ready: {', '.join(wrong)}" if wrong else "\nready")
     return 1 if wrong else 0

@@ -1,9 +1,10 @@
-"""Reads numbers from the command line: argparse types that refuse what makes no sense."""
+"""Reads numbers and names from the command line: argparse types that refuse what is none."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 
 MOST_SEED = 2**63 - 1
 
@@ -40,3 +41,22 @@ def count(text: str) -> int:
 
 
 seed = whole(0, MOST_SEED)
+
+
+def one_of(module: str, name: str) -> Callable[[str], str]:
+    """Returns an argparse type for the values that a module lists under a name.
+
+    The module is loaded when a value is read, and not for `--help`. A function of that name
+    returns them.
+    """
+
+    def read(text: str) -> str:
+        known = getattr(import_module(f"pyg_distcomm.{module}"), name)
+        known = known() if callable(known) else known
+        if text not in known:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, wanted one of {', '.join(known)}"
+            )
+        return text
+
+    return read

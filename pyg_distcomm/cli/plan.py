@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.cli.numbers import count, seed, whole
-from pyg_distcomm.comm.mesh import ALGORITHMS
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.cutters import known_methods
 from pyg_distcomm.partition.dgl_folder import (
     is_dgl_folder,
     read_dgl_folder,
@@ -28,15 +25,10 @@ from pyg_distcomm.partition.pyg_folder import (
     read_pyg_folder,
     read_pyg_partition,
 )
-from pyg_distcomm.plan.degree_distribution import LAWS, RandomGraph
+from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
-from pyg_distcomm.plan.training import INPUTS, KINDS
 
-TEXT = (
-    "list every grid and ordering, or every way to load minibatches, with predicted bytes, "
-    "seconds and memory, ranked"
-)
 UNITS = {
     "bytes": {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
     | {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12},
@@ -47,67 +39,7 @@ UNITS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what the command takes."""
-    parser.add_argument(
-        "graph",
-        nargs="?",
-        help="a data set's name, digits, generated-N, a .pt or .npz file, or a folder of "
-        "parts; left out with --nodes and --edges",
-    )
-    parser.add_argument("--nodes", type=count, help="of a graph known by its size")
-    parser.add_argument("--edges", type=count, help="an undirected edge counts twice")
-    parser.add_argument("--law", choices=LAWS, default="uniform", help="of its degrees")
-    parser.add_argument("--ranks", type=whole(1), help="how many (a folder knows)")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--widths",
-        type=whole(1),
-        nargs="+",
-        help="of a full graph's model, as 602 16 41",
-    )
-    what.add_argument(
-        "--num-neighbors",
-        type=whole(-1),
-        nargs="+",
-        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
-    )
-    what.add_argument(
-        "--num-nodes-per-layer",
-        type=whole(-1),
-        nargs="+",
-        help="or one that draws so many nodes for each layer",
-    )
-    parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
-    parser.add_argument("--batch-size", type=whole(1), default=1024)
-    parser.add_argument(
-        "--probe", type=whole(1), default=16, help="minibatches of a rank to draw"
-    )
-    parser.add_argument("--layers", nargs="+", choices=KINDS, default=["gcn"])
-    parser.add_argument("--inputs", choices=INPUTS, default=INPUTS[0])
-    parser.add_argument("--method", choices=known_methods(), default="metis")
-    parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--root", default="data", help="where PyG keeps its data sets")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="only its grids")
-    parser.add_argument(
-        "--codec",
-        action="append",
-        default=[],
-        help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
-    )
-    parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
-    parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
-    parser.add_argument(
-        "--skips", type=whole(0), default=0, help="values beside x at borders"
-    )
-    parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
-    parser.add_argument("--memory", help="of a rank, as 24GiB")
-    parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
-    parser.add_argument("--latency", help="of a message, as 50us")
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
     """Prints the plans; returns 0, or 1 if none can be run."""
     graph, owners = _graph(arguments)
     ranks = arguments.ranks

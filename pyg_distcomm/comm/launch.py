@@ -72,7 +72,7 @@ def launch(
         "forkserver" if sys.platform == "linux" else "spawn"
     )
     if sys.platform == "linux":  # imported once, not once a rank
-        context.set_forkserver_preload(["pyg_distcomm"])
+        context.set_forkserver_preload(["pyg_distcomm.api"])
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import socket
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -27,14 +28,16 @@ from pyg_distcomm.comm.failure import (
 from pyg_distcomm.comm.ledger import Ledger, Ledgers
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.comm.store import (
+    START,
     StoreMailbox,
     arrive,
+    check_launched,
     join,
     joined_mesh,
     open_group,
     world_size,
 )
-from pyg_distcomm.process import PROCESS
+from pyg_distcomm.process import PROCESS, tell
 
 Grid = tuple[int, int, int]
 Check = Literal["first", "always", "never"]
@@ -146,9 +149,11 @@ def _misfit(size: int, algorithm: str, replication: int | None) -> str:
     may = f" (on {size} ranks, replication may be {_divisors(size)})"
     also = "" if replication is None else may
     sizes = ", ".join(map(str, near)) or "none"
+    alone = f". {START}" if size == 1 else ""
     return (
         f"algorithm={algorithm!r} does not fit {size} ranks: {rule}; "
         f"sizes that work: {sizes}{also}. Or use algorithm='1d', which fits any."
+        f"{alone}"
     )
 
 
@@ -376,6 +381,7 @@ def init(
     asked |= {"stages": stages, "seed": seed, "check": check, "timeout": timeout}
     asked |= {"backend": backend, **(also or {})}
     problem = _problem_of(asked)
+    check_launched()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     patience = _PATIENCE if problem else timeout
     if not dist.is_initialized() and launched:
@@ -394,8 +400,12 @@ def init(
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if watch is None:
-        return remember(alone(sides, seed, home))
-    return remember(_joined((stages, *sides), seed, home, watch, check))
+        mesh = alone(sides, seed, home)
+    else:
+        mesh = _joined((stages, *sides), seed, home, watch, check)
+    at = f"on {socket.gethostname()}, {home}"
+    tell(mesh.everyone.rank, "%s over %s, %s", mesh, _back_end(), at)
+    return remember(mesh)
 
 
 def _problem_of(asked: dict[str, Any]) -> Exception | None:
@@ -429,6 +439,29 @@ def ways_of(size: int, stages: int) -> int:
     )
 
 
+def given_mesh(mesh: Any, call: str) -> Mesh:
+    """Returns the mesh given to a function, or that of the last `init` for None.
+
+    Raises:
+        ValueError: if there is none.
+        TypeError: if something else was given.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is not None:
+        raise TypeError(
+            f"{call} takes the mesh that pdc.init() returned, got "
+            f"{type(mesh).__name__}: mesh = pdc.init(), then {call}(..., mesh)"
+        )
+    found = latest_mesh()
+    if found is None:
+        raise ValueError(
+            f"{call} needs a mesh, and there is none in use: call mesh = pdc.init() first, "
+            f"once, on every rank, and then {call}(..., mesh)"
+        )
+    return found
+
+
 def remember(mesh: Mesh) -> Mesh:
     """Makes a mesh the latest one, and returns it."""
     PROCESS.mesh = weakref.ref(mesh)
@@ -444,6 +477,10 @@ def _default_backend() -> str:
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def _back_end() -> str:
+    return str(dist.get_backend()) if dist.is_initialized() else "no network"
 
 
 def _default_device() -> torch.device:

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -174,6 +175,46 @@ def joined_mesh() -> Any:
         return None
     watch = found.everyone.watch
     return None if watch is not None and watch.closed else found
+
+
+def check_launched() -> None:
+    """Raises, or warns, if ranks seem to be meant that this process would not meet.
+
+    Raises:
+        ValueError: if a launcher has started several processes, and RANK, WORLD_SIZE,
+            MASTER_ADDR and MASTER_PORT do not tell them of each other.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    counts = {name: _count_of(name) for name in ("WORLD_SIZE", *_LAUNCHERS)}
+    several = [name for name, count in counts.items() if count > 1]
+    alone = missing and not dist.is_initialized()
+    if alone and ("RANK" in os.environ or several):
+        said = [f"{n}={os.environ[n]}" for n in ("RANK", *several) if n in os.environ]
+        raise ValueError(
+            f"{', '.join(said)}: several ranks are meant, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so this process would train "
+            f"alone. {START}"
+        )
+    if alone and _count_of("SLURM_NTASKS") > 1:
+        warnings.warn(
+            f"SLURM_NTASKS={os.environ['SLURM_NTASKS']}, but this process trains alone: "
+            f"the script was started without srun and torchrun. {START}",
+            stacklevel=5,
+        )
+
+
+# what tells how many processes srun, mpirun and mpiexec have started
+_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+START = (
+    "Start the script by torchrun --nproc-per-node N script.py (under SLURM, one torchrun "
+    "on each node: srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES ...)"
+)
+
+
+def _count_of(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def join(backend: str, timeout: float) -> None:

@@ -25,7 +25,13 @@ from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import joined, kept, recut
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
-from pyg_distcomm.tensor.row_sharded import advice, check_saved, eager, tree_map
+from pyg_distcomm.tensor.row_sharded import (
+    advice,
+    check_saved,
+    eager,
+    refuse_loader,
+    tree_map,
+)
 
 
 def link_problem(link: Any) -> TypeError | None:
@@ -510,8 +516,12 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _joined(tensors: Any, dim: int = 0) -> Any:
+def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
     """Stands for torch.cat: edges after edges."""
+    if "out" in more:  # PyG's collation gives it, even as None
+        refuse_loader()
+    if any(value is not None for value in more.values()):
+        raise _refusal("cat with out=")
     first = next(t for t in tensors if isinstance(t, DistEdgeIndex))
     if dim % 2 != 1:
         raise _refusal("cat")

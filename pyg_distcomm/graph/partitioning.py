@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch_geometric.utils import coalesce
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
-from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph import partitioning_hetero
@@ -38,16 +39,26 @@ from pyg_distcomm.partition.dgl_folder import (
     is_dgl_folder,
     read_dgl_folder,
 )
-from pyg_distcomm.partition.folder import PartShare, attribute_kinds, read_part
+from pyg_distcomm.partition.folder import (
+    PartShare,
+    attribute_kinds,
+    merged,
+    read_part,
+)
 from pyg_distcomm.partition.layout import META, Verify, folder_meta, is_folder
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
-from pyg_distcomm.partition.pyg_folder import is_pyg_folder, read_pyg_folder
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
+from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
 def partition(
     data: Data | HeteroData,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     method: Any = None,
     *,
     seed: int = 0,
@@ -69,7 +80,7 @@ def partition(
             an edge_index, the share has both: edges that carry their weights, and none.
             Of a HeteroData each edge type has edges of its own, with the owners of their
             targets; layers run on grids (P, 1, 1).
-        mesh: the ranks, from `pdc.init`.
+        mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "grid" (the row and column parts that products on
             the mesh's grid exchange, by METIS), "block", the owner of each node, or a
@@ -87,6 +98,7 @@ def partition(
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
+    mesh = given_mesh(mesh, "pdc.partition")
     if isinstance(data, HeteroData):
         method = "metis" if method is None else method
         return _partition_hetero(data, mesh, method, seed, refine, oblivious, link)
@@ -107,6 +119,8 @@ def partition(
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
+    about = mesh.size, method or "metis", len(share.node_gid), len(share.edge_gid)
+    tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return _with_sparse(
         _linked(_assemble(share, mesh, oblivious), link), weight, looped
     )
@@ -502,32 +516,39 @@ def _block_figures(topology: Topology, mesh: Mesh) -> list[tuple[int, ...]]:
 
 def load_partition(
     folder: str | Path,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     verify: Verify = "checksums",
     oblivious: bool = False,
     link: LinkPolicy | None = None,
+    merge: bool = False,
 ) -> Data:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    With `merge`, a run goes on with fewer ranks than there are parts: rank k of P reads the
+    parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, in whose order they were cut.
 
     Args:
         folder: written by `pyg-distcomm partition` or `write_folder`; by PyG's own
             Partitioner (2.5 to 2.7), which keeps x and edge_attr only; or by DGL's
             `partition_graph` (the folder, or its .json file), under DGL's ids, with
             feat, label and weight as x, y and edge_weight.
-        mesh: the ranks; as many as the folder has parts.
+        mesh: the ranks, as many as the folder has parts, or fewer with `merge`; those of
+            the last `pdc.init` if None.
         verify: "checksums" reads every byte of the share first and compares it with what
             was written, at a second or less for each GB; "sizes" compares lengths, dtypes
             and shapes, and reads rows when they are used.
         oblivious, link: see `partition`.
+        merge: lets a rank read several parts; they are then in memory, not mapped.
 
     Raises:
         ValueError: on all ranks, naming the file that is missing, altered or truncated,
             or both numbers if the folder is for another number of ranks.
     """
+    mesh = given_mesh(mesh, "pdc.load_partition")
     share, problem, place = None, None, Path(folder)
     try:
-        share = _read_share(place, mesh, verify)
+        share = _read_share(place, mesh, verify, merge)
         told = dgl_folder_meta(place)[0] if is_dgl_folder(place) else place / META
         meta = told.read_bytes()
     except (TypeError, ValueError, OSError) as error:
@@ -541,26 +562,36 @@ def load_partition(
     levels = {"node": share.node, "edge": share.edge}
     names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
     plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
-    asked = _asked(None, link, oblivious=bool(oblivious))
+    asked = _asked(None, link, oblivious=bool(oblivious), merge=bool(merge))
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
+    tell(mesh.rank, "read %r of %s", share, folder)
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
-def _read_share(folder: Path, mesh: Mesh, verify: Verify) -> PartShare:
+def _read_share(folder: Path, mesh: Mesh, verify: Verify, merge: bool) -> PartShare:
+    read: Callable[[int], PartShare]
     if is_pyg_folder(folder) and not is_folder(folder):
-        share = read_pyg_folder(folder, mesh.rank)
-        _check_parts(folder, share.partition.num_parts, mesh)
-        return share
-    if is_dgl_folder(folder):
-        _check_parts(folder, int(dgl_folder_meta(folder)[1]["num_parts"]), mesh)
-        return read_dgl_folder(folder, mesh.rank)
-    _check_parts(folder, int(folder_meta(folder)["num_parts"]), mesh)
-    return read_part(folder, mesh.rank, verify=verify)
+        count = read_pyg_partition(folder).num_parts
+        read = partial(read_pyg_folder, folder)
+    elif is_dgl_folder(folder):
+        count = int(dgl_folder_meta(folder)[1]["num_parts"])
+        read = partial(read_dgl_folder, folder)
+    else:
+        count = int(folder_meta(folder)["num_parts"])
+        read = partial(read_part, folder, verify=verify)
+    _check_parts(folder, count, mesh, merge)
+    begin, end = (k * count // mesh.size for k in (mesh.rank, mesh.rank + 1))
+    return merged([read(k) for k in range(begin, end)], mesh.size)
 
 
-def _check_parts(folder: Path, parts: int, mesh: Mesh) -> None:
-    if parts != mesh.size:
-        raise ValueError(
-            f"{folder} holds {parts} parts, but there are {mesh.size} ranks; start "
-            f"{parts} ranks, or partition again with --parts {mesh.size}"
-        )
+def _check_parts(folder: Path, parts: int, mesh: Mesh, merge: bool) -> None:
+    if parts == mesh.size or (merge and parts > mesh.size):
+        return
+    start = f"start {parts} ranks (torchrun --nproc-per-node {parts} script.py)"
+    fewer = (
+        ", or let a rank read several parts by merge=True" if parts > mesh.size else ""
+    )
+    raise ValueError(
+        f"{folder} holds {parts} parts, but there are {mesh.size} ranks; {start}, or "
+        f"partition again with --parts {mesh.size}{fewer}"
+    )

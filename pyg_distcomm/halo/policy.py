@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, RowSample
 from pyg_distcomm.halo.compressed import LayerExchange
@@ -125,6 +127,7 @@ class LinkPolicy:
         self.epoch = 0
         self.state = LinkState()
         self._codecs: dict[int, tuple[Codec, Codec | None]] = {}
+        self._warned = False
 
     def _check_stateful(self) -> None:
         """Raises a ValueError if a codec's state would not see each message once."""
@@ -317,6 +320,7 @@ class LinkPolicy:
                 )
             if self.trend is not None:
                 self.trend.step(value)
+        self._warn_unused()
         state.end_epoch(self.exact_last)
         if scheduler is not None:
             budget, used = scheduler.schedule, state.active or state.in_pipeline
@@ -331,6 +335,14 @@ class LinkPolicy:
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
         for epoch in [e for e in self._codecs if e < self.epoch - reach]:
             del self._codecs[epoch]
+
+    def _warn_unused(self) -> None:
+        """Warns, once, if no exchange of this epoch was coded or late, nor will be."""
+        if self.is_exact or self._warned or world_size() == 1:
+            return
+        if told := self.state.unused(self.epoch):
+            self._warned = True
+            warnings.warn(f"{self!r} is configured and not used: {told}", stacklevel=3)
 
     @property
     def _unsolved(self) -> bool:
@@ -461,11 +473,11 @@ class LinkPolicy:
         return self  # copies of a layer share their link
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"state", "_codecs"}
+        bound = {"state", "_codecs", "_warned"}
         return {k: v for k, v in self.__dict__.items() if k not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, state=LinkState(), _codecs={})
+        self.__dict__.update(state, state=LinkState(), _codecs={}, _warned=False)
 
 
 def VARCO(

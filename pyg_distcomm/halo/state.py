@@ -336,6 +336,26 @@ class LinkState:
         }
         return sorted(seen | self.constant)
 
+    def unused(self, epoch: int) -> str:
+        """Says why no exchange of an epoch was coded or late, nor will be, if so."""
+        if self.in_pipeline or (self.nodes is not None and self.nodes.mesh.size == 1):
+            return ""
+        if not self.layers:
+            return (
+                "no layer has trained with it. Give it to pdc.partition(data, mesh, "
+                "link=link), "
+                "data.edge_index.with_link(link), pdc.convert(model, link) or a layer"
+            )
+        # by the third the last call is known, and what is constant is kept
+        trained = any(layer.used for layer in self.layers.values())
+        if epoch < 2 or not trained or any(call != self.last for call in self.calls):
+            return ""
+        return (
+            "all exchanges are exact: the product of constant inputs is kept, and the last "
+            "exchange is exact by default. Have it coded by exact_last=False, take one layer "
+            "more, or give dropout to the inputs"
+        )
+
     def end_epoch(self, exact_last: bool) -> None:
         """Ends an epoch: finds the last call in the first, and drops unused buffers."""
         used = sum(layer.used for layer in self.layers.values())

@@ -81,7 +81,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         self, x: Any, edge_index: Any, neg_edge_index: Any = None, batch: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        (x, edge_index), _ = spread_inputs((x, edge_index), {})
+        (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
         spread = isinstance(edge_index, DistEdgeIndex)
         if not spread or not self.training or torch.is_inference_mode_enabled():
             return super().__call__(x, edge_index, neg_edge_index, batch)
@@ -132,7 +132,7 @@ class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
         post_step: Any = None,
     ) -> Tensor:
         """Runs the propagation."""
-        (y, edge_index), _ = spread_inputs((y, edge_index), {})
+        (y, edge_index), _ = spread_inputs((y, edge_index), {}, self)
         if isinstance(edge_index, DistEdgeIndex):
             carried = None if edge_weight is not None else edge_index.weight
             if carried is not None and not bool((carried == 1).all()):

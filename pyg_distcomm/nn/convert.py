@@ -58,7 +58,13 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
             of the seeds is computed in full. `pdc.nn.trimming_of(model)` tells which.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"convert takes a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"convert takes a model, a torch.nn.Module, got {type(model).__name__}"
+            + (
+                "; a graph is cut by pdc.partition(data, mesh)"
+                * hasattr(model, "stores")
+            )
+        )
     done: dict[int, torch.nn.Module] = {}
     out = _converted(model, done)
     if check_link(link) is not None:

@@ -53,7 +53,7 @@ class DistGCN2Conv(GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {})
+        (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             return super().forward(x, x_0, edge_index, edge_weight)
         return self._multiplied(x, x_0, edge_index, edge_weight)

@@ -56,10 +56,12 @@ class DistGCNConv(GCNConv):
         super().__init__(*args, **kwargs)
         self.link = check_link(link)
 
-    def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> Tensor:
+    def forward(
+        self, x: Any, edge_index: Any = None, edge_weight: Any = None
+    ) -> Tensor:
         """Runs the layer."""
         if not isinstance(edge_index, DistEdgeIndex):
-            (x, edge_index), _ = spread_inputs((x, edge_index), {})
+            (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             if torch.compiler.is_compiling():
                 return super().forward(x, edge_index, edge_weight)

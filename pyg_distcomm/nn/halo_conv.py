@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.compressibility import check_aggregations
@@ -21,6 +25,7 @@ from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -41,7 +46,7 @@ class HaloExecution:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, distributed if it is given distributed edges."""
         run: Any = super().__call__  # type: ignore[misc]
-        args, kwargs = spread_inputs(args, kwargs)
+        args, kwargs = spread_inputs(args, kwargs, self)
         return _run(self, self.link, run, *args, **kwargs)  # type: ignore[arg-type]
 
 
@@ -97,7 +102,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        args, kwargs = spread_inputs(args, kwargs)
+        args, kwargs = spread_inputs(args, kwargs, self.conv)
         return _run(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
@@ -136,19 +141,28 @@ def _run(
     return run_layer(conv, forward, *args, **kwargs)
 
 
-def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     """Returns arguments of a layer with a whole graph beside row-sharded features cut as these.
 
     A plain `edge_index` `[2, e]` and a sparse adjacency, equal on all ranks, become a
     DistEdgeIndex; see `DistEdgeIndex.cut`.
+
+    Raises:
+        TypeError: for a Data in the place of its tensors.
     """
     values = [*args, *kwargs.values()]
+    if any(isinstance(v, BaseData) for v in values):
+        raise TypeError(
+            f"{type(layer).__name__} takes tensors, got a Data: call it with data.x and "
+            "data.edge_index, of the data that pdc.partition(data, mesh) returned"
+        )
     if any(isinstance(v, DistEdgeIndex) for v in values):
         return args, kwargs
     flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else (v,))]
     found = [x for x in flat if isinstance(x, DistTensor)]
     found = [x for x in found if x.rows.partition is not None and not x.reads_local]
     if not found:
+        _warn_whole(layer, values)
         return args, kwargs
     rows = found[0].rows, found[0].rows
     for pair in values:  # of two node types
@@ -159,6 +173,31 @@ def spread_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     ends = nodes, None if sources.same_as(nodes) else sources
     spread = [_spread(v, *ends) for v in args]
     return spread, {name: _spread(v, *ends) for name, v in kwargs.items()}
+
+
+def _warn_whole(layer: Any, values: list[Any]) -> None:
+    """Warns, once, if each of several ranks seems to train on the same whole graph.
+
+    A layer has then met one plain edge_index twice in training, where minibatches have one
+    each, and there is no loader of this package.
+    """
+    mesh = latest_mesh() if torch.is_grad_enabled() and layer.training else None
+    if mesh is None or mesh.size == 1 or "whole" in PROCESS.warned:
+        return
+    tensors = [v for v in values if type(v) is Tensor]
+    pairs = [v for v in tensors if v.dtype in _INDICES and v.shape[:1] == (2,)]
+    if not pairs or PROCESS.loaders:
+        return
+    seen, PROCESS.plain_edges[layer] = PROCESS.plain_edges.get(layer), ref(pairs[0])
+    if seen is not None and seen() is pairs[0]:
+        PROCESS.warned.add("whole")
+        warnings.warn(
+            f"each of {mesh.size} ranks gives {type(layer).__name__} a plain edge_index of "
+            f"{pairs[0].size(1):,} edges again and again: if that is the whole graph, every "
+            "rank computes all of it, and nothing is shared out. Take the tensors of "
+            "pdc.partition(data, mesh), or minibatches of pyg_distcomm.loader",
+            stacklevel=4,
+        )
 
 
 def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:

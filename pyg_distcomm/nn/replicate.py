@@ -18,7 +18,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import guarded
 from pyg_distcomm.comm.collectives import Axis, Pending
 from pyg_distcomm.comm.gradient_averaging import averager_of
-from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -156,7 +156,9 @@ class Replicated(_Transparent, DistributedDataParallel):
         return Alone, (self.module,)
 
 
-def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Module:
+def replicate(
+    model: torch.nn.Module, mesh: Mesh | None = None, **kwargs: Any
+) -> torch.nn.Module:
     """Returns the model with equal parameters on all ranks and averaged gradients.
 
     Full-graph training needs no wrapper: gradients of what meets row-sharded data are
@@ -171,15 +173,24 @@ def replicate(model: torch.nn.Module, mesh: Mesh, **kwargs: Any) -> torch.nn.Mod
 
     Args:
         model: on this rank's device.
-        mesh: the ranks.
+        mesh: the ranks; those of the last `pdc.init` if None.
         kwargs: further arguments of DistributedDataParallel.
 
     Raises:
+        TypeError: for a graph, which `pdc.partition` takes, and what else is no model.
         ValueError: if the model's parameters lie on another kind of device than NCCL
             or gloo can reach from here.
 
     Price: one all-reduce of all parameters per backward pass.
     """
+    if not isinstance(model, torch.nn.Module):
+        graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
+        cut_it = "; a graph is cut by pdc.partition(data, mesh)" if graph else ""
+        raise TypeError(
+            "pdc.replicate takes a model, a torch.nn.Module, got "
+            f"{type(model).__name__}{cut_it}"
+        )
+    mesh = given_mesh(mesh, "pdc.replicate")
     cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
     cut += sharded_parameters(model)
     if cut:

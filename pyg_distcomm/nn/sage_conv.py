@@ -57,9 +57,9 @@ class DistSAGEConv(SAGEConv):
         super().__init__(*args, **kwargs)
         self.link = check_link(link)
 
-    def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
+    def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        (x, edge_index), _ = spread_inputs((x, edge_index), {})
+        (x, edge_index), _ = spread_inputs((x, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
             if torch.compiler.is_compiling():
                 return super().forward(x, edge_index, size)

@@ -96,6 +96,43 @@ class PartShare:
         )
 
 
+def merged(parts: list[PartShare], num_parts: int) -> PartShare:
+    """Joins parts that follow one another into one of fewer, even ones: see `load_partition`.
+
+    Rows ascend by node id, and edges by their place in the whole graph, as in one part.
+
+    Args:
+        parts: those from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
+        num_parts: P.
+    """
+    first = parts[0]
+    before = first.partition.num_parts
+    if num_parts == before:
+        return first
+    place = torch.arange(before)
+    cuts = torch.tensor([k * before // num_parts for k in range(1, num_parts)])
+    home = torch.bucketize(place, cuts, right=True) if num_parts > 1 else 0 * place
+    owner = home[first.partition.owner.long()]
+    node, node_order = torch.cat([part.node_gid for part in parts]).sort()
+    edge, edge_order = torch.cat([part.edge_gid for part in parts]).sort()
+
+    def rows(kind: str, order: Tensor) -> dict[str, Tensor]:
+        held = [getattr(part, kind) for part in parts]
+        return {n: torch.cat([each[n] for each in held])[order] for n in held[0]}
+
+    return PartShare(
+        part=int(home[first.part]),
+        partition=Partition.from_owner(owner, num_parts, first.partition.num_nodes),
+        num_edges_global=first.num_edges_global,
+        node_gid=node,
+        edge_gid=edge,
+        edge_index=torch.cat([part.edge_index for part in parts], 1)[:, edge_order],
+        node=rows("node", node_order),
+        edge=rows("edge", edge_order),
+        graph=first.graph,
+    )
+
+
 def write_folder(
     out: str | Path,
     data: Data,
@@ -143,7 +180,8 @@ def read_part(
         raise ValueError(
             f"{folder}: got part {part}, but its parts are 0 .. {meta['num_parts'] - 1}"
         )
-    for name in _files_of(meta, part):
+    off = True if part or verify == "sizes" else None  # the first rank has a bar
+    for name in tqdm(_files_of(meta, part), "checking files", disable=off, leave=False):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
     for problem in _wrong_ids(share, folder / part_name(part)):

@@ -294,7 +294,7 @@ class PartitionReport:
         return "\n".join(lines)
 
 
-def imbalance(counts: Counts) -> float:
+def imbalance(counts: Sequence[float]) -> float:
     """Returns the largest over the mean, 1 if all are zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
@@ -42,6 +44,7 @@ from pyg_distcomm.plan.planner import (
 )
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.training import INPUTS, Training
+from pyg_distcomm.process import PROCESS
 
 MOST_ROWS, MOST_DEGREE = 1 << 14, 64  # of a rank, of the matrix that is timed
 MOST_WIDTH = 1024  # at which: products of wider rows are hardly faster
@@ -119,7 +122,7 @@ def init(
     if algorithm != "auto":
         _refuse(problem)
         how |= {"replication": replication, "grid": grid, "stages": stages}
-        return grids.init(algorithm, **how)
+        return _joined(algorithm, how)
     mesh = grids.init("1d", **how, also={"algorithm": algorithm})
     collectives.agree(problem, mesh.world)
     read: Any = {"widths": widths, "model": model, "layers": layers, "inputs": inputs}
@@ -130,6 +133,24 @@ def init(
         mesh = grids.init(grid=best.grid, stages=best.stages, **how)
     mesh.plan, mesh.owners = best, owners
     return grids.remember(mesh)
+
+
+def _joined(algorithm: str, how: dict[str, Any]) -> Mesh:
+    """Returns a mesh; warns, once, if it is a second one of the same ranks and grid."""
+    before = grids.latest_mesh()
+    mesh = grids.init(algorithm, **how)
+    if before is None or before.everyone.size == 1 or "again" in PROCESS.warned:
+        return mesh
+    if before.grid != mesh.grid or before.stage.size != mesh.stage.size:
+        return mesh  # grids are compared so
+    PROCESS.warned.add("again")
+    warnings.warn(
+        "pdc.init was called again, and there are two meshes of the same grid now, each with "
+        "connections, a ledger and a counter of dropout of its own. Call it once, and hand "
+        "its mesh on; or end the first by mesh.close() before the second",
+        stacklevel=3,
+    )
+    return mesh
 
 
 def _refuse(problem: str | None) -> None:
@@ -374,7 +395,8 @@ def fastest(
     data = Data(x=x, y=y, edge_index=edge_index)
     runs = [_Run(data, owners, plan, training, how) for plan in plans]
     took: list[list[float]] = [[] for _ in plans]
-    for _ in range(WARM + EPOCHS):
+    off = None if runs[0].mesh.rank == 0 else True
+    for _ in tqdm(range(WARM + EPOCHS), "timing plans", disable=off, leave=False):
         for run, seconds in zip(runs, took, strict=True):
             seconds.append(once(run.epoch, run.mesh))
     medians = [statistics.median(seconds[WARM:]) for seconds in took]

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
@@ -72,7 +73,9 @@ def calibrate(
     products = _products(quiet, widths, narrow, rows, degree)
     works = {name: work for name, (_, work) in products.items()}
     works |= _codes(quiet, codecs, widths[-1], rows)
-    took = {name: timed(work, quiet, repeats) for name, work in works.items()}
+    off = None if mesh.rank == 0 else True
+    bar = tqdm(works.items(), "calibrating", disable=off, leave=False)
+    took = {name: timed(work, quiet, repeats) for name, work in bar}
     for depth, epoch in _epochs(quiet).items():
         took["epoch", depth] = timed(epoch, quiet, repeats, computed)
     lines: dict[Line, Wire] = {

@@ -30,6 +30,7 @@ from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     first_sharded,
     fit_plain,
+    refuse_loader,
     tree_map,
     unsupported_op,
 )
@@ -439,6 +440,7 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 
 
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
+    refuse_loader()
     raise TypeError(
         "make edges sparse by T.ToSparseTensor, or before pdc.partition, which takes "
         "data.adj_t: torch's own sparse tensors are whole on every rank"

@@ -224,3 +224,20 @@ def first_sharded(args: Any, kwargs: Any) -> RowShardedTensor:
         (args, kwargs),
     )
     return found[0]
+
+
+def refuse_loader() -> None:
+    """Raises a TypeError if a loader or sampler of PyG's asks: it reads whole graphs."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_LOADERS):
+            raise TypeError(
+                f"a loader of PyG ({name}) was given what pdc.partition returned, and reads "
+                "whole graphs only: take DistNeighborLoader, or what else pyg_distcomm.loader "
+                "has, or give it the graph as it was before pdc.partition"
+            )
+        frame = frame.f_back
+
+
+_LOADERS = ("torch_geometric.loader", "torch_geometric.sampler")

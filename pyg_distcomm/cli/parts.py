@@ -1,0 +1,186 @@
+"""Runs the commands `pyg-distcomm partition` and `pyg-distcomm inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pyg_distcomm.datasets import is_known, load_dataset
+from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.dgl_folder import (
+    is_dgl_folder,
+    read_dgl_folder,
+    read_dgl_partition,
+)
+from pyg_distcomm.partition.external import partition_files
+from pyg_distcomm.partition.folder import PartShare, verify_folder, write_folder
+from pyg_distcomm.partition.layout import Meta, folder_meta
+from pyg_distcomm.partition.partition import Partition, PartitionReport
+from pyg_distcomm.partition.pyg_folder import (
+    is_pyg_folder,
+    read_pyg_folder,
+    read_pyg_partition,
+)
+from pyg_distcomm.partition.sources import is_source
+
+PARTITIONER = "torch_geometric.distributed.Partitioner"
+
+
+def run_partition(arguments: argparse.Namespace) -> int:
+    """Runs the command `pyg-distcomm partition`."""
+    if arguments.out.exists() and not arguments.force:
+        raise ValueError(f"{arguments.out}: exists already; give --force to replace it")
+    in_files = is_source(arguments.dataset) and not is_known(arguments.dataset)
+    figures = _from_files(arguments) if in_files else _from_memory(arguments)
+    problems = verify_folder(arguments.out) if arguments.checksums else []
+    if arguments.json:
+        return _as_json(problems, out=str(arguments.out), report=asdict(figures))
+    print(figures)
+    return _say(problems)
+
+
+def _from_files(arguments: argparse.Namespace) -> PartitionReport:
+    return partition_files(
+        arguments.dataset,
+        arguments.out,
+        arguments.parts,
+        arguments.method,
+        seed=arguments.seed,
+        refine=arguments.refine,
+        grid=arguments.grid,
+        num_nodes=arguments.num_nodes,
+        undirected=arguments.undirected,
+        split=arguments.split,
+        node_files=_named_files("--node-file", arguments.node_file),
+        edge_files=_named_files("--edge-file", arguments.edge_file),
+        node_table=arguments.node_table,
+        node_attrs=arguments.node_attr,
+        edge_attrs=arguments.edge_attr,
+        force=arguments.force,
+    )
+
+
+def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
+    only = ("num_nodes", "undirected", "split", "node_file", "edge_file", "node_table")
+    given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: for edges in files, not for {arguments.dataset!r}"
+        )
+    data = load_dataset(arguments.dataset, arguments.root)
+    mask = data.get("train_mask")
+    partition = cut(
+        data.edge_index,
+        data.num_nodes,
+        arguments.parts,
+        arguments.method,
+        seed=arguments.seed,
+        train_mask=mask if mask is not None and mask.dim() == 1 else None,
+        refine=arguments.refine,
+        grid=arguments.grid,
+    )
+    return write_folder(
+        arguments.out,
+        data,
+        partition,
+        node_attrs=arguments.node_attr,
+        edge_attrs=arguments.edge_attr,
+        grid=arguments.grid,
+        force=arguments.force,
+    )
+
+
+def _named_files(option: str, given: list[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for text in given:
+        name, _, file = text.partition("=")
+        if not name or not file:
+            raise ValueError(f"{option}: got {text!r}, wanted NAME=FILE.npy")
+        if name in files:
+            raise ValueError(
+                f"{option}: got two files for {name!r}, {files[name]} and {file}; leave "
+                "one out, or give it another name"
+            )
+        files[name] = Path(file)
+    return files
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Runs the command `pyg-distcomm inspect`."""
+    folder = arguments.folder
+    if is_dgl_folder(folder):
+        wrote, partition = "dgl.distributed.partition_graph", read_dgl_partition(folder)
+        read = partial(read_dgl_folder, folder)
+        return _inspect_foreign(wrote, partition, read, arguments.json)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: is not a folder")
+    if is_pyg_folder(folder):
+        partition, read = read_pyg_partition(folder), partial(read_pyg_folder, folder)
+        return _inspect_foreign(PARTITIONER, partition, read, arguments.json)
+    problems = verify_folder(folder, checksums=arguments.checksums)
+    if arguments.json:
+        meta: Meta = {}
+        with contextlib.suppress(ValueError):
+            meta = folder_meta(folder)
+        return _as_json(problems, contents_compared=arguments.checksums, **meta)
+    with contextlib.suppress(ValueError):  # then it is the first of the problems
+        print("\n".join(_describe(folder_meta(folder))))
+    return _say(problems) or _whole(arguments.checksums)
+
+
+def _inspect_foreign(
+    wrote: str, partition: Partition, read: Callable[[int], PartShare], as_json: bool
+) -> int:
+    """Shows a folder that another library wrote, part by part."""
+    about = f"{wrote}, homogeneous"
+    parts, problems = [], []
+    for part in range(partition.num_parts):
+        try:
+            parts.append(read(part))
+        except ValueError as error:
+            problems.append(str(error))
+    if as_json:
+        sizes = [[len(part.node_gid), len(part.edge_gid)] for part in parts]
+        nodes = {"num_nodes": partition.num_nodes, "num_parts": partition.num_parts}
+        return _as_json(problems, format=about, **nodes, nodes_and_edges=sizes)
+    print(f"format      {about}\npartition   {partition}")
+    print("\n".join(map(str, parts)))
+    return _say(problems)
+
+
+def _describe(meta: Meta) -> list[str]:
+    lines = [
+        f"format      {meta['format']}, version {meta['version']}",
+        f"graph       {meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges",
+        f"partition   {meta['num_parts']} parts, sha256 {meta['partition'][:16]}",
+        f"on disk     {sum(file['bytes'] for file in meta['files'].values()):,} bytes",
+    ]
+    for name, attr in meta["attributes"].items():
+        lines.append(f"{attr['kind']:<11} {name} {attr['dtype']} {attr['shape']}")
+    lines += [
+        f"value       {name} = {value!r}" for name, value in meta["values"].items()
+    ]
+    return [*lines, str(PartitionReport.from_dict(meta["report"]))]
+
+
+def _say(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"pyg-distcomm: wrong: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _as_json(problems: list[str], **found: Any) -> int:
+    print(json.dumps({"whole": not problems, "problems": problems, **found}, indent=1))
+    return 1 if problems else 0
+
+
+def _whole(checksums: bool) -> int:
+    print("whole       yes" if checksums else "whole       yes (contents not compared)")
+    return 0

@@ -1,0 +1,310 @@
+"""Draws charts as SVG that follows the colours of the page it is in.
+
+Series have the classes s0 to s7, whose colours the page defines, for light and dark; they
+can be told apart by colour-blind readers. Every mark has its figures as a tooltip. Legends
+are text above a chart, never on its data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT = 540, 270  # pixels, at which text has its size
+LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 46
+SERIES = 8
+MOST_BARS = 60
+Shown = Callable[[float], str]
+
+
+def as_bytes(value: float) -> str:
+    """Writes a number of bytes, as 1.25 MB."""
+    return _with_unit(value, 1000.0, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def as_seconds(value: float) -> str:
+    """Writes a time, as 12.5 ms."""
+    if value == 0:
+        return "0 s"
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def as_count(value: float) -> str:
+    """Writes a count, as 12,345 or 1.2 M."""
+    if abs(value) < 1e5:
+        return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
+    return _with_unit(value, 1000.0, ("", "k", "M", "G", "T"))
+
+
+def as_number(value: float) -> str:
+    """Writes a number with four digits."""
+    return f"{value:.4g}"
+
+
+def _with_unit(value: float, step: float, units: Sequence[str]) -> str:
+    for unit in units:
+        if abs(value) < step or unit == units[-1]:
+            text = f"{value:.0f}" if value == int(value) else f"{value:.3g}"
+            return f"{text} {unit}".rstrip()
+        value /= step
+    return ""
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Returns round numbers between two, at a distance of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def legend(names: Sequence[str]) -> str:
+    """Returns the key of series, in their order."""
+    keys = (
+        f'<span class="key"><i class="b{k % SERIES}"></i>{escape(name)}</span>'
+        for k, name in enumerate(names)
+    )
+    return f'<p class="legend">{"".join(keys)}</p>' if len(names) > 1 else ""
+
+
+def _svg(body: str, label: str, height: float = HEIGHT, width: float = WIDTH) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" style="max-width:{width:g}px" role="img" '
+        f'aria-label="{escape(label, quote=True)}">{body}</svg>'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text {place} {more}>{escape(text)}</text>"
+
+
+class _Axes:
+    """Maps values to places, and draws the grid and the numbers beside it."""
+
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], whole: bool = False
+    ) -> None:
+        self.x, self.y, self.whole = x, y, whole
+
+    def at(self, x: float) -> float:
+        """Returns the place of an x."""
+        low, high = self.x
+        return LEFT + (x - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def up(self, y: float) -> float:
+        """Returns the place of a y."""
+        low, high = self.y
+        return (
+            HEIGHT - BOTTOM - (y - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
+        )
+
+    def drawn(self, x_shown: Shown, y_shown: Shown, names: tuple[str, str]) -> str:
+        """Returns the grid, its numbers, and what they are."""
+        out = []
+        for value in ticks(*self.y):
+            y = self.up(value)
+            out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            out.append(_text(LEFT - 8, y + 4, y_shown(value), "end"))
+        for value in ticks(*self.x, about=6):
+            if not self.whole or value == int(value):
+                out.append(_text(self.at(value), HEIGHT - BOTTOM + 17, x_shown(value)))
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        out.append(_text(middle, HEIGHT - 6, names[0], more='class="name"'))
+        turn = f'class="name" transform="rotate(-90 13 {HEIGHT / 2 - 16:.0f})"'
+        out.append(_text(13, HEIGHT / 2 - 16, names[1], more=turn))
+        return "".join(out)
+
+
+def stacked(
+    xs: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    shown: Shown,
+    names: tuple[str, str],
+) -> tuple[str, int]:
+    """Draws a stack of each x; returns it, and how many x's one bar is the mean of.
+
+    Args:
+        xs: ascending, as epochs.
+        series: by name, a value for each x.
+        shown: writes a value.
+        names: what x and y are.
+    """
+    group = -(-len(xs) // MOST_BARS)
+    starts = range(0, len(xs), group)
+    means = {
+        name: [sum(v[k : k + group]) / len(v[k : k + group]) for k in starts]
+        for name, v in series.items()
+    }
+    tops = [sum(v[k] for v in means.values()) for k in range(len(starts))]
+    last = len(xs) - 1
+    axes = _Axes((xs[0] - 0.5, xs[last] + 0.5), (0.0, max([*tops, 0]) or 1), whole=True)
+    out = [axes.drawn(as_number, shown, names)]
+    for bar, start in enumerate(starts):
+        end, low = min(start + group, len(xs)) - 1, 0.0
+        left, right = axes.at(xs[start] - 0.5), axes.at(xs[end] + 0.5)
+        gap = min(2.0, (right - left) * 0.15)
+        span = f"{xs[start]:g}" if start == end else f"{xs[start]:g} to {xs[end]:g}"
+        for k, (name, values) in enumerate(means.items()):
+            value = values[bar]
+            y, height = axes.up(low + value), axes.up(low) - axes.up(low + value)
+            low += value
+            if height > 0:
+                place = f'x="{left:.1f}" y="{y:.1f}" width="{right - left - gap:.1f}"'
+                tip = f"{names[0]} {span}, {name}: {shown(value)}"
+                out.append(
+                    f'<rect class="s{k % SERIES}" {place} height="{height:.1f}">'
+                    f"<title>{escape(tip)}</title></rect>"
+                )
+    return _svg("".join(out), f"{names[1]} by {names[0]}"), group
+
+
+def lines(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    x_shown: Shown,
+    y_shown: Shown,
+    names: tuple[str, str],
+) -> str:
+    """Draws a line for each series of points, with a dot on each if they are few.
+
+    Args:
+        series: by name, points (x, y), ascending by x.
+        x_shown, y_shown: write a value.
+        names: what x and y are.
+    """
+    xs = [x for points in series.values() for x, _ in points]
+    ys = [y for points in series.values() for _, y in points]
+    low, high = min(ys), max(ys)
+    margin = (high - low) * 0.06 or abs(high) * 0.06 or 1.0
+    left = 0.0 if min(xs) > 0 and x_shown is as_bytes else min(xs)
+    axes = _Axes((left, max(xs)), (low - margin, high + margin), x_shown is as_number)
+    out = [axes.drawn(x_shown, y_shown, names)]
+    for k, (name, points) in enumerate(series.items()):
+        places = [(axes.at(x), axes.up(y)) for x, y in points]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        out.append(f'<path class="line l{k % SERIES}" d="M{path}"/>')
+        size = 3.2 if len(points) <= 40 else 1.8
+        for (x, y), (px, py) in zip(points, places, strict=True):
+            tip = f"{name}: {y_shown(y)} at {x_shown(x)}"
+            out.append(
+                f'<circle class="s{k % SERIES}" cx="{px:.1f}" cy="{py:.1f}" r="{size}">'
+                f"<title>{escape(tip)}</title></circle>"
+            )
+    return _svg("".join(out), f"{names[1]} by {names[0]}")
+
+
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], shown: Shown) -> str:
+    """Draws a bar for each row, its parts one after the other, and its sum beside it.
+
+    Args:
+        rows: a label, and the parts by name.
+        shown: writes a value.
+    """
+    step, room = 26, 96
+    wide = min(max((len(label) for label, _ in rows), default=0) * 7.0 + 14, 230)
+    most = max((sum(parts.values()) for _, parts in rows), default=0) or 1
+    names = list(dict.fromkeys(name for _, parts in rows for name in parts))
+    scale, out = (WIDTH - wide - room) / most, []
+    for n, (label, parts) in enumerate(rows):
+        y, x = n * step + 4, wide
+        out.append(_text(wide - 8, y + 13, label, "end"))
+        for name, value in parts.items():
+            length = value * scale
+            if length > 0:
+                place = f'x="{x:.1f}" y="{y}" width="{max(length - 1, 0.5):.1f}" height="18"'
+                tip = escape(f"{label}, {name}: {shown(value)}")
+                series = names.index(name) % SERIES
+                out.append(
+                    f'<rect class="s{series}" {place}><title>{tip}</title></rect>'
+                )
+                x += length
+        out.append(_text(x + 7, y + 13, shown(sum(parts.values())), "start"))
+    return _svg("".join(out), "bars", len(rows) * step + 6)
+
+
+def matrix(values: Sequence[Sequence[float]], what: str) -> str:
+    """Draws a square of values, stronger where they are larger; rows send, columns receive.
+
+    Args:
+        values: [P, P].
+        what: is counted.
+    """
+    size, most = len(values), max((v for row in values for v in row), default=0) or 1
+    cell = min(64.0, 300 / size)
+    left, top, side = 58.0, 46.0, cell * size
+    every = max(1, round(22 / cell))
+    out = [_text(left + side / 2, 16, "received by rank", more='class="name"')]
+    turn = f'class="name" transform="rotate(-90 14 {top + side / 2:.0f})"'
+    out.append(_text(14, top + side / 2, "sent by rank", more=turn))
+    for i, row in enumerate(values):
+        if i % every == 0:
+            out.append(_text(left - 8, top + (i + 0.5) * cell + 4, str(i), "end"))
+            out.append(_text(left + (i + 0.5) * cell, top - 8, str(i)))
+        for j, value in enumerate(row):
+            x, y, share = left + j * cell, top + i * cell, value / most
+            tip = escape(f"rank {i} to rank {j}: {value:,.0f} {what}")
+            out.append(
+                f'<rect class="s0" fill-opacity="{0.05 + 0.95 * share:.3f}" x="{x:.1f}" '
+                f'y="{y:.1f}" width="{cell - 1:.1f}" height="{cell - 1:.1f}">'
+                f"<title>{tip}</title></rect>"
+            )
+            if size <= 8 and value:
+                on = "on" if share > 0.45 else "off"
+                shown = as_count(value)
+                more = f'class="{on}"'
+                out.append(_text(x + cell / 2, y + cell / 2 + 4, shown, more=more))
+    label = f"{what} sent from each rank to each other"
+    return _svg("".join(out), label, top + side + 6, max(left + side + 12, 240))
+
+
+def network(sizes: Sequence[float], rows: Sequence[Sequence[float]]) -> str:
+    """Draws ranks on a circle, as large as what they own, joined by what they exchange.
+
+    Args:
+        sizes: nodes of each rank.
+        rows: [P, P], rows that each rank sends to each other.
+    """
+    count, side = len(sizes), 340.0
+    middle, radius = side / 2, side / 2 - 46
+    largest = min(34.0, 2.2 * radius / max(count, 4))
+    places = []
+    for k in range(count):
+        angle = 2 * math.pi * k / count - math.pi / 2
+        reach = radius if count > 1 else 0.0
+        places.append(
+            (middle + reach * math.cos(angle), middle + reach * math.sin(angle))
+        )
+    both = {
+        (i, j): rows[i][j] + rows[j][i]
+        for i in range(count)
+        for j in range(i + 1, count)
+    }
+    most, top, out = max(both.values(), default=0) or 1, max(sizes, default=0) or 1, []
+    for (i, j), value in sorted(both.items(), key=lambda pair: pair[1]):
+        if value:
+            (x, y), (u, v) = places[i], places[j]
+            tip = escape(f"ranks {i} and {j} exchange {value:,.0f} rows")
+            share = value / most
+            wide = 0.6 + 11 * share * min(1.0, 6 / count)
+            look = f'stroke-width="{wide:.1f}" opacity="{0.2 + 0.7 * share:.2f}"'
+            out.append(
+                f'<path class="join" {look} '
+                f'd="M{x:.1f} {y:.1f}L{u:.1f} {v:.1f}"><title>{tip}</title></path>'
+            )
+    for k, (x, y) in enumerate(places):
+        size = max(largest * math.sqrt(sizes[k] / top), 3.0)
+        tip = escape(f"rank {k}: {sizes[k]:,.0f} nodes")
+        out.append(
+            f'<circle class="disc" cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}">'
+            f"<title>{tip}</title></circle>"
+        )
+        if count <= 24 and size > 8:
+            out.append(_text(x, y + 4, str(k), more='class="on"'))
+    return _svg("".join(out), "ranks and the rows they exchange", side, side)

@@ -1,0 +1,404 @@
+"""Records figures of each epoch from all ranks: `pdc.metrics`.
+
+[Note: run folder] What is kept of a run, by rank 0, and what `pyg-distcomm report` reads:
+
+    RUN/run.json        the ranks, the partition and its rows between ranks; each start
+    RUN/metrics.jsonl   one JSON object an epoch, as `metrics.epoch` returns it
+    RUN/trace.json.gz   a timeline of some epochs, if `metrics.trace` has written one
+
+An epoch is one line, written at once. A run that goes on from a checkpoint goes on in its
+folder: what an earlier start has recorded of that epoch, and of those after it, is skipped
+by readers (`read_run`), as is a line that a kill has cut short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.ledger import Entry, Ledger
+from pyg_distcomm.comm.mesh import Mesh, given_mesh
+from pyg_distcomm.comm.trace import as_json, span, trace
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.partitioning import partition_report
+from pyg_distcomm.partition.partition import imbalance
+from pyg_distcomm.process import tell
+
+RUN, ROWS, TRACE = "run.json", "metrics.jsonl", "trace.json.gz"
+OWN = ("epoch", "start", "seconds", "bytes", "waits", "phases", "imbalance", "by_rank")
+_MOST = 64  # ranks of which each pair is kept
+Row = dict[str, Any]
+
+
+class metrics:
+    """Records what each epoch took on all ranks, as one plain dict.
+
+        run = pdc.metrics("runs/gcn", mesh, data=data)
+        for epoch in range(200):
+            with run.phase("train"):
+                loss = train()
+            row = run.epoch(epoch, loss=loss, accuracy=test())
+
+    `pyg-distcomm report runs/gcn -o report.html` draws it. Bytes and waits are those of the
+    mesh's ledger since the last epoch; what this class itself sends is not in them.
+
+    Args:
+        folder: where rank 0 keeps the run (see [Note: run folder]); None keeps nothing.
+            A run that is there already is gone on with.
+        mesh: the ranks; those of the last `pdc.init` if None.
+        data: the share that `pdc.partition` returned, for the figures of the partition.
+        loader: a loader of this package, whose phases are recorded too.
+        writers: called with each row, on rank 0: `CSVWriter(path)`,
+            `TensorBoardWriter(folder)`, `wandb.log`, or a function of your own. One that
+            fails is warned of, and not called again: training goes on.
+
+    Raises:
+        ValueError: on all ranks, if the folder cannot be written, or is not of a run.
+
+    Price: an all-gather of about a kilobyte a rank and epoch.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        mesh: Mesh | None = None,
+        *,
+        data: Any = None,
+        loader: Any = None,
+        writers: Sequence[Callable[[Row], Any]] = (),
+    ) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.mesh = given_mesh(mesh, "pdc.metrics")
+        self._loader = loader
+        self._writers = list(writers) if self.mesh.everyone.rank == 0 else []
+        own = Ledger(traced=False)
+        self._axis = replace(self.mesh.everyone, ledger=own)
+        self._start = 0
+        about = self._about(data)
+        collectives.agree(self._open(about), self._axis)
+        self._phases: dict[str, float] = {}
+        self._before = self.mesh.ledger.snapshot()
+        self._clock = time.perf_counter()
+
+    def _about(self, data: Any) -> Row:
+        """Returns what is kept of the run, on all ranks; collective."""
+        mesh = self.mesh
+        hosts = collectives.all_gather_object(socket.gethostname(), self._axis)
+        found: Row = {
+            "ranks": mesh.everyone.size,
+            "grid": list(mesh.grid),
+            "stages": mesh.stage.size,
+            "hosts": hosts,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        edge_index = getattr(data, "edge_index", None)
+        if data is not None and not isinstance(edge_index, DistEdgeIndex):
+            raise TypeError(
+                "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
+                f"{type(data).__name__} with a plain edge_index"
+            )
+        if data is None:
+            return found
+        found["partition"] = asdict(partition_report(data))
+        assert edge_index is not None
+        sent = edge_index.topology.locals.halo.send_counts
+        if mesh.size <= _MOST:
+            axis = replace(mesh.world, ledger=self._axis.ledger)
+            found["rows"] = collectives.all_gather_counts(sent, axis)
+        return found
+
+    def _open(self, about: Row) -> str | None:
+        """Makes the folder, on rank 0; returns what is wrong."""
+        if self.folder is None or self.mesh.everyone.rank:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            before = _read_json(self.folder / RUN)
+            rows = read_rows(self.folder)
+            starts = [*before.get("starts", [])]
+            self._start = len(starts)
+            after = rows[-1]["epoch"] if rows else None
+            starts.append(
+                {"time": time.time(), "ranks": about["ranks"], "after": after}
+            )
+            write_whole(self.folder / RUN, json.dumps({**about, "starts": starts}))
+            _end_line(self.folder / ROWS)
+        except OSError as error:
+            return f"pdc.metrics cannot write {self.folder}: {error}"
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a block of the script as a phase of this epoch, and marks it in a trace."""
+        begin = time.perf_counter()
+        try:
+            with span("script", str(name)):
+                yield
+        finally:
+            took = time.perf_counter() - begin
+            self._phases[name] = self._phases.get(name, 0.0) + took
+
+    def trace(self) -> trace:
+        """Returns a `pdc.trace` into the folder, to be used by `with` around a few epochs.
+
+        Raises:
+            ValueError: if there is no folder.
+        """
+        if self.folder is None:
+            raise ValueError(
+                "pdc.metrics(None) keeps nothing: use pdc.trace(path, mesh)"
+            )
+        return trace(self.folder / TRACE, self.mesh)
+
+    def epoch(self, epoch: int, /, **values: Any) -> Row:
+        """Ends an epoch and returns its figures, equal on all ranks; collective.
+
+        Args:
+            epoch: its number, larger than the last one's.
+            values: numbers to go with it, `loss=..., accuracy=...`; rank 0's count.
+
+        Returns:
+            A dict of plain values:
+
+            epoch, the values, seconds (of the slowest rank);
+            bytes: received by all ranks, "total" and of each "operation axis";
+            waits: seconds waited for other ranks, "mean" and "most";
+            phases: mean seconds of "computing" (all but waiting), "waiting", the script's
+                own phases, and a loader's;
+            imbalance: the most over the mean of a rank, of "bytes", "waits", "computing";
+            by_rank: lists of "bytes", "waits", "seconds".
+
+        Raises:
+            ValueError, TypeError: for a value that is no number, or has a name of these.
+        """
+        given = {name: _number(name, value) for name, value in values.items()}
+        now, ledger = time.perf_counter(), self.mesh.ledger.snapshot()
+        mine = {
+            "seconds": now - self._clock,
+            "moved": _moved(self._before, ledger),
+            "phases": self._phases | _loader_phases(self._loader),
+            "given": given,
+        }
+        row = _row(int(epoch), collectives.all_gather_object(mine, self._axis))
+        row["start"] = self._start
+        if self.mesh.everyone.rank == 0:
+            self._keep(row)
+        shown = ", ".join(
+            f"{name} {value:.4g}" for name, value in row.items() if name in given
+        )
+        about = epoch, row["seconds"], row["bytes"]["total"], shown
+        tell(self.mesh.everyone.rank, "epoch %d: %.3f s, %d bytes, %s", *about)
+        self._phases, self._before = {}, self.mesh.ledger.snapshot()
+        self._clock = time.perf_counter()
+        return row
+
+    def _keep(self, row: Row) -> None:
+        keepers = [*self._writers]
+        if self.folder is not None:
+            keepers.insert(0, self._append)
+        for write in keepers:
+            try:
+                write(row)
+            except Exception as error:
+                what = getattr(write, "__qualname__", type(write).__name__)
+                warnings.warn(
+                    f"pdc.metrics: {what} failed and is not called again: {error}",
+                    stacklevel=3,
+                )
+                if write in self._writers:
+                    self._writers.remove(write)
+                else:
+                    self.folder = None
+
+    def _append(self, row: Row) -> None:
+        assert self.folder is not None
+        line = (json.dumps(as_json(row, 4)) + "\n").encode()
+        with open(self.folder / ROWS, "ab", buffering=0) as file:
+            file.write(line)
+
+
+def _moved(before: dict[Any, Entry], now: dict[Any, Entry]) -> dict[str, list[float]]:
+    """Returns bytes received and seconds waited since then, by "operation axis"."""
+    if any(old.calls > now.get(key, Entry()).calls for key, old in before.items()):
+        before = {}  # the ledger was reset since
+    found = {}
+    for (op, axis), entry in now.items():
+        old = before.get((op, axis), Entry())
+        moved = [entry.bytes - old.bytes, entry.seconds - old.seconds]
+        if any(moved):
+            found[f"{op} {axis}"] = moved
+    return found
+
+
+def _loader_phases(loader: Any) -> dict[str, float]:
+    phases = getattr(loader, "phases", None)
+    if phases is None:
+        return {}
+    return {f"loader: {name}": phase.seconds for name, phase in phases.by_name.items()}
+
+
+def _row(epoch: int, ranks: list[Row]) -> Row:
+    """Returns the figures of an epoch from those of each rank."""
+    bytes_of = [sum(moved[0] for moved in r["moved"].values()) for r in ranks]
+    waits = [sum(moved[1] for moved in r["moved"].values()) for r in ranks]
+    seconds = [r["seconds"] for r in ranks]
+    # threads of a loader wait, too, so that waits may be longer than the epoch
+    computing = [max(s - w, 0.0) for s, w in zip(seconds, waits, strict=True)]
+    ops = sorted({op for r in ranks for op in r["moved"]})
+    moved = {op: sum(r["moved"].get(op, [0])[0] for r in ranks) for op in ops}
+    names = dict.fromkeys(name for r in ranks for name in r["phases"])
+    phases = {
+        n: sum(r["phases"].get(n, 0.0) for r in ranks) / len(ranks) for n in names
+    }
+    mean = sum(waits) / len(ranks)
+    return {
+        "epoch": epoch,
+        **ranks[0]["given"],
+        "seconds": max(seconds),
+        "bytes": {"total": sum(bytes_of), **{op: n for op, n in moved.items() if n}},
+        "waits": {"mean": mean, "most": max(waits)},
+        "phases": {
+            "computing": sum(computing) / len(ranks),
+            "waiting": mean,
+            **phases,
+        },
+        "imbalance": {
+            "bytes": imbalance(bytes_of),
+            "waits": imbalance(waits),
+            "computing": imbalance(computing),
+        },
+        "by_rank": {"bytes": bytes_of, "waits": waits, "seconds": seconds},
+    }
+
+
+def _number(name: str, value: Any) -> float | int:
+    if name in OWN:
+        raise ValueError(
+            f"{name}= is a figure of pdc.metrics itself; name it otherwise"
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        try:
+            return float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name}={type(value).__name__} is not one number ({error}); give a float"
+            ) from None
+    return value
+
+
+def flat(row: Row) -> dict[str, float]:
+    """Returns the numbers of a row by names as "bytes/total", without those by rank."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and name != "by_rank":
+            found |= {f"{name}/{inner}": number for inner, number in value.items()}
+        elif isinstance(value, (int, float)):
+            found[name] = value
+    return found
+
+
+# Reading ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Holds what a folder of `pdc.metrics` tells of a run.
+
+    Args:
+        about: the ranks, hosts, partition and starts.
+        rows: one for each epoch.
+        trace: the timeline, if there is one.
+    """
+
+    about: Row
+    rows: list[Row] = field(default_factory=list)
+    trace: Path | None = None
+
+
+def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
+    """Reads a folder that `pdc.metrics` has written.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    place = Path(folder)
+    if not (place / RUN).is_file():
+        raise ValueError(
+            f"{place}: is no folder of pdc.metrics (it has no {RUN}); record a run by "
+            f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
+        )
+    traces = [place / TRACE, place / TRACE.removesuffix(".gz")]
+    found = next((one for one in traces if one.is_file()), None)
+    return RecordedRun(_read_json(place / RUN), read_rows(place), found)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Returns the row of each epoch, those of the last start that has it."""
+    rows: list[Row] = []
+    path = folder / ROWS
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            number = int(row["epoch"])
+        except (ValueError, KeyError, TypeError):
+            continue  # cut short by a kill
+        while rows and rows[-1]["epoch"] >= number:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def _read_json(path: Path) -> Row:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: is not what pdc.metrics has written ({error})"
+        ) from None
+    if not isinstance(found, dict) or "starts" not in found:
+        raise ValueError(
+            f"{path}: is not what pdc.metrics has written; use another folder"
+        )
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole, or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _end_line(path: Path) -> None:
+    """Ends a line that a kill has cut short, so that the next one is its own."""
+    if path.exists() and path.stat().st_size:
+        with open(path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def is_finite(value: Any) -> bool:
+    """Tells whether a value of a row is a number that can be drawn."""
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,0 +1,304 @@
+"""Mistakes of a first hour: each is told, with what to do."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import worlds
+from torch_geometric import loader as pyg_loader
+from torch_geometric.nn import GATConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+from pyg_distcomm.comm.mesh import alone
+from pyg_distcomm.comm.store import check_launched
+from pyg_distcomm.datasets import generated
+from pyg_distcomm.halo.codecs import Plain
+from pyg_distcomm.process import PROCESS
+
+
+def lone():
+    return alone((1, 1, 1), 0, torch.device("cpu"))
+
+
+# No mesh, or something else in its place -------------------------------------------------
+
+
+@pytest.fixture
+def _no_mesh(monkeypatch):
+    monkeypatch.setattr(PROCESS, "mesh", None)
+
+
+CALLS = {
+    "partition": lambda mesh: pdc.partition(generated(20), mesh),
+    "load_partition": lambda mesh: pdc.load_partition("parts", mesh),
+    "replicate": lambda mesh: pdc.replicate(torch.nn.Linear(2, 2), mesh),
+    "save_checkpoint": lambda mesh: pdc.save_checkpoint(
+        "x", mesh, torch.nn.Linear(2, 2)
+    ),
+    "load_checkpoint": lambda mesh: pdc.load_checkpoint(
+        "x", mesh, torch.nn.Linear(2, 2)
+    ),
+    "metrics": lambda mesh: pdc.metrics(None, mesh),
+}
+
+
+@pytest.mark.usefixtures("_no_mesh")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_missing_init_is_told(name):
+    with pytest.raises(ValueError, match=f"pdc.{name} needs a mesh.*mesh = pdc.init"):
+        CALLS[name](None)
+    with pytest.raises(
+        TypeError, match=rf"pdc.{name} takes the mesh that pdc.init\(\)"
+    ):
+        CALLS[name]("metis")
+
+
+def test_the_last_mesh_is_taken(monkeypatch):
+    mesh = lone()
+    monkeypatch.setattr(PROCESS, "mesh", lambda: mesh)
+    assert pdc.partition(generated(20), method="block").x.rows.mesh is mesh
+
+
+# What is no model, and what is no tensor ------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [pdc.replicate, lambda data, _: pdc.convert(data)])
+def test_a_graph_for_a_model_is_told(call):
+    data = pdc.partition(generated(20), lone(), "block")
+    with pytest.raises(
+        TypeError, match=r"torch.nn.Module, got Data; a graph is cut by pdc"
+    ):
+        call(data, lone())
+
+
+LAYERS = {
+    "GCNConv": lambda: nn.GCNConv(32, 2),
+    "SAGEConv": lambda: nn.SAGEConv(32, 2),
+    "GATConv": lambda: nn.HaloConv(GATConv(32, 2)),
+    "converted": lambda: pdc.convert(GATConv(32, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_data_for_tensors_is_told(name):
+    data = generated(20)
+    with pytest.raises(
+        TypeError, match=r"takes tensors, got a Data: call it with data.x"
+    ):
+        LAYERS[name]()(data)
+    with pytest.raises(
+        TypeError, match=r"takes tensors, got a Data: call it with data.x"
+    ):
+        LAYERS[name]()(data, data.edge_index)
+
+
+PYG = {
+    "NeighborLoader": lambda data: pyg_loader.NeighborLoader(data, [2], batch_size=4),
+    "ClusterData": lambda data: pyg_loader.ClusterData(data, 2, log=False),
+    "DataLoader": lambda data: next(iter(pyg_loader.DataLoader([data], batch_size=1))),
+}
+
+
+@pytest.mark.parametrize("name", PYG)
+@pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
+def test_a_loader_of_pyg_on_a_share_is_told(name):
+    data = pdc.partition(generated(40), lone(), "block")
+    with pytest.raises(TypeError, match=r"a loader of PyG .* given what pdc.partition"):
+        PYG[name](data)
+
+
+# Ranks that were meant ------------------------------------------------------------------
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
+NAMES += ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def say(**names):
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE=4: several ranks are meant, but RANK, MASTER",
+        ),
+        ({"RANK": "1"}, "RANK=1: several ranks are meant, but WORLD_SIZE, MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not set"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8: several ranks are"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: several ranks are"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2: several ranks are"),
+    ],
+)
+def test_a_forgotten_torchrun_is_told(said, names, words):
+    said(**names)
+    with pytest.raises(ValueError, match=words) as caught:
+        pdc.init()
+    assert "torchrun --nproc-per-node N script.py" in str(caught.value)
+
+
+def test_one_process_of_an_allocation_is_warned(said):
+    said(SLURM_NTASKS="4")
+    with pytest.warns(
+        UserWarning, match="SLURM_NTASKS=4, but this process trains alone"
+    ):
+        pdc.init()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{}, {"WORLD_SIZE": "1"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}],
+)
+def test_one_process_that_is_meant_is_none_of_our_business(said, names):
+    said(**names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_launched()
+        assert pdc.init().size == 1
+
+
+def test_a_grid_on_one_process_names_torchrun(said):
+    said()
+    with pytest.raises(
+        ValueError, match=r"does not fit 1 ranks.*Start the script by torchrun"
+    ):
+        pdc.init("2d")
+
+
+# On several ranks -----------------------------------------------------------------------
+
+
+def told(act):
+    """Texts of the warnings of an act, which is told anew."""
+    PROCESS.warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(one.message) for one in caught]
+
+
+def again():
+    first = pdc.init(timeout=180)
+    same = told(lambda: pdc.init(timeout=180))
+    other = told(lambda: pdc.init("feature", timeout=180))
+    first.close()
+    return same, other
+
+
+def test_a_second_init_is_told():
+    for same, other in worlds.run(again, 2):
+        assert len(same) == 1
+        assert "pdc.init was called again" in same[0]
+        assert "mesh.close() before the second" in same[0]
+        assert other == []  # grids are compared so
+
+
+def whole_graphs():
+    mesh, data = worlds.mesh(), generated(60)
+    loaders, PROCESS.loaders = PROCESS.loaders, []
+    found = {}
+    for name, make in LAYERS.items():
+        torch.manual_seed(0)
+        layer = make()
+
+        def train(data, times=2, layer=layer):
+            for _ in range(times):
+                layer(data.x, data.edge_index).sum().backward()
+
+        def batches(layer=layer):
+            for seed in range(3):
+                batch = generated(30, seed)
+                layer(batch.x, batch.edge_index).sum().backward()
+
+        def evaluate(layer=layer):
+            layer.eval()
+            with torch.no_grad():
+                layer(data.x, data.edge_index), layer(data.x, data.edge_index)
+
+        share = pdc.partition(data, mesh, "block")
+        acts = {
+            "whole": lambda t=train: t(data),
+            "share": lambda t=train, s=share: t(s),
+            "batches": batches,
+            "evaluation": evaluate,
+        }
+        found[name] = {kind: told(act) for kind, act in acts.items()}
+    PROCESS.loaders = loaders
+    return found
+
+
+def test_a_whole_graph_on_each_rank_is_told():
+    for found in worlds.run(whole_graphs, 2):
+        for name, kinds in found.items():
+            (whole,) = kinds.pop("whole")
+            assert "each of 2 ranks gives" in whole, name
+            assert "pdc.partition(data, mesh)" in whole
+            assert kinds == {"share": [], "batches": [], "evaluation": []}, name
+
+
+def links():
+    mesh, data = worlds.mesh(), generated(80)
+    found = {}
+
+    def epochs(link, own, layers=2, times=4):
+        share = pdc.partition(data, mesh, "block", link=own)
+        torch.manual_seed(0)
+        widths = [data.num_features, *[4] * layers]
+        convs = [nn.GCNConv(a, b) for a, b in itertools.pairwise(widths)]
+
+        def run():
+            for _ in range(times):
+                x = share.x
+                for conv in convs:
+                    x = F.relu(conv(x, share.edge_index))
+                x.sum().backward()
+                link.step()
+
+        return told(run)
+
+    made = pdc.VARCO(4)
+    found["given to nobody"] = epochs(made, None)
+    made = pdc.VARCO(4)
+    found["two layers"] = epochs(made, made)
+    made = pdc.VARCO(4, exact_last=False)
+    found["all are coded"] = epochs(made, made)
+    made = pdc.Sylvie()
+    found["three layers"] = epochs(made, made, layers=3)
+    made = pdc.LinkPolicy(Plain())
+    found["exact, as asked"] = epochs(made, made)
+    return found
+
+
+def test_a_link_that_is_not_used_is_told():
+    for found in worlds.run(links, 2):
+        (nobody,) = found.pop("given to nobody")
+        assert "configured and not used: no layer has trained with it" in nobody
+        assert "pdc.partition(data, mesh, link=link)" in nobody
+        (exact,) = found.pop("two layers")
+        assert "all exchanges are exact" in exact
+        assert "exact_last=False" in exact
+        assert not any(found.values()), found
+
+
+def test_one_rank_uses_no_link_and_is_not_told():
+    link = pdc.VARCO(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            link.step()
+    assert pickle.loads(pickle.dumps(link)).epoch == 4

@@ -1,0 +1,173 @@
+"""Figures of epochs: what they count, what is kept of them, and what writers write."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+
+import pytest
+import torch
+import worlds
+
+import pyg_distcomm as pdc
+from pyg_distcomm.comm.mesh import alone
+from pyg_distcomm.datasets import generated
+from pyg_distcomm.nn import GCNConv
+from pyg_distcomm.watch.metrics import flat, read_run
+
+
+def lone():
+    return alone((1, 1, 1), 0, torch.device("cpu"))
+
+
+def counted(folder):
+    """Runs on a rank: rows beside the ledgers of all ranks."""
+    mesh = worlds.mesh()
+    data = pdc.partition(generated(90), mesh, "block")
+    torch.manual_seed(0)
+    conv = GCNConv(data.num_features, 4)
+    run = pdc.metrics(folder, mesh, data=data)
+    mesh.ledger.reset()
+    rows = []
+    for epoch in range(3):
+        with run.phase("train"):
+            conv(data.x, data.edge_index).sum().backward()
+        before = mesh.ledger.snapshot()
+        rows.append(run.epoch(epoch, loss=0.5, rank=mesh.rank))
+        assert mesh.ledger.snapshot() == before  # what is its own is not counted
+    silent = run.epoch(3)
+    ledgers = mesh.gather_ledger().sum
+    halo = {key: entry.bytes for key, entry in ledgers.entries.items()}
+    return rows, silent, halo, data.edge_index.topology.locals.halo.send_counts
+
+
+def test_rows_are_the_ledgers_of_all_ranks(tmp_path):
+    every = worlds.run(counted, 3, str(tmp_path / "run"))
+    rows, silent, moved, _ = every[0]
+    assert all(other[0] == rows for other in every)  # equal on all ranks
+    assert sum(moved.values()) > 0
+    for (op, axis), count in moved.items():
+        assert sum(row["bytes"].get(f"{op} {axis}", 0) for row in rows) == count
+    for row in rows:
+        assert row["bytes"]["total"] == sum(row["by_rank"]["bytes"])
+        assert (
+            row["bytes"]["total"] == sum(row["bytes"].values()) - row["bytes"]["total"]
+        )
+        assert row["seconds"] == max(row["by_rank"]["seconds"])
+        assert row["waits"]["most"] == max(row["by_rank"]["waits"])
+        assert row["phases"]["train"] > 0
+        assert row["imbalance"]["bytes"] >= 1
+        assert (row["loss"], row["rank"]) == (0.5, 0)
+        json.dumps(row)
+    assert silent["bytes"] == {"total": 0}
+    run = read_run(tmp_path / "run")
+    assert run.rows == [*rows, silent]
+    assert run.about["ranks"] == 3
+    assert run.about["partition"]["nodes"] == [30, 30, 30]
+    assert run.about["rows"] == [list(other[3]) for other in every]
+
+
+def test_a_run_goes_on_in_its_folder(tmp_path):
+    folder, mesh = tmp_path / "run", lone()
+    first = pdc.metrics(folder, mesh, writers=[pdc.CSVWriter(tmp_path / "a.csv")])
+    for epoch in range(6):
+        first.epoch(epoch, loss=epoch)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 6, "lo')  # a kill, half way
+    again = pdc.metrics(folder, mesh, writers=[pdc.CSVWriter(tmp_path / "a.csv")])
+    for epoch in (4, 5):
+        again.epoch(epoch, loss=10 + epoch, accuracy=0.5)
+    run = read_run(folder)
+    assert [row["epoch"] for row in run.rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["loss"] for row in run.rows] == [0, 1, 2, 3, 14, 15]
+    assert [row["start"] for row in run.rows] == [0, 0, 0, 0, 1, 1]
+    assert [start["after"] for start in run.about["starts"]] == [None, 5]
+    with open(tmp_path / "a.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["loss"]) for line in lines] == [0, 1, 2, 3, 14, 15]
+    assert [line["accuracy"] for line in lines] == ["", "", "", "", "0.5", "0.5"]
+    assert {"bytes/total", "waits/most", "phases/computing"} <= set(lines[0])
+
+
+def test_writers_get_rows_and_one_that_fails_is_left_out(tmp_path):
+    seen = []
+
+    def fails(row):
+        raise OSError("full")
+
+    run = pdc.metrics(None, lone(), writers=[fails, seen.append])
+    with pytest.warns(UserWarning, match=r"fails failed and is not called again: full"):
+        run.epoch(0, loss=torch.tensor(2.0, requires_grad=True))
+    run.epoch(1)
+    assert [row["epoch"] for row in seen] == [0, 1]
+    assert flat(seen[0])["loss"] == 2.0
+    assert flat(seen[0])["bytes/total"] == 0
+    assert not [name for name in flat(seen[0]) if "by_rank" in name]
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = pdc.metrics(None, lone(), writers=[pdc.TensorBoardWriter(tmp_path)])
+    for epoch in range(3):
+        run.epoch(epoch, loss=1.5 * epoch)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = [events.Tensors("loss")[k].step for k in range(3)]
+    values = [e.tensor_proto.float_val[0] for e in events.Tensors("loss")]
+    assert (found, values) == ([0, 1, 2], [0, 1.5, 3])
+    assert "bytes/total" in events.Tags()["tensors"]
+
+
+def test_what_is_no_figure_is_refused(tmp_path):
+    run = pdc.metrics(None, lone())
+    with pytest.raises(ValueError, match=r"bytes= is a figure of pdc.metrics itself"):
+        run.epoch(0, bytes=3)
+    with pytest.raises(TypeError, match="loss=Tensor is not one number"):
+        run.epoch(0, loss=torch.ones(3))
+    with pytest.raises(TypeError, match=r"what pdc.partition"):
+        pdc.metrics(None, lone(), data=generated(20))
+    with pytest.raises(ValueError, match=r"pdc.metrics\(None\) keeps nothing"):
+        run.trace()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"pdc.metrics cannot write"):
+        pdc.metrics(tmp_path / "file", lone())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"is not what pdc.metrics has written"):
+        pdc.metrics(tmp_path / "other", lone())
+    with pytest.raises(ValueError, match=r"is no folder of pdc.metrics"):
+        read_run(tmp_path)
+
+
+def test_phases_of_a_loader_are_those_it_shows():
+    from pyg_distcomm.loader import DistNeighborLoader
+
+    loader = DistNeighborLoader(generated(80), [3], batch_size=20, split=False)
+    run = pdc.metrics(None, lone(), loader=loader)
+    assert len(list(loader)) == 4
+    row = run.epoch(0)
+    for name, phase in loader.phases.by_name.items():
+        assert row["phases"][f"loader: {name}"] == pytest.approx(phase.seconds)
+    assert "loader: sample" in row["phases"]
+
+
+def test_one_logger_tells_what_happens(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "pyg_distcomm")
+    mesh = lone()
+    data = pdc.partition(generated(40), mesh, "block")
+    model = torch.nn.Linear(2, 2)
+    pdc.save_checkpoint(tmp_path / "last", mesh, model)
+    pdc.load_checkpoint(tmp_path / "last", mesh, model)
+    pdc.metrics(None, mesh, data=data).epoch(7, loss=0.25)
+    assert {record.name for record in caplog.records} == {"pyg_distcomm"}
+    told = " | ".join(record.getMessage() for record in caplog.records)
+    for words in (
+        "rank 0: cut into 1 parts by block: 40 nodes",
+        "saved a checkpoint at",
+        "loaded the checkpoint at",
+        "epoch 7: ",
+        "loss 0.25",
+    ):
+        assert words in told
