@@ -16,8 +16,13 @@ from torch_geometric.utils import add_self_loops, degree
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def with_operator(data):

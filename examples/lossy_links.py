@@ -16,9 +16,14 @@ from torch_geometric.nn import GCN, GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.halo.codecs import Cast, Quantise, TopK
 from pyg_distcomm.halo.schedule import Fixed
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 LINKS = {
     "exact": lambda epochs: None,

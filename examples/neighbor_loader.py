@@ -10,9 +10,14 @@ from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.loader import DistNeighborLoader as NeighborLoader
 from pyg_distcomm.loader import shared
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def train(model, loader, optimizer):

@@ -14,9 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import pyg_distcomm as pdc
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.nn import DistBatchNorm as BatchNorm
 from pyg_distcomm.nn import DistSAGEConv as SAGEConv
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
 

@@ -15,7 +15,12 @@ from torch_geometric.nn import GCN
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 
 SETTINGS = {
     "exact": lambda: None,

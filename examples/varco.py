@@ -13,8 +13,13 @@ from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.halo.schedule import Budget, Exponential, Fixed
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed
 ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"

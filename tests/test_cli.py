@@ -280,7 +280,10 @@ def test_a_generated_graph_can_be_cut_and_learnt():
 def test_known_names_are_classes_of_pyg():
     for _, kind, _ in KNOWN.values():
         assert hasattr(torch_geometric.datasets, kind)
-    with pytest.raises(ValueError, match=r"give one of digits, generated-NODES, Cora,"):
+    with pytest.raises(
+        ValueError,
+        match=r"give one of digits, generated-NODES, communities-NODES-EDGES, Cora,",
+    ):
         load_dataset("kora")
 
 

@@ -14,7 +14,12 @@ import worlds
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 
 ECOSYSTEM = Path(__file__).parents[1] / "examples" / "ecosystem"
 ARGS = {"dataset": "generated-300", "epochs": 3, "batch_size": 32}

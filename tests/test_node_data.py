@@ -19,8 +19,13 @@ from torch_geometric.utils import to_undirected
 
 import pyg_distcomm as pdc
 from pyg_distcomm.datasets import is_known, load_dataset
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
-from pyg_distcomm.ogb_datasets import OGB, load_ogb, ogb_score
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
+from pyg_distcomm.datasets.ogb import OGB, load_ogb, ogb_score
 
 ROOT = Path(__file__).parents[1]
 N, E, F_IN = 60, 200, 8

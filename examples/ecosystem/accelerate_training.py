@@ -14,8 +14,13 @@ from accelerate import Accelerator
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 def batches_of(share, args):

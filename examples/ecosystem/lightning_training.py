@@ -16,8 +16,13 @@ from torch.utils.data import DataLoader
 from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm.datasets.node_tasks import (
+    load_node_data,
+    node_loss,
+    node_score,
+    num_outputs,
+)
 from pyg_distcomm.loader import DistNeighborLoader
-from pyg_distcomm.node_tasks import load_node_data, node_loss, node_score, num_outputs
 
 
 class OnShares(DDPStrategy):

@@ -190,30 +190,7 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="of its degrees: uniform, rmat, ...",
     )
     parser.add_argument("--ranks", type=whole(1), help="how many (a folder knows)")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--widths",
-        type=whole(1),
-        nargs="+",
-        help="of a full graph's model, as 602 16 41",
-    )
-    what.add_argument(
-        "--num-neighbors",
-        type=whole(-1),
-        nargs="+",
-        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
-    )
-    what.add_argument(
-        "--num-nodes-per-layer",
-        type=whole(-1),
-        nargs="+",
-        help="or one that draws so many nodes for each layer",
-    )
-    parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
-    parser.add_argument("--batch-size", type=whole(1), default=1024)
-    parser.add_argument(
-        "--probe", type=whole(1), default=16, help="minibatches of a rank to draw"
-    )
+    _plan_what(parser)
     parser.add_argument(
         "--layers",
         nargs="+",
@@ -247,6 +224,33 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="plan for this one too, as '1 bit', 'bf16' or '4 bits late'; may be repeated",
     )
     _plan_machine(parser)
+
+
+def _plan_what(parser: _Parser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--widths",
+        type=whole(1),
+        nargs="+",
+        help="of a full graph's model, as 602 16 41",
+    )
+    what.add_argument(
+        "--num-neighbors",
+        type=whole(-1),
+        nargs="+",
+        help="plan a loader of minibatches instead, with these fan-outs, as 15 10 5",
+    )
+    what.add_argument(
+        "--num-nodes-per-layer",
+        type=whole(-1),
+        nargs="+",
+        help="or one that draws so many nodes for each layer",
+    )
+    parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
+    parser.add_argument("--batch-size", type=whole(1), default=1024)
+    parser.add_argument(
+        "--probe", type=whole(1), default=16, help="minibatches of a rank to draw"
+    )
 
 
 def _plan_machine(parser: _Parser) -> None:

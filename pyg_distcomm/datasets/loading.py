@@ -20,11 +20,13 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
-from pyg_distcomm.ogb_datasets import OGB, load_ogb
+from pyg_distcomm.datasets.ogb import OGB, load_ogb
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
 from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
 
 __all__ = [
+    "KNOWN",
+    "communities",
     "digits",
     "generated",
     "is_known",
@@ -168,6 +170,16 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
     )
 
 
+def _with_errors(levels: Any, rng: np.random.Generator) -> np.ndarray:
+    """Returns the class of each node, some of them another one of the same field."""
+    label: np.ndarray = levels[1].astype(np.int64)
+    wrong = np.flatnonzero(rng.random(len(label)) < WRONG)
+    shift = rng.integers(1, CLASSES_OF_FIELD, wrong.size)
+    other = (label[wrong] + shift) % CLASSES_OF_FIELD
+    label[wrong] = levels[2][wrong] * CLASSES_OF_FIELD + other
+    return label
+
+
 def communities(
     num_nodes: int,
     num_edges: int,
@@ -217,15 +229,10 @@ def communities(
     levels = _nested(n, rng)  # each node's community, class, field; all one
     theta = np.minimum(rng.pareto(HUB - 1, n) + 1, n**0.5)
     keys = _distinct_pairs(theta, levels, pairs, rng)
-    place = rng.permutation(n)
+    place = rng.permutation(n)  # the id of each node
     ends = place[np.stack(np.divmod(keys, n))]
     edge_index = np.concatenate([ends, ends[::-1]], axis=1)
-    label = levels[1].astype(np.int64)
-    wrong = np.flatnonzero(rng.random(n) < WRONG)
-    other = (
-        label[wrong] + rng.integers(1, CLASSES_OF_FIELD, wrong.size)
-    ) % CLASSES_OF_FIELD
-    label[wrong] = levels[2][wrong] * CLASSES_OF_FIELD + other
+    label = _with_errors(levels, rng)
     x = rng.standard_normal((n, features), np.float32)
     x *= noise
     for level in levels[:3]:
