@@ -119,6 +119,7 @@ class _MultiplyLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         pattern: Pattern,
         value: Tensor | None,
         first: bool,
@@ -127,7 +128,7 @@ class _MultiplyLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         own: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         csr = pattern.rowptr, pattern.col, value
         if first:
             sums = kernels.spmm(*csr, x)
@@ -138,22 +139,13 @@ class _MultiplyLinear(torch.autograd.Function):
             y = y if bias is None else y.add_(bias)
         if root is not None and own is not None:
             y.addmm_(root[: len(y)], own.t())
-        return y, sums
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern, value, ctx.first, x, root, weight, bias, own = inputs
-        sums = output[1]
-        ctx.shared, ctx.biased = root is x, bias is not None
-        if sums is not None:
-            ctx.mark_non_differentiable(sums)
-        ctx.set_materialize_grads(False)
+        ctx.pattern, ctx.first, ctx.shared = pattern, first, root is x
+        sums = sums if ctx.needs_input_grad[5] else None
         ctx.save_for_backward(value, x, root, weight, own, sums)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, _: Any) -> tuple[Any, ...]:
-        if g is None:
-            return (None,) * 8
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         value, x, root, weight, own, sums = ctx.saved_tensors
         needs = ctx.needs_input_grad
         g_x = g_root = g_weight = g_own = None
@@ -176,7 +168,7 @@ class _MultiplyLinear(torch.autograd.Function):
                     g_x[: len(g)].addmm_(g, own)
             elif needs[4]:
                 g_root = _padded(g @ own, len(root))
-        g_bias = g.sum(0) if ctx.biased and needs[6] else None
+        g_bias = g.sum(0) if needs[6] else None
         return None, None, None, g_x, g_root, g_weight, g_bias, g_own
 
 
@@ -282,7 +274,7 @@ def multiply_linear(
     value = edges.mean_values(x.dtype) if kind == "mean" else None
     root = None if own is None else root
     given = x, root, weight, bias, own
-    y: Tensor = _MultiplyLinear.apply(edges.pattern, value, sums_first, *given)[0]
+    y: Tensor = _MultiplyLinear.apply(edges.pattern, value, sums_first, *given)
     return y
 
 
