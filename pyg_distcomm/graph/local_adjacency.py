@@ -9,7 +9,7 @@ edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed
 edges themselves, so that nothing is ever concluded from a shape. The sampler says which
 edge_index may be used so at once, and how many rows are seeds. Of any other tensor the CSR
 form is built at the second use: one that is used once would not pay for it. What belongs to
-PyG's `EdgeIndex` is kept beside the tensor under it; one that says that it is sorted by
+PyG's `EdgeIndex` is kept beside it; one that says that it is sorted by
 target is used at once.
 """
 
@@ -272,15 +272,19 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
 
     None for anything but a `[2, e]` tensor of integers on the CPU, or an EdgeIndex of one.
     """
-    grouped = type(edge_index) is EdgeIndex and edge_index.is_sorted_by_col
-    edge_index = plain_edges(edge_index)
+    owner, edge_index = edge_index, plain_edges(edge_index)
     signature = _signature(edge_index)
     if signature is None:
         return None
-    found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
+    grouped = False
+    if owner is not edge_index:  # a change by way of it counts on it alone
+        grouped, signature = owner.is_sorted_by_col, (owner._version, *signature)
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(owner)
     if found is None or found.signature != signature:
-        whole = _first_edges_of(edge_index)
-        found = _keep(edge_index, uses=0 if whole is None and not grouped else 1)
+        at_once = grouped or _first_edges_of(edge_index) is not None
+        found = LocalAdjacency(signature, uses=int(at_once))
+        found.memory = edge_index.untyped_storage()
+        PROCESS.adjacencies[owner] = found
     found.uses += 1
     return found if found.uses > 1 else None
 
