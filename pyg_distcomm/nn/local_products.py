@@ -280,11 +280,9 @@ def run_layer(
     bound = _bound(conv, args, kwargs)
     given = {} if bound is None else bound.arguments
     edge_index, x = given.get("edge_index"), given.get("x")
-    runs = usable() and _runs_by_products(conv)
-    if runs:
+    adjacency = None
+    if usable() and _runs_by_products(conv):
         edge_index, adjacency = _edges_of(edge_index, x, given)
-    else:
-        adjacency = None
     if adjacency is None:
         args, kwargs = whole((args, kwargs), f"{type(conv).__name__}")
         return forward(*args, **kwargs)
@@ -314,11 +312,7 @@ def run_layer(
         with _visiting(conv, known):
             return forward(*call.args, **call.kwargs)
 
-    trims = type(conv).forward in _PAIRED and given.get("size") is None
-    trims = trims and not given.get("return_attention_weights")
-    if trims and adjacency.batch is not None:
-        edges = _sampled_edges(adjacency, edge_index)
-        trims = edges is not None and edges.order is None and _rows_apart(conv)
+    trims = _may_be_trimmed(conv, given, adjacency)
     ends = x if isinstance(x, tuple) else (x, x)
     attends = (
         trims and local_attention.fits(conv, given) and usable(*map(leading, ends))
@@ -331,6 +325,20 @@ def run_layer(
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def _may_be_trimmed(
+    conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
+) -> bool:
+    """Tells whether a layer may compute the first targets alone, on such arguments."""
+    if type(conv).forward not in _PAIRED or given.get("size") is not None:
+        return False
+    if given.get("return_attention_weights"):
+        return False
+    if adjacency.batch is None:
+        return True
+    edges = _sampled_edges(adjacency, given["edge_index"])
+    return edges is not None and edges.order is None and _rows_apart(conv)
 
 
 def _edges_of(
