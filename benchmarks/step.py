@@ -1,16 +1,20 @@
 """Epochs of minibatch training: loader and step, ours against PyG's layers.
 
-    python benchmarks/step.py [--scale 18] [--model sage gcn gat] [--hidden 128]
-        [--fan-outs 15 10 5] [--batches 6] [--epochs 5] [--threads 1] [--full]
-        [--write REPORT.md]
+    python benchmarks/step.py [--scale 18 | --graph Computers --root DATA]
+        [--model sage gcn gat] [--hidden 128] [--fan-outs 15 10 5] [--batches 6]
+        [--epochs 5] [--threads 1] [--workers 0] [--peer] [--full] [--write REPORT.md]
 
-Each competitor trains on the same seeds of the same R-MAT graph, one epoch at a time, in
-turns, in one process. Medians are compared, of seconds and of processor seconds (which
-other work on the machine disturbs less); times of the loader and of the step are apart
-(our loader works ahead in a thread, so it is run without prefetching here). Ratios are to
-`pyg_distcomm`: our loader, and the script's model after `pdc.convert`. PyG's NeighborLoader
-is run where it can sample, which takes pyg-lib or torch-sparse. `--full` adds epochs over
-the whole graph on one process.
+Each competitor trains on the same seeds of the same graph, an R-MAT graph or a real one, one
+epoch at a time, in turns, in one process. Medians are compared, of seconds and of processor
+seconds (which other work on the machine disturbs less); times of the loader and of the step
+are apart (our loader is run without prefetching here). Ratios are to `pyg_distcomm`: our
+loader, and the script's model after `pdc.convert`. *Peak* is the memory that one step takes
+above what is held before it. *PyG* is PyG as scripts are commonly written; its NeighborLoader
+is run where it can sample, which takes pyg-lib or torch-sparse, also with `--workers`
+processes. PyG's layers at their best run on our batches, by `trim_to_layer`, `EdgeIndex`, or
+`SparseTensor` where torch-sparse is installed. On real graphs *quality* is the accuracy on
+test nodes after the last epoch, else the loss. `--peer` adds GraphBolt and DGL's SAGEConv, in
+the interpreter that PEER_PYTHON names. `--full` adds epochs over the whole graph.
 """
 
 from __future__ import annotations
@@ -18,9 +22,14 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
+import os
 import platform
 import statistics
+import subprocess
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,16 +37,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from loaders import MIB, resident
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
+from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE, SparseTensor
 from torch_geometric.utils import trim_to_layer
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistNeighborLoader
 
 FEATURES, CLASSES, BATCH = 100, 32, 1024
+PLAIN = lambda batch: batch.edge_index  # noqa: E731
 LAYERS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "sage": pyg.SAGEConv,
     "gcn": pyg.GCNConv,
@@ -48,9 +62,16 @@ LAYERS: dict[str, Callable[[int, int], torch.nn.Module]] = {
 class Model(torch.nn.Module):
     """The model of all competitors, which may trim as PyG's scripts do."""
 
-    def __init__(self, layer: str, hidden: int, depth: int, trims: bool) -> None:
+    def __init__(
+        self,
+        layer: str,
+        hidden: int,
+        depth: int,
+        trims: bool,
+        ends: tuple[int, int] = (FEATURES, CLASSES),
+    ) -> None:
         super().__init__()
-        widths = [FEATURES, *[hidden] * (depth - 1), CLASSES]
+        widths = [ends[0], *[hidden] * (depth - 1), ends[1]]
         pairs = itertools.pairwise(widths)
         self.convs = torch.nn.ModuleList(LAYERS[layer](f, g) for f, g in pairs)
         self.trims = trims
@@ -73,7 +94,46 @@ def graph(scale: int) -> Data:
     return Data(x=x, y=y, edge_index=torch.stack([row, col]))
 
 
-def epoch(loader: Any, model: torch.nn.Module, opt: torch.optim.Optimizer) -> Any:
+def real(name: str, root: Path) -> Data:
+    """Returns a real graph, and which nodes train (half) and test (the rest)."""
+    from torch_geometric import datasets
+
+    kind, folder = {
+        "Computers": (datasets.Amazon, "amazon"),
+        "Photo": (datasets.Amazon, "amazon"),
+        "tolokers": (datasets.HeterophilousGraphDataset, "heterophilous"),
+    }[name]
+    with tempfile.TemporaryDirectory() as room:
+        copied = Path(room) / folder
+        subprocess.run(["cp", "-r", str(root / folder), str(copied)], check=True)
+        subprocess.run(["chmod", "-R", "u+w", str(copied)], check=True)
+        data = kind(str(copied), name)[0]
+    data = Data(x=data.x, y=data.y.long(), edge_index=data.edge_index)
+    order = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(0))
+    data.train = order[: data.num_nodes // 2].clone()
+    data.test = order[data.num_nodes // 2 :].clone()
+    return data
+
+
+def as_edge_index(batch: Data) -> Any:
+    """Returns edges that say that they are sorted by target, as sampled ones are not."""
+    n = batch.num_nodes
+    return EdgeIndex(batch.edge_index, sparse_size=(n, n)).sort_by("col")[0]
+
+
+def as_sparse(batch: Data) -> Any:
+    """Returns the transposed adjacency of torch-sparse."""
+    source, target = batch.edge_index
+    n = batch.num_nodes
+    return SparseTensor(row=target, col=source, sparse_sizes=(n, n))
+
+
+def epoch(
+    loader: Any,
+    model: torch.nn.Module,
+    opt: torch.optim.Optimizer,
+    edges: Callable[[Data], Any] = PLAIN,
+) -> Any:
     """Trains an epoch; returns what loader and steps took, by both clocks, and the loss."""
     spent, losses = torch.zeros(2, 2).double(), []
     at = clocks()
@@ -82,7 +142,7 @@ def epoch(loader: Any, model: torch.nn.Module, opt: torch.optim.Optimizer) -> An
         spent[0] += now - at
         opt.zero_grad()
         hops = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
-        out = model(batch.x, batch.edge_index, *hops)[: batch.batch_size]
+        out = model(batch.x, edges(batch), *hops)[: batch.batch_size]
         loss = F.cross_entropy(out, batch.y[: batch.batch_size])
         loss.backward()
         opt.step()
@@ -99,54 +159,123 @@ def clocks() -> torch.Tensor:
 
 
 def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, Any]:
-    """Returns loader and model of each competitor; all models begin alike."""
-    degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
-    seeds = degree.nonzero().view(-1)
-    generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(len(seeds), generator=generator)
+    """Returns loader, model and edges of each competitor; all models begin alike."""
     options = {
         "num_neighbors": args.fan_outs,
-        "input_nodes": seeds[order[: args.batches * BATCH]],
+        "input_nodes": chosen(data, args),
         "batch_size": BATCH,
     }
-    plain = Model(layer, args.hidden, len(args.fan_outs), False)
+    torch.manual_seed(2)
+    ends = data.num_features, int(data.y.max()) + 1
+    plain = Model(layer, args.hidden, len(args.fan_outs), False, ends)
     trimmed = copy.deepcopy(plain)
     trimmed.trims = True
     ours = DistNeighborLoader(data, seed=0, prefetch=0, **options)
     found = {
-        "pyg_distcomm": (ours, pdc.convert(copy.deepcopy(plain))),
+        "pyg_distcomm": (ours, pdc.convert(copy.deepcopy(plain)), PLAIN),
         "pyg_distcomm, trim=False": (
             ours,
             pdc.convert(copy.deepcopy(plain), trim=False),
+            PLAIN,
         ),
-        "our loader, PyG's layers": (ours, copy.deepcopy(plain)),
+        "our loader, PyG's layers": (ours, copy.deepcopy(plain), PLAIN),
     }
-    if layer != "gcn":  # whose degrees trim_to_layer changes
-        found["our loader, PyG's layers, trim_to_layer"] = ours, copy.deepcopy(trimmed)
+    # trim_to_layer changes the degrees that GCN reads
+    best, how = (plain, "") if layer == "gcn" else (trimmed, ", trim_to_layer")
+    if how:
+        found[f"our loader, PyG's{how}"] = ours, copy.deepcopy(trimmed), PLAIN
+    found["our loader, PyG's, EdgeIndex"] = ours, copy.deepcopy(plain), as_edge_index
+    if WITH_TORCH_SPARSE:
+        found[f"our loader, PyG's{how}, SparseTensor"] = (
+            ours,
+            copy.deepcopy(best),
+            as_sparse,
+        )
     try:
         loader = NeighborLoader(data, **options)
         counted = "num_sampled_nodes" in next(iter(loader))  # not by torch-sparse
     except ImportError:
         print("PyG's NeighborLoader: not run, it needs pyg-lib or torch-sparse")
         return found
-    found["PyG"] = loader, plain
+    for workers in args.workers:
+        more = {"num_workers": workers, "persistent_workers": workers > 0}
+        name = "PyG" if not workers else f"PyG, {workers} workers"
+        found[name] = NeighborLoader(data, **options, **more), plain, PLAIN
+        plain = copy.deepcopy(plain)
     if layer != "gcn" and counted:
-        found["PyG, trim_to_layer"] = loader, trimmed
+        found["PyG, trim_to_layer"] = loader, trimmed, PLAIN
     return found
+
+
+def chosen(data: Data, args: argparse.Namespace) -> torch.Tensor:
+    """Returns the seeds of an epoch."""
+    if "train" in data:
+        return data.train[: args.batches * BATCH]
+    degree = torch.bincount(data.edge_index[1], minlength=data.num_nodes)
+    seeds = degree.nonzero().view(-1)
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(len(seeds), generator=generator)
+    return seeds[order[: args.batches * BATCH]]
+
+
+def quality(data: Data, model: torch.nn.Module, loss: float) -> float:
+    """Returns the accuracy on the test nodes of a real graph; the loss of others."""
+    if "test" not in data:
+        return loss
+    plain = copy.deepcopy(model).eval()
+    if isinstance(plain, Model):
+        plain.trims = False
+    with torch.no_grad():
+        found = plain(data.x, data.edge_index.clone()).argmax(1)
+    return float((found == data.y)[data.test].double().mean())
+
+
+def peak(batch: Data, model: torch.nn.Module, edges: Callable[[Data], Any]) -> float:
+    """Returns the MiB that one step takes above what is held before it."""
+    model.zero_grad()
+    memory.give_back()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    hops = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
+    out = model(batch.x, edges(batch), *hops)[: batch.batch_size]
+    F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+    model.zero_grad()
+    return (resident("VmHWM") - before) / MIB
+
+
+def peer(data: Data, args: argparse.Namespace) -> tuple:
+    """Trains GraphBolt and DGL's SAGEConv in another interpreter; returns its row."""
+    with tempfile.TemporaryDirectory() as room:
+        file = f"{room}/graph.pt"
+        kept = {"x": data.x, "y": data.y, "edge_index": data.edge_index}
+        torch.save({**kept, "seed": chosen(data, args)}, file)
+        command = [
+            os.environ["PEER_PYTHON"],
+            str(Path(__file__).parent / "graphbolt.py"),
+        ]
+        command += ["--graph", file, "--train", "--hidden", str(args.hidden)]
+        command += ["--rounds", str(args.epochs), "--threads", str(args.threads)]
+        command += ["--fan-out", *map(str, args.fan_outs)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"GraphBolt failed:\n{done.stderr[-2000:]}")
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])["train"]
+    return tuple(found)
 
 
 def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]:
     """Times epochs of all competitors, in turns."""
     runs = competitors(data, args, layer)
     opts = {
-        name: torch.optim.Adam(model.parameters()) for name, (_, model) in runs.items()
+        name: torch.optim.Adam(model.parameters(), lr=0.003)
+        for name, (_, model, _) in runs.items()
     }
     times: dict[str, list[Any]] = {name: [] for name in runs}
     for k in range(args.epochs + 1):
-        for name, (loader, model) in runs.items():
+        for name, (loader, model, edges) in runs.items():
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(k)
-            found = epoch(loader, model, opts[name])
+            found = epoch(loader, model, opts[name], edges)
             if k:  # the first compiles, and observes what may be trimmed
                 times[name].append(found)
     rows, base = [], None
@@ -160,13 +289,33 @@ def minibatches(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]
         spread = (whole[:, 0].max() / whole[:, 0].min()).item()
         ratios = [(medians[1, 1] / base[0][1, 1]), *(total / base[1])]
         numbers = [*medians[:, 0], *medians[:, 1], *ratios]
-        rows.append((name, *(float(v) for v in numbers), spread, found[-1][1]))
+        loader, model, edges = runs[name]
+        ends = (
+            quality(data, model, found[-1][1]),
+            peak(next(iter(loader)), model, edges),
+        )
+        rows.append((name, *(float(v) for v in numbers), spread, *ends))
+    absent = ["-"] * (len(rows[0]) - 2)
+    if not WITH_PYG_LIB:
+        rows.append(("PyG on pyg-lib", "not run", *absent))
+    if not args.peer and layer == "sage":
+        rows.append(("GraphBolt, DGL's SAGEConv", "not run", *absent))
+    elif layer == "sage" and base is not None:
+        *seconds, most, loss = peer(data, args)
+        total = seconds[0] + seconds[1], seconds[2] + seconds[3]
+        ratios = [
+            seconds[3] / float(base[0][1, 1]),
+            *(t / float(b) for t, b in zip(total, base[1], strict=True)),
+        ]
+        shown = "-" if "test" in data else loss
+        rows.append(("GraphBolt, DGL's SAGEConv", *seconds, *ratios, most, shown, "-"))
     return rows
 
 
 def whole_graph(data: Data, args: argparse.Namespace, layer: str) -> list[tuple]:
     """Times epochs over the whole graph: PyG's layers, and converted ones."""
-    plain = Model(layer, args.hidden, len(args.fan_outs), False)
+    ends = data.num_features, int(data.y.max()) + 1
+    plain = Model(layer, args.hidden, len(args.fan_outs), False, ends)
     models = {"pyg_distcomm": pdc.convert(copy.deepcopy(plain)), "PyG": plain}
     times: dict[str, list[float]] = {name: [] for name in models}
     for k in range(3):
@@ -187,6 +336,10 @@ def main() -> None:
     """Runs the comparisons and prints (or writes) the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scale", type=int, default=18)
+    parser.add_argument("--graph")
+    parser.add_argument("--root", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--peer", action="store_true")
     parser.add_argument("--model", nargs="+", choices=LAYERS, default=["sage"])
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--fan-outs", type=int, nargs="+", default=[15, 10, 5])
@@ -197,10 +350,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    data, parts = graph(args.scale), []
+    warnings.simplefilter("ignore")
+    data = real(args.graph, args.root) if args.graph else graph(args.scale)
+    parts = []
     for layer in args.model:
         heads = f"{layer}, epoch", "loader s", "step s", "loader cpu s", "step cpu s"
-        heads += "step cpu", "epoch", "epoch cpu", "slowest/fastest", "loss"
+        heads += "step cpu", "epoch", "epoch cpu", "slowest/fastest", "quality"
+        heads += ("peak MiB",)
         parts.append(format_table(heads, minibatches(data, args, layer)))
         print(parts[-1], flush=True)
         if args.full:
@@ -209,10 +365,15 @@ def main() -> None:
             print(parts[-1], flush=True)
     text = "\n\n".join(parts)
     if args.write:
-        given = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k != "write")
+        off = "write", "root", "graph" if args.graph is None else "scale"
+        given = " ".join(
+            f"--{k} {' '.join(map(str, v)) if isinstance(v, list) else v}"
+            for k, v in vars(args).items()
+            if k not in off and v is not False
+        )
         args.write.write_text(
             f"# The step of a minibatch\n\n`benchmarks/step.py {given}`; torch "
-            f"{torch.__version__}, Python {platform.python_version()}; R-MAT graph of "
+            f"{torch.__version__}, Python {platform.python_version()}; a graph of "
             f"{data.num_nodes:,} nodes and {data.num_edges:,} edges; medians, competitors "
             f"in turn; cpu: processor seconds; step and epoch as ratios to the first."
             f"\n\n```\n{text}\n```\n"

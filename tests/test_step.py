@@ -17,7 +17,7 @@ from torch_geometric.utils import trim_to_layer
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
-from pyg_distcomm.graph import local_adjacency
+from pyg_distcomm.graph import edge_products, local_adjacency
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
 from pyg_distcomm.loader import (
     DistLayerLoader,
@@ -915,12 +915,12 @@ def test_products_are_differentiated_twice():
     checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
     for check in checks:
         for kind in ("sum", "mean"):
-            run = lambda *a, kind=kind: local_adjacency.aggregate(kind, edges, *a)  # noqa: E731
+            run = lambda *a, kind=kind: edge_products.aggregate(kind, edges, *a)  # noqa: E731
             assert check(run, (value, x))
             assert check(lambda x, run=run: run(None, x), (x,))
             assert check(run, (heads, wide))
-        assert check(lambda x: local_adjacency.aggregate("max", edges, None, x), (x,))
-        assert check(lambda a: local_adjacency.softmax_of(edges, a), (heads,))
+        assert check(lambda x: edge_products.aggregate("max", edges, None, x), (x,))
+        assert check(lambda a: edge_products.softmax_of(edges, a), (heads,))
 
 
 def test_ties_share_the_gradient_of_a_maximum():

@@ -1,4 +1,4 @@
-"""Keeps the CSR form and the hops of ordinary edge_index tensors, and multiplies by them.
+"""Keeps the CSR form and the hops of ordinary edge_index tensors.
 
 [Note: what a tensor carries] An `edge_index` `[2, e]` of a minibatch is an ordinary tensor.
 What belongs to it is kept beside it, under its identity, and lives as long as it does. It
@@ -8,7 +8,9 @@ makes another tensor (`flip`, a mask, `clone`) carries nothing. Only a view of t
 edges, as `trim_to_layer` takes it, counts as carrying. The CSR form is computed from the
 edges themselves, so that nothing is ever concluded from a shape. The sampler says which
 edge_index may be used so at once, and how many rows are seeds. Of any other tensor the CSR
-form is built at the second use: one that is used once would not pay for it.
+form is built at the second use: one that is used once would not pay for it. What belongs to
+PyG's `EdgeIndex` is kept beside it; one that says that it is sorted by
+target is used at once.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 
 from pyg_distcomm import kernels
 from pyg_distcomm.ops.csr import Pattern
@@ -90,6 +93,14 @@ class GroupedEdges:
             places = torch.empty_like(self.order)
             places[self.order] = torch.arange(len(self.order))
             return places
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The target of each nonzero, `[nnz]`."""
+        with lasting():
+            rowptr = self.pattern.rowptr
+            rows = torch.arange(self.num_targets, dtype=rowptr.dtype)
+            return rows.repeat_interleave(rowptr.diff(), output_size=self.pattern.nnz)
 
     def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
         """Returns the edges into the first `rows` targets, from `num_sources` sources."""
@@ -241,18 +252,39 @@ def known(edge_index: Tensor) -> LocalAdjacency | None:
     return found if valid else None
 
 
+def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
+    """Returns the tensor under an EdgeIndex of PyG's; anything else as it is.
+
+    Args:
+        edge_index: the edges.
+        sizes: the numbers of sources and targets, where known; an EdgeIndex that is of
+            others is returned as it is.
+    """
+    if type(edge_index) is not EdgeIndex:
+        return edge_index
+    pairs = zip(edge_index.sparse_size(), sizes, strict=False)
+    fits = all(None in (own, given) or own == given for own, given in pairs)
+    return edge_index.as_tensor() if fits else edge_index
+
+
 def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
     """Counts a use of an edge_index; returns what is kept beside it, from the second on.
 
-    None for anything but a `[2, e]` tensor of integers on the CPU.
+    None for anything but a `[2, e]` tensor of integers on the CPU, or an EdgeIndex of one.
     """
+    owner, edge_index = edge_index, plain_edges(edge_index)
     signature = _signature(edge_index)
     if signature is None:
         return None
-    found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
+    grouped = False
+    if owner is not edge_index:  # a change by way of it counts on it alone
+        grouped, signature = owner.is_sorted_by_col, (owner._version, *signature)
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(owner)
     if found is None or found.signature != signature:
-        whole = _first_edges_of(edge_index)
-        found = _keep(edge_index, uses=0 if whole is None else 1)
+        at_once = grouped or _first_edges_of(edge_index) is not None
+        found = LocalAdjacency(signature, uses=int(at_once))
+        found.memory = edge_index.untyped_storage()
+        PROCESS.adjacencies[owner] = found
     found.uses += 1
     return found if found.uses > 1 else None
 
@@ -288,140 +320,3 @@ def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -
     if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
         return edges[:count]
     return edges
-
-
-# Products ----------------------------------------------------------------------------
-
-
-class _SpMM(torch.autograd.Function):
-    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>; for each head, if any."""
-
-    @staticmethod
-    def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
-        if x.dim() == 2:
-            return kernels.spmm(pattern.rowptr, pattern.col, value, x)
-        assert value is not None
-        z = x.new_empty(pattern.shape[0], *x.shape[1:])
-        for h in range(x.size(1)):
-            kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
-        return z
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern, value, x = inputs
-        ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        value, x = ctx.saved_tensors
-        by_value = by_x = None
-        if ctx.needs_input_grad[1]:
-            by_value = _SDDMM.apply(ctx.pattern, g, x)
-        if ctx.needs_input_grad[2]:
-            back, order = ctx.pattern.transpose
-            value = None if value is None else value.index_select(0, order)
-            by_x = _SpMM.apply(back, value, g)
-        return None, by_value, by_x
-
-
-class _SDDMM(torch.autograd.Function):
-    """h_e = <g_row(e), x_col(e)>."""
-
-    @staticmethod
-    def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
-        csr = pattern.rowptr, pattern.col
-        if x.dim() == 2:
-            return kernels.sddmm(*csr, g, x)
-        return torch.stack(
-            [kernels.sddmm(*csr, g[:, h], x[:, h]) for h in range(x.size(1))], 1
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern, g, x = inputs
-        ctx.save_for_backward(g, x)
-
-    @staticmethod
-    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
-        g, x = ctx.saved_tensors
-        back, order = ctx.pattern.transpose
-        by_g = _SpMM.apply(ctx.pattern, h, x)
-        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
-
-
-class _Softmax(torch.autograd.Function):
-    """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
-
-    @staticmethod
-    def forward(pattern: Pattern, a: Tensor) -> Tensor:
-        return kernels.segment_softmax(pattern.rowptr, a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern = inputs[0]
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        (y,) = ctx.saved_tensors
-        rowptr = ctx.pattern.rowptr
-        if torch.is_grad_enabled():  # which derives this, too
-            return None, kernels.segment_softmax_grad.definition(rowptr, y, g)
-        return None, kernels.segment_softmax_grad(rowptr, y, g)
-
-
-class _Max(torch.autograd.Function):
-    """z_i = max of x_j over its edges; edges that tie share the gradient."""
-
-    @staticmethod
-    def forward(pattern: Pattern, x: Tensor) -> Tensor:
-        return kernels.segment_max(pattern.rowptr, pattern.col, x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pattern = inputs[0]
-        ctx.save_for_backward(inputs[1], output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        x, z = ctx.saved_tensors
-        args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
-        if torch.is_grad_enabled():
-            return None, kernels.segment_max_grad.definition(*args)
-        return None, kernels.segment_max_grad(*args)
-
-
-def softmax_of(edges: GroupedEdges, a: Tensor) -> Tensor:
-    """Returns the softmax of `a` `[nnz, h]` over the edges of each target."""
-    y: Tensor = _Softmax.apply(edges.pattern, a)
-    return y
-
-
-def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
-    """Returns `A x`, differentiably.
-
-        z_i = sum of value_e x_j over the edges e = (j, i)
-
-    Shapes: edges [m, n], value [nnz] in their order or None, x [n, f] or, with values
-    [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
-    """
-    edges = edges.prefix(edges.num_targets, len(x))
-    z: Tensor = _SpMM.apply(edges.pattern, value, x)
-    return z
-
-
-def aggregate(
-    kind: str, edges: GroupedEdges, value: Tensor | None, x: Tensor
-) -> Tensor:
-    """Returns the sum, mean or max of (weighted) rows over the edges of each target."""
-    if kind == "max":
-        edges = edges.prefix(edges.num_targets, len(x))
-        z: Tensor = _Max.apply(edges.pattern, x)
-        return z
-    if kind == "mean":
-        mean = edges.mean_values(x.dtype)
-        if value is not None:
-            mean = mean if value.dim() == 1 else mean[:, None]
-            mean = mean * value
-        value = mean
-    return multiply(edges, value, x)

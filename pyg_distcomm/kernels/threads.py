@@ -32,6 +32,20 @@ def width() -> int:
     return torch.get_num_threads() if limit is None else limit
 
 
+def spare(ranks: int = 1) -> int:
+    """Returns how many cores torch's threads leave idle, of those this rank may use.
+
+    Args:
+        ranks: how many share the cores of this host, unless LOCAL_WORLD_SIZE says it.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return max(0, cores // max(ranks, 1) - torch.get_num_threads())
+
+
 @contextmanager
 def limited(most: int) -> Iterator[None]:
     """Sets how many threads the kernels called by this thread may use."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, get_worker_info
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
-from pyg_distcomm.loader.collate import Buffers, Collator
+from pyg_distcomm.loader.collate import Buffers, Collator, Sent
 from pyg_distcomm.loader.epoch import (
     BatchSharding,
     Epochs,
@@ -168,7 +168,7 @@ class BulkLoading(_PyGLoader):
             bulk.stages(),
             bulk.finish,
             bulk.size,
-            self._loader_options.prefetch,
+            bulk.ahead,
             drain=self.spread is not None,
         )
         if self.spread is not None:
@@ -204,7 +204,11 @@ class BulkLoading(_PyGLoader):
     def collate_fn(self, index: Any) -> Any:
         """Samples one minibatch: a numbered one of an epoch, or any list of inputs."""
         out = self._sampled(index)
-        return self.filter_fn(out) if self.filter_per_worker else out
+        if not self.filter_per_worker:
+            return out
+        batch = self.filter_fn(out)
+        apart = get_worker_info() is not None and not self._customised
+        return Sent.of(batch) if apart else batch
 
     def filter_fn(self, out: Any) -> Any:
         """Joins what was sampled with its features, marks repeats, and transforms."""

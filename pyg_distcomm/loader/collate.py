@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
-from pyg_distcomm.graph.local_adjacency import carry
+from pyg_distcomm.graph.local_adjacency import carry, known
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
@@ -231,6 +231,51 @@ def _carry(batch: Any, out: Any) -> None:
         }
     if all(isinstance(e, Tensor) for e in edges.values()):
         carry(edges, sizes, seeds)
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A minibatch on its way from a worker process, with what the sampler knew of it.
+
+    Args:
+        batch: the minibatch.
+        sizes, seeds: numbers of nodes by type, as `carry` takes them; None if a transform
+            has put other edges in the place of the sampler's.
+    """
+
+    batch: Any
+    sizes: dict[Any, int] | None
+    seeds: dict[Any, int]
+
+    @staticmethod
+    def of(batch: Any) -> Sent:
+        """Returns a minibatch with what its edges carry in this process."""
+        found = [known(e) if isinstance(e, Tensor) else None for e in _edges(batch)]
+        kept = [None if k is None else k.batch for k in found]
+        if not kept or kept[0] is None or any(k is not kept[0] for k in kept):
+            return Sent(batch, None, {})
+        return Sent(batch, kept[0].sizes, kept[0].seeds)
+
+    def received(self) -> Any:
+        """Returns the minibatch; its edges carry what they did in the worker."""
+        if self.sizes is not None:
+            hetero = isinstance(self.batch, HeteroData)
+            edges = (
+                self.batch.collect("edge_index") if hetero else _edges(self.batch)[0]
+            )
+            carry(edges, self.sizes, self.seeds)
+        return self.batch
+
+    def pin_memory(self) -> Sent:
+        """Returns it in pinned memory; called by torch's loader."""
+        return Sent(self.batch.pin_memory(), self.sizes, self.seeds)
+
+
+def _edges(batch: Any) -> list[Any]:
+    """Returns the edge_index of each type of edges."""
+    if isinstance(batch, HeteroData):
+        return list(batch.collect("edge_index", allow_empty=True).values())
+    return [batch.get("edge_index")] if isinstance(batch, Data) else []
 
 
 def hollow_rows(count: int) -> Tensor:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.random import fold, keyed_permutation
 from pyg_distcomm.comm.trace import label
+from pyg_distcomm.loader.collate import Sent
 from pyg_distcomm.process import PROCESS
 
 SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN = "sample", "fetch", "assemble", "wait", "train"
@@ -345,4 +346,4 @@ class Tracked:
             raise
         self._progress.rounds += 1
         self._phases.given(begin)
-        return batch
+        return batch.received() if isinstance(batch, Sent) else batch

@@ -92,7 +92,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
-        prefetch: int = 1,
+        prefetch: int | str = "auto",
         split: bool | str = "auto",
         topology: str = "auto",
         replication: int | None = None,

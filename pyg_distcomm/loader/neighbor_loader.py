@@ -32,10 +32,13 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
     to rank t mod P; lists that differ by rank are taken as split by the script. All
     ranks yield equally many batches.
 
-    With `num_workers=0` minibatches are sampled and their features gathered in a
-    background thread, `bulk_size` at a time on as many threads as torch uses; transforms
-    run in the thread that asks. Features that are mapped from disk (np.memmap) are read
-    once for each distinct node of a bulk. With workers, they sample as in PyG.
+    With `num_workers=0` minibatches are sampled and their features gathered `bulk_size` at
+    a time: in the background, on cores that torch's threads leave idle (`OMP_NUM_THREADS`
+    or `torch.set_num_threads` below the number of cores, shared by the ranks of a host);
+    where all are in use, when asked for, on as many threads as torch uses. So training
+    and loading never have more threads than there are cores; see docs/how-to/threads.md.
+    Transforms run in the thread that asks. Features that are mapped from disk (np.memmap)
+    are read once for each distinct node of a bulk. With workers, they sample as in PyG.
 
     Price: no communication but one note of each rank, when first used. Memory: the
     topology once, 8 bytes an edge and 8 a node, 8 bytes a node and thread, and the bulks
@@ -59,7 +62,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             marked by `batch.padding` (set on every batch of several ranks, so that a
             loss can be multiplied by 0), "drop" leaves out at most P - 1 (more, if the
             script has split the lists itself).
-        prefetch: bulks made ahead of the one in use; 0 samples when asked.
+        prefetch: bulks made ahead of the one in use, in the background; 0 samples when
+            asked. "auto" takes 1 if a core is idle, or if a bulk waits for other ranks or a
+            disk, else 0.
         split: whether to share batches out over the ranks. "auto" does, unless the lists
             differ by rank; False is for a loader of one rank's own.
         topology: of a share: "partitioned" samples it where it lies, "replicated" gathers
@@ -107,7 +112,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
-        prefetch: int = 1,
+        prefetch: int | str = "auto",
         split: bool | str = "auto",
         topology: str = "auto",
         replication: int | None = None,
@@ -215,7 +220,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
-        prefetch: int = 1,
+        prefetch: int | str = "auto",
         split: bool | str = "auto",
         topology: str = "auto",
         replication: int | None = None,

@@ -37,7 +37,7 @@ class LoaderOptions:
     bulk_size: int | str = "auto"
     seed: int | None = None
     even_batches: str = "pad"
-    prefetch: int = 1
+    prefetch: int | str = "auto"
     split: bool | str = "auto"
 
     def __post_init__(self) -> None:
@@ -56,9 +56,10 @@ class LoaderOptions:
             raise ValueError(
                 f"even_batches must be 'pad' or 'drop', got {self.even_batches!r}"
             )
-        if not _whole(self.prefetch, 0):
+        if self.prefetch != "auto" and not _whole(self.prefetch, 0):
             raise ValueError(
-                f"prefetch must be a number of bulks, 0 or more, got {self.prefetch!r}"
+                "prefetch must be 'auto' or a number of bulks, 0 or more, got "
+                f"{self.prefetch!r}"
             )
         if self.split not in (True, False, "auto"):
             raise ValueError(f"split must be 'auto', True or False, got {self.split!r}")

@@ -23,6 +23,7 @@ from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.collate import Collator
 from pyg_distcomm.loader.epoch import ASSEMBLE, FETCH, SAMPLE, Numbered, Phases
+from pyg_distcomm.loader.registry import World
 
 _SLICE = 0.2  # seconds between looks at whether to stop
 
@@ -199,6 +200,11 @@ class BulkBuilder:
     Minibatches are sampled and assembled in one go, each on one thread, unless they are
     sampled together or their rows come from other ranks: then a bulk is sampled, and
     fetched and assembled, in two stages.
+
+    [Note: cores] Bulks are built ahead on cores that the threads of training leave idle,
+    so that together they are never more than the cores. Where none is left, they are
+    built when asked for, on all threads of training, which wait meanwhile. What waits
+    itself, for messages of other ranks or for a disk, is begun ahead in any case.
     """
 
     def __init__(self, loader: Any, phases: Phases) -> None:
@@ -211,7 +217,13 @@ class BulkBuilder:
         together = hasattr(loader.neighbor_sampler_in_use, "sample_bulk")
         self._together = together and not own
         self._alone = together and own  # each minibatch is collective: one at a time
+        asked = loader._loader_options.prefetch
+        idle = threads.spare(World.now().size)
+        waits = self._spread is not None or self._assembly.pooled
+        self.ahead = int(idle > 0 or waits) if asked == "auto" else int(asked)
         self._width = threads.width() if ours and not own else 1
+        if self.ahead:
+            self._width = max(1, min(self._width, idle))
 
     def stages(self) -> list[Stage]:
         """Returns what makes a bulk, one function after the other."""
@@ -259,7 +271,7 @@ class BulkBuilder:
         room = min(BUDGET, _free_memory() // 8)
         # beside those that wait: one in use, one in the making, and the rows for it
         beside = 2 if self._spread is None else 3
-        fits = room // (size * (self._loader._loader_options.prefetch + beside))
+        fits = room // (size * (self.ahead + beside))
         return max(self._width, min(most, fits))
 
     # Stages: a bulk for a bulk --------------------------------------------------------

@@ -18,6 +18,7 @@ from pyg_distcomm.nn.layer_context import (
     check_link,
     is_product,
 )
+from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -55,7 +56,9 @@ class DistGCN2Conv(GCN2Conv):
         """Runs the layer."""
         (x, x_0, edge_index), _ = spread_inputs((x, x_0, edge_index), {}, self)
         if not isinstance(edge_index, DistEdgeIndex):
-            return super().forward(x, x_0, edge_index, edge_weight)
+            if torch.compiler.is_compiling():
+                return super().forward(x, x_0, edge_index, edge_weight)
+            return run_layer(self, super().forward, x, x_0, edge_index, edge_weight)
         return self._multiplied(x, x_0, edge_index, edge_weight)
 
     @eagerly

@@ -121,7 +121,64 @@ class LeadingRows(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if StackedRows in types:
+            args, kwargs = _unstacked(args, kwargs, base_name(func))
         return _dispatch(func, args, kwargs or {})
+
+
+@eager
+class StackedRows(torch.Tensor):
+    """Leading rows of k tensors, stacked as `[k, n, ...]`; reads as all of them.
+
+    A reduction over the k tensors, as HeteroConv adds up relations, works row by row.
+    Anything else reads all rows.
+    """
+
+    turned: Any  # the same numbers as leading rows [n, k, ...]
+    every: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = base_name(func), kwargs or {}
+        if args and isinstance(args[0], StackedRows) and args[0].every is None:
+            reduction = _across(name, args, kwargs)
+            if reduction is not None:
+                return func(*reduction, **{**kwargs, "dim": 1})
+        args, kwargs = _unstacked(args, kwargs, name)
+        return func(*args, **kwargs)
+
+
+def _stacked(turned: Any) -> StackedRows:
+    out = torch.empty(0, dtype=leading(turned).dtype).as_subclass(StackedRows)
+    out.turned, out.every = turned, None
+    return out
+
+
+def _across(name: str, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """Returns what a reduction over the k tensors is given, but for its dim."""
+    if name not in _REDUCTIONS or kwargs.get("keepdim") or "out" in kwargs:
+        return None
+    stack, *rest = args
+    dim = kwargs.get("dim", rest[0] if len(rest) == 1 else None)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if len(rest) > ("dim" not in kwargs) or type(dim) is not int:
+        return None
+    return (stack.turned,) if dim in (0, -leading(stack.turned).dim()) else None
+
+
+def _unstacked(args: Any, kwargs: Any, what: str) -> Any:
+    """Returns arguments with all rows of what is stacked among them."""
+
+    def every(value: Any) -> Any:
+        if not isinstance(value, StackedRows):
+            return value
+        if value.every is None:
+            value.every = whole(value.turned, what).transpose(0, 1).contiguous()
+        return value.every
+
+    return tree_map(every, (args, kwargs or {}))
 
 
 def wrap(rows: Tensor, origin: Origin) -> Tensor:
@@ -176,7 +233,8 @@ _ROWWISE = (ROWWISE | _DROPOUTS) - frozenset(
     "gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell bilinear data rand type".split()
 )
 _OF_WEIGHTS = frozenset("linear embedding prelu matmul mm layer_norm".split())
-_JOINS = {"cat": 0, "concat": 0, "concatenate": 0}
+_JOINS = frozenset("cat concat concatenate stack".split())
+_REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split())
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,6 +249,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         found = _picked(name, args, kwargs)
         if found is not None:
             return found
+    if name == "stack" and _stacks_before_rows(args, kwargs):
+        return _stacked(torch.stack(args[0], dim=1))
     if _by_row(func, name, args, kwargs):
         found = _row_by_row(func, name, args, kwargs)
         if found is not None:
@@ -311,7 +371,9 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
         parts = args[0]
         at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         dims = {p.dim() for p in parts if isinstance(p, Tensor)}
-        return isinstance(at, int) and len(dims) == 1 and at % max(dims) != 0
+        if not isinstance(at, int) or len(dims) != 1:
+            return False
+        return at % (max(dims) + (name == "stack")) != 0
     if name in _OF_WEIGHTS:
         others = [*args[1:], *kwargs.values()]
         if dim is None or any(isinstance(v, LeadingRows) for v in others):
@@ -323,6 +385,8 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
         return dim >= 2 or name == "embedding"
     if name in _ROWWISE:
         return True
+    if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor):
+        return True  # of two tensors
     if name == "batch_norm":
         training = args[5] if len(args) > 5 else kwargs.get("training", False)
         return dim is not None and not training
@@ -346,6 +410,15 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
         shape = _shape_of(args)
         return bool(shape) and not kwargs and all(isinstance(k, int) for k in shape)
     return False
+
+
+def _stacks_before_rows(args: Any, kwargs: Any) -> bool:
+    """Tells whether tensors of as many rows are stacked in a new first dim."""
+    if set(kwargs) - {"dim"} or not args or len(args) > 2:
+        return False
+    at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    shapes = {p.shape for p in args[0] if isinstance(p, Tensor)}
+    return len(shapes) == 1 and at in (0, -len(shapes.pop()) - 1)
 
 
 def _shape_of(args: Any) -> Any:

@@ -28,17 +28,21 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import softmax
 
+from pyg_distcomm.graph.edge_products import (
+    aggregate,
+    multiply,
+    multiply_linear,
+    softmax_of,
+)
 from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
     adjacency_of,
-    aggregate,
     first_edges,
     lasting,
-    multiply,
-    softmax_of,
+    plain_edges,
 )
-from pyg_distcomm.nn import trimming
+from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading, whole
@@ -276,16 +280,23 @@ def run_layer(
     bound = _bound(conv, args, kwargs)
     given = {} if bound is None else bound.arguments
     edge_index, x = given.get("edge_index"), given.get("x")
-    runs = usable() and _runs_by_products(conv)
-    adjacency = adjacency_of(edge_index) if runs else None
+    adjacency = None
+    if usable() and _runs_by_products(conv):
+        edge_index, adjacency = _edges_of(edge_index, x, given)
     if adjacency is None:
         args, kwargs = whole((args, kwargs), f"{type(conv).__name__}")
         return forward(*args, **kwargs)
     assert bound is not None
     assert edge_index is not None
+    given["edge_index"] = edge_index
 
     def compute(source: Any, target: Any, rows: int | None) -> Any:
         assert adjacency is not None
+        if attends:
+            edges = local_attention.edges_of(conv, adjacency, edge_index, *sizes)
+            if edges is not None:
+                edges = edges if rows is None else edges.prefix(rows)
+                return local_attention.run_gat(conv, edges, source, target)
         own, known = dict(given), (edge_index, adjacency)
         own["x"] = source if target is source else (source, target)
         if rows is not None:
@@ -301,11 +312,12 @@ def run_layer(
         with _visiting(conv, known):
             return forward(*call.args, **call.kwargs)
 
-    trims = type(conv).forward in _PAIRED and given.get("size") is None
-    trims = trims and not given.get("return_attention_weights")
-    if trims and adjacency.batch is not None:
-        edges = _sampled_edges(adjacency, edge_index)
-        trims = edges is not None and edges.order is None and _rows_apart(conv)
+    trims = _may_be_trimmed(conv, given, adjacency)
+    ends = x if isinstance(x, tuple) else (x, x)
+    attends = (
+        trims and local_attention.fits(conv, given) and usable(*map(leading, ends))
+    )
+    sizes = [len(t) for t in ends] if attends else []
     if not isinstance(x, (Tensor, tuple)) or not trims:
         trimming.refuse(adjacency, type(conv).__name__)
         args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
@@ -313,6 +325,36 @@ def run_layer(
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def _may_be_trimmed(
+    conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
+) -> bool:
+    """Tells whether a layer may compute the first targets alone, on such arguments."""
+    if type(conv).forward not in _PAIRED or given.get("size") is not None:
+        return False
+    if given.get("return_attention_weights"):
+        return False
+    if adjacency.batch is None:
+        return True
+    edges = _sampled_edges(adjacency, given["edge_index"])
+    return edges is not None and edges.order is None and _rows_apart(conv)
+
+
+def _edges_of(
+    edge_index: Any, x: Any, given: dict[str, Any]
+) -> tuple[Any, LocalAdjacency | None]:
+    """Returns the edges that a layer is given as a tensor, and what is kept beside them.
+
+    An EdgeIndex stays one where the layer returns it, or where it is of other sizes.
+    """
+    ends = x if isinstance(x, (tuple, list)) else (x, x)
+    sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in ends]
+    plain = plain_edges(edge_index, *sizes)
+    returned = given.get("return_attention_weights") is not None
+    if type(plain) is not Tensor or (returned and plain is not edge_index):
+        return edge_index, None
+    return plain, adjacency_of(edge_index)
 
 
 def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
@@ -380,23 +422,25 @@ def run_sage(
     linears += [conv.lin] if conv.project else []
     fits = _fits(conv, pyg.SAGEConv, linears, source, target)
     fits = fits and (target is not None or size is not None)
-    adjacency = adjacency_of(edge_index) if fits else None
+    given, adjacency = edge_index, None
+    if fits:
+        edge_index, adjacency = _edges_of(given, x, {})
 
     def compute(source: Tensor, target: Tensor | None, rows: int | None) -> Tensor:
         pair = (source, target) if isinstance(x, (tuple, list)) else source
         if adjacency is None:
-            return forward(pair, edge_index, size)
+            return forward(pair, given, size)
         if rows is None:
             count = size[1] if target is None else len(target)
             if size is not None and tuple(size) != (len(source), count):
-                return forward(pair, edge_index, size)
+                return forward(pair, given, size)
             edges = adjacency.grouped(edge_index, len(source), count)
         else:
             edges = _sampled_edges(adjacency, edge_index)
             edges = None if edges is None else edges.prefix(rows)
         if edges is None:
-            return forward(pair, edge_index, size)
-        return _sage(conv, edges, source, None if target is None else target[:rows])
+            return forward(pair, given, size)
+        return _sage(conv, edges, source, target)
 
     reads = _read_by(conv, edge_index)
     return trimming.call(adjacency, edge_index, x, compute, reads)
@@ -408,13 +452,16 @@ def _sage(
     if conv.project and hasattr(conv, "lin"):
         source = conv.lin(source).relu()
     kind = _AGGREGATIONS[type(conv.aggr_module)]
-    if kind == "max" or _sums_first(edges, source, conv.lin_l):
+    own = conv.lin_r.weight if conv.root_weight and root is not None else None
+    if kind == "max":
         out = conv.lin_l(aggregate(kind, edges, None, source))
+        rows = len(out)
+        if root is not None and own is not None:
+            out = torch.addmm(out, root[:rows], own.t())
     else:
-        out = aggregate(kind, edges, None, F.linear(source, conv.lin_l.weight))
-        out = out if conv.lin_l.bias is None else out + conv.lin_l.bias
-    if conv.root_weight and root is not None:
-        out = torch.addmm(out, root, conv.lin_r.weight.t())
+        first = _sums_first(edges, source, conv.lin_l)
+        weights = conv.lin_l.weight, conv.lin_l.bias, own
+        out = multiply_linear(kind, edges, source, root, *weights, sums_first=first)
     return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
 
@@ -437,7 +484,8 @@ def run_gcn(
         fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
     if not fits or conv.cached:
         return run_layer(conv, forward, x, edge_index, edge_weight)
-    adjacency = adjacency_of(edge_index)
+    given = edge_index
+    edge_index, adjacency = _edges_of(given, x, {})
 
     def compute(source: Tensor, _: Any, rows: int | None) -> Tensor:
         n = len(source)
@@ -449,7 +497,7 @@ def run_gcn(
         if adjacency is not None:
             found = _matrix(conv, adjacency, edge_index, edge_weight, n, source.dtype)
         if found is None:
-            return forward(source, edge_index, edge_weight)
+            return forward(source, given, edge_weight)
         edges, value = found
         if rows is not None:
             edges = edges.prefix(rows)
@@ -457,7 +505,7 @@ def run_gcn(
         if _sums_first(edges, source, conv.lin):
             return F.linear(multiply(edges, value, source), conv.lin.weight, conv.bias)
         out = multiply(edges, value, F.linear(source, conv.lin.weight))
-        return out if conv.bias is None else out + conv.bias
+        return out if conv.bias is None else out.add_(conv.bias)
 
     reads = _read_by(conv, edge_index, edge_weight)
     return trimming.call(adjacency, edge_index, x, compute, reads)

@@ -1,0 +1,295 @@
+"""Multiplies by edges in CSR form, differentiably: sums, means, maxima and softmax of rows.
+
+Gradients are products as well, so that each of these may be derived again. The edges are
+`GroupedEdges`; see `graph.local_adjacency`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm import kernels
+from pyg_distcomm.graph.local_adjacency import GroupedEdges
+from pyg_distcomm.ops.csr import Pattern
+
+
+class _SpMM(torch.autograd.Function):
+    """Z = A X; dX = A^T dZ; dvalue_e = <dZ_row(e), X_col(e)>; for each head, if any."""
+
+    @staticmethod
+    def forward(pattern: Pattern, value: Tensor | None, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return kernels.spmm(pattern.rowptr, pattern.col, value, x)
+        assert value is not None
+        z = x.new_empty(pattern.shape[0], *x.shape[1:])
+        for h in range(x.size(1)):
+            kernels.spmm(pattern.rowptr, pattern.col, value[:, h], x[:, h], z[:, h])
+        return z
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, value, x = inputs
+        ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        value, x = ctx.saved_tensors
+        by_value = by_x = None
+        if ctx.needs_input_grad[1]:
+            by_value = _SDDMM.apply(ctx.pattern, g, x)
+        if ctx.needs_input_grad[2]:
+            back, order = ctx.pattern.transpose
+            value = None if value is None else value.index_select(0, order)
+            by_x = _SpMM.apply(back, value, g)
+        return None, by_value, by_x
+
+
+class _SDDMM(torch.autograd.Function):
+    """h_e = <g_row(e), x_col(e)>."""
+
+    @staticmethod
+    def forward(pattern: Pattern, g: Tensor, x: Tensor) -> Tensor:
+        csr = pattern.rowptr, pattern.col
+        if x.dim() == 2:
+            return kernels.sddmm(*csr, g, x)
+        return torch.stack(
+            [kernels.sddmm(*csr, g[:, h], x[:, h]) for h in range(x.size(1))], 1
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern, g, x = inputs
+        ctx.save_for_backward(g, x)
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
+        g, x = ctx.saved_tensors
+        back, order = ctx.pattern.transpose
+        by_g = _SpMM.apply(ctx.pattern, h, x)
+        return None, by_g, _SpMM.apply(back, h.index_select(0, order), g)
+
+
+class _Softmax(torch.autograd.Function):
+    """y_e = exp(a_e) / sum of its row; da = y (dy - sum of y dy over its row)."""
+
+    @staticmethod
+    def forward(pattern: Pattern, a: Tensor) -> Tensor:
+        return kernels.segment_softmax(pattern.rowptr, a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        (y,) = ctx.saved_tensors
+        rowptr = ctx.pattern.rowptr
+        if torch.is_grad_enabled():  # which derives this, too
+            return None, kernels.segment_softmax_grad.definition(rowptr, y, g)
+        return None, kernels.segment_softmax_grad(rowptr, y, g)
+
+
+class _Max(torch.autograd.Function):
+    """z_i = max of x_j over its edges; edges that tie share the gradient."""
+
+    @staticmethod
+    def forward(pattern: Pattern, x: Tensor) -> Tensor:
+        return kernels.segment_max(pattern.rowptr, pattern.col, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pattern = inputs[0]
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        x, z = ctx.saved_tensors
+        args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
+        if torch.is_grad_enabled():
+            return None, kernels.segment_max_grad.definition(*args)
+        return None, kernels.segment_max_grad(*args)
+
+
+class _MultiplyLinear(torch.autograd.Function):
+    """Y = A X W^T + b + X_root R^T; what adds up is added in place, and no row is padded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pattern: Pattern,
+        value: Tensor | None,
+        first: bool,
+        x: Tensor,
+        root: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        own: Tensor | None,
+    ) -> Tensor:
+        csr = pattern.rowptr, pattern.col, value
+        if first:
+            sums = kernels.spmm(*csr, x)
+            y = torch.nn.functional.linear(sums, weight, bias)
+        else:
+            sums = None
+            y = kernels.spmm(*csr, x @ weight.t())
+            y = y if bias is None else y.add_(bias)
+        if root is not None and own is not None:
+            y.addmm_(root[: len(y)], own.t())
+        ctx.pattern, ctx.first, ctx.shared = pattern, first, root is x
+        sums = sums if ctx.needs_input_grad[5] else None
+        ctx.save_for_backward(value, x, root, weight, own, sums)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        value, x, root, weight, own, sums = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        g_x = g_root = g_weight = g_own = None
+        if ctx.first:
+            if needs[5]:
+                if torch.is_grad_enabled():  # which derives this, too
+                    sums = _SpMM.apply(ctx.pattern, value, x)
+                g_weight = g.t() @ sums
+            g_x = _back(ctx.pattern, value, g @ weight) if needs[3] else None
+        elif needs[3] or needs[5]:
+            g_y = _back(ctx.pattern, value, g)
+            g_weight = g_y.t() @ x if needs[5] else None
+            g_x = g_y @ weight if needs[3] else None
+        if own is not None:
+            g_own = g.t() @ root[: len(g)] if needs[7] else None
+            if ctx.shared and g_x is not None:
+                if torch.is_grad_enabled():
+                    g_x = g_x + _padded(g @ own, len(x))
+                else:
+                    g_x[: len(g)].addmm_(g, own)
+            elif needs[4]:
+                g_root = _padded(g @ own, len(root))
+        g_bias = g.sum(0) if needs[6] else None
+        return None, None, None, g_x, g_root, g_weight, g_bias, g_own
+
+
+def _back(pattern: Pattern, value: Tensor | None, g: Tensor) -> Tensor:
+    """Returns `A^T g`, for an A whose values have no gradient."""
+    back, order = pattern.transpose
+    value = None if value is None else value.index_select(0, order)
+    x: Tensor = _SpMM.apply(back, value, g)
+    return x
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """Returns rows with zeros after them, `count` in all."""
+    rest = count - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, rest)) if rest else rows
+
+
+class _Gather(torch.autograd.Function):
+    """y_e = x_index(e); dx_j = sum of dy_e over index(e) = j."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        return kernels.gather_rows(x, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.index = inputs
+        ctx.count = len(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _ScatterAdd.apply(g, ctx.index, ctx.count), None
+
+
+class _ScatterAdd(torch.autograd.Function):
+    """y_j = sum of x_e over index(e) = j; dx_e = dy_index(e)."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, count: int) -> Tensor:
+        return kernels.scatter_add_rows(x.new_zeros(count, x.size(1)), index, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.index = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(g, ctx.index), None, None
+
+
+def ends_added(edges: GroupedEdges, source: Tensor, target: Tensor) -> Tensor:
+    """Returns `s_e = source_j + target_i` for each nonzero e = (j, i), differentiably.
+
+    Shapes: source [>= n, h], target [>= m, h]; returns [nnz, h].
+    """
+    s: Tensor = _Gather.apply(source, edges.pattern.col)
+    return s + _Gather.apply(target, edges.targets)
+
+
+def softmax_of(edges: GroupedEdges, a: Tensor) -> Tensor:
+    """Returns the softmax of `a` `[nnz, h]` over the edges of each target."""
+    y: Tensor = _Softmax.apply(edges.pattern, a)
+    return y
+
+
+def multiply(edges: GroupedEdges, value: Tensor | None, x: Tensor) -> Tensor:
+    """Returns `A x`, differentiably.
+
+        z_i = sum of value_e x_j over the edges e = (j, i)
+
+    Shapes: edges [m, n], value [nnz] in their order or None, x [n, f] or, with values
+    [nnz, h], [n, h, f]; z [m, f] or [m, h, f].
+    """
+    edges = edges.prefix(edges.num_targets, len(x))
+    z: Tensor = _SpMM.apply(edges.pattern, value, x)
+    return z
+
+
+def multiply_linear(
+    kind: str,
+    edges: GroupedEdges,
+    x: Tensor,
+    root: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    own: Tensor | None,
+    *,
+    sums_first: bool,
+) -> Tensor:
+    """Returns `A x W^T + b + root R^T`, of the first m rows of root, differentiably.
+
+    Args:
+        kind: "sum", or "mean" for the mean over the edges of each target.
+        edges: A, of m targets.
+        x, root: features of sources and targets; root may have more than m rows.
+        weight, bias, own: W, b and R; None without.
+        sums_first: whether to compute (A x) W^T, not A (x W^T).
+
+    Shapes: x [n, f], root [>= m, f_root], weight [out, f], own [out, f_root]; returns
+    [m, out].
+    """
+    edges = edges.prefix(edges.num_targets, len(x))
+    value = edges.mean_values(x.dtype) if kind == "mean" else None
+    root = None if own is None else root
+    given = x, root, weight, bias, own
+    y: Tensor = _MultiplyLinear.apply(edges.pattern, value, sums_first, *given)
+    return y
+
+
+def aggregate(
+    kind: str, edges: GroupedEdges, value: Tensor | None, x: Tensor
+) -> Tensor:
+    """Returns the sum, mean or max of (weighted) rows over the edges of each target."""
+    if kind == "max":
+        edges = edges.prefix(edges.num_targets, len(x))
+        z: Tensor = _Max.apply(edges.pattern, x)
+        return z
+    if kind == "mean":
+        mean = edges.mean_values(x.dtype)
+        if value is not None:
+            mean = mean if value.dim() == 1 else mean[:, None]
+            mean = mean * value
+        value = mean
+    return multiply(edges, value, x)

@@ -1,0 +1,103 @@
+"""Threads of the loader and of training never exceed the cores, by default."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import batches
+import numpy as np
+import pytest
+import torch
+
+from pyg_distcomm.kernels import threads
+from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.loader.epoch import Phases
+from pyg_distcomm.loader.prefetch import BulkBuilder
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the cores of this process, torch's threads, and the ranks of its host."""
+    before = torch.get_num_threads()
+
+    def set_up(cores, used, ranks=None):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        torch.set_num_threads(used)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+    yield set_up
+    torch.set_num_threads(before)
+
+
+def loader_of(**options):
+    data, seeds = batches.graph(), torch.arange(24)
+    return DistNeighborLoader(data, [3, 2], seeds, batch_size=4, seed=1, **options)
+
+
+# cores, torch's threads, ranks; prefetch, and on how many threads bulks are built
+CASES = [
+    (1, 1, None, "auto", 0, 1),
+    (1, 2, None, "auto", 0, 2),
+    (2, 2, None, "auto", 0, 2),
+    (2, 1, None, "auto", 1, 1),
+    (8, 2, None, "auto", 1, 2),
+    (8, 6, None, "auto", 1, 2),
+    (8, 2, 2, "auto", 1, 2),
+    (8, 2, 4, "auto", 0, 2),
+    (8, 2, 16, "auto", 0, 2),
+    (2, 2, None, 1, 1, 1),
+    (8, 2, None, 3, 3, 2),
+    (8, 2, None, 0, 0, 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bulks_are_built_on_idle_cores(case, machine):
+    cores, used, ranks, prefetch, ahead, width = case
+    machine(cores, used, ranks)
+    bulk = BulkBuilder(loader_of(prefetch=prefetch), Phases())
+    assert (bulk.ahead, bulk._width) == (ahead, width)
+    if prefetch == "auto" and used <= cores // (ranks or 1):
+        assert used + ahead * width <= cores // (ranks or 1)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_threads_run_where_a_core_is_idle(cores, machine):
+    """The minibatches are the same, whoever builds them."""
+    machine(cores, 1)
+    loader, started = loader_of(), []
+    inner = loader._sampled
+
+    def sampled(index):
+        started.append(threading.current_thread() is not threading.main_thread())
+        return inner(index)
+
+    loader._sampled = sampled
+    found = [batch.n_id for batch in loader]
+    assert started == [cores > 1] * 6
+    wanted = [batch.n_id for batch in loader_of(prefetch=0)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_waits_for_a_disk_is_begun_ahead(machine, tmp_path):
+    machine(1, 1)
+    data = batches.graph()
+    rows = data.x.numpy()
+    rows.tofile(tmp_path / "x")
+    data.x = np.memmap(tmp_path / "x", rows.dtype, "r", shape=rows.shape)
+    loader = DistNeighborLoader(data, [3, 2], torch.arange(24), batch_size=4)
+    assert BulkBuilder(loader, Phases()).ahead == 1
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, "always", None])
+def test_prefetch_is_checked(prefetch):
+    with pytest.raises(ValueError, match="prefetch must be 'auto' or a number"):
+        loader_of(prefetch=prefetch)
+
+
+def test_machines_that_do_not_tell_their_cores(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert threads.spare() == 0

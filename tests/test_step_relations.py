@@ -1,0 +1,362 @@
+"""The step over several relations, on edges of PyG's own kind, and from worker processes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import batches
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from test_step import WIDTH, agree, close, graded, graph, loader_of
+from torch_geometric import EdgeIndex
+from torch_geometric.utils import sort_edge_index
+
+import pyg_distcomm as pdc
+from pyg_distcomm import kernels
+from pyg_distcomm.graph.edge_products import aggregate, ends_added, multiply_linear
+from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
+from pyg_distcomm.loader import DistNeighborLoader
+
+SEEDS = ("paper", torch.arange(12))
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Records how many rows each product computes."""
+    counted = []
+    inner = kernels.spmm
+
+    def run(rowptr, *args):
+        counted.append(len(rowptr) - 1)
+        return inner(rowptr, *args)
+
+    monkeypatch.setattr(kernels, "spmm", run)
+    return counted
+
+
+def hetero():
+    data = batches.hetero()
+    for store in data.node_stores:
+        store.x = store.x.double()
+    return data
+
+
+def loader(data, fan_outs=(3, 2), **options):
+    return DistNeighborLoader(
+        data, list(fan_outs), input_nodes=SEEDS, batch_size=4, seed=1, **options
+    )
+
+
+class Relations(torch.nn.Module):
+    """Two layers of HeteroConv, as scripts write them."""
+
+    def __init__(self, kinds, aggr, layer):
+        super().__init__()
+        self.convs = torch.nn.ModuleList(
+            pyg.HeteroConv({kind: layer(kind) for kind in kinds}, aggr=aggr)
+            for _ in range(2)
+        )
+        self.aggr = aggr
+
+    def forward(self, x_dict, edge_index_dict):
+        for k, conv in enumerate(self.convs):
+            x_dict = conv(x_dict, edge_index_dict)
+            if self.aggr is None:  # a row for each relation
+                x_dict = {kind: x.flatten(1) for kind, x in x_dict.items()}
+            if k == 0:
+                x_dict = {kind: x.relu() for kind, x in x_dict.items()}
+        return x_dict
+
+
+def mixed(kind):
+    """A layer for each relation, not all of one class."""
+    source, _, target = kind
+    if source == target:
+        return pyg.SAGEConv((-1, -1), 6, aggr="max")
+    if source == "author":
+        return pyg.GraphConv((-1, -1), 6, aggr="mean")
+    return pyg.GATConv((-1, -1), 6, add_self_loops=False)
+
+
+def steps_agree(ours, wanted, batch):
+    """Compares outputs at the seeds, and the gradients of all inputs and parameters."""
+    n, found = batch["paper"].batch_size, []
+    for model in (ours, wanted):
+        model.zero_grad()
+        x = {k: v.clone().requires_grad_() for k, v in batch.x_dict.items()}
+        out = model(x, batch.edge_index_dict)["paper"][:n]
+        out.square().sum().backward()
+        grads = [v.grad for v in x.values()], [p.grad for p in model.parameters()]
+        found.append([torch.as_tensor(out.detach()), *grads[0], *grads[1]])
+    for one, two in zip(*found, strict=True):
+        close(one, two)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min", "cat", None])
+def test_relations_of_hetero_conv_are_trimmed(aggr, rows):
+    data = hetero()
+    torch.manual_seed(4)
+    layer = mixed if aggr in ("sum", "max") else lambda _: pyg.SAGEConv((-1, -1), 6)
+    wanted = Relations(data.edge_types, aggr, layer).double()
+    wanted(data.x_dict, data.edge_index_dict)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader(data):
+        steps_agree(ours, wanted, batch)
+        assert pdc.nn.trimming_of(ours) == "on"
+    rows.clear()
+    ours(batch.x_dict, batch.edge_index_dict)
+    into = [len(batch[kind[2]].x) for kind in data.edge_types]
+    assert sum(rows) < 2 * sum(into)  # of two layers
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min"])
+def test_relations_of_to_hetero_are_trimmed(aggr):
+    data = hetero()
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (pyg.SAGEConv((-1, -1), 6) for _ in range(2))
+
+        def forward(self, x, edge_index):
+            return self.two(self.one(x, edge_index).relu(), edge_index)
+
+    torch.manual_seed(4)
+    wanted = pyg.to_hetero(Two(), data.metadata(), aggr=aggr).double()
+    wanted(data.x_dict, data.edge_index_dict)
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for batch in loader(data):
+        steps_agree(ours, wanted, batch)
+    assert pdc.nn.trimming_of(ours) == "on"
+
+
+def summed(s):
+    return s.sum(0)
+
+
+def averaged(s):
+    return torch.mean(s, dim=(0,))
+
+
+def highest(s):
+    return torch.max(s, dim=-3)[0]
+
+
+def kept(s):
+    return s.sum(dim=0, keepdim=True)[0]
+
+
+def indexed(s):
+    return s[1] * 2 + s[0]
+
+
+def changed(s):
+    s.mul_(3)
+    return s.sum(0)
+
+
+def viewed(s):
+    s[0].add_(1)
+    return torch.amax(s, 0)
+
+
+def met(s):
+    return (s + s[1]).sum(0)
+
+
+def over_rows(s):
+    return s - s.mean(1, keepdim=True), s.sum(0)
+
+
+@pytest.mark.parametrize("read", [summed, averaged, highest])
+def test_reductions_of_stacks_are_trimmed(read):
+    _stacks(read, "on")
+
+
+@pytest.mark.parametrize("read", [kept, indexed, changed, viewed, met, over_rows])
+@pytest.mark.parametrize("late", [False, True])
+def test_other_reads_of_stacks_get_all_rows(read, late):
+    _stacks(read, "off", late)
+
+
+def _stacks(read, state, late=False):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (pyg.SAGEConv(WIDTH, WIDTH) for _ in range(2))
+            self.three, self.late = pyg.SAGEConv(WIDTH, WIDTH), False
+
+        def forward(self, x, edge_index):
+            hidden = [conv(x, edge_index) for conv in (self.one, self.two)]
+            s = torch.stack(hidden)
+            out = read(s) if not self.late else summed(s)
+            out = sum(out[0]) + out[1] if isinstance(out, tuple) else out
+            return self.three(out, edge_index)
+
+    torch.manual_seed(3)
+    wanted = Model().double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    ours.late = wanted.late = late
+    for batch in loader_of(graph()):
+        agree(ours, wanted, slice(batch.batch_size), batch.edge_index, x=batch.x)
+        if ours.late:
+            assert pdc.nn.trimming_of(ours) == "on"
+        ours.late = wanted.late = False
+    assert pdc.nn.trimming_of(ours).startswith(state)
+
+
+# Edges of PyG's own kind ----------------------------------------------------------------
+
+LAYERS = {
+    "sage": lambda: pyg.SAGEConv(WIDTH, 7),
+    "gcn": lambda: pyg.GCNConv(WIDTH, 7),
+    "graph": lambda: pyg.GraphConv(WIDTH, 7, aggr="mean"),
+    "gat": lambda: pyg.GATConv(WIDTH, 4, heads=2),
+}
+
+
+@pytest.mark.parametrize("order", [None, "row", "col"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_edge_index_of_pygs_is_multiplied(name, order, rows):
+    data = graph()
+    n, weight = data.num_nodes, data.edge_weight
+    edges = data.edge_index
+    if order is not None:
+        edges, weight = sort_edge_index(edges, weight, n, sort_by_row=order == "row")
+    edges = EdgeIndex(edges, sparse_size=(n, n), sort_order=order)
+    torch.manual_seed(1)
+    wanted = LAYERS[name]().double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    plain = edges.as_tensor().clone()
+    close(ours(data.x, edges), wanted(data.x, plain))
+    assert bool(rows) == (order == "col")  # which is worth it at the first use
+    more = [(), (weight,)] if name in ("gcn", "graph") else [()]
+    for args in more:
+        found = graded(ours, None, edges, *args, x=data.x)
+        theirs = graded(wanted, None, plain, *args, x=data.x)
+        for one, two in zip(found, theirs, strict=True):
+            close(one, two)
+    assert rows
+    assert adjacency_of(edges) is adjacency_of(edges)
+
+
+def test_a_changed_edge_index_of_pygs_is_read_again(rows):
+    data = graph()
+    n = data.num_nodes
+    edges = EdgeIndex(data.edge_index.clone(), sparse_size=(n, n))
+    wanted = pyg.SAGEConv(WIDTH, 7).double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for _ in range(2):
+        agree(ours, wanted, None, edges, x=data.x)
+    edges[:, 0] = torch.tensor([4, 9])
+    for _ in range(2):
+        found = graded(ours, None, edges, x=data.x)
+        theirs = graded(wanted, None, edges.as_tensor().clone(), x=data.x)
+        for one, two in zip(found, theirs, strict=True):
+            close(one, two)
+    other = EdgeIndex(data.edge_index, sparse_size=(n + 1, n + 1))
+    rows.clear()
+    with pytest.raises((ValueError, RuntimeError)):
+        wanted(data.x, other)
+    for _ in range(2):  # PyG's own error
+        with pytest.raises((ValueError, RuntimeError)):
+            ours(data.x, other)
+    assert not rows
+
+
+def test_attention_weights_come_with_the_edge_index_that_was_given():
+    data = graph()
+    n = data.num_nodes
+    edges = EdgeIndex(data.edge_index, sparse_size=(n, n))
+    wanted = pyg.GATConv(WIDTH, 4, add_self_loops=False).double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    for _ in range(2):
+        found, theirs = (
+            m(data.x, edges, return_attention_weights=True) for m in (ours, wanted)
+        )
+        close(found[0], theirs[0])
+        assert type(found[1][0]) is type(theirs[1][0])
+
+
+def test_gcn2_conv_is_multiplied(rows):
+    data = graph()
+    torch.manual_seed(1)
+    wanted = pyg.GCN2Conv(WIDTH, 0.3, 0.5, 1, shared_weights=False).double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    first = torch.rand_like(data.x)
+    for batch in loader_of(data):
+        args = first[: len(batch.x)], batch.edge_index
+        for more in ((), (batch.edge_weight,)):
+            agree(ours, wanted, None, *args, *more, x=batch.x)
+    assert rows
+
+
+# From worker processes ------------------------------------------------------------------
+
+
+def drops_edges(batch):
+    batch.edge_index = batch.edge_index[:, ::2]
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["homogeneous", "hetero", "transformed", "later"])
+def test_minibatches_of_workers_carry_what_the_sampler_knew(kind):
+    options = {"num_workers": 1, "persistent_workers": kind == "homogeneous"}
+    if kind == "transformed":
+        options["transform"] = drops_edges
+    if kind == "later":
+        options["filter_per_worker"] = False
+    whole = kind != "hetero"
+    made = loader_of(graph(), **options) if whole else loader(hetero(), **options)
+    for batch in made:
+        edges = [batch.edge_index] if whole else batch.edge_index_dict.values()
+        found = [known(e) for e in edges]
+        if kind == "transformed":
+            assert found == [None]
+            continue
+        seeds = batch.batch_size if whole else batch["paper"].batch_size
+        for f in found:
+            assert f.batch is found[0].batch
+            assert f.batch.seeds[None if whole else "paper"] == seeds
+            assert sum(f.batch.sizes.values()) == batch.num_nodes
+        assert f.batch.rows(2) is not None
+    if kind == "homogeneous":
+        wanted = pyg.SAGEConv(WIDTH, 7).double()
+        ours = pdc.convert(copy.deepcopy(wanted))
+        for batch in made:  # its second epoch
+            agree(ours, wanted, None, batch.edge_index, x=batch.x)
+            assert known(batch.edge_index).uses == 2
+
+
+# Products with a linear layer -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+@pytest.mark.parametrize("first", [True, False])
+def test_products_with_linear_layers_are_differentiated_twice(kind, first):
+    g = torch.Generator().manual_seed(0)
+    edges = GroupedEdges.build(torch.randint(6, (2, 20), generator=g), 8, 7)
+    shapes = (8, 3), (9, 2), (4, 3), (4,), (4, 2)
+    x, root, weight, bias, own = (
+        torch.randn(s, dtype=torch.float64, generator=g, requires_grad=True)
+        for s in shapes
+    )
+    run = functools.partial(multiply_linear, kind, edges, sums_first=first)
+    square = torch.randn(4, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    mixed = aggregate(kind, edges, None, x)
+    close(
+        run(x, root, weight, bias, own).detach(),
+        (mixed @ weight.t() + bias + root[:7] @ own.t()).detach(),
+    )
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(run, (x, root, weight, bias, own))
+        assert check(
+            lambda x, r: ends_added(edges, x, r[:, :1].expand(-1, 3)), (x, root)
+        )
+        assert check(lambda x, *w: run(x, x, *w), (x, weight, bias, square))
+        assert check(lambda x, w: run(x, None, w, None, None), (x, weight))
+        assert check(lambda w: run(x.detach(), None, w, None, None), (weight,))
+        plain, fixed = x.detach(), (weight.detach(), bias)
+        assert check(lambda r, o, p=plain, f=fixed: run(p, r, *f, o), (root, own))
