@@ -127,4 +127,31 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             to = link
         return f"{before}{to}{anchor}{after}"
 
-    return LINK.sub(replace, markdown)
+    pieces, end = [], 0
+    for code in CODE.finditer(markdown):
+        pieces += [LINK.sub(replace, markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join(pieces) + LINK.sub(replace, markdown[end:])
+
+
+LABEL = re.compile(r"\]\[([\w./-]+)\]")
+
+
+def readme(text: str) -> str:
+    """Returns README with the addresses of its links: `[text][page]`, made from one base.
+
+    A label is a page's place in docs/ without its ".md", or that of a picture.
+    """
+    body = text.split("\n<!-- links: ")[0].rstrip()
+    base = urls()["Documentation"]
+    lines = []
+    for label in dict.fromkeys(LABEL.findall(body)):
+        page = label.removesuffix("index")
+        lines.append(f"[{label}]: {base}{page}" + ("" if "." in label or page != label else "/"))
+    mark = "<!-- links: written by python docs/hooks.py, from pyproject.toml -->"
+    return body + f"\n\n{mark}\n\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    README = ROOT / "README.md"
+    README.write_text(readme(README.read_text()))
