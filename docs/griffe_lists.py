@@ -1,6 +1,6 @@
 """Joins the lines of a docstring that name several arguments at once, for mkdocstrings.
 
-    Args:
+Args:
         data, num_neighbors, input_nodes, replace,
         disjoint: as in PyG.
 
@@ -14,7 +14,9 @@ from typing import Any
 
 import griffe
 
-NAMES = re.compile(r"^( +)((?:\*{0,2}\w+, )*\*{0,2}\w+,)\n +(?=(?:\*{0,2}\w+, )*\*{0,2}\w+[,:])", re.M)
+NAMES = re.compile(
+    r"^( +)((?:\*{0,2}\w+, )*\*{0,2}\w+,)\n +(?=(?:\*{0,2}\w+, )*\*{0,2}\w+[,:])", re.M
+)
 
 
 class JoinLists(griffe.Extension):

@@ -28,11 +28,14 @@ SECTIONS = {  # a folder of docs/, and which of its pages come first
     "reports": "Measured",
     "project": "Project",
 }
-FIRST = """index swap-imports coming-from minibatches choose-a-bulk partition-files choose-a-grid
+FIRST = """
+index swap-imports coming-from minibatches choose-a-bulk partition-files choose-a-grid
 compress-halos deep-models checkpoints failures clusters count-bytes trace watch-a-run
-core tensors grids halo bulk late-halos stages prices nn loader sampling links
+tensors grids halo late-halos bulk stages prices
+core nn loader sampling links plan ops cli
 cagnet varco bulk-sampling gnnpipe sylvie
-full_graph partitioned sampling links late pipeline""".split()
+full_graph partitioned sampling links late pipeline
+""".split()
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.M | re.S)
 
@@ -47,7 +50,8 @@ def urls() -> dict[str, str]:
 def added() -> dict[str, Path]:
     """Returns the pages that are made from files outside docs/, by their place in it."""
     pages = {
-        f"tutorials/{path.stem}.md": path for path in (ROOT / "notebooks").glob("*.ipynb")
+        f"tutorials/{path.stem}.md": path
+        for path in (ROOT / "notebooks").glob("*.ipynb")
     }
     for path in (ROOT / "benchmarks/reports").glob("*.md"):
         pages[f"reports/{path.name}"] = path
@@ -69,7 +73,10 @@ def titles(pages: list[str]) -> list[Any]:
 
 def navigation(pages: list[str]) -> list[Any]:
     """Returns MkDocs' `nav` for all pages: the first page, then a section a folder."""
-    nav: list[Any] = ["index.md", *titles([p for p in pages if "/" not in p and p != "index.md"])]
+    nav: list[Any] = [
+        "index.md",
+        *titles([p for p in pages if "/" not in p and p != "index.md"]),
+    ]
     folders = sorted({page.split("/")[0] for page in pages if "/" in page})
     for folder in [*SECTIONS, *(f for f in folders if f not in SECTIONS)]:
         within = titles([page for page in pages if page.startswith(f"{folder}/")])
@@ -80,7 +87,9 @@ def navigation(pages: list[str]) -> list[Any]:
 
 def written() -> list[str]:
     """Returns the Markdown files of docs/, by their place in it."""
-    return sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+    return sorted(
+        str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")
+    )
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -100,15 +109,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 str(path), {"unique_key": path.stem, "output_files_dir": path.stem}
             )
             for name, content in extras["outputs"].items():
-                files.append(File.generated(config, f"tutorials/{name}", content=content))
+                files.append(
+                    File.generated(config, f"tutorials/{name}", content=content)
+                )
         else:
             text = path.read_text()
         files.append(File.generated(config, place, content=text))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links to their pages, or to the repository."""
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Turns links to files of the repository into links to their pages, or to the files."""
     place = page.file.src_uri
     made = added()
     home = made[place].parent if place in made else (ROOT / "docs" / place).parent
@@ -147,7 +160,9 @@ def readme(text: str) -> str:
     lines = []
     for label in dict.fromkeys(LABEL.findall(body)):
         page = label.removesuffix("index")
-        lines.append(f"[{label}]: {base}{page}" + ("" if "." in label or page != label else "/"))
+        lines.append(
+            f"[{label}]: {base}{page}" + ("" if "." in label or page != label else "/")
+        )
     mark = "<!-- links: written by python docs/hooks.py, from pyproject.toml -->"
     return body + f"\n\n{mark}\n\n" + "\n".join(lines) + "\n"
 

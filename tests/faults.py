@@ -402,7 +402,11 @@ def report(outcomes, machine):
         )
     bad = [one for one in outcomes if one.wrong]
     workloads = len(
-        {one.name.split(",")[0] for one in outcomes if re.search(r"rank \d+: ", one.name)}
+        {
+            one.name.split(",")[0]
+            for one in outcomes
+            if re.search(r"rank \d+: ", one.name)
+        }
     )
     told = f"{len(outcomes)} cases of {workloads} workloads"
     rows += ["", f"{told}. " + ("All end well." if not bad else "What fell short:"), ""]
@@ -412,10 +416,16 @@ def report(outcomes, machine):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--report", help="a file for cases by kind, and what fell short")
+    parser.add_argument(
+        "--report", help="a file for cases by kind, and what fell short"
+    )
     parser.add_argument("-k", default="", help="cases whose names hold this")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--verbose", action="store_true", help="print what ranks said, and write runs/faults.md")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print what ranks said, and write runs/faults.md",
+    )
     asked = parser.parse_args()
     campaign = Campaign()
     chosen = [case for case in cases() if re.search(asked.k, case.name)]
