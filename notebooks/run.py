@@ -51,24 +51,27 @@ def printed(cell):
 
 def differences(stored, fresh, anything=False, tolerance=0.02):
     """Returns what differs between two texts: words, or numbers beyond the tolerance."""
-    words = [" ".join(re.sub("#[# ]*#", "#", NUMBER.sub("#", t)).split()) for t in (stored, fresh)]
-    dashes = [re.sub("-{3,}", "---", text) for text in words]
-    if dashes[0] != dashes[1]:
-        return [f"prints other words or columns:\n  stored  {stored}\n  now     {fresh}"]
+    words = [re.sub("-{3,}", "---", NUMBER.sub("#", text)) for text in (stored, fresh)]
+    if words[0] != words[1]:
+        return [
+            f"prints other words or columns:\n  stored  {stored}\n  now     {fresh}"
+        ]
     if anything:
         return []
-    pairs = zip(NUMBER.findall(stored), NUMBER.findall(fresh), strict=True)
-    return [
-        f"{a} is stored, {b} came now"
-        for a, b in pairs
-        if not math.isclose(*(float(n.replace(",", "")) for n in (a, b)), rel_tol=tolerance, abs_tol=1e-6)
-    ]
+    told = []
+    for a, b in zip(NUMBER.findall(stored), NUMBER.findall(fresh), strict=True):
+        values = [float(number.replace(",", "")) for number in (a, b)]
+        if not math.isclose(*values, rel_tol=tolerance, abs_tol=1e-6):
+            told.append(f"{a} is stored, {b} came now")
+    return told
 
 
 def compare(stored, fresh):
     """Returns what differs between two notebooks, a line for each place."""
     found = []
-    for number, (before, after) in enumerate(zip(stored.cells, fresh.cells, strict=True)):
+    for number, (before, after) in enumerate(
+        zip(stored.cells, fresh.cells, strict=True)
+    ):
         (old, figures), (new, drawn) = printed(before), printed(after)
         told = differences(old, new, bool(ANY & set(before.metadata.get("tags", []))))
         if figures != drawn:
@@ -78,21 +81,25 @@ def compare(stored, fresh):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     os.environ["PYTHONWARNINGS"] = "ignore"
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     bad = 0
     for path in arguments.notebooks or sorted(HERE.glob("*.ipynb")):
         start = time.perf_counter()
         fresh = nbformat.read(path, as_version=4)
         execute(fresh)
-        found = compare(nbformat.read(path, as_version=4), fresh) if arguments.check else []
+        found = (
+            compare(nbformat.read(path, as_version=4), fresh) if arguments.check else []
+        )
         if not arguments.check:
             nbformat.write(fresh, path)
         bad += bool(found)
-        print("\n".join([f"{path.name}: {time.perf_counter() - start:.0f} s", *found]), flush=True)
+        seconds = time.perf_counter() - start
+        print("\n".join([f"{path.name}: {seconds:.0f} s", *found]), flush=True)
     return int(bool(bad))
 
 

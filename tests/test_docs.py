@@ -170,7 +170,7 @@ PASSED_ON = {"self", "cls", "args", "kwargs", "options"}
 
 
 def test_links_of_readme_are_made_from_one_base():
-    hooks = pytest.importorskip("mkdocs") and _hooks()
+    hooks = _hooks()
     text = (ROOT / "README.md").read_text()
     assert text == hooks.readme(text), "run python docs/hooks.py"
     made = {*hooks.written(), *hooks.added()}
@@ -182,7 +182,7 @@ def test_links_of_readme_are_made_from_one_base():
 
 
 def test_every_page_is_in_the_navigation():
-    hooks = pytest.importorskip("mkdocs") and _hooks()
+    hooks = _hooks()
     pages = [*hooks.written(), *hooks.added()]
     nav = hooks.navigation(pages)
     listed = [one for one in nav if isinstance(one, str)]
@@ -201,10 +201,29 @@ def test_readme_is_short():
     assert len(text.splitlines()) <= 130
 
 
+def test_notebooks_are_compared_by_words_and_numbers():
+    pytest.importorskip("nbclient")
+    differences = _imported("run", ROOT / "notebooks").differences
+    assert differences("bytes ----- 1,200", "bytes ------- 1,201") == []
+    assert differences("exact  1,200", "exact  1,201") == []
+    assert differences("exact 1,200", "exact 1,300") == [
+        "1,200 is stored, 1,300 came now"
+    ]
+    assert differences("exact 1,200", "exact 1,300", anything=True) == []
+    assert "other words" in differences("exact 1,200", "late 1,200", anything=True)[0]
+    assert (
+        "other words" in differences("exact 1,200", "exact 1,200 3", anything=True)[0]
+    )
+
+
 def _hooks():
     pytest.importorskip("nbconvert")
-    sys.path.insert(0, str(DOCS))
+    return _imported("hooks", DOCS)
+
+
+def _imported(module, folder):
+    sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module("hooks")
+        return importlib.import_module(module)
     finally:
-        sys.path.remove(str(DOCS))
+        sys.path.remove(str(folder))
