@@ -52,6 +52,8 @@ def printed(cell):
 def differences(stored, fresh, anything=False, tolerance=0.02):
     """Returns what differs between two texts: words, or numbers beyond the tolerance."""
     words = [re.sub("-{3,}", "---", NUMBER.sub("#", text)) for text in (stored, fresh)]
+    if anything:  # a rate of nothing prints as a dash
+        words = [re.sub(r"(?<=\s)-(?=\s)", "#", text) for text in words]
     if words[0] != words[1]:
         return [
             f"prints other words or columns:\n  stored  {stored}\n  now     {fresh}"
