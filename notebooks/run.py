@@ -27,7 +27,7 @@ def execute(notebook):
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook,
-            timeout=600,
+            timeout=1800,
             kernel_name="python3",
             resources={"metadata": {"path": folder}},
         )
