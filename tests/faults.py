@@ -2,6 +2,9 @@
 
     python tests/faults.py --report benchmarks/reports/faults.md [-k WORDS] [--jobs 2]
 
+The report counts cases by kind, and lists those that fell short; with --verbose, a line for
+each case goes to runs/faults.md, which is not kept under version control.
+
 A case passes if all its ranks end in time, none by a signal that is not the fault's own, each
 with the right result or an error that says what happened, and nothing is left behind.
 """
@@ -23,8 +26,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import misused
+import torch
 from faulty import INJECTED, TIMEOUT, WORKLOADS
 
 HERE = Path(__file__).parent
@@ -358,12 +363,69 @@ def table(outcomes):
     return "\n".join(rows)
 
 
+KINDS = {  # of a case's name: what is done to a rank, or what ranks do
+    r"rank \d+: kill at ": "a rank is killed",
+    r"rank \d+: raise at ": "a rank raises an exception",
+    r"rank \d+: stop at ": "a rank is stopped (SIGSTOP)",
+    r"rank \d+: term at ": "a rank gets SIGTERM",
+    r"rank \d+: leave at ": "a rank ends its script early",
+    r"rank \d+: slow at ": "a rank is slow, within the deadline",
+    "": "misuse: ranks disagree, or ask for what cannot be",
+}
+
+
+def report(outcomes, machine):
+    """Returns the short report: cases by kind, and those that fell short."""
+    by_kind = {}
+    for one in outcomes:
+        kind = next(kind for words, kind in KINDS.items() if re.search(words, one.name))
+        by_kind.setdefault(kind, []).append(one)
+    rows = [
+        "# Faults: kills, stops and misuses",
+        "",
+        "    python tests/faults.py --report benchmarks/reports/faults.md",
+        "",
+        f"{machine}. Each case runs on ranks of its own, under a timeout of {TIMEOUT:g} s. It "
+        "ends well if all ranks end in time, each with the right result or an error that says "
+        "what happened, none by a signal that is not the fault's own, and nothing is left "
+        "behind. Workloads are struck at 10, 50 and 95 % of their exchanges.",
+        "",
+        "| what is done | cases | end well | median s | slowest s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for kind in [kind for kind in KINDS.values() if kind in by_kind]:
+        some = by_kind[kind]
+        took = [one.seconds for one in some]
+        well = sum(not one.wrong for one in some)
+        rows.append(
+            f"| {kind} | {len(some)} | {well} | {median(took):.1f} | {max(took):.1f} |"
+        )
+    bad = [one for one in outcomes if one.wrong]
+    workloads = len(
+        {
+            one.name.split(",")[0]
+            for one in outcomes
+            if re.search(r"rank \d+: ", one.name)
+        }
+    )
+    told = f"{len(outcomes)} cases of {workloads} workloads"
+    rows += ["", f"{told}. " + ("All end well." if not bad else "What fell short:"), ""]
+    rows += [f"- {one.name}: {'; '.join(one.wrong)[:300]}" for one in bad]
+    return "\n".join(rows).rstrip()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--report", help="a file for the table")
+    parser.add_argument(
+        "--report", help="a file for cases by kind, and what fell short"
+    )
     parser.add_argument("-k", default="", help="cases whose names hold this")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--verbose", action="store_true", help="print what ranks said")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print what ranks said, and write runs/faults.md",
+    )
     asked = parser.parse_args()
     campaign = Campaign()
     chosen = [case for case in cases() if re.search(asked.k, case.name)]
@@ -402,7 +464,12 @@ def main():
     ordered = [outcomes[number] for number in sorted(outcomes)]
     bad = [one for one in ordered if one.wrong]
     if asked.report:
-        Path(asked.report).write_text(table(ordered) + "\n")
+        machine = f"torch {torch.__version__}, {os.cpu_count()} cores"
+        Path(asked.report).write_text(report(ordered, machine) + "\n")
+    if asked.verbose:
+        place = HERE.parent / "runs" / "faults.md"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(table(ordered) + "\n")
     print(f"{len(ordered)} cases, {len(bad)} end badly")
     return int(bool(bad))
 

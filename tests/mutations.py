@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -918,47 +919,56 @@ def rows_of(outcomes: Sequence[Outcome]) -> dict[str, str]:
     return rows
 
 
-def report(outcomes: Sequence[Outcome], before: str) -> str:
-    """Returns a report in Markdown, a line for each fault.
+def cases(outcomes: Sequence[Outcome], before: str) -> str:
+    """Returns a table in Markdown, a line for each fault.
 
     Args:
         outcomes: of this run.
-        before: an earlier report, from which the lines of other faults are taken.
+        before: an earlier table, from which the lines of other faults are taken.
     """
     lines = re.findall(r"^\| (.+?) \| .+ \| +\d+ \|$", before, re.M)
     kept = re.findall(r"^\| .+ \| +\d+ \|$", before, re.M)
     known = dict(zip(lines, kept, strict=True)) | rows_of(outcomes)
     rows = [known[m.name] for m in MUTATIONS if m.name in known]
-    caught = sum("::" in row.split(" | ")[3] for row in rows)
-    told = f"{caught} of {len(rows)} faults are caught."
-    if len(rows) < len(MUTATIONS):
+    return "\n".join([*COLUMNS, *rows, ""])
+
+
+def report(table: str) -> str:
+    """Returns the short report of a table of `cases`: faults by kind, and those missed."""
+    cells = [row.split(" | ") for row in re.findall(r"^\| .+ \| +\d+ \|$", table, re.M)]
+    caught = [row for row in cells if "::" in row[3]]
+    told = f"{len(caught)} of {len(cells)} faults are caught."
+    if len(cells) < len(MUTATIONS):
         told += (
-            f" {len(MUTATIONS) - len(rows)} more of the list have not been tried here."
+            f" {len(MUTATIONS) - len(cells)} more of the list have not been tried here."
         )
-    return "\n".join([*HEAD, told, "", *COLUMNS, *rows, ""])
+    kinds = Counter(row[1] for row in cells)
+    found = Counter(row[1] for row in caught)
+    lines = [f"| {kind} | {count} | {found[kind]} |" for kind, count in kinds.items()]
+    missed = [f"- Missed: {row[0][2:]}" for row in cells if row not in caught]
+    return "\n".join([*HEAD, told, "", *KINDS, *lines, "", *missed]).rstrip() + "\n"
 
 
 HEAD = (
     "# Faults that tests find",
     "",
-    "```bash",
-    "python tests/mutations.py --report benchmarks/reports/mutations.md",
-    "```",
+    "    python tests/mutations.py --report benchmarks/reports/mutations.md",
     "",
-    "Each line is one fault: a changed line in a copy of the package. The tests named with it "
-    "in `tests/mutations.py` pass without it; it is caught where one of them fails, and the "
-    "first that did is named. Seconds are those of the tests with the fault, and of "
-    "compiling where it is in a compiled loop.",
+    "A fault is a changed line in a copy of the package. It is caught where one of the tests "
+    "named with it in `tests/mutations.py`, which pass without it, fails. Which test caught "
+    "which goes to `runs/mutations.md`, which is not kept under version control.",
     "",
 )
 COLUMNS = ("| fault | kind | file | caught by | seconds |", "|---|---|---|---|---:|")
+KINDS = ("| kind | faults | caught |", "|---|---:|---:|")
+CASES = ROOT / "runs" / "mutations.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if all faults were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--report", type=Path, help="a Markdown file; with -k, other lines of it stay")
+    add("--report", type=Path, help="a Markdown file; with -k, other faults stay in it")
     add("-k", dest="words", default="", help="a pattern to be found in names or kinds")
     add("--jobs", type=int, default=1, help="faults at a time")
     add("--limit", type=float, default=LIMIT, help="seconds for the tests of a fault")
@@ -976,13 +986,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{mutation.kind}: {mutation.name} ({find(mutation).relative_to(ROOT)})"
             )
         return 0
-    known = given.report is not None and given.words and given.report.exists()
-    before = given.report.read_text() if known else ""
+    known = given.report is not None and given.words and CASES.exists()
+    before = CASES.read_text() if known else ""
     outcomes = []
     for outcome in campaign(chosen, given.jobs, given.limit, not given.unchecked):
         outcomes.append(outcome)
         if given.report is not None:  # as far as it has come
-            given.report.write_text(report(outcomes, before))
+            table = cases(outcomes, before)
+            CASES.parent.mkdir(exist_ok=True)
+            CASES.write_text(table)
+            given.report.write_text(report(table))
     missed = [outcome for outcome in outcomes if outcome.verdict != "caught"]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught")
     return int(bool(missed))

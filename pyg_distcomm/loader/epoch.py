@@ -127,7 +127,7 @@ def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
     ax = plt.subplots()[1] if ax is None else ax
     names = [SAMPLE, FETCH, ASSEMBLE, TRAIN]
     colours = dict(
-        zip(names, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True)
+        zip(names, ("#0072B2", "#D55E00", "#009E73", "#999999"), strict=True)
     )
     for place, phases in enumerate(runs.values()):
         top = 0.0
@@ -141,7 +141,7 @@ def plot_phases(runs: Mapping[str, Phases], ax: Any = None) -> Any:
     ax.set_ylabel("seconds in an epoch, summed over threads")
     marks = [Patch(color=colours[name], label=name) for name in names]
     marks.append(Patch(fill=False, hatch="//", label="waiting for ranks"))
-    ax.legend(handles=marks)
+    ax.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return ax
 
 

@@ -153,6 +153,8 @@ class LayerSamplerOutput(SamplerOutput):
     """Extends `SamplerOutput` by weights of edges.
 
     Args:
+        node, row, col, edge, batch, num_sampled_nodes, num_sampled_edges, orig_row,
+        orig_col, metadata: as in PyG's.
         edge_weight: [E] float32, for a layer that takes `edge_weight` (GCNConv with
             `normalize=False, add_self_loops=False`, GraphConv); see `estimators`.
     """

@@ -1,0 +1,172 @@
+"""Completes the site for MkDocs: its address, its pages in order, notebooks and reports.
+
+Pages are the Markdown files of docs/. Beside them, notebooks become pages under tutorials/,
+the reports of benchmarks/ pages under reports/, and REFERENCES, CHANGELOG and CONTRIBUTING
+pages under project/. A link that leaves docs/ for a file of the repository leads to that
+file's page, if it has one, and otherwise to the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = {  # a folder of docs/, and which of its pages come first
+    "tutorials": "Tutorials",
+    "how-to": "How to",
+    "explanation": "Ideas",
+    "reference": "Reference",
+    "papers": "Papers",
+    "reports": "Measured",
+    "project": "Project",
+}
+FIRST = """
+index swap-imports coming-from minibatches choose-a-bulk partition-files choose-a-grid
+compress-halos deep-models checkpoints failures clusters count-bytes trace watch-a-run
+tensors grids halo late-halos bulk stages prices
+core nn loader sampling links plan ops cli
+cagnet varco bulk-sampling gnnpipe sylvie
+full_graph partitioned sampling links late pipeline
+""".split()
+LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.M | re.S)
+
+
+def urls() -> dict[str, str]:
+    """Returns the addresses of pyproject.toml's [project.urls]."""
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.split("[project.urls]\n")[1].split("\n\n")[0]
+    return dict(re.findall(r'^(\w+) = "(.*)"', table, re.M))
+
+
+def added() -> dict[str, Path]:
+    """Returns the pages that are made from files outside docs/, by their place in it."""
+    pages = {
+        f"tutorials/{path.stem}.md": path
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+    }
+    for path in (ROOT / "benchmarks/reports").glob("*.md"):
+        pages[f"reports/{path.name}"] = path
+    pages["reports/index.md"] = ROOT / "benchmarks/README.md"
+    for name in ("REFERENCES", "CHANGELOG", "CONTRIBUTING"):
+        pages[f"project/{name.lower()}.md"] = ROOT / f"{name}.md"
+    return dict(sorted(pages.items()))
+
+
+def titles(pages: list[str]) -> list[Any]:
+    """Returns the pages of one folder in order: those of FIRST, then the others by name."""
+
+    def rank(page: str) -> tuple[int, str]:
+        stem = Path(page).stem
+        return (FIRST.index(stem) if stem in FIRST else len(FIRST), stem)
+
+    return sorted(pages, key=rank)
+
+
+def navigation(pages: list[str]) -> list[Any]:
+    """Returns MkDocs' `nav` for all pages: the first page, then a section a folder."""
+    nav: list[Any] = [
+        "index.md",
+        *titles([p for p in pages if "/" not in p and p != "index.md"]),
+    ]
+    folders = sorted({page.split("/")[0] for page in pages if "/" in page})
+    for folder in [*SECTIONS, *(f for f in folders if f not in SECTIONS)]:
+        within = titles([page for page in pages if page.startswith(f"{folder}/")])
+        if within:
+            nav.append({SECTIONS.get(folder, folder): within})
+    return nav
+
+
+def written() -> list[str]:
+    """Returns the Markdown files of docs/, by their place in it."""
+    return sorted(
+        str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")
+    )
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Sets the site's address and its pages."""
+    config.site_url = urls()["Documentation"]
+    config.repo_url = urls()["Repository"]
+    config.nav = navigation([*written(), *added()])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made from files outside docs/."""
+    for place, path in added().items():
+        if path.suffix == ".ipynb":
+            exporter = MarkdownExporter()
+            text, extras = exporter.from_filename(
+                str(path), {"unique_key": path.stem, "output_files_dir": path.stem}
+            )
+            for name, content in extras["outputs"].items():
+                files.append(
+                    File.generated(config, f"tutorials/{name}", content=content)
+                )
+        else:
+            text = path.read_text()
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Turns links to files of the repository into links to their pages, or to the files."""
+    place = page.file.src_uri
+    made = added()
+    home = made[place].parent if place in made else (ROOT / "docs" / place).parent
+    pages = {path: to for to, path in made.items()}
+
+    def replace(match: re.Match[str]) -> str:
+        before, link, anchor, after = match[1], match[2], match[3] or "", match[4]
+        target = Path(os.path.normpath(home / link))
+        if target in pages:
+            to = os.path.relpath(pages[target], Path(place).parent)
+        elif target.is_relative_to(ROOT / "docs") and target != ROOT / "docs":
+            to = os.path.relpath(target.relative_to(ROOT / "docs"), Path(place).parent)
+        elif target.exists() and target.is_relative_to(ROOT):
+            to = urls()["Repository"] + str(target.relative_to(ROOT))
+        else:
+            to = link
+        return f"{before}{to}{anchor}{after}"
+
+    pieces, end = [], 0
+    for code in CODE.finditer(markdown):
+        pieces += [LINK.sub(replace, markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join(pieces) + LINK.sub(replace, markdown[end:])
+
+
+LABEL = re.compile(r"\]\[([\w./-]+)\]")
+
+
+def readme(text: str) -> str:
+    """Returns README with the addresses of its links: `[text][page]`, made from one base.
+
+    A label is a page's place in docs/ without its ".md", or that of a picture.
+    """
+    body = text.split("\n<!-- links: ")[0].rstrip()
+    base = urls()["Documentation"]
+    lines = []
+    for label in dict.fromkeys(LABEL.findall(body)):
+        page = label.removesuffix("index")
+        lines.append(
+            f"[{label}]: {base}{page}" + ("" if "." in label or page != label else "/")
+        )
+    mark = "<!-- links: written by python docs/hooks.py, from pyproject.toml -->"
+    return body + f"\n\n{mark}\n\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    README = ROOT / "README.md"
+    README.write_text(readme(README.read_text()))

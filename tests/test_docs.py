@@ -1,0 +1,229 @@
+"""Runs every Python block of the documentation, and checks links, pages and docstrings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+from tiers import rarely
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```",
+    re.M | re.S,
+)
+NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.M)
+SOME = {"index.md", "reference/nn.md"}  # pages of the default tier
+
+
+def blocks(text):
+    """Returns (first line, code) of each Python block that runs."""
+    for match in FENCE.finditer(text):
+        if match["language"] != "python" or NOT_RUN.search(text[: match.start()]):
+            continue
+        yield text.count("\n", 0, match.start()) + 2, textwrap.dedent(match["code"])
+
+
+def run(path):
+    """Runs the blocks of a page in order, in one namespace; returns how many there were."""
+    done = 0
+    namespace = {"__name__": "__main__"}
+    for line, code in blocks(path.read_text()):
+        lines = "\n" * (line - 1) + code  # so that errors name the line of the page
+        exec(compile(lines, str(path), "exec"), namespace)
+        done += 1
+    return done
+
+
+def name(path):
+    return str(path.relative_to(DOCS))
+
+
+def scripts():
+    with_code = [path for path in PAGES if list(blocks(path.read_text()))]
+    return [path if name(path) in SOME else rarely(path) for path in with_code]
+
+
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: name(path))
+def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [sys.argv[0]])
+    matplotlib.use("Agg")
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    try:
+        assert run(path) > 0
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def test_pages_that_are_not_run_say_why():
+    for path in PAGES:
+        text = path.read_text()
+        fences = [m for m in FENCE.finditer(text) if m["language"] == "python"]
+        assert len(fences) == len(list(blocks(text))) + len(
+            re.findall("<!-- not run: ", text)
+        )
+
+
+# The reference ---------------------------------------------------------------------------
+
+
+def entries():
+    """Returns the text below each entry of the reference, up to the next, by its name."""
+    found = {}
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        parts = ENTRY.split(path.read_text())
+        found |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    return found
+
+
+def thing(dotted):
+    """Returns what a dotted name of the package leads to."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(dotted)
+
+
+def public():
+    """Returns the public names: {id of what it is: one of its names}."""
+    pdc = importlib.import_module("pyg_distcomm")
+    names = [f"pyg_distcomm.{name}" for name in vars(pdc) if name[0] != "_"]
+    for package in ("nn", "loader"):
+        ours = importlib.import_module(f"pyg_distcomm.{package}")._OURS
+        names += [f"pyg_distcomm.{package}.{name}" for name in ours]
+    for package in ("sampling", "halo", "ops", "halo.codecs", "halo.schedule"):
+        module = importlib.import_module(f"pyg_distcomm.{package}")
+        names += [
+            f"pyg_distcomm.{package}.{name}" for name in vars(module) if name[0] != "_"
+        ]
+    found = {}
+    for dotted in names:
+        one = thing(dotted)
+        where = getattr(one, "__module__", "")
+        if (
+            callable(one)
+            and where.startswith("pyg_distcomm")
+            and dotted.split(".")[-1][0].isalpha()
+        ):
+            found.setdefault(id(one), dotted)
+    return found
+
+
+# of `halo.schedule`: what only links use among themselves
+INNER = {"LossTrend", "Ramp", "RateScheduler", "bits_of", "with_bits", "total_bytes"}
+
+
+def test_every_public_name_has_an_entry():
+    told = {id(thing(name)) for name in entries()}
+    missing = sorted(
+        name
+        for one, name in public().items()
+        if one not in told and name.split(".")[-1] not in INNER
+    )
+    assert not missing, f"add `::: NAME` and an example to docs/reference/: {missing}"
+
+
+@pytest.mark.parametrize("dotted", sorted(entries()))
+def test_an_entry_has_a_docstring_and_an_example(dotted):
+    one, below = thing(dotted), entries()[dotted]
+    text = inspect.getdoc(one) or ""
+    assert text, f"{dotted} has no docstring"
+    assert list(blocks(below)), f"{dotted} has no example below it"
+    call = one.__init__ if inspect.isclass(one) and "__init__" in vars(one) else one
+    if not inspect.isfunction(call) or "Args:" not in text:
+        return
+    given = {
+        name: parameter
+        for name, parameter in inspect.signature(call).parameters.items()
+        if name[0] != "_" and name not in PASSED_ON
+    }
+    untold = [name for name in given if not re.search(rf"\b{name}\b", text)]
+    assert not untold, f"{dotted} does not say what these are: {untold}"
+    if call.__module__.startswith("pyg_distcomm"):
+        untyped = [n for n, p in given.items() if p.annotation is p.empty]
+        assert not untyped, f"{dotted} does not say the types of {untyped}"
+
+
+# what is handed on to PyG, or made by the package itself
+PASSED_ON = {"self", "cls", "args", "kwargs", "options"}
+
+
+# Links -----------------------------------------------------------------------------------
+
+
+def test_links_of_readme_are_made_from_one_base():
+    hooks = _hooks()
+    text = (ROOT / "README.md").read_text()
+    assert text == hooks.readme(text), "run python docs/hooks.py"
+    made = {*hooks.written(), *hooks.added()}
+    for label in hooks.LABEL.findall(text.split("<!-- links: ")[0]):
+        assert f"{label}.md" in made or (DOCS / label).is_file(), label
+    assert not re.findall(r"\]\((?!https?://)", text), (
+        "a link that breaks off the repository"
+    )
+
+
+def test_every_page_is_in_the_navigation():
+    hooks = _hooks()
+    pages = [*hooks.written(), *hooks.added()]
+    nav = hooks.navigation(pages)
+    listed = [one for one in nav if isinstance(one, str)]
+    listed += [
+        page
+        for one in nav
+        if isinstance(one, dict)
+        for some in one.values()
+        for page in some
+    ]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text().split("<!-- links: ")[0]
+    assert len(text.splitlines()) <= 140
+
+
+def test_notebooks_are_compared_by_words_and_numbers():
+    pytest.importorskip("nbclient")
+    differences = _imported("run", ROOT / "notebooks").differences
+    assert differences("bytes ----- 1,200", "bytes ------- 1,201") == []
+    assert differences("exact  1,200", "exact  1,201") == []
+    assert differences("exact 1,200", "exact 1,300") == [
+        "1,200 is stored, 1,300 came now"
+    ]
+    assert differences("exact 1,200", "exact 1,300", anything=True) == []
+    assert "other words" in differences("exact 1,200", "late 1,200", anything=True)[0]
+    assert (
+        "other words" in differences("exact 1,200", "exact 1,200 3", anything=True)[0]
+    )
+
+
+def _hooks():
+    pytest.importorskip("nbconvert")
+    return _imported("hooks", DOCS)
+
+
+def _imported(module, folder):
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(str(folder))
