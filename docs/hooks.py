@@ -36,6 +36,7 @@ core nn loader sampling links plan ops cli
 cagnet varco bulk-sampling gnnpipe sylvie
 full_graph partitioned sampling links late pipeline
 """.split()
+PLACEHOLDER = "example.org"  # the host, until there is one
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.M | re.S)
 
@@ -153,16 +154,20 @@ LABEL = re.compile(r"\]\[([\w./-]+)\]")
 def readme(text: str) -> str:
     """Returns README with the addresses of its links: `[text][page]`, made from one base.
 
-    A label is a page's place in docs/ without its ".md", or that of a picture.
+    A label is a page's place in docs/ without its ".md", or that of a picture. While the base
+    is a placeholder, links lead to the files of the repository.
     """
     body = text.split("\n<!-- links: ")[0].rstrip()
-    base = urls()["Documentation"]
+    base, files = urls()["Documentation"], added()
     lines = []
     for label in dict.fromkeys(LABEL.findall(body)):
         page = label.removesuffix("index")
-        lines.append(
-            f"[{label}]: {base}{page}" + ("" if "." in label or page != label else "/")
-        )
+        link = f"{base}{page}" + ("" if "." in label or page != label else "/")
+        if PLACEHOLDER in base:
+            name = label if "." in label else f"{label}.md"
+            path = files.get(name, ROOT / "docs" / name)
+            link = path.relative_to(ROOT).as_posix()
+        lines.append(f"[{label}]: {link}")
     mark = "<!-- links: written by python docs/hooks.py, from pyproject.toml -->"
     return body + f"\n\n{mark}\n\n" + "\n".join(lines) + "\n"
 
