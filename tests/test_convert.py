@@ -218,7 +218,9 @@ def test_what_becomes_what():
     )
     kinds = [DistGCNConv, DistSAGEConv, HaloConv, DistBatchNorm, Linear]
     assert [type(m) for m in model.values()] == kinds
-    with pytest.raises(TypeError, match=r"convert takes a torch\.nn\.Module, got int"):
+    with pytest.raises(
+        TypeError, match=r"convert takes a model, a torch\.nn\.Module, got int"
+    ):
         pdc.convert(3)
 
 

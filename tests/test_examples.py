@@ -69,7 +69,7 @@ def example(name):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short_and_imports_the_package_alone(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 130
     assert lines[0].startswith("# torchrun --nproc-per-node ")
     assert lines[1].startswith('"""')
 

@@ -119,7 +119,8 @@ def partition(
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    about = mesh.size, method or "metis", len(share.node_gid), len(share.edge_gid)
+    how = "metis" if method is None else method if isinstance(method, str) else "owner"
+    about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return _with_sparse(
         _linked(_assemble(share, mesh, oblivious), link), weight, looped
