@@ -23,6 +23,7 @@ from pyg_distcomm.partition.pyg_folder import (
     read_pyg_folder,
     read_pyg_partition,
 )
+from pyg_distcomm.pipeline.schedule import BUBBLE
 from pyg_distcomm.plan.degree_distribution import LAWS, RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
@@ -69,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
     parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
     parser.add_argument(
+        "--bubble", type=float, default=BUBBLE, help="share of turns stages may be idle"
+    )
+    parser.add_argument(
         "--skips", type=whole(0), default=0, help="values beside x at borders"
     )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
@@ -98,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         codecs=arguments.codec,
         pipeline=arguments.pipeline,
         chunks=arguments.chunks,
+        bubble=arguments.bubble,
         skips=arguments.skips,
     )
     print(found.to_json() if arguments.json else found)
