@@ -114,9 +114,9 @@ def steps(
         opt.step()
 
 
-def cut_into(data: Data, chunks: int, seed: int) -> torch.Tensor:
-    """Returns the chunk of each node: the graph cut as `Pipeline` cuts it."""
-    return cut(data.edge_index, data.num_nodes, chunks, "metis", seed=seed).owner.long()
+def cut_into(data: Data, chunks: int, seed: int, cutter: str = "metis") -> torch.Tensor:
+    """Returns the chunk of each node; `Pipeline` cuts by METIS."""
+    return cut(data.edge_index, data.num_nodes, chunks, cutter, seed=seed).owner.long()
 
 
 def trained(
@@ -125,7 +125,7 @@ def trained(
     """Trains a way from a seed, and returns its curve and its score."""
     mesh = pdc.init(seed=seed)
     data = graph(name, args.root, 0, seed)
-    chunk = cut_into(data, chunks, seed)
+    chunk = cut_into(data, chunks, seed, args.cutter)
     share = whole = pdc.partition(data, mesh)
     if way == CUT:
         share = pdc.partition(within(data, chunk), mesh)
@@ -152,7 +152,7 @@ def cosines(
     mesh = pdc.init(seed=seed)
     data = graph(name, args.root, 0, seed)
     share = pdc.partition(data, mesh)
-    chunk = cut_into(data, chunks, seed)
+    chunk = cut_into(data, chunks, seed, args.cutter)
     pipe = made(way, data, share, chunk, args, seed)
     exact = made(FULL, data, share, 1, args, seed)
     found = {}
@@ -208,6 +208,7 @@ def aligned(found: dict[tuple[str, int], list[dict]]) -> str:
 def key_of(run: str, name: str, args: argparse.Namespace, *which: Any) -> str:
     """Returns what a run is known by in the file of those found."""
     how = args.model, args.depth, args.width, args.lr, args.dropout, args.epochs
+    how = (*how, args.cutter)
     return "|".join(map(str, (run, name, *how, *which)))
 
 
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--chunks", type=int, nargs="+", default=[9, 21])
+    parser.add_argument("--cutter", default="metis", help="random: most edges between")
     known = "all", FULL, CUT, *WAYS
     parser.add_argument("--ways", nargs="+", default=["all"], choices=known)
     parser.add_argument("--seeds", type=int, default=3)

@@ -159,6 +159,7 @@ def test_seconds_have_the_bubble_and_memory_its_share():
         one = pdc.plan(graph, widths, 4, machine=machine, pipeline=True, bubble=most)
         one = one.of((1, 1, 1), stages=4)
         assert one.chunks == fewest_chunks(4, most)
+        assert one.to_dict()["bubble"] == one.bubble == bubble(4, one.chunks)
         assert f"{one.chunks} chunks, bubble {bubble(4, one.chunks):.0%}" in one.remark
         idle = one.seconds * (1 - bubble(4, one.chunks))
         assert idle == pytest.approx(busy[0], rel=1e-6)
