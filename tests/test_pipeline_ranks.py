@@ -51,7 +51,7 @@ def _train(
         sent = ledger.messages() - ledger.messages("all_reduce", "world")
         assert sum(p.messages for p in parts) == sent
         opt.step()
-    chunk = kwargs["chunks"]
+    chunk = kwargs.get("chunks", 1)
     if not isinstance(chunk, int):  # of the whole graph, on every rank
         apart = (chunk[data.edge_index[0]] != chunk[data.edge_index[1]]).double()
         assert pipe.crossing == float(apart.mean() if len(apart) else 0)

@@ -163,7 +163,7 @@ CROSSING = 0.5  # the share of edges between chunks from which on a pipeline war
 def _frames_of_package() -> int:
     """Returns the `stacklevel` that leads a warning to the script's own line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("pyg_distcomm.", "torch.")
     ):
         level, frame = level + 1, frame.f_back
