@@ -233,6 +233,7 @@ def _pipeline(
         model,
         mesh,
         chunks=args.chunks * mesh.stage.size,
+        order=args.order,
         history_refresh=args.refresh,
         gradient=args.gradient,
     )

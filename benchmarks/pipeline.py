@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=100)
     parser.add_argument("--chunks", type=int, default=4, help="for each stage")
     parser.add_argument("--refresh", type=int, default=1, help="epochs of one history")
+    parser.add_argument("--order", default="alternating", help="of chunks")
     parser.add_argument("--gradient", default="surrogate")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="ways so named, and the bases")

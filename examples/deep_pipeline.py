@@ -75,7 +75,8 @@ def pipelined(whole, model, args):
 
     pipe.eval_step(data, accuracy_of)  # plans
     if mesh.everyone.rank == 0:
-        print(f"{pipe.schedule}\nlayers of each stage: {pipe.balance}\n")
+        between = f"{pipe.crossing:.1%} of the edges lie between chunks"
+        print(f"{pipe.schedule}\nlayers of each stage: {pipe.balance}; {between}\n")
     return mesh, data, train, lambda: pipe.eval_step(data, accuracy_of)
 
 
@@ -86,7 +87,7 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--stages", type=int, help="one a rank; fewer: the hybrid")
-    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--chunks", type=int, help="else as few as the bubble allows")
     parser.add_argument("--epochs", type=int, default=10)
     args, world = parser.parse_args(), pdc.init()
     size, args.stages = world.size, args.stages or world.size

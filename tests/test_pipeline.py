@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
+import tiers
 import torch
 import worlds
 from pipelines import STACKS, BruteForce, loss_of, run_plain, stack_of, trained
@@ -24,6 +26,7 @@ from torch_geometric.nn import (
 
 import pyg_distcomm as pdc
 from pyg_distcomm.pipeline.history_buffer import History
+from pyg_distcomm.pipeline.pipeline import CROSSING
 from pyg_distcomm.pipeline.warmup import measured_costs
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -84,6 +87,68 @@ def test_gradients_are_those_of_autograd_with_constant_history(
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_gradients_between_chunks_follow_their_rule(name, gradient, rule):
     _compare(name, rule, gradient=gradient, damping=0.25)
+
+
+@pytest.mark.parametrize("order", ["alternating", "shuffled"])
+@pytest.mark.parametrize(
+    ("gradient", "rule", "refresh"),
+    [
+        ("stale", (1.0, 1.0), 1),
+        tiers.rarely("stale", (1.0, 1.0), 3),
+        tiers.rarely("scaled", (0.0, 2.0), 3),
+        tiers.rarely("damped", (0.5, 1.0), 1),
+        tiers.rarely("surrogate", (0.0, 1.0), 2),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["gcnii", tiers.rarely("jumping"), tiers.rarely("gat")]
+)
+def test_orders_train_as_defined(name, gradient, rule, refresh, order):
+    _compare(
+        name, rule, gradient=gradient, history_refresh=refresh, order=order, epochs=5
+    )
+
+
+def test_an_order_and_its_reverse_have_each_edge_fresh_once_in_two_epochs():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=5)
+    pipe(share)
+    draws = set()
+    for epoch in range(0, 12, 2):
+        first, second = pipe.order_of(epoch), pipe.order_of(epoch + 1)
+        draws.add(tuple(first))
+        for a, b in itertools.permutations(range(5), 2):
+            fresh = [order.index(a) < order.index(b) for order in (first, second)]
+            assert sum(fresh) == 1
+    assert len(draws) > 3
+
+
+def test_edges_between_chunks_are_counted_and_warned_of():
+    data, share, mesh = _share()
+    source, target = data.edge_index
+    for chunk in (torch.arange(60) * 7 % 5, torch.arange(60) // 30, torch.zeros(60)):
+        pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=chunk.long())
+        with pytest.raises(ValueError, match="first sees the data"):
+            pipe.crossing  # noqa: B018
+        assert "chunks" not in repr(pipe).split("(layers)")[0]
+        want = float((chunk[source] != chunk[target]).double().mean())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            pipe(share)
+        assert pipe.crossing == pytest.approx(want)
+        assert f"{want:.1%} of edges between" in repr(pipe)
+        assert [str(one.message)[:3] for one in told] == (
+            [f"{want:.0%}"] if want > CROSSING else []
+        )
+        assert all(one.filename == __file__ for one in told)
+
+
+def test_without_chunks_the_bubble_chooses_them():
+    _, share, mesh = _share()
+    pipe = pdc.Pipeline(stack_of("gcn"), mesh)
+    pipe(share)
+    assert len(pipe.order_of(0)) == 1  # one stage is never idle
+    assert pipe.crossing == 0
 
 
 @pytest.mark.parametrize("refresh", [1, 3])
@@ -225,7 +290,9 @@ class _Centred(torch.nn.Module):
         (None, {"chunks": "4"}, ValueError, "chunks must be a whole number"),
         (None, {"history_refresh": 0}, ValueError, "history_refresh"),
         (None, {"history_refresh": None}, ValueError, "history_refresh"),
-        (None, {"order": "any"}, ValueError, "shuffled, fixed"),
+        (None, {"order": "any"}, ValueError, "alternating, shuffled, fixed"),
+        (None, {"bubble": 0}, ValueError, "bubble must be a number between 0 and 1"),
+        (None, {"bubble": "x"}, ValueError, "bubble must be a number between 0 and 1"),
         (None, {"gradient": "none"}, ValueError, "surrogate, scaled, stale, damped"),
         (None, {"damping": 2}, ValueError, "between 0 and 1"),
         (None, {"damping": None}, ValueError, "damping=None must be a number"),

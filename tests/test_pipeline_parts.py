@@ -28,8 +28,15 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
     supposed_costs,
 )
-from pyg_distcomm.pipeline.pipeline import bubble, hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import Action, StageSchedule, fill_drain, verify
+from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
+from pyg_distcomm.pipeline.schedule import (
+    Action,
+    StageSchedule,
+    bubble,
+    fewest_chunks,
+    fill_drain,
+    verify,
+)
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -206,6 +213,15 @@ def test_prices_are_those_of_the_paper():
     both = hybrid_words(100, 8, 1, 2, layers=3, replication=0.5, weights=50)
     assert both == 2 * 3 * 0.5 * 800 + 100
     assert bubble(8, 32) == pytest.approx(0.179, abs=1e-3)
+
+
+@pytest.mark.parametrize("most", [0.1, 0.25, 1 / 3, 0.5, 0.9])
+def test_the_fewest_chunks_are_those_that_the_bubble_allows(most):
+    for stages in range(1, 33):
+        chunks = fewest_chunks(stages, most)
+        assert bubble(stages, chunks) <= most + 1e-9
+        assert chunks == 1 or bubble(stages, chunks - 1) > most
+    assert [fewest_chunks(stages) for stages in (1, 2, 4, 8)] == [1, 3, 9, 21]
 
 
 def test_stages_share_out_ranks():

@@ -20,7 +20,8 @@ from torch_geometric.nn import (
 import pyg_distcomm as pdc
 from pyg_distcomm.cli import main
 from pyg_distcomm.halo.codecs import Bitmap, Quantise, RowSample
-from pyg_distcomm.pipeline.pipeline import bubble, hybrid_words, stage_words
+from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
+from pyg_distcomm.pipeline.schedule import bubble, fewest_chunks
 from pyg_distcomm.plan.machine import Wire
 
 SAMPLE = RowSample(10, values=Quantise(1))
@@ -154,6 +155,18 @@ def test_seconds_have_the_bubble_and_memory_its_share():
     }
     busy = [one.seconds * (1 - bubble(4, m)) for m, one in found.items()]
     assert busy[0] == pytest.approx(busy[1], rel=1e-6)
+    for most in (0.25, 0.5):  # without chunks, the fewest for so large a bubble
+        one = pdc.plan(graph, widths, 4, machine=machine, pipeline=True, bubble=most)
+        one = one.of((1, 1, 1), stages=4)
+        assert one.chunks == fewest_chunks(4, most)
+        assert one.to_dict()["bubble"] == one.bubble == bubble(4, one.chunks)
+        assert f"{one.chunks} chunks, bubble {bubble(4, one.chunks):.0%}" in one.remark
+        idle = one.seconds * (1 - bubble(4, one.chunks))
+        assert idle == pytest.approx(busy[0], rel=1e-6)
+    with pytest.raises(ValueError, match="bubble must be a number between 0 and 1"):
+        pdc.plan(graph, widths, 4, pipeline=True, bubble=1)
+    with pytest.raises(ValueError, match="add pipeline=True"):
+        pdc.plan(graph, widths, 4, bubble=0.5)
     exact = pdc.plan(graph, widths, 4, pipeline=True, chunks=1).of((1, 1, 1), stages=4)
     assert exact.exact
     kept = 3 * 6400 * 32 * 4 * 8 / 4

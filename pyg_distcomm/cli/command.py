@@ -257,6 +257,9 @@ def _plan_machine(parser: _Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
     parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
     parser.add_argument(
+        "--bubble", type=float, default=0.25, help="share of turns stages may be idle"
+    )
+    parser.add_argument(
         "--skips", type=whole(0), default=0, help="values beside x at borders"
     )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")

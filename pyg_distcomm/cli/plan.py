@@ -61,6 +61,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         codecs=arguments.codec,
         pipeline=arguments.pipeline,
         chunks=arguments.chunks,
+        bubble=arguments.bubble,
         skips=arguments.skips,
     )
     print(found.to_json() if arguments.json else found)

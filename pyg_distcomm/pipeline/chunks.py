@@ -107,6 +107,7 @@ class ChunkPlan:
         topology: the share.
         links: for each chunk, the exchange of its rows among the ranks of a stage.
         everything: the same for all chunks at once.
+        crossing: the share of the graph's edges whose ends are in two chunks.
     """
 
     topology: Topology
@@ -117,6 +118,7 @@ class ChunkPlan:
     target: Tensor
     links: tuple[Link, ...]
     everything: Link
+    crossing: float = 0.0
     _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
     _slots: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, repr=False
@@ -251,6 +253,9 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     edge = Cut.of(chunk[here.target_lid.cpu()], count)
     place = torch.cat([own.place, len(nodes) + ghost.place])
     links = tuple(_link(topology, own, ghost, c) for c in range(count))
+    ends = every[here.source_lid.cpu()], chunk[here.target_lid.cpu()]
+    apart = torch.tensor([int((ends[0] != ends[1]).sum()), len(ends[0])])
+    crossed, edges = collectives.all_reduce(apart, mesh.world).tolist()
     home = topology.device
     slot = own.place[here.halo.send_slot.cpu()]
     return ChunkPlan(
@@ -262,6 +267,7 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
         own.place[here.target_lid.cpu()[edge.order]].to(home),
         links,
         replace(here.halo, send_slot=slot.to(home)),
+        crossed / max(edges, 1),
     )
 
 

@@ -259,7 +259,7 @@ def seconds_of(run: Callable[[], object], times: int = 3) -> float:
     return min(taken)
 
 
-ORDERS = ("shuffled", "fixed")
+ORDERS = ("alternating", "shuffled", "fixed")
 _PATIENCE = 10.0  # seconds for ranks that compute alike to fail alike
 _KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +46,14 @@ from pyg_distcomm.pipeline.epoch import (
 )
 from pyg_distcomm.pipeline.history_buffer import GradientRule, History
 from pyg_distcomm.pipeline.layer_stack import StackLayer, cut_layers, read_stack
-from pyg_distcomm.pipeline.schedule import ActionSpan, StageSchedule, schedule_of
+from pyg_distcomm.pipeline.schedule import (
+    BUBBLE,
+    ActionSpan,
+    StageSchedule,
+    bubble,
+    fewest_chunks,
+    schedule_of,
+)
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
@@ -79,11 +88,6 @@ def hybrid_words(
     """
     rows = 2 * layers * replication * n * d
     return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights
-
-
-def bubble(stages: int, chunks: int) -> float:
-    """Returns the share of turns in which a stage is idle, (S - 1) / (M + S - 1)."""
-    return (stages - 1) / (chunks + stages - 1)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,17 @@ def _reduced(numel: int, size: int) -> Price:
 
 
 _ORDER = 0x0DE2  # sets the keys of orders apart
+CROSSING = 0.5  # the share of edges between chunks from which on a pipeline warns
+
+
+def _frames_of_package() -> int:
+    """Returns the `stacklevel` that leads a warning to the script's own line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("pyg_distcomm.", "torch.")
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Pipeline(torch.nn.Module):
@@ -186,10 +201,15 @@ class Pipeline(torch.nn.Module):
             what it reads; between stages rows are exact.
         data: the share, if layers are to be shared out by their measured seconds; else each
             that reads neighbours counts as one.
-        chunks: how many chunks, or the chunk of each node `[num_nodes]`; without, four for
-            each stage. METIS cuts them, within the ranks of a stage.
+        chunks: how many chunks, or the chunk of each node `[num_nodes]`. METIS cuts them,
+            within the ranks of a stage. The fewer, the nearer to the full graph; without,
+            the fewest that `bubble` allows.
+        bubble: the share of turns that a stage may be idle, where chunks are not given:
+            M = (S - 1)(1 - bubble) / bubble, so that 1/4 is 3 (S - 1) chunks.
         history_refresh: for how many epochs history stays as it is, R.
-        order: "shuffled" has chunks come in another order each epoch, "fixed" as they are.
+        order: of chunks. "alternating" draws one every other epoch, and reverses it in
+            between: of two epochs each edge between chunks is read fresh in one, both ways.
+            "shuffled" draws one every epoch, "fixed" takes them as they are numbered.
         gradient: of neighbours whose history was read: "surrogate" drops it, which gives
             exact gradients of what was computed; "scaled" counts those of other chunks that
             are known twice; "stale" takes last epoch's; "damped" takes last epoch's times
@@ -216,8 +236,9 @@ class Pipeline(torch.nn.Module):
         data: Data | None = None,
         *,
         chunks: int | Tensor | None = None,
+        bubble: float = BUBBLE,
         history_refresh: int = 1,
-        order: str = "shuffled",
+        order: str = "alternating",
         gradient: str = "surrogate",
         recompute: bool = True,
         balance: Sequence[int] | None = None,
@@ -234,13 +255,15 @@ class Pipeline(torch.nn.Module):
             )
         self.mesh, self.epoch, self.recompute = mesh, 0, recompute
         self.order, self.refresh = order, history_refresh
-        self._chunks: Any = 4 * mesh.stage.size if chunks is None else chunks
+        self._chunks: Any = chunks
         self._seed = mesh.seed if seed is None else seed
         folder = None if history_path is None else Path(history_path)
         self._history = history_dtype, folder
         self.timeline: list[ActionSpan] = []
         with layer_stack.on_all_ranks(mesh):
             self._rule = GradientRule.of(gradient, damping)
+            fewest = fewest_chunks(mesh.stage.size, bubble)
+            self._chunks = fewest if chunks is None else chunks
             whole = {"chunks": self._chunks, "history_refresh": history_refresh}
             layer_stack.check_options(mesh, order, whole, self._seed, history_dtype)
             stack = read_stack(layers)
@@ -300,6 +323,13 @@ class Pipeline(torch.nn.Module):
         with layer_stack.on_all_ranks(self.mesh):
             edge_index = layer_stack.check_share(data, self.mesh)
         plan = plan_chunks(edge_index, self._chunks, self._seed)
+        if plan.crossing > CROSSING and self.mesh.everyone.rank == 0:
+            warnings.warn(
+                f"{plan.crossing:.0%} of the edges lie between the {plan.chunks} chunks; "
+                f"above {CROSSING:.0%} chunks were measured to cost accuracy "
+                "(docs/papers/gnnpipe.md). Give fewer chunks, or a larger bubble",
+                stacklevel=_frames_of_package(),
+            )
         keep = self._new_history if plan.chunks > 1 else None
         self._run = ChunkPass(plan, self._rule, keep, self._seed)
 
@@ -353,6 +383,21 @@ class Pipeline(torch.nn.Module):
         """What each stage does in an epoch, verified."""
         return schedule_of(self.mesh.stage.size, self._count())
 
+    @property
+    def crossing(self) -> float:
+        """The share of edges between chunks, which are read late in one epoch of two."""
+        self._count()
+        return self._run.plan.crossing  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        """Says what is cut how; of chunks, once data were seen."""
+        cut = f"stages={self.mesh.stage.size}, balance={list(self.balance)}"
+        if self._run is not None:
+            count = self._count()
+            idle = bubble(self.mesh.stage.size, count)
+            cut += f", chunks={count} ({idle:.1%} bubble, {self.crossing:.1%} of edges between)"
+        return f"{cut}, order={self.order}, history_refresh={self.refresh}"
+
     def _count(self) -> int:
         if self._run is None:
             raise ValueError("chunks are cut when the pipeline first sees the data")
@@ -363,8 +408,10 @@ class Pipeline(torch.nn.Module):
         count = self._count()
         if self.order == "fixed":
             return list(range(count))
-        key = random.fold(self._seed, _ORDER, epoch)
-        return [int(c) for c in random.keyed_permutation(key, count)]
+        turns = 2 if self.order == "alternating" else 1  # epochs of one draw
+        key = random.fold(self._seed, _ORDER, epoch // turns)
+        order = [int(c) for c in random.keyed_permutation(key, count)]
+        return order[::-1] if epoch % turns else order
 
     def train_step(self, data: Data, loss_fn: Loss) -> Tensor:
         """Runs one epoch forward and backward; `opt.step()` is the script's.

@@ -13,11 +13,32 @@ while the chunk before it is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BUBBLE = 0.25  # the share of turns that stages may be idle, where chunks are not given
 AHEAD = 2  # chunks whose messages are awaited while another is computed
 _LETTERS = {"forward": "F", "backward": "B", "loss": "L"}
+
+
+def bubble(stages: int, chunks: int) -> float:
+    """Returns the share of turns in which a stage is idle, (S - 1) / (M + S - 1)."""
+    return (stages - 1) / (chunks + stages - 1)
+
+
+def fewest_chunks(stages: int, most: float = BUBBLE) -> int:
+    """Returns the least number of chunks whose bubble is at most so large.
+
+    M = ceil((S - 1) (1 - b) / b): 3, 9 and 21 for 2, 4 and 8 stages and b = 1 / 4. Of
+    one stage it is 1, the full graph.
+
+    Raises:
+        ValueError: for a bubble that is no share.
+    """
+    if isinstance(most, (bool, str)) or not 0 < float(most) < 1:
+        raise ValueError(f"bubble must be a number between 0 and 1, got {most!r}")
+    return max(1, math.ceil((stages - 1) * (1 - most) / most - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -72,8 +93,7 @@ class StageSchedule:
     @property
     def bubble(self) -> float:
         """The share of turns in which a stage is idle: (S - 1) / (M + S - 1)."""
-        idle = len(self.stages) - 1
-        return idle / (self.chunks + idle)
+        return bubble(len(self.stages), self.chunks)
 
     def spans(self, forward: float = 1.0, backward: float = 1.0) -> list[ActionSpan]:
         """Returns when each chunk is computed, if transfers take no time.

@@ -31,6 +31,7 @@ from pyg_distcomm.partition.cutters import (
     takes_grid,
 )
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.pipeline.schedule import BUBBLE
 from pyg_distcomm.plan.calibrate import calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
@@ -287,7 +288,8 @@ def _checked(
     What can be refused before anything is timed, is.
     """
     machine, method = asked["machine"], asked["partition"]
-    check_options(machine, asked["memory"], (asked["pipeline"], None, 0), (None, None))
+    stages = asked["pipeline"], None, BUBBLE, 0
+    check_options(machine, asked["memory"], stages, (None, None))
     codecs = _names(asked["codecs"])
     if isinstance(method, str):
         check_method(method)

@@ -23,6 +23,7 @@ from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.pipeline.layer_stack import check_untied, cut_layers
+from pyg_distcomm.pipeline.schedule import BUBBLE, bubble, fewest_chunks
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.cost import PASSES, Move, sum_messages
 from pyg_distcomm.plan.machine import Machine, Wire
@@ -31,7 +32,6 @@ from pyg_distcomm.plan.plans import Plan
 from pyg_distcomm.plan.traffic import Array, Flow
 from pyg_distcomm.plan.training import LOSS_ITEM, LOSS_WORDS, Training
 
-CHUNKS = 4  # for each stage, as `Pipeline` has it
 BACK = (
     3  # a backward pass to a forward pass: two products for one, and it computes again
 )
@@ -75,7 +75,7 @@ class LayerProfile:
         share: what so many ranks exchange for a layer; raises ValueError with the reason
             if the graph cannot be cut for them.
         nodes: of the graph.
-        chunks: how many; None is `CHUNKS` for each stage.
+        chunks: how many; None is the fewest that the bubble allows, as in `Pipeline`.
         machine: the figures for seconds.
         links: by which rows may travel inside a stage; None is the exact one.
         dtype: of the rows.
@@ -89,6 +89,7 @@ class LayerProfile:
     machine: Machine
     links: Sequence[Coding | None] = (None,)
     dtype: torch.dtype = torch.float32
+    bubble: float = BUBBLE
 
     def plans(self, size: int) -> list[Plan]:
         """Returns a plan, or the reason against it, for each way to cut so many ranks."""
@@ -104,7 +105,8 @@ class LayerProfile:
         return found
 
     def _plan(self, size: int, stages: int, coding: Coding | None) -> Plan:
-        chunks = CHUNKS * stages if self.chunks is None else self.chunks
+        fewest = fewest_chunks(stages, self.bubble)
+        chunks = fewest if self.chunks is None else self.chunks
         grid = size // stages, 1, 1
         none = Plan(grid, stages=stages, chunks=chunks, exact=False)
         if coding is not None:
@@ -153,7 +155,8 @@ class LayerProfile:
         loses = between + inside >= other
         why = "it loses: the model is too shallow, or few edges are cut"
         return (
-            f"{cut.stages} stages x {cut.ways}: (S-1)(1+s) = {between}{more} rows a node "
+            f"{cut.stages} stages x {cut.ways}, {cut.chunks} chunks, bubble "
+            f"{bubble(cut.stages, cut.chunks):.0%}: (S-1)(1+s) = {between}{more} rows a node "
             f"each way, against L alpha(P) = {other:.3g} of graph parallelism: "
             f"{why if loses else f'{other / (between + inside):.3g} times fewer'}"
         )

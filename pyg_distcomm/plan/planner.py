@@ -20,6 +20,7 @@ from pyg_distcomm.graph.product_cache import ORDERS, MultiplyOrder
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
@@ -85,7 +86,7 @@ def _integer(value: Any) -> int | None:
 def check_options(
     machine: Any,
     memory: Any,
-    stages: tuple[bool, Any, Any],
+    stages: tuple[bool, Any, Any, Any],
     grids: tuple[Grid | None, str | None],
 ) -> None:
     """Refuses options of wrong types, and those that would be ignored."""
@@ -101,13 +102,13 @@ def check_options(
         )
     if memory is not None and not memory > 0:
         raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
-    pipeline, chunks, skips = stages
+    pipeline, chunks, most, skips = stages
     if pipeline and grids != (None, None):
         raise ValueError(
             "pipeline=True plans for stages beside all grids; leave algorithm and grid out"
         )
-    if not pipeline and (chunks is not None or skips != 0):
-        raise ValueError("chunks and skips are of stages; add pipeline=True")
+    if not pipeline and (chunks is not None or skips != 0 or most != BUBBLE):
+        raise ValueError("chunks, bubble and skips are of stages; add pipeline=True")
 
 
 def check_width(graph: Any, first: int, inputs: str) -> None:
@@ -240,6 +241,7 @@ def plan(
     codecs: Sequence[Asked] = (),
     pipeline: bool = False,
     chunks: int | None = None,
+    bubble: float = BUBBLE,
     skips: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Plans: ...
@@ -261,6 +263,7 @@ def plan(
     codecs: Sequence[Asked] = (),
     pipeline: bool = False,
     chunks: int | None = None,
+    bubble: float = BUBBLE,
     skips: int = 0,
     dtype: torch.dtype | None = None,
     loader: Mapping[str, Any] | None = None,
@@ -290,8 +293,9 @@ def plan(
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
-            over nodes. Inside stages of several ranks rows also travel by each of `codecs`.
-        chunks, skips: of nodes; values beside x that cross all borders (GCNII: 1).
+            over nodes. In stages of several ranks rows travel by each of `codecs` too.
+        chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
+        skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
         loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
             mesh, machine, memory (beside the share), partition and seed.
@@ -301,7 +305,8 @@ def plan(
 
     Price: O(edges) once and O(volume) a grid; a `RandomGraph`, milliseconds a grid.
     """
-    check_options(machine, memory, (pipeline, chunks, skips), (grid, algorithm))
+    staged = pipeline, chunks, bubble, skips
+    check_options(machine, memory, staged, (grid, algorithm))
     size = ranks_of(ranks, mesh, partition)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
@@ -316,7 +321,8 @@ def plan(
     found, links = [], codings(codecs)
     if pipeline:
         given = (model, graph, skips), (source, partition, seed)
-        found += _pipelines(*given, training, chunks, machine, size, links, dtype)
+        many = chunks, bubble
+        found += _pipelines(*given, training, many, machine, size, links, dtype)
     how = source, training, machine, links, dtype
     found += _on_grids(_grids(size, algorithm, grid), cutting, *how)
     ranked, refused = _ranked(found, training, machine, memory)
@@ -390,7 +396,7 @@ def _pipelines(
     read: tuple[Any, Any, int],
     cutting: tuple[CutEdges | RandomGraph, Any, int],
     training: Training,
-    chunks: int | None,
+    many: tuple[int | None, float],
     machine: Machine,
     size: int,
     links: list[Coding | None],
@@ -398,6 +404,8 @@ def _pipelines(
 ) -> list[Plan]:
     """Returns the plans of all numbers of stages."""
     (model, graph, skips), (source, partition, seed) = read, cutting
+    chunks, most = many
+    fewest_chunks(1, most)  # refuses what is no share
     for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
         if value is not None and (type(value) is not int or value < least):
             raise ValueError(
@@ -429,7 +437,7 @@ def _pipelines(
             return [Plan((size // d, 1, 1), stages=d, reason=str(error)) for d in sizes]
     nodes = source.nodes if isinstance(source, RandomGraph) else len(source.owner)
     deep = LayerProfile(
-        items, training, cache(share), nodes, chunks, machine, links, dtype
+        items, training, cache(share), nodes, chunks, machine, links, dtype, most
     )
     return deep.plans(size)
 

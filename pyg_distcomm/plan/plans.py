@@ -12,6 +12,7 @@ from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, named_grid, resolve_grid
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.pipeline.schedule import bubble
 from pyg_distcomm.plan.machine import Machine
 
 MOST_LINES = 24  # plans that the table shows
@@ -79,6 +80,11 @@ class Plan:
         return r * s * p * self.stages
 
     @property
+    def bubble(self) -> float:
+        """The share of turns in which a stage is idle; seconds have it."""
+        return bubble(self.stages, self.chunks)
+
+    @property
     def bytes(self) -> int:
         """Bytes that the busiest rank receives in an epoch, sums of gradients too."""
         return max(self.bytes_by_rank)
@@ -131,6 +137,7 @@ class Plan:
             "sized": self.sized,
             "stages": self.stages,
             "chunks": self.chunks,
+            "bubble": self.bubble,
             "balance": list(self.balance),
             "remark": self.remark,
             "missing": self.missing,
