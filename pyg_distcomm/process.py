@@ -27,6 +27,7 @@ class ProcessState:
         stores: feature stores made for a share, by its edges.
         topologies: what samplers have built for an edge_index.
         adjacencies: the CSR forms of edge_index tensors that layers have met.
+        routes: how learnable rows travel to the node ids of a minibatch.
         without_metis: whether it was said that pymetis is missing.
         mtkahypar: Mt-KaHyPar, once it was initialised.
         plain_edges: refers to the edge_index that a layer got last, where it was plain.
@@ -45,6 +46,7 @@ class ProcessState:
     stores: Any = field(default_factory=WeakIdKeyDictionary)
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
+    routes: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
     mtkahypar: Any = None
     plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)

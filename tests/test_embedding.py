@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -464,8 +465,14 @@ def _changed_ids():
     whole = share.x.full_tensor()
     for batch in DistNeighborLoader(share, [2], batch_size=9, seed=0, embedding=emb):
         assert torch.equal(emb(batch.n_id), batch.x)  # fetched rows, with gradients
+        twin = copy.deepcopy(batch)
+        assert torch.equal(emb(twin.n_id), batch.x)
+        torch.save(batch.n_id, io.BytesIO())
         batch.n_id.copy_(batch.n_id.flip(0))
         assert torch.equal(emb(batch.n_id), whole[batch.n_id])
+    with torch.inference_mode():
+        for batch in DistNeighborLoader(share, [2], embedding=emb, prefetch=0):
+            assert torch.equal(emb(batch.n_id), batch.x)
     other = pdc.DistEmbedding(N + 1, DIM, like=mesh)
     with pytest.raises(ValueError, match="has 51 rows, and the graph 50 nodes"):
         DistNeighborLoader(share, [2], embedding=other)

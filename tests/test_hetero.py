@@ -324,10 +324,25 @@ def mistakes():
     some["author", "writes", "paper"] = data["author", "writes", "paper"].edge_index
     with pytest.raises(TypeError, match="spread over ranks and others are not"):
         Mixed(data, "hgt", 8, dist).double()(share.x_dict, some, None)
+    twice = pdc.partition(data, mesh, "block")
+    for kind in ("hgt", "han"):
+        model = Mixed(data, kind, 8, dist).double()
+        with pytest.raises(ValueError, match="spread over the ranks in two ways"):
+            model(twice.x_dict, share.edge_index_dict, None)
+    few = HeteroData()  # a rank without nodes of either type raises what the others do
+    few["a"].x = few["b"].x = torch.ones(2, 3)
+    few["a", "to", "b"].edge_index = ends = torch.tensor([[0, 1], [1, 1]])
+    owners = {"a": torch.tensor([0, 1]), "b": torch.tensor([1, 0])}
+    share = pdc.partition(few, mesh, owners)
+    x = share["a"].x, share["b"].x
+    with pytest.raises(ValueError, match="in two ways"):
+        dist.SAGEConv((3, 3), 4)(x[::-1], share["a", "to", "b"].edge_index)
+    with pytest.raises(ValueError, match="add_self_loops=False"):
+        dist.GATConv((3, 3), 4)(x, ends)
 
 
 def test_what_cannot_be_is_said():
-    worlds.run(mistakes, 2)
+    worlds.run(mistakes, 3)
 
 
 def other_grids():

@@ -183,6 +183,10 @@ def test_what_has_no_price_is_refused(options, said):
         planned(**options)
 
 
+def test_a_partitioned_topology_is_what_is_priced():
+    assert planned(topology="partitioned").best.bytes == planned().best.bytes
+
+
 def test_a_share_and_a_models_options_are_refused():
     loader = {"num_neighbors": [2], "batch_size": 9}
     with pytest.raises(ValueError, match="leave out widths"):

@@ -92,10 +92,18 @@ class Rows:
         return Partition.from_owner(owner, self.mesh.size, len(every))
 
     def same_as(self, other: Rows) -> bool:
-        """Returns whether both stand for the same rows on this rank."""
+        """Returns whether both stand for the same rows.
+
+        Of all nodes by who owns which, so that ranks agree, whatever a rank has of them.
+        """
         if self is other:
             return True
-        return self.total == other.total and torch.equal(self.gid, other.gid)
+        if self.total != other.total:
+            return False
+        mine, theirs = self.partition, other.partition
+        if self.whole and other.whole and mine is not None and theirs is not None:
+            return mine is theirs or mine.same_as(theirs)
+        return torch.equal(self.gid, other.gid)
 
     def select(self, mask: Tensor, known: int | None = None) -> Rows:
         """Returns the rows that a local boolean mask `[n_i]` keeps.

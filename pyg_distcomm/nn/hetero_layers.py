@@ -39,6 +39,16 @@ def _spread(edge_index_dict: Any) -> bool:
     return kinds == {True}
 
 
+def _cut_alike(x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
+    """Returns the rows of each type, refusing those that are not cut as its edges are."""
+    found = dict(x_dict)
+    for (source, _, target), edges in edge_index_dict.items():
+        for key, nodes in ((source, edges.sources), (target, edges.nodes)):
+            if key in found:
+                found[key] = edges.as_nodes(found[key], f"x_dict[{key!r}]", nodes)
+    return found
+
+
 class _Relation:
     """The edges of one relation in a run of a layer, and how its rows travel."""
 
@@ -105,6 +115,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
     @eagerly
     def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        x_dict = _cut_alike(x_dict, edge_index_dict)
         mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
         kqv = self.kqv_lin(x_dict)
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
@@ -204,6 +215,7 @@ class DistHANConv(HaloExecution, pyg.HANConv):
 
     @eagerly
     def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        x_dict = _cut_alike(x_dict, edge_index_dict)
         projected = {key: self.proj[key](x) for key, x in x_dict.items()}
         found: dict[str, list[Any]] = {key: [] for key in x_dict}
         for key, edges in edge_index_dict.items():

@@ -247,6 +247,7 @@ def plan_loader(
     _check(asked)
     size = owners.num_parts
     copies, bulks, places = _choices(fixed, size)
+    asked.pop("topology", None)  # of a share; the probe's graph is whole
     probe = probe_loader(data, owners, asked, most)
     model, limit = TrafficModel(probe), machine.memory if memory is None else memory
     found = []

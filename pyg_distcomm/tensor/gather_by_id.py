@@ -26,6 +26,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.halo.link import exchange, exchange_transpose
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
 
 _KEPT = 8  # plans per set of nodes
@@ -234,17 +235,18 @@ class _Ask:
         return IdPlan(halo, self.slot, len(rows))
 
 
-_ROUTE = "_pyg_distcomm_route"
-
-
 def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
-    """Keeps a plan beside the ids it was made of, for as long as these do not change."""
-    setattr(ids, _ROUTE, (ids._version, plan, rows))
+    """Keeps a plan beside the ids it was made of, for as long as these do not change.
+
+    Not in the ids: copies and files of these would take it along, process groups and all.
+    """
+    if not ids.is_inference():  # which have no version
+        PROCESS.routes[ids] = ids._version, plan, rows
 
 
 def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
     """Returns the plan beside ids, if it is of these rows, and the ids have not changed."""
-    found: tuple[int, IdPlan, Rows] | None = getattr(ids, _ROUTE, None)
+    found: tuple[int, IdPlan, Rows] | None = PROCESS.routes.get(ids)
     if found is None or ids._version != found[0] or not found[2].same_as(rows):
         return None
     return found[1]
