@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -232,12 +233,7 @@ def join(backend: str, timeout: float) -> None:
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
             f"before pdc.init, was not started, or cannot reach {where}. {error}"
         ) from None
-    # a store outlives ranks before a restart, and groups that a script has ended, and
-    # their addresses are in it
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    joined = f"pyg_distcomm/attempt/{attempt}/rank/{rank}"
-    times = StoreMailbox(store).add(joined, 1)
-    prefix = f"pyg_distcomm/attempt/{attempt}/{times}"
+    prefix = _session(StoreMailbox(store), rank, size, timeout)
     store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     arrive(StoreMailbox(store), "run", rank, size, timeout)
     if "gloo" in backend:
@@ -282,6 +278,60 @@ def _connect(act: Callable[[], Any], rank: int, timeout: float) -> Any:
     )
 
 
+def _session(store: StoreMailbox, rank: int, size: int, timeout: float) -> str:
+    """Returns a name of this start of the ranks, the same on all, for what they store.
+
+    [Note: sessions] A store outlives ranks before a restart, and groups that a script has
+    ended, and their addresses are in it. How often a process was started says nothing:
+    torchrun counts restarts for each host, and one that lost no process counts none. So
+    every rank leaves a mark of its own, rank 0 proposes a name beside the marks that it
+    has seen, and takes it once each rank has found its own mark there and agreed.
+
+    Raises:
+        RankError: if some have not come after `timeout` seconds; it names them.
+    """
+    base, mark = "pyg_distcomm/start", uuid.uuid4().hex
+    marks = [f"{base}/rank/{r}" for r in range(size)]
+    seen: list[str] | None = None
+    name = ""
+    store.post(marks[rank], mark)
+    begin = time.monotonic()
+    while True:
+        if rank == 0 and store.check(marks):
+            found = [store.read(key) for key in marks]
+            if found != seen:
+                seen, name = found, uuid.uuid4().hex
+                store.post(f"{base}/proposed", [name, found])
+            agreed = [f"{base}/{name}/agreed/{r}" for r in range(1, size)]
+            if not agreed or store.check(agreed):
+                store.post(f"{base}/{name}/taken", "")
+                return f"{base}/{name}"
+        elif rank and store.check([f"{base}/proposed"]):
+            proposed, found = store.read(f"{base}/proposed")
+            if found[rank : rank + 1] == [mark]:
+                if proposed != name:
+                    name = proposed
+                    store.post(f"{base}/{name}/agreed/{rank}", "")
+                if store.check([f"{base}/{name}/taken"]):
+                    return f"{base}/{name}"
+        if time.monotonic() - begin > timeout:
+            agreed = [f"{base}/{name}/agreed/{r}" for r in range(size)]
+            late = store.missing(marks) or (
+                store.missing(agreed) if name else marks[:1]
+            )
+            late = [k.rpartition("/")[2] for k in late]
+            raise _not_come(rank, size, timeout, [r for r in late if r != str(rank)])
+        time.sleep(0.005 if time.monotonic() - begin < 1 else 0.05)
+
+
+def _not_come(rank: int, size: int, timeout: float, late: Sequence[str]) -> RankError:
+    return RankError(
+        f"rank {rank} waited {timeout:.0f} s in pdc.init, and rank(s) {', '.join(late)} of "
+        f"{size} did not come: their processes ended before, were not started, or are "
+        "slow; then raise `timeout`"
+    )
+
+
 def arrive(
     store: StoreMailbox,
     name: str,
@@ -298,12 +348,8 @@ def arrive(
     keys = [f"pyg_distcomm/{name}/{r}" for r in range(size)]
     store.post(keys[rank], note)
     if not store.wait(keys, lambda seconds: seconds > timeout):
-        missing = ", ".join(key.rpartition("/")[2] for key in store.missing(keys))
-        raise RankError(
-            f"rank {rank} waited {timeout:.0f} s in pdc.init, and rank(s) {missing} of "
-            f"{size} did not come: their processes ended before, were not started, or are "
-            "slow; then raise `timeout`"
-        )
+        missing = [key.rpartition("/")[2] for key in store.missing(keys)]
+        raise _not_come(rank, size, timeout, missing)
     return [store.read(key) for key in keys]
 
 
