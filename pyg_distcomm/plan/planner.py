@@ -261,11 +261,8 @@ def plan(
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
             `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
-            over nodes. Inside stages of several ranks rows also travel by each of `codecs`,
-            at most as said.
-        chunks: of nodes; without, the fewest that `bubble` allows, as in `Pipeline`.
-        bubble: the share of turns, (S - 1) / (M + S - 1), that S stages may be idle; seconds
-            have it.
+            over nodes. In stages of several ranks rows travel by each of `codecs` too.
+        chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
         skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
 
@@ -285,9 +282,8 @@ def plan(
     source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
     if pipeline:
-        given = (model, graph, skips), (source, partition, seed)
-        many = chunks, bubble
-        found += _pipelines(*given, training, many, machine, size, links, dtype)
+        given = (model, graph, staged), (source, partition, seed)
+        found += _pipelines(*given, training, machine, size, links, dtype)
     grids = _grids(size, algorithm, grid)
     found += _on_grids(grids, cutting, source, training, machine, links, dtype)
     ranked, refused = _ranked(found, training, machine, memory)
@@ -336,18 +332,17 @@ def _ranked(
 
 
 def _pipelines(
-    read: tuple[Any, Any, int],
+    read: tuple[Any, Any, tuple[bool, int | None, float, int]],
     cutting: tuple[CutEdges | RandomGraph, Any, int],
     training: Training,
-    many: tuple[int | None, float],
     machine: Machine,
     size: int,
     links: list[Coding | None],
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of all numbers of stages."""
-    (model, graph, skips), (source, partition, seed) = read, cutting
-    chunks, most = many
+    (model, graph, staged), (source, partition, seed) = read, cutting
+    _, chunks, most, skips = staged
     fewest_chunks(1, most)  # refuses what is no share
     for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
         if value is not None and (type(value) is not int or value < least):
