@@ -723,3 +723,47 @@ def test_a_run_that_torchrun_restarts_ends_in_the_bits_of_a_straight_one(tmp_pat
         ends.append([line for line in done.stdout.splitlines() if "ENDS" in line])
     assert len(ends[0]) == 1
     assert ends[0] == ends[1]
+
+
+ANEW = """
+import os, signal, sys, pyg_distcomm as pdc
+mesh = pdc.init(timeout=60)
+print("started", mesh.rank, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+died = sys.argv[1]
+if mesh.rank == 1 and not os.path.exists(died):
+    open(died, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+from pyg_distcomm.comm import collectives
+import torch
+print("sum", int(collectives.all_reduce(torch.tensor([1]), mesh.world)), flush=True)
+"""
+
+
+@tiers.rare
+@pytest.mark.subprocess
+def test_ranks_of_two_agents_meet_again_after_one_was_killed(tmp_path):
+    """torchrun counts restarts for each agent: ranks of one start have several counts."""
+    script, died = tmp_path / "script.py", tmp_path / "died"
+    script.write_text(ANEW)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    words += ["--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "anew"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    agents = [
+        subprocess.Popen(
+            [*words, str(script), str(died)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert all("sum 2" in text for text in said), said
+    counts = {text.split("started ")[-1].split()[1] for text in said}
+    assert len(counts) == 2, said  # what this is about

@@ -320,9 +320,8 @@ def plan(
     source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
     if pipeline:
-        given = (model, graph, skips), (source, partition, seed)
-        many = chunks, bubble
-        found += _pipelines(*given, training, many, machine, size, links, dtype)
+        given = (model, graph, staged), (source, partition, seed)
+        found += _pipelines(*given, training, machine, size, links, dtype)
     how = source, training, machine, links, dtype
     found += _on_grids(_grids(size, algorithm, grid), cutting, *how)
     ranked, refused = _ranked(found, training, machine, memory)
@@ -393,18 +392,17 @@ def _ranked(
 
 
 def _pipelines(
-    read: tuple[Any, Any, int],
+    read: tuple[Any, Any, tuple[bool, int | None, float, int]],
     cutting: tuple[CutEdges | RandomGraph, Any, int],
     training: Training,
-    many: tuple[int | None, float],
     machine: Machine,
     size: int,
     links: list[Coding | None],
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of all numbers of stages."""
-    (model, graph, skips), (source, partition, seed) = read, cutting
-    chunks, most = many
+    (model, graph, staged), (source, partition, seed) = read, cutting
+    _, chunks, most, skips = staged
     fewest_chunks(1, most)  # refuses what is no share
     for name, value, least in (("chunks", chunks, 1), ("skips", skips, 0)):
         if value is not None and (type(value) is not int or value < least):
