@@ -292,8 +292,8 @@ def plan(
             the most there can be elsewhere. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
-            `Pipeline.price`. Of widths alone, layers are cut evenly and nothing normalises
-            over nodes. In stages of several ranks rows travel by each of `codecs` too.
+            `Pipeline.price`. Of widths alone, layers are cut evenly. In stages of several
+            ranks rows travel by each of `codecs` too.
         chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
         skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
