@@ -20,8 +20,15 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import random
-from pyg_distcomm.halo.codec import Codec, RngKey, fresh_state, pack, unpack
-from pyg_distcomm.halo.codecs import Plain
+from pyg_distcomm.halo.codec import (
+    Codec,
+    RngKey,
+    fresh_state,
+    pack,
+    packed_bytes,
+    unpack,
+)
+from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
 from pyg_distcomm.halo.compressed import gradient_codec
 
 
@@ -64,24 +71,29 @@ class EmulatedRanks:
         self, codec: Codec, rows: Tensor, key: int, noise: int, state: Any, sums: bool
     ) -> tuple[Tensor, int]:
         """Returns rows `[h, f]` as they arrive, and the bytes; sums have noise by sender."""
-        parts, total, size = [], 0, self.size
+        size = self.size
+        told = packed_bytes(codec, self.counts, rows.size(1), rows.dtype)
+        total = sum(told) if codec.fixed_size else 8 * size * (size - 1)
+        if codec == Plain():
+            return rows, total
+        parts = []
         each = size if sums else size * size  # messages that share their noise
         ends = [0, *itertools.accumulate(self.counts)]
         for sender in range(size * size // each):
             counts = self.counts[sender * each : (sender + 1) * each]
             some = slice(ends[sender * each], ends[(sender + 1) * each])
+            if isinstance(codec, Quantise) or codec == ColumnMask(
+                getattr(codec, "rate", 1)
+            ):
+                counts = [sum(counts)]
             own = random.fold(noise, sender) if sums else noise
             ids = self.gid[some], own, self.degree[some]
             out = rows.new_empty(rows[some].shape)
-            if state is None:
-                ends_ = None, None
-            else:
-                ends_ = tuple(one.part(some.start, some.stop) for one in state)
-            sent = pack(codec, rows[some], counts, RngKey(key, *ids), state=ends_[0])
+            held = [s and s.part(some.start, some.stop) for s in state or (None, None)]
+            sent = pack(codec, rows[some], counts, RngKey(key, *ids), state=held[0])
             draw = RngKey(key, ids[0], None, ids[2])
-            parts.append(unpack(codec, *sent, counts, out, draw, state=ends_[1]))
-            total += len(sent[0])
-        total += 0 if codec.fixed_size else 8 * size * (size - 1)
+            parts.append(unpack(codec, *sent, counts, out, draw, state=held[1]))
+            total += 0 if codec.fixed_size else len(sent[0])
         return torch.cat(parts), total
 
 

@@ -107,7 +107,8 @@ def test_the_mean_over_keys_is_the_row(codec):
     mean = total / n
     spread = (square / n - mean.square()).clamp_min(0).sqrt() / n**0.5
     span = x.amax(1, keepdim=True) - x.amin(1, keepdim=True)
-    assert bool(((mean - x).abs() <= 5 * spread + 1e-4 * span).all())
+    seldom = 10 / n * span  # rounding up that never happened
+    assert bool(((mean - x).abs() <= 5 * spread + seldom).all())
 
 
 @pytest.mark.parametrize(
