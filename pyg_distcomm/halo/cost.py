@@ -267,9 +267,9 @@ class LinkCostModel:
                 total += load.rows_bytes
             row = load.width * load.dtype.itemsize
             if self.timing.skips(backward):
-                sent = [m.epoch for m in buffer.messages] if buffer else []
-                read = sent[-1] if sent else epoch
-                total += load.payload(self._codec(key, exchange, read, backward))
+                sent = [m.codec for m in buffer.messages] if buffer else []
+                sent = sent or [self._codec(key, exchange, epoch, backward)]
+                total += load.payload(sent[-1])
                 total += exchange.sent_rows[backward] * row
             codec, own = self.codecs_at(epoch)
             if (own if backward and own is not None else codec).stateful:

@@ -75,6 +75,7 @@ def Sylvie(
     adaptive: bool | Adaptive = False,
     *,
     by_degree: bool = False,
+    late_gradients: int | None = None,
     warmup: int = 1,
     exact_last: bool = True,
     exact_eval: bool = True,
@@ -90,6 +91,7 @@ def Sylvie(
             `link.step(loss)`.
         by_degree: gives rows of nodes with more in-edges more bits, from `bits` to 8, as
             the later Sylvie; see `DegreeBits`.
+        late_gradients: 0 sends gradients promptly; None is as late as rows.
         warmup: how many epochs are synchronous at first.
         exact_last, exact_eval, seed: see `LinkPolicy`.
     """
@@ -98,6 +100,7 @@ def Sylvie(
     return LinkPolicy(
         few or Quantise(bits, "stochastic"),
         late=late,
+        late_gradients=late_gradients,
         sync_every=sync_every,
         warmup=warmup,
         adaptive=adaptive,

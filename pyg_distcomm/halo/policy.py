@@ -139,6 +139,11 @@ class LinkPolicy:
                     "exact_eval=True"
                 )
 
+    @property
+    def _ranked(self) -> bool:
+        own = self.gradient_codec
+        return self.codec.ranked or (own is not None and own.ranked)
+
     # for layers
 
     @property
@@ -169,6 +174,11 @@ class LinkPolicy:
         state = self.state
         if nodes.mesh.size == 1 or self.is_exact:
             return None
+        if self._ranked and nodes.mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
         state.bind(nodes)
         mode = state.agree(layer, training and torch.is_grad_enabled())
         if mode == EVALUATES:
@@ -196,8 +206,7 @@ class LinkPolicy:
         Raises:
             ValueError: for a link that skips, or goes by in-degrees, which chunks do not.
         """
-        both = self.codec, self.gradient_codec
-        if self.timing.skip or any(one is not None and one.ranked for one in both):
+        if self.timing.skip or self._ranked:
             raise ValueError(
                 f"{self!r} skips exchanges, or goes by in-degrees, and chunks of a pipeline "
                 "do not; leave out skip, and use Quantise or RangeBits for DegreeBits"
@@ -343,7 +352,9 @@ class LinkPolicy:
             else:
                 scheduler.step(value)
         self.epoch += 1
+        skip = self.timing.skip
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
+        reach += 0 if skip is None else 2 * skip.most
         for epoch in [e for e in self._codecs if e < self.epoch - reach]:
             del self._codecs[epoch]
 
