@@ -152,9 +152,10 @@ class Timing:
 
     def synchronous(self, epoch: int) -> bool:
         """Tells whether an epoch waits for its own rows."""
+        if epoch < self.warmup:
+            return True
         every = self.sync_every
-        regular = every is not None and (epoch + 1) % every == 0
-        return epoch < self.warmup or regular
+        return every is not None and (epoch + 1) % every == 0
 
     def __repr__(self) -> str:
         set_ = [f for f in fields(self) if getattr(self, f.name) != f.default]
