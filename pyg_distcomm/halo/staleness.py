@@ -129,7 +129,8 @@ class Timing:
     @property
     def switches(self) -> bool:
         """Whether late epochs and synchronous ones alternate."""
-        return self.sync_every not in (None, 1) and self.is_late
+        late = max(self.staleness(False), self.staleness(True)) > 0
+        return self.sync_every not in (None, 1) and late
 
     def staleness(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late; 0 is now."""
