@@ -232,7 +232,7 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     assert share["VARCO"] == pytest.approx(varco, abs=0.02)
     assert share["VARCO, first columns"] == share["VARCO"]
     assert 0.38 <= share["VARCO, a budget"] <= 0.4
-    assert accuracy["VARCO"] > accuracy["exact"] - 0.1
+    assert accuracy["VARCO"] > accuracy["exact"] - 0.05
     assert "exact: the last one" in shown
 
 
