@@ -8,6 +8,10 @@ received in training, by the ledger; sums of gradients and evaluation are not co
 Accuracy is that of the test nodes in the epoch whose validation accuracy was best, by exact
 evaluation. `--labels` nodes of each class are trained by and 500 validate, or a share of all
 nodes and a fifth validates. "none" trains without the edges between ranks.
+
+`--emulate` trains a GCN as the ranks would, in one process (see `emulated_ranks.py`): halos
+of rows, and dropout masks that are not those of ranks. Settings whose name ends with "lr /
+staleness" divide the learning rate by one more than the epochs that rows are late.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
+from emulated_ranks import EmulatedGCN, EmulatedLink, EmulatedRanks
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
 from tqdm import tqdm
@@ -39,11 +44,16 @@ from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
     ColumnMask,
+    DegreeBits,
+    Plain,
     Quantise,
+    RangeBits,
     Residual,
     TopK,
 )
+from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
+from pyg_distcomm.partition.cutters import cut
 
 HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
 Policy = Callable[[int], pdc.LinkPolicy | None]  # of the number of epochs
@@ -61,23 +71,65 @@ def ramp(kind: Any, **options: Any) -> Policy:
     )
 
 
+def varco(slope: float, exact_last: bool = True) -> Policy:
+    """VARCO at a slope."""
+    return lambda epochs: pdc.VARCO(epochs, slope=slope, exact_last=exact_last)
+
+
 def sylvie(every: int) -> Policy:
     """One bit, late, and synchronous every so many epochs."""
     return lambda epochs: pdc.Sylvie(bits=1, sync_every=every)
 
 
 ONE_BIT = Quantise(1, "stochastic")
+LATER: dict[str, dict[str, Any]] = {  # what may make late rows learn better
+    "warm-up": {"warmup": 20},
+    "prompt gradients": {"late_gradients": 0},
+    "prompt rows": {"late": 0, "late_gradients": 1},
+    "rows 0.5": {"smooth": 0.5, "smooth_gradients": 0.0},
+    "gradients 0.5": {"smooth_gradients": 0.5},
+    "both 0.5": {"smooth": 0.5},
+    "rows 0.95": {"smooth": 0.95, "smooth_gradients": 0.0},
+    "gradients 0.95": {"smooth_gradients": 0.95},
+    "both 0.95": {"smooth": 0.95},
+    "lr / staleness": {},
+    "every 10": {"sync_every": 10},
+}
+LATE: dict[str, Policy] = {
+    **{
+        f"late, {name}": coded(Plain(), **{"late": 1, **how})
+        for name, how in LATER.items()
+    },
+    **{
+        f"1 bit, late, {name}": coded(ONE_BIT, **{"late": 1, **how})
+        for name, how in LATER.items()
+    },
+    "1 bit, late, warm-up, prompt gradients": coded(
+        ONE_BIT, late=1, late_gradients=0, warmup=20
+    ),
+    "4 bits, late": coded(Quantise(4, "stochastic"), late=1),
+    "adaptive": lambda epochs: pdc.Sylvie(adaptive=True),
+    "adaptive, by degree": lambda epochs: pdc.Sylvie(adaptive=True, by_degree=True),
+    "by degree, now": coded(DegreeBits(1)),
+    "by degree, late": coded(DegreeBits(1), late=1),
+    **{f"by range {mean:g}, now": coded(RangeBits(mean)) for mean in (1.5, 2, 3.75)},
+    "by range 2, late": coded(RangeBits(2), late=1),
+    "by range 2, now, all": coded(RangeBits(2), exact_last=False),
+    **{
+        f"skip below {d:g}": coded(Plain(), skip=Drift(d))
+        for d in (0.05, 0.1, 0.2, 0.4)
+    },
+    **{
+        f"skip below {d:g}, 1 bit": coded(ONE_BIT, skip=Drift(d))
+        for d in (0.05, 0.1, 0.2, 0.4)
+    },
+}
 SETTINGS: dict[str, Policy] = {
     "full": lambda epochs: None,
     "none": lambda epochs: None,
     **{f"fixed {c}": coded(ColumnMask(c)) for c in (2, 4, 8, 16, 32)},
-    "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs),
-    "VARCO, slope 2": lambda epochs: pdc.VARCO(epochs, slope=2),
-    "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
-    "VARCO, slope 1, all": lambda epochs: pdc.VARCO(epochs, slope=1, exact_last=False),
-    "VARCO, slope 1.15, all": lambda epochs: pdc.VARCO(
-        epochs, slope=1.15, exact_last=False
-    ),
+    **{f"VARCO, slope {a:g}": varco(a) for a in (1, 1.15, 1.5, 2, 5)},
+    **{f"VARCO, slope {a:g}, all": varco(a, False) for a in (1, 1.15, 1.5, 2, 5)},
     "linear in 1/c": ramp(schedules.LinearInRate),
     "exponential": ramp(schedules.Exponential),
     "cosine": ramp(schedules.Cosine),
@@ -86,13 +138,16 @@ SETTINGS: dict[str, Policy] = {
     "Sylvie, 1 bit, now, all": lambda epochs: pdc.Sylvie(
         bits=1, late=0, exact_last=False
     ),
-    **{f"fixed {c}, all": coded(ColumnMask(c), exact_last=False) for c in (5, 16)},
+    **{
+        f"fixed {c}, all": coded(ColumnMask(c), exact_last=False) for c in (2, 4, 5, 16)
+    },
     **{f"Sylvie, every {n}": sylvie(n) for n in (2, 5, 10, 20)},
     "2 bits, now": coded(Quantise(2, "stochastic")),
     "4 bits, now": coded(Quantise(4, "stochastic")),
     "8 bits, now": coded(Quantise(8, "stochastic")),
     "bf16": coded(Cast(torch.bfloat16)),
-    "PipeGCN": lambda epochs: pdc.PipeGCN(),
+    "late": lambda epochs: pdc.PipeGCN(),
+    **LATE,
     "BNS, 0.1": lambda epochs: pdc.BNS(0.1),
     "bitmap": coded(Bitmap()),
     "top 1/10": coded(TopK(10)),
@@ -149,13 +204,15 @@ def train(
     mesh: pdc.Mesh,
     args: argparse.Namespace,
     seed: int,
-) -> tuple[float, int, float]:
-    """Returns the accuracy in %, the bytes of halos of all ranks, and the last loss."""
+    by_staleness: bool,
+) -> tuple[float, int, float, float]:
+    """Returns test and validation accuracy in %, bytes of all ranks' halos, and the loss."""
     torch.manual_seed(seed)
     mesh.load_state_dict({"seed": seed, "step": 0})  # the same masks whatever the link
     widths = [data.x.size(1), *[args.hidden] * (args.layers - 1), args.classes]
     model = pdc.replicate(Net(args.model, widths, args.dropout), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    pace = paced(optimizer, link, by_staleness)
     if link is not None:
         data.edge_index = data.edge_index.with_link(link)
     mesh.ledger.reset()
@@ -169,12 +226,13 @@ def train(
         loss.backward()
         optimizer.step()
         if link is not None:
-            link.step()
+            link.step(loss)
+        pace.step()
         moved += halo_bytes(mesh) - before
         if epoch % args.every == args.every - 1:
             best = max(best, evaluate(model, exact))
     every = collectives.all_gather_object(moved, mesh.world)
-    return 100 * best[1], sum(every), loss.item()
+    return 100 * best[1], 100 * best[0], sum(every), loss.item()
 
 
 @torch.no_grad()
@@ -209,9 +267,78 @@ def trained(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
         for seed in range(args.seeds):
             link = SETTINGS[name](args.epochs)
             data = copy.copy(cut_off if name == "none" else exact)
-            runs.append(train(data, exact, link, mesh, args, seed))
+            how = name.endswith("lr / staleness")
+            runs.append(train(data, exact, link, mesh, args, seed, how))
         found.append({"setting": name, "runs": runs})
     return found
+
+
+def trained_alone(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Trains a GCN with every setting and seed, with all ranks in this process."""
+    torch.set_num_threads(1)
+    whole = graph(args.graph, args.root, args.features, args.labels)
+    args.classes = int(whole.y.max()) + 1
+    owner = cut(whole.edge_index, whole.num_nodes, args.ranks, args.method).owner.long()
+    source, target = whole.edge_index
+    inside = whole.edge_index[:, owner[source] == owner[target]]
+    kind = whole.x.dtype
+    exact = EmulatedRanks.cut(whole.edge_index, owner, args.ranks, kind)
+    cut_off = EmulatedRanks.cut(inside, owner, args.ranks, kind)
+    found = []
+    for name in tqdm(names, disable=not sys.stderr.isatty()):
+        runs = []
+        for seed in range(args.seeds):
+            link = SETTINGS[name](args.epochs)
+            ranks = cut_off if name == "none" else exact
+            how = name.endswith("lr / staleness")
+            runs.append(train_alone(whole, ranks, exact, link, args, seed, how))
+        found.append({"setting": name, "runs": runs})
+        print(report([*found[:1], found[-1]]), flush=True)
+    return found
+
+
+def train_alone(
+    data: Data,
+    ranks: EmulatedRanks,
+    exact: EmulatedRanks,
+    link: pdc.LinkPolicy | None,
+    args: argparse.Namespace,
+    seed: int,
+    by_staleness: bool,
+) -> tuple[float, float, int, float]:
+    """Returns what `train` does."""
+    torch.manual_seed(seed)
+    widths = [data.x.size(1), *[args.hidden] * (args.layers - 1), args.classes]
+    model = EmulatedGCN(widths, args.dropout)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    pace = paced(optimizer, link, by_staleness)
+    sends = EmulatedLink(ranks, link or pdc.LinkPolicy(Plain()), args.layers - 1)
+    best = (-1.0, 0.0)
+    for epoch in range(args.epochs):
+        model.train()
+        optimizer.zero_grad()
+        out = model(data.x, ranks, sends)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        sends.step(loss.item())
+        pace.step()
+        if epoch % args.every == args.every - 1:
+            model.eval()
+            with torch.no_grad():
+                hit = model(data.x, exact).argmax(-1) == data.y
+            masks = data.val_mask, data.test_mask
+            best = max(best, tuple(float(hit[m].float().mean()) for m in masks))
+    return 100 * best[1], 100 * best[0], sends.bytes, loss.item()
+
+
+def paced(optimizer: Any, link: pdc.LinkPolicy | None, by_staleness: bool) -> Any:
+    """Returns a schedule of the learning rate: constant, or over 1 + staleness."""
+
+    def factor(epoch: int) -> float:
+        return 1.0 if link is None or not by_staleness else 1 / (1 + link.staleness())
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def report(found: list[dict[str, Any]]) -> str:
@@ -219,19 +346,21 @@ def report(found: list[dict[str, Any]]) -> str:
     full = next((f for f in found if f["setting"] == "full"), None)
     rows = []
     for one in found:
-        accuracy, moved, loss = zip(*one["runs"], strict=True)
-        share = statistics.mean(moved) / full["runs"][0][1] if full else float("nan")
+        accuracy, valid, moved, loss = zip(*one["runs"], strict=True)
+        share = statistics.mean(moved) / full["runs"][0][2] if full else float("nan")
         spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
         rows.append(
             (
                 one["setting"],
                 f"{statistics.mean(accuracy):.2f} +- {spread:.2f}",
+                f"{statistics.mean(valid):.2f}",
                 f"{statistics.mean(moved) / 1e6:.1f}",
                 f"{100 * share:.1f} %",
                 f"{statistics.mean(loss):.4f}",
             )
         )
-    return format_table(("setting", "test accuracy", "MB", "of full", "loss"), rows)
+    head = "setting", "test accuracy", "validation", "MB", "of full", "loss"
+    return format_table(head, rows)
 
 
 def main() -> None:
@@ -255,9 +384,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="epochs per evaluation")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
+    parser.add_argument("--emulate", action="store_true", help="in one process")
     parser.add_argument("--json", type=Path, help="keep the figures")
     args = parser.parse_args()
-    found = pdc.launch(trained, args.ranks, args, args.settings, threads=1)[0]
+    if args.emulate:
+        found = trained_alone(args, args.settings)
+    else:
+        found = pdc.launch(trained, args.ranks, args, args.settings, threads=1)[0]
     print(report(found))
     if args.json:
         args.json.write_text(

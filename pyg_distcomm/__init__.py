@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 # ruff: noqa: F405
 __all__ = [  # as in `api`
     "BNS",
+    "SANCUS",
     "VARCO",
     "CSVWriter",
     "DistEdgeIndex",

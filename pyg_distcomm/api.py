@@ -16,11 +16,12 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.graph.partitioning import load_partition as load_partition
 from pyg_distcomm.graph.partitioning import partition as partition
 from pyg_distcomm.graph.partitioning import partition_report as partition_report
-from pyg_distcomm.halo.policy import BNS as BNS
-from pyg_distcomm.halo.policy import VARCO as VARCO
+from pyg_distcomm.halo.known_links import BNS as BNS
+from pyg_distcomm.halo.known_links import SANCUS as SANCUS
+from pyg_distcomm.halo.known_links import VARCO as VARCO
+from pyg_distcomm.halo.known_links import PipeGCN as PipeGCN
+from pyg_distcomm.halo.known_links import Sylvie as Sylvie
 from pyg_distcomm.halo.policy import LinkPolicy as LinkPolicy
-from pyg_distcomm.halo.policy import PipeGCN as PipeGCN
-from pyg_distcomm.halo.policy import Sylvie as Sylvie
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
 from pyg_distcomm.nn.embedding import clip_grad_norm_ as clip_grad_norm_

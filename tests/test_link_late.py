@@ -154,3 +154,44 @@ def thawed():
 def test_late_gradients_begin_anew_where_layers_were_frozen():
     for right in worlds.run(thawed, 3):
         assert right == [True, False, True, True, True, True, False]
+
+
+def rates(epochs):
+    """A learning rate that is divided by staleness, as the documentation has it."""
+    link = LinkPolicy(Plain(), late=2, warmup=3, sync_every=6)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    pace = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda _: 1 / (1 + link.staleness())
+    )
+    _, share, net = build((2, 1, 1), link)
+    found = []
+    for _ in range(epochs):
+        found.append(optimizer.param_groups[0]["lr"])
+        epoch(net, share)
+        optimizer.step()
+        link.step()
+        pace.step()
+    return found
+
+
+def test_staleness_is_known_ahead_and_paces_the_optimizer():
+    for found in worlds.run(rates, 2, 8):
+        assert found == [1, 1, 1, 1 / 2, 1 / 3, 1, 1 / 2, 1 / 3]
+
+
+def skipping():
+    link = pdc.SANCUS(1e9, 2, exact_last=False)
+    _, share, net = build((2, 1, 1), link)
+    found = []
+    for _ in range(8):
+        epoch(net, share)
+        found.append({b.messages[-1].epoch for *_, b in link.state.buffers})
+        link.step()
+        found.append(link.staleness())
+    return found
+
+
+def test_rows_get_no_older_than_the_bound_however_little_they_drift():
+    for found in worlds.run(skipping, 2):
+        assert found[::2] == [{e} for e in (0, 0, 0, 3, 3, 3, 6, 6)]
+        assert found[1::2] == [0, 1, 2, 0, 1, 2, 0, 1]

@@ -12,6 +12,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Adaptive, Fixed
+from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv
 
 # what is refused
@@ -28,11 +29,20 @@ def test_what_does_not_go_together_is_refused():
         ({"codec": ONE, "late": -1}, "number of epochs"),
         ({"codec": ONE, "smooth": 0.5}, "late=0"),
         ({"codec": ONE, "late": 1, "smooth": 1.0}, "in \\[0, 1\\)"),
+        ({"codec": ONE, "smooth_gradients": 0.5}, "late=0"),
+        ({"codec": ONE, "late": 1, "smooth_gradients": -0.1}, "in \\[0, 1\\)"),
+        ({"codec": ONE, "late": 1, "warmup": -1}, "number of epochs"),
+        ({"codec": ONE, "late": 1, "skip": Drift(0.1)}, "not both"),
         ({"codec": ONE, "sync_every": 0}, "1 or more"),
         ({"codec": ONE, "late": 1, "sync_every": 2.5}, "number of epochs"),
     ):
         with pytest.raises(ValueError, match=text):
             LinkPolicy(**options)
+    for wrong in ({"bound": -1.0}, {"most": 0}, {"gradients": float("nan")}):
+        with pytest.raises(ValueError, match="or more"):
+            Drift(**wrong)
+    with pytest.raises(TypeError, match="skip must be a Drift"):
+        LinkPolicy(ONE, skip=0.1)
     with pytest.raises(TypeError, match="Codec"):
         LinkPolicy("one bit")
     with pytest.raises(TypeError, match="LinkPolicy"):
@@ -45,7 +55,7 @@ def test_what_does_not_go_together_is_refused():
     for schedule in ("cosine", 0.5):
         with pytest.raises(TypeError, match="must be a Schedule"):
             pdc.VARCO(3, schedule=schedule)
-    for given in ({"c_max": 8}, {"c_min": 2}, {"slope": 1}):
+    for given in ({"c_max": 8}, {"c_min": 2}, {"slope": 5}):
         with pytest.raises(ValueError, match="ratios of its own"):
             pdc.VARCO(3, schedule=Fixed(2), **given)
 

@@ -15,16 +15,37 @@ from torch_geometric.nn import APPNP
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import ColumnMask, Quantise
+from pyg_distcomm.halo.codecs import (
+    ColumnMask,
+    DegreeBits,
+    Quantise,
+    RangeBits,
+    Residual,
+)
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Budget, Exponential
+from pyg_distcomm.halo.staleness import Drift
 
-NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", "budget")
+OTHERS = {
+    "apart": lambda: LinkPolicy(
+        DegreeBits(1),
+        late=2,
+        late_gradients=1,
+        smooth=0.5,
+        smooth_gradients=0.9,
+        warmup=2,
+    ),
+    "skipped": lambda: LinkPolicy(RangeBits(2), skip=Drift(0.5, 2), exact_last=False),
+    "skipped, a state": lambda: LinkPolicy(
+        Residual(Quantise(1, "stochastic")), skip=Drift(0.5, 2), sync_every=5
+    ),
+}
+NAMES = ("varco late", "sylvie", "pipegcn", "residual", "adaptive", "budget", *OTHERS)
 
 
 def make(name):
     if name != "budget":
-        return LINKS[name]()
+        return {**LINKS, **OTHERS}[name]()
     schedule = Budget(2.0e5, Exponential(12, 6, 1))
     return LinkPolicy(ColumnMask(6), schedule, late=1)
 
@@ -104,7 +125,7 @@ def resumed(name, grid, folder):
     assert link.epoch == 7
 
 
-@tiers.parametrize("name", NAMES, ["sylvie", "residual", "budget"])
+@tiers.parametrize("name", NAMES, ["sylvie", "residual", "budget", "apart", "skipped"])
 def test_the_next_epoch_is_the_same(name, tmp_path):
     worlds.run(resumed, 4, name, (4, 1, 1), tmp_path / "a")
     if name in ("varco late", "residual"):

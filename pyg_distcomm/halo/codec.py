@@ -52,19 +52,22 @@ class RngKey:
         gid: the global id of each row `[m]`.
         noise: the key of rounding, which only the sender needs; it should differ between
             directions and, where sums are sent, between senders. The default is `key`.
+        degree: the in-degree of each row's node `[m]`, for codecs that are `ranked`.
     """
 
     key: int
     gid: Tensor
     noise: int | None = None
+    degree: Tensor | None = None
 
     def part(self, begin: int, end: int) -> RngKey:
         """Returns the key of rows begin .. end-1."""
-        return RngKey(self.key, self.gid[begin:end], self.noise)
+        return self.at(slice(begin, end))
 
-    def at(self, index: Tensor) -> RngKey:
+    def at(self, index: Tensor | slice) -> RngKey:
         """Returns the key of some of the rows."""
-        return RngKey(self.key, self.gid[index], self.noise)
+        degree = None if self.degree is None else self.degree[index]
+        return RngKey(self.key, self.gid[index], self.noise, degree)
 
     @property
     def rounding(self) -> tuple[int, Tensor]:
@@ -198,6 +201,11 @@ class Codec(abc.ABC):
         return any(one.keyed for one in self.inside)
 
     @property
+    def ranked(self) -> bool:
+        """Whether its `RngKey` must have the in-degrees of rows."""
+        return any(one.ranked for one in self.inside)
+
+    @property
     def zero_fills(self) -> bool:
         """Whether numbers that it leaves out arrive as zeros, whatever they are.
 
@@ -278,7 +286,12 @@ class Codec(abc.ABC):
         where: str = "",
     ) -> CodingContext:
         if self.keyed:
-            drawn(self, draw, rows)
+            degree = drawn(self, draw, rows).degree
+            if self.ranked and (degree is None or len(degree) != rows):
+                raise ValueError(
+                    f"{self!r} goes by the in-degrees of {rows} rows: give them as "
+                    "RngKey(key, gid, degree=degree), the same on both ends"
+                )
         if self.stateful and state is None:
             raise ValueError(
                 f"{self!r} needs the state of this link: keep one on each end, made by "

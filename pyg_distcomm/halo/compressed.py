@@ -54,6 +54,7 @@ class LayerExchange:
         trains: whether it updates the state; evaluation does not.
         seeds: whether the rows, or the gradients, of this exact exchange start the state
             of a stateful codec.
+        degrees: returns the in-degrees of own nodes `[n]`, for codecs that are `ranked`.
         exactly: why rows are exact and synchronous in all epochs; empty if they are not.
     """
 
@@ -67,6 +68,7 @@ class LayerExchange:
     synchronous: bool
     trains: bool
     seeds: tuple[bool, bool]
+    degrees: Callable[[], Tensor] | None = None
     exactly: str = ""
 
     def whole(self, why: str) -> LayerExchange:
@@ -100,6 +102,10 @@ class LayerExchange:
         """Returns by how many epochs rows, or gradients, are late."""
         buffered = self.trains and not self.exactly
         return self.timing.staleness(backward) if buffered else 0
+
+    def skips(self, backward: bool) -> bool:
+        """Tells whether rows, or gradients, may be skipped."""
+        return self.trains and not self.exactly and self.timing.skips(backward)
 
 
 class CompressedLink(Link):
@@ -155,27 +161,31 @@ class CompressedLink(Link):
 
     def _start(self, x: Tensor, sums: bool) -> Callable[[Tensor], Tensor]:
         """Sends rows, and returns a function that reads those due in this epoch."""
-        use, way, backward = self.use, self.halo.direction(sums), self._read is not None
-        late = use.late(backward)
+        use, way, backward = self.use, self._direction(sums), self._read is not None
+        late, skips = use.late(backward), use.skips(backward)
         if use.trains:
             load = _received(way, x.size(1), x.dtype)
             sent = len(way.gid)
             use.state.note(self.key, backward, load, sent, use.exactly)
         with use.state.guard():
             if backward:
-                x, way, codec, key, noise = self._gradient(x, way, late)
+                x, way, codec, key, noise = self._gradient(x, way, late or skips)
             else:
                 fold = self.key.layer, self.key.number, self.key.name
                 key = noise = random.fold(use.seed, use.epoch, *fold)
                 codec = use.codec
             buffer = self._buffer(x, way, codec, backward)
+            if skips and self._skipped(_rows(x, way), buffer, way, backward):
+                due = buffer.messages[-1]
+                self._read = self._read if backward else due
+                return lambda out: self._finish(due, buffer, out, backward)
             if sums:
                 noise = random.fold(noise, way.axis.rank)
             packed, sizes = pack(
                 codec,
                 x,
                 way.counts,
-                RngKey(key, way.gid, noise),
+                RngKey(key, way.gid, noise, way.degree),
                 index=way.index,
                 state=buffer.sent if codec.stateful else None,
                 where=use.where,
@@ -191,15 +201,43 @@ class CompressedLink(Link):
             pending = collectives.all_to_all(
                 packed, sizes, from_sizes, way.axis, op, most
             )
-            ghosts = way.from_gid, way.from_counts
+            ghosts = way.from_gid, way.from_counts, way.from_degree
             new = Message(codec, use.epoch, key, *ghosts, from_sizes, pending)
             due = buffer.push(new, late, use.synchronous)
-            buffer.trim(late)
+            buffer.trim(max(late, int(skips)))
+            if skips:
+                buffer.reference = _rows(x, way).detach().clone()
             if not backward:
                 self._read = due
             if use.seeds[backward]:
                 buffer.sent = CodecState(_rows(x, way).clone())
         return lambda out: self._finish(due, buffer, out, backward)
+
+    def _direction(self, sums: bool) -> Direction:
+        """Returns a direction, with in-degrees if a codec goes by them; collective then."""
+        use, way = self.use, self.halo.direction(sums)
+        own = use.gradient_codec
+        if not (use.codec.ranked or (own is not None and own.ranked)):
+            return way
+        if self.halo not in use.state.degrees:
+            assert use.degrees is not None
+            use.state.degrees[self.halo] = self.halo.degrees(use.degrees())
+        sent, ghosts = use.state.degrees[self.halo]
+        ends = (ghosts, sent) if sums else (sent, ghosts)
+        return replace(way, degree=ends[0], from_degree=ends[1])
+
+    def _skipped(
+        self, rows: Tensor, buffer: StaleBuffer, way: Direction, backward: bool
+    ) -> bool:
+        """Tells whether the rows sent last are used again; see [Note: skipped rows]."""
+        use, rule = self.use, self.use.timing.skip
+        assert rule is not None
+        if use.synchronous or buffer.reference is None:
+            return False
+        if use.epoch - buffer.messages[-1].epoch > rule.most:
+            return False
+        change, norm = collectives.all_reduce(buffer.drift(rows), way.axis).tolist()
+        return bool(change <= rule.bound_of(backward) ** 2 * norm)
 
     def _buffer(
         self, x: Tensor, way: Direction, codec: Codec, backward: bool
@@ -244,8 +282,9 @@ class CompressedLink(Link):
             due.raw = None  # the backward pass needs only its codec and key
         if use.seeds[backward]:
             buffer.received = CodecState(out.clone())
-        if use.timing.smooth is not None and use.late(backward):
-            buffer.average(out, use.timing.smooth, use.synchronous)
+        momentum = use.timing.momentum(backward)
+        if momentum and use.late(backward):
+            buffer.average(out, momentum, use.synchronous)
         return out
 
     def price(self, width: int) -> Price:
@@ -298,7 +337,7 @@ def _rows(x: Tensor, way: Direction) -> Tensor:
 
 def _adjoint(rows: Message, g: Tensor, way: Direction) -> Tensor:
     """Returns C^T g, message by message; C is that of the rows read."""
-    whole = RngKey(rows.key, way.gid)
+    whole = RngKey(rows.key, way.gid, degree=way.degree)
     ends = list(accumulate(way.counts, initial=0))
     parts = [
         rows.codec.adjoint(g[begin:end], whole.part(begin, end))

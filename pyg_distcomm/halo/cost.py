@@ -53,7 +53,7 @@ class LinkPrice:
     Args:
         epoch: the epoch.
         lines: each exchange.
-        agreement: bytes by which ranks agree on whether calls are exact.
+        agreement: bytes by which ranks agree on whether calls are exact, or skipped.
         exact: whether bytes are exact; otherwise sizes depend on values, and bytes are
             upper bounds.
     """
@@ -132,12 +132,13 @@ class LinkCostModel:
     def price(self, epoch: int) -> LinkPrice:
         """Returns the price of an epoch on this rank."""
         lines: dict[tuple[int, int, int], Line] = {}
-        exact = True
+        exact, asking = True, 0
         for key, exchange in self._alive(epoch):
             once = self._is_once(key.layer, epoch)
             forward = self._bytes(key, exchange, epoch, False, once)
             backward = 0 if once else self._bytes(key, exchange, epoch, True, once)
             used = [self._codec(key, exchange, epoch, way) for way in (False, True)]
+            asking += 0 if once else self._asking(key, exchange, epoch)
             exact = exact and (once or all(codec.fixed_size for codec in used))
             loads = [load for load in exchange.loads if load is not None]
             before = lines.get(key[:3])
@@ -152,7 +153,8 @@ class LinkCostModel:
                 backward + (before.backward if before else 0),
                 kept + (before.kept if before else 0),
             )
-        return LinkPrice(epoch, tuple(lines.values()), self._agreement(epoch), exact)
+        agreement = self._agreement(epoch) + asking
+        return LinkPrice(epoch, tuple(lines.values()), agreement, exact and not asking)
 
     def _alive(self, epoch: int) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
         for key, exchange in sorted(self.exchanges.items(), key=lambda one: one[0]):
@@ -171,6 +173,16 @@ class LinkCostModel:
         new = {number for number in asked if self._first(number) == epoch}
         times = asked.count(asked[0]) + len(new - {asked[0]})
         return times * collectives.ring_words(1, self.size)
+
+    def _asking(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
+        """Returns the bytes by which ranks decide whether to skip an exchange, at most."""
+        if self._is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
+            return 0
+        return sum(
+            8 * collectives.ring_words(2, load.peers + 1)
+            for backward, load in enumerate(exchange.loads)
+            if load is not None and self.timing.skips(bool(backward))
+        )
 
     def _first(self, number: int) -> int:
         """Returns the epoch in which a layer trains first."""
@@ -201,7 +213,7 @@ class LinkCostModel:
     def _is_synchronous(self, epoch: int) -> bool:
         return epoch == 0 or self.synchronous or self.timing.synchronous(epoch)
 
-    def _oldest(self, epoch: int, late: int, since: int = 0) -> int:
+    def oldest(self, epoch: int, late: int, since: int = 0) -> int:
         """Returns the oldest epoch whose rows are used in one, or later."""
         window = range(epoch, max(epoch - late, -1), -1)
         synchronous = (e for e in window if self._is_synchronous(e))
@@ -218,8 +230,10 @@ class LinkCostModel:
             return codec
         buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
         since = None if buffer is None else buffer.since
-        if since is not None and not self._is_synchronous(epoch):
-            read = self._oldest(epoch, self.timing.staleness(False), since)
+        if self.timing.skips(False) and buffer is not None and buffer.messages:
+            read = buffer.messages[-1].epoch
+        elif since is not None and not self._is_synchronous(epoch):
+            read = self.oldest(epoch, self.timing.staleness(False), since)
         return gradient_codec(codec, self._codec(key, exchange, read, False), own)
 
     def _bytes(
@@ -247,13 +261,18 @@ class LinkCostModel:
                 continue
             buffer = exchange.buffers[backward]
             since = epoch if buffer is None or buffer.since is None else buffer.since
-            for e in range(self._oldest(epoch, late - 1, since), epoch + 1):
+            for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
                 total += load.payload(self._codec(key, exchange, e, backward))
-            if self.timing.smooth is not None and late:
+            if self.timing.momentum(backward):
                 total += load.rows_bytes
+            row = load.width * load.dtype.itemsize
+            if self.timing.skips(backward):
+                sent = [m.codec for m in buffer.messages] if buffer else []
+                sent = sent or [self._codec(key, exchange, epoch, backward)]
+                total += load.payload(sent[-1])
+                total += exchange.sent_rows[backward] * row
             codec, own = self.codecs_at(epoch)
             if (own if backward and own is not None else codec).stateful:
-                row = load.width * load.dtype.itemsize
                 total += load.rows_bytes + exchange.sent_rows[backward] * row
         return total
 
@@ -271,6 +290,9 @@ class LinkCostModel:
         codec, own = self.codecs_at(epoch)
         how = f"{codec}" if own is None else f"{codec}, gradients {own}"
         late = [self.timing.staleness(backward) for backward in (False, True)]
+        skip = self.timing.skip
+        if skip is not None and not self._is_synchronous(epoch):
+            return f"{how}, once it drifts by {skip.bound:g}"
         if self._is_synchronous(epoch) or not any(late):
             return how
         if late[0] == late[1]:
@@ -298,7 +320,7 @@ class LinkCostModel:
             return epoch_bytes(epoch, rate, answers[epoch]) + agreement * times
 
         late = self.timing.staleness(False)
-        answers = Counter(self._oldest(t, late) for t in range(epochs))
+        answers = Counter(self.oldest(t, late) for t in range(epochs))
         return bytes_of
 
 

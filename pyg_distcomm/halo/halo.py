@@ -25,7 +25,8 @@ class Direction:
     """Describes one direction of a halo: rows to where they are needed, or sums back.
 
     Shapes: index, gid [sum(counts)] rows that are sent; from_gid [sum(from_counts)] rows
-    that arrive. Without an index all rows are sent, in order.
+    that arrive. Without an index all rows are sent, in order. For codecs that go by them,
+    degree and from_degree are the in-degrees of these rows' nodes.
     """
 
     axis: Axis
@@ -36,6 +37,8 @@ class Direction:
     from_counts: tuple[int, ...]
     most: int
     sums: bool
+    degree: Tensor | None = None
+    from_degree: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +172,16 @@ class Halo(Link):
             return out
 
         return arrive
+
+    def degrees(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the in-degrees of rows that are sent, and of ghosts; collective.
+
+        Args:
+            own: those of own rows `[n]`, int64, which travel as plans do.
+        """
+        sent = own[self.send_slot]
+        counts = self.send_counts, self.recv_counts, self.axis
+        return sent, collectives.all_to_all(sent, *counts, "plan").wait()
 
     def direction(self, sums: bool) -> Direction:
         """Returns the direction of rows to where they are needed, or of sums back."""

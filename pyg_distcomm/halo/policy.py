@@ -1,4 +1,4 @@
-"""Defines how rows travel on a link, and the known links VARCO, Sylvie, PipeGCN and BNS."""
+"""Defines how rows travel on a link: by which codec, at which rate, and how late."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, RowSample
+from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
 from pyg_distcomm.halo.schedule import (
     Adaptive,
     Budget,
-    Linear,
     LossTrend,
     Plateau,
     RateScheduler,
@@ -30,7 +29,7 @@ from pyg_distcomm.halo.schedule import (
     bits_of,
     with_bits,
 )
-from pyg_distcomm.halo.staleness import Timing
+from pyg_distcomm.halo.staleness import Drift, Timing
 from pyg_distcomm.halo.state import (
     EVALUATES,
     PROBLEMS,
@@ -39,18 +38,9 @@ from pyg_distcomm.halo.state import (
     LinkState,
 )
 
-__all__ = [
-    "BNS",
-    "VARCO",
-    "LinkPolicy",
-    "PipeGCN",
-    "Sylvie",
-]
-
 _STATE = frozenset(
     "epoch pace solved trend last active parts_of mark constant kept".split()
 )
-_PICKS = {"random": "epoch", "prefix": "prefix", "block": "block"}
 
 
 class LinkPolicy:
@@ -79,7 +69,9 @@ class LinkPolicy:
         schedule: the compression ratio of each epoch, for a codec that has a rate.
         late: by how many epochs rows are late.
         late_gradients: by how many gradients are late; None is as late as rows.
-        sync_every, smooth: when epochs are synchronous, and means of rows; see `Timing`.
+        sync_every, warmup: which epochs are synchronous; see `Timing`.
+        smooth, smooth_gradients: moving averages of late rows and gradients; see `Timing`.
+        skip: skips exchanges of what has hardly changed; see `Drift`.
         gradient_codec: the codec of gradients, if not that of the rows they answer. It
             follows the schedule if it has a rate.
         exact_last: makes the last call exact, of layers that make more than one, and the
@@ -102,6 +94,9 @@ class LinkPolicy:
         late_gradients: int | None = None,
         sync_every: int | None = None,
         smooth: float | None = None,
+        smooth_gradients: float | None = None,
+        warmup: int = 1,
+        skip: Drift | None = None,
         gradient_codec: Codec | None = None,
         exact_last: bool = True,
         exact_eval: bool = True,
@@ -116,7 +111,8 @@ class LinkPolicy:
                 f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"
             )
         self.codec, self.gradient_codec = codec, gradient_codec
-        self.timing = Timing(late, late_gradients, sync_every, smooth)
+        means = smooth, smooth_gradients
+        self.timing = Timing(late, late_gradients, sync_every, *means, warmup, skip)
         self.exact_last, self.exact_eval, self.seed = exact_last, exact_eval, seed
         self.scheduler = None if schedule is None else RateScheduler(schedule)
         rule = Adaptive() if adaptive is True else adaptive or None
@@ -146,6 +142,11 @@ class LinkPolicy:
                     "exact_eval=True"
                 )
 
+    @property
+    def _ranked(self) -> bool:
+        own = self.gradient_codec
+        return self.codec.ranked or (own is not None and own.ranked)
+
     # for layers
 
     @property
@@ -161,6 +162,7 @@ class LinkPolicy:
         training: bool,
         stage: Callable[[], int] | None = None,
         name: str = "",
+        degrees: Callable[[], Tensor] | None = None,
     ) -> LayerExchange | None:
         """Returns one call of a layer, or None if it is exact; collective.
 
@@ -170,17 +172,23 @@ class LinkPolicy:
             training: whether the layer trains.
             stage: returns whether its input is cached; see `ProductCache.stage`.
             name: its name in messages; by default its class.
+            degrees: returns the in-degrees of own nodes `[n]`.
         """
         state = self.state
         if nodes.mesh.size == 1 or self.is_exact:
             return None
+        if self._ranked and nodes.mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
         state.bind(nodes)
         mode = state.agree(layer, training and torch.is_grad_enabled())
         if mode == EVALUATES:
             number = state.number_of(layer, trains=False)
             if self.exact_eval or (state.last or (-1,))[0] == number:
                 return None
-            return self._call((number, 0), trains=False)
+            return self._call((number, 0), trains=False, degrees=degrees)
         number = state.number_of(layer, True, name)
         if mode in PROBLEMS:
             raise ValueError(f"{state.where(number)} {PROBLEMS[mode]}")
@@ -188,7 +196,7 @@ class LinkPolicy:
         used.first = self.epoch if used.first is None else used.first
         used.last, used.stage = self.epoch, stage or used.stage
         call = state.next_call(number)
-        exchange = self._call(call, trains=True)
+        exchange = self._call(call, trains=True, degrees=degrees)
         if call != state.last:
             return exchange
         # after a restart its exchanges are recorded once, for their price
@@ -196,7 +204,16 @@ class LinkPolicy:
         return None if known else exchange.whole("the last one")
 
     def begin_pipeline(self, nodes: Rows) -> None:
-        """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`."""
+        """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
+
+        Raises:
+            ValueError: for a link that skips, or goes by in-degrees, which chunks do not.
+        """
+        if self.timing.skip or self._ranked:
+            raise ValueError(
+                f"{self!r} skips exchanges, or goes by in-degrees, and chunks of a pipeline "
+                "do not; leave out skip, and use Quantise or RangeBits for DegreeBits"
+            )
         if nodes.mesh.size > 1 and not self.is_exact:
             self.state.begin_pipeline(nodes, self.epoch)
 
@@ -216,7 +233,13 @@ class LinkPolicy:
         call = self._call((boundary, number), trains=True)
         return call.whole("the last one") if last and self.exact_last else call
 
-    def _call(self, call: CallKey, *, trains: bool) -> LayerExchange:
+    def _call(
+        self,
+        call: CallKey,
+        *,
+        trains: bool,
+        degrees: Callable[[], Tensor] | None = None,
+    ) -> LayerExchange:
         first = self._exact_first and self.epoch == 0 and trains
         codec, own = (Plain(), None) if first else self.codecs_at(self.epoch)
         stateful = self.codec.stateful, (self.gradient_codec or self.codec).stateful
@@ -231,6 +254,7 @@ class LinkPolicy:
             synchronous=not trains or self.synchronous,
             trains=trains,
             seeds=(first and stateful[0], first and stateful[1]),
+            degrees=degrees,
         )
 
     @property
@@ -332,7 +356,9 @@ class LinkPolicy:
             else:
                 scheduler.step(value)
         self.epoch += 1
+        skip = self.timing.skip
         reach = self.timing.staleness(False) + self.timing.staleness(True) + 1
+        reach += 0 if skip is None else 2 * skip.most
         for epoch in [e for e in self._codecs if e < self.epoch - reach]:
             del self._codecs[epoch]
 
@@ -384,6 +410,27 @@ class LinkPolicy:
                 schedule and an `adaptive` link are priced at the current rate and bits.
         """
         return self.cost_model.price(self.epoch if epoch is None else epoch)
+
+    def staleness(self, epoch: int | None = None) -> int:
+        """Returns by how many epochs the oldest rows or gradients of an epoch are late.
+
+        0 in synchronous epochs; with `skip` that of the last epoch that is over. For a
+        learning rate that is divided by it, as in [Zhang16]:
+
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + link.staleness()))
+
+        whose `step()` comes after `link.step()`.
+
+        Args:
+            epoch: by default the one in progress.
+        """
+        epoch = self.epoch if epoch is None else epoch
+        if self.timing.skip is not None:
+            sent = [b.messages[-1].epoch for *_, b in self.state.buffers if b.messages]
+            return max(self.epoch - 1 - min(sent, default=epoch), 0)
+        model = self.cost_model
+        ends = (model.oldest(epoch, self.timing.staleness(b)) for b in (False, True))
+        return max(epoch - end for end in ends)
 
     @property
     def held(self) -> int:
@@ -478,122 +525,3 @@ class LinkPolicy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, state=LinkState(), _codecs={}, _warned=False)
-
-
-def VARCO(
-    epochs: int,
-    c_max: float = 128.0,
-    c_min: float = 1.0,
-    slope: float = 5.0,
-    mask: str = "random",
-    *,
-    scaled: bool = False,
-    schedule: Schedule | None = None,
-    exact_last: bool = True,
-    exact_eval: bool = True,
-    seed: int = 0,
-) -> LinkPolicy:
-    """Returns a link that sends a growing share of the columns ([Cervino24]).
-
-    Args:
-        epochs: the number of epochs: `link.step()` once each.
-        c_max, c_min: the first and the last compression ratio.
-        slope: how often the ramp would fit in all epochs.
-        mask: "random" columns as in the paper, the "prefix" of columns as in its scripts,
-            or random for each "block" of rows.
-        scaled: scales received columns, which makes them unbiased.
-        schedule: another schedule than the paper's, which is linear in c; it has bounds of
-            its own, so leave out c_max, c_min and slope.
-        exact_last, exact_eval, seed: see `LinkPolicy`.
-    """
-    if schedule is not None and (c_max, c_min, slope) != (128.0, 1.0, 5.0):
-        raise ValueError(
-            f"{schedule!r} has ratios of its own; give c_max, c_min and slope to it, not to "
-            f"VARCO as well, which got {c_max}, {c_min} and {slope}"
-        )
-    if mask not in _PICKS:
-        raise ValueError(f"mask must be one of {', '.join(_PICKS)}, got {mask!r}")
-    if schedule is None:
-        schedule = Linear(epochs, c_max, c_min, slope)
-    return LinkPolicy(
-        ColumnMask(c_max, _PICKS[mask], scaled=scaled),
-        schedule,
-        exact_last=exact_last,
-        exact_eval=exact_eval,
-        seed=seed,
-    )
-
-
-def Sylvie(
-    bits: int = 1,
-    late: int = 1,
-    sync_every: int | None = None,
-    adaptive: bool | Adaptive = False,
-    *,
-    exact_last: bool = True,
-    exact_eval: bool = True,
-    seed: int = 0,
-) -> LinkPolicy:
-    """Returns a link that sends a few bits a number, one epoch late ([Zhang23]).
-
-    Args:
-        bits: 1, 2, 4 or 8; 16 is bf16, and 32 sends numbers unchanged.
-        late: 1 is Sylvie-A, 0 is Sylvie-S.
-        sync_every: the period of synchronous epochs: its staleness adaptor.
-        adaptive: sets bits and timing by the loss, as the later Sylvie; give the loss to
-            `link.step(loss)`.
-        exact_last, exact_eval, seed: see `LinkPolicy`.
-    """
-    wide: dict[int, Codec] = {16: Cast(torch.bfloat16), 32: Plain()}
-    return LinkPolicy(
-        wide[bits] if bits in wide else Quantise(bits, "stochastic"),
-        late=late,
-        sync_every=sync_every,
-        adaptive=adaptive,
-        exact_last=exact_last,
-        exact_eval=exact_eval,
-        seed=seed,
-    )
-
-
-def PipeGCN(
-    smooth: float | None = None,
-    *,
-    exact_last: bool = True,
-    exact_eval: bool = True,
-) -> LinkPolicy:
-    """Returns a link that sends unchanged rows, one epoch late ([Wan22a]).
-
-    Args:
-        smooth: the momentum of a moving average of late rows and gradients; 0.95 in the
-            paper.
-        exact_last, exact_eval: see `LinkPolicy`.
-    """
-    return LinkPolicy(
-        Plain(), late=1, smooth=smooth, exact_last=exact_last, exact_eval=exact_eval
-    )
-
-
-def BNS(
-    p: float,
-    *,
-    scaled: bool = True,
-    exact_last: bool = True,
-    exact_eval: bool = True,
-    seed: int = 0,
-) -> LinkPolicy:
-    """Returns a link that samples rows of the boundary in each epoch ([Wan22]).
-
-    Args:
-        p: the share of rows that is sent, in (0, 1].
-        scaled: scales received rows, which makes sums unbiased.
-        exact_last, exact_eval, seed: see `LinkPolicy`.
-    """
-    if not 0.0 < p <= 1.0:
-        raise ValueError(f"p is a share in (0, 1], got {p!r}")
-    return LinkPolicy(
-        RowSample(1 / p, scaled),
-        exact_last=exact_last,
-        exact_eval=exact_eval,
-        seed=seed,
-    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.halo.codecs.composed import Chain
+from pyg_distcomm.halo.codecs.graded import DegreeBits
 from pyg_distcomm.halo.codecs.quantise import Quantise
 
 __all__ = [
@@ -499,9 +500,10 @@ def bits_of(codec: Codec) -> int:
         ValueError: if it does not.
     """
     last = codec.last if isinstance(codec, Chain) else codec
-    if not isinstance(last, Quantise):
+    if not isinstance(last, (Quantise, DegreeBits)):
         raise ValueError(
-            f"adaptive=True changes the bits of Quantise(bits), which {codec!r} is not"
+            "adaptive=True changes the bits of Quantise(bits) or DegreeBits(bits), which "
+            f"{codec!r} is not"
         )
     return last.bits
 
@@ -510,7 +512,7 @@ def with_bits(codec: Codec, bits: int) -> Codec:
     """Returns the same codec with other bits."""
     if isinstance(codec, Chain):
         return Chain(*codec.stages, with_bits(codec.last, bits))
-    assert isinstance(codec, Quantise)
+    assert isinstance(codec, (Quantise, DegreeBits))
     return replace(codec, bits=bits)
 
 

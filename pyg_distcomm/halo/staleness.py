@@ -6,11 +6,22 @@ that they were written with. A new exchange is synchronous, and so is one that a
 went without, as gradients of frozen layers; until there are k earlier messages the oldest
 is used. A synchronous epoch waits for pending messages and uses its own rows, which are
 the oldest from then on.
+
+[Note: skipped rows] An exchange that may be skipped sends only what has changed. Before it
+sends, the ranks of its axis sum over all rows x that they would send, and the rows s that
+they sent last,
+
+    drift^2 = sum |x - s|^2 / sum |s|^2
+
+and all of them use the rows sent last again where drift <= bound, and these are no older
+than `most` epochs afterwards. All sums are of the same numbers on all ranks, and so is the
+decision. What is used thus differs from the rows of the epoch by the bound at most, relative
+to their norm, beside what the codec errs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,6 +29,44 @@ from torch import Tensor
 
 from pyg_distcomm.comm.collectives import Pending
 from pyg_distcomm.halo.codec import Codec, CodecState, RngKey, unpack
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Sets when an exchange is skipped, and the rows sent last used again.
+
+    See [Note: skipped rows]. Epochs that are synchronous skip nothing.
+
+    Price: two float64 numbers, all-reduced over the axis, each time that the age of rows
+    leaves it open whether they travel; a copy of the rows sent last.
+    Follows [Peng22], which skips broadcasts of whole blocks while their embeddings are
+    within a bound, in the decision; differs in that ranks decide together, on the rows
+    that others need, and in skipping gradients by a bound of their own.
+
+    Args:
+        bound: the greatest drift of rows that is not sent.
+        most: how many epochs old rows may get.
+        gradients: the bound for gradients; None is that of rows, and 0 sends them in
+            each epoch, without asking.
+    """
+
+    bound: float = 0.1
+    most: int = 4
+    gradients: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("bound", self.bound), ("gradients", self.gradients)):
+            if value is not None and not 0.0 <= value < float("inf"):
+                raise ValueError(f"{name} is a drift, 0 or more, got {value!r}")
+        if not isinstance(self.most, int) or self.most < 1:
+            raise ValueError(
+                f"most is a number of epochs, 1 or more, got {self.most!r}"
+            )
+
+    def bound_of(self, backward: bool) -> float:
+        """Returns the bound of rows, or of gradients."""
+        own = self.gradients if backward else None
+        return self.bound if own is None else own
 
 
 @dataclass(frozen=True)
@@ -30,13 +79,19 @@ class Timing:
         sync_every: epoch e, counted from 0, is synchronous where this divides e + 1, as
             in the authors' code of [Zhang23]; 1 is synchronous throughout.
         smooth: late rows are a moving average g mean + (1 - g) row with this g, as those
-            of [Wan22a] may be; synchronous ones begin it anew.
+            of [Wan22a] may be; synchronous ones begin it anew. None and 0 do not average.
+        smooth_gradients: the g of late gradients; None is that of rows.
+        warmup: how many epochs are synchronous at first; the first always is.
+        skip: when exchanges are skipped; None is never.
     """
 
     late: int = 0
     late_gradients: int | None = None
     sync_every: int | None = None
     smooth: float | None = None
+    smooth_gradients: float | None = None
+    warmup: int = 1
+    skip: Drift | None = None
 
     def __post_init__(self) -> None:
         for name in ("late", "late_gradients"):
@@ -48,20 +103,34 @@ class Timing:
             raise ValueError(
                 f"sync_every is a number of epochs, 1 or more, got {every!r}; None for never"
             )
-        if self.smooth is not None and not 0.0 <= self.smooth < 1.0:
-            raise ValueError(f"smooth lies in [0, 1), got {self.smooth!r}")
-        if self.smooth is not None and not self.is_late:
-            raise ValueError("smooth averages late rows, but late=0; leave it out")
+        if not isinstance(self.warmup, int) or self.warmup < 0:
+            raise ValueError(f"warmup is a number of epochs, got {self.warmup!r}")
+        ever = max(self.staleness(False), self.staleness(True)) > 0
+        for name in ("smooth", "smooth_gradients"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+            if value is not None and not ever:
+                raise ValueError(f"{name} averages late rows, but late=0; leave it out")
+        if self.skip is not None and not isinstance(self.skip, Drift):
+            raise TypeError(f"skip must be a Drift, as Drift(0.1), got {self.skip!r}")
+        if self.skip is not None and ever:
+            raise ValueError(
+                "rows that are skipped are used again at once, and cannot be late as well; "
+                "give late or skip, not both"
+            )
 
     @property
     def is_late(self) -> bool:
-        """Whether rows or gradients ever are late."""
-        return max(self.staleness(False), self.staleness(True)) > 0
+        """Whether rows or gradients of earlier epochs ever are used."""
+        late = max(self.staleness(False), self.staleness(True)) > 0
+        return late or (self.skips(False) or self.skips(True))
 
     @property
     def switches(self) -> bool:
         """Whether late epochs and synchronous ones alternate."""
-        return self.sync_every not in (None, 1) and self.is_late
+        late = max(self.staleness(False), self.staleness(True)) > 0
+        return self.sync_every not in (None, 1) and late
 
     def staleness(self, backward: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late; 0 is now."""
@@ -71,10 +140,28 @@ class Timing:
             return self.late_gradients
         return self.late
 
+    def momentum(self, backward: bool) -> float:
+        """Returns the g by which late rows, or gradients, are averaged; 0 is not."""
+        own = self.smooth_gradients if backward else None
+        g = self.smooth if own is None else own
+        return g or 0.0 if self.staleness(backward) else 0.0
+
+    def skips(self, backward: bool) -> bool:
+        """Tells whether rows, or gradients, may be skipped."""
+        skip = None if self.sync_every == 1 else self.skip
+        return skip is not None and skip.bound_of(backward) > 0
+
     def synchronous(self, epoch: int) -> bool:
         """Tells whether an epoch waits for its own rows."""
+        if epoch < self.warmup:
+            return True
         every = self.sync_every
         return every is not None and (epoch + 1) % every == 0
+
+    def __repr__(self) -> str:
+        set_ = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        told = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in set_)
+        return f"Timing({told})"
 
 
 @dataclass(eq=False)
@@ -87,6 +174,7 @@ class Message:
         key: the key of their randomness.
         gid: the ids of the rows.
         counts: how many rows come from each peer.
+        degree: the in-degrees of the rows, for a codec that is `ranked`.
         sizes: the bytes of each peer's message.
         pending: the collective, until it is waited for.
         raw: the received bytes.
@@ -98,6 +186,7 @@ class Message:
     key: int
     gid: Tensor
     counts: tuple[int, ...]
+    degree: Tensor | None
     sizes: list[int]
     pending: Pending | None
     raw: Tensor | None = None
@@ -116,7 +205,7 @@ class Message:
         if state is not None and self.decoded:
             return out.copy_(state.last)
         self.decoded = True
-        draw = RngKey(self.key, self.gid)
+        draw = RngKey(self.key, self.gid, degree=self.degree)
         return unpack(self.codec, raw, self.sizes, self.counts, out, draw, state=state)
 
 
@@ -136,6 +225,7 @@ class StaleBuffer:
         mean: the moving average.
         shape: the plan, width and type of the rows; the buffer is cleared for others.
         since: the epoch of the first message, or of the last synchronous one.
+        reference: the rows sent last, as they were, if exchanges may be skipped.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -144,6 +234,7 @@ class StaleBuffer:
     mean: Tensor | None = None
     shape: tuple[Any, int, torch.dtype] | None = None
     since: int | None = None
+    reference: Tensor | None = None
 
     def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
         """Clears the buffer if it holds other rows, on all ranks alike."""
@@ -155,7 +246,7 @@ class StaleBuffer:
             return
         self.drain()
         self.messages, self.sent, self.received, self.mean = [], None, None, None
-        self.since = None
+        self.since = self.reference = None
         self.shape = plan, width, dtype
 
     def push(self, new: Message, late: int, synchronous: bool) -> Message:
@@ -181,6 +272,13 @@ class StaleBuffer:
             self.mean.mul_(smooth).add_(rows, alpha=1 - smooth)
         return rows.copy_(self.mean)
 
+    def drift(self, rows: Tensor) -> Tensor:
+        """Returns sum |x - s|^2 and sum |s|^2, of these rows and those sent last `[2]`."""
+        assert self.reference is not None
+        last = self.reference.double()
+        change = (rows.double() - last).square().sum()
+        return torch.stack([change, last.square().sum()])
+
     def drain(self) -> None:
         """Waits for pending messages."""
         for message in self.messages:
@@ -191,5 +289,5 @@ class StaleBuffer:
         """The bytes in the buffer, those of pending messages included."""
         held = sum(sum(message.sizes) for message in self.messages)
         tensors = [s.last for s in (self.sent, self.received) if s is not None]
-        tensors += [] if self.mean is None else [self.mean]
+        tensors += [t for t in (self.mean, self.reference) if t is not None]
         return held + sum(t.nbytes for t in tensors)

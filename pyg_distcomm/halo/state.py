@@ -129,6 +129,7 @@ class LinkState:
         evaluates: whether ranks last agreed that one of them evaluates.
         pipeline_epoch: the epoch that a pipeline began last, which uses the link by chunks.
         constant: layers whose inputs had been seen before the run was restored.
+        degrees: in-degrees of rows sent and received, by halo; for codecs that are `ranked`.
         saved: restored buffers that have not been used yet.
         mark: identifies the rank and partition of restored buffers; see `mark_of`.
         restored: whether it was restored, and nothing has run since.
@@ -145,6 +146,7 @@ class LinkState:
     evaluates: bool = False
     pipeline_epoch: int | None = None
     constant: set[int] = field(default_factory=set)
+    degrees: Any = field(default_factory=weakref.WeakKeyDictionary)
     saved: dict[tuple[ExchangeKey, bool], Mapping[str, Any]] = field(
         default_factory=dict
     )
@@ -513,6 +515,7 @@ def _saved_buffer(buffer: StaleBuffer) -> dict[str, Any]:
         "sent": None if buffer.sent is None else buffer.sent.last,
         "seen": None if buffer.received is None else buffer.received.last,
         "mean": buffer.mean,
+        "reference": buffer.reference,
         "since": buffer.since,
         "rows": _digests(*ends),
         "width": width,
@@ -544,6 +547,7 @@ def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleB
             m["key"],
             gid,
             counts,
+            way.from_degree,
             list(m["sizes"]),
             None,
             here(m["raw"]),
@@ -559,6 +563,7 @@ def _read_buffer(state: Mapping[str, Any], way: Direction, where: str) -> StaleB
         here(state["mean"]),
         (None, state["width"], state["dtype"]),
         state["since"],
+        here(state.get("reference")),  # older checkpoints have none
     )
 
 

@@ -124,7 +124,12 @@ class LayerContext:
                 return 0 if now is None else self.topology.constants.stage(now, *key)
 
         nodes, training = self.edges.nodes, self.layer.training
-        return self.link.begin(self.layer, nodes, training, stage)
+
+        def degrees() -> Tensor:
+            return self.topology.in_degree
+
+        begin = self.link.begin
+        return begin(self.layer, nodes, training, stage, degrees=degrees)
 
     def had_kept(self) -> bool:
         """Says whether a resumed run had seen the input of this call, before it was saved."""

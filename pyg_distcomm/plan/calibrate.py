@@ -237,7 +237,8 @@ def _codes(
     """Returns the encoding and decoding of rows by each codec, to be timed."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=rng, dtype=torch.float32).to(mesh.device)
-    draw = RngKey(1, torch.arange(rows, device=mesh.device))
+    ids = torch.arange(rows, device=mesh.device)
+    draw = RngKey(1, ids, degree=ids)
     found: dict[Name, Work] = {}
     for coding in filter(None, codings(asked)):
         for codec in (coding.rows, coding.gradients):

@@ -60,8 +60,12 @@ class Coding:
 
     @property
     def sized(self) -> bool:
-        """Whether bytes are exact; otherwise they are the most there can be."""
-        return self.rows.fixed_size and self.gradients.fixed_size
+        """Whether bytes are exact; otherwise they are the most there can be.
+
+        Those of exchanges that may be skipped are all of them, without the deciding.
+        """
+        fixed = self.rows.fixed_size and self.gradients.fixed_size
+        return fixed and self.link.timing.skip is None
 
     @property
     def exact(self) -> bool:
@@ -128,6 +132,8 @@ def _link_of(asked: Any) -> LinkPolicy:
 def _name_of(link: LinkPolicy, rows: Codec, own: Codec | None) -> str:
     said = _short(rows)
     said += "" if own is None else f", gradients {_short(own)}"
+    skip = link.timing.skip
+    said += "" if skip is None else f", skipped below {skip.bound:g}"
     late = [link.timing.staleness(backward) for backward in (False, True)]
     if any(late):
         said += f", late by {late[0]}"

@@ -302,7 +302,7 @@ def epoch_cost(
         messages = messages + sum(move.messages for move in found.moves)
         clock.add(found, writing.late)
         if coding is not None and writing.codec is not None:
-            kept = kept + _kept(found, writing, coding)
+            kept = kept + _kept(found, writing, coding, product.transposed)
     sums = training.sums(size)
     if coding is not None and size > 1:
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
@@ -326,15 +326,18 @@ def _writing(
     return Writing(codec, dtype, late)
 
 
-def _kept(found: ProductPath, writing: Writing, coding: Coding) -> Array:
+def _kept(
+    found: ProductPath, writing: Writing, coding: Coding, transposed: bool
+) -> Array:
     """Returns the bytes that exchanges keep from epoch to epoch, as `StaleBuffer` has them."""
     codec, total = writing.codec, np.zeros(())
     assert codec is not None
+    timing = coding.link.timing
+    averaged, skips = timing.momentum(transposed) > 0, timing.skips(transposed)
     for move in (*found.first, *found.second):
-        total = total + writing.late * move.received
-        averaged = writing.late > 0 and coding.link.timing.smooth is not None
+        total = total + (writing.late + skips) * move.received
         total = total + move.read * (averaged + codec.stateful)
-        total = total + move.written * codec.stateful
+        total = total + move.written * (codec.stateful + skips)
     return total
 
 

@@ -368,7 +368,7 @@ class Staged:
             if coding is None or move.codec is None:
                 return np.zeros_like(self._n)
             out: Array = coding.late(back) * move.received
-            averaged = coding.late(back) > 0 and coding.link.timing.smooth is not None
+            averaged = coding.link.timing.momentum(back) > 0
             out = out + move.read * (averaged + move.codec.stateful)
             return out + move.written * move.codec.stateful
 

@@ -14,6 +14,8 @@ from pyg_distcomm.halo.codec import RngKey as RngKey
 from pyg_distcomm.halo.codec import fresh_state as fresh_state
 from pyg_distcomm.halo.codecs.composed import Chain as Chain
 from pyg_distcomm.halo.codecs.composed import Residual as Residual
+from pyg_distcomm.halo.codecs.graded import DegreeBits as DegreeBits
+from pyg_distcomm.halo.codecs.graded import RangeBits as RangeBits
 from pyg_distcomm.halo.codecs.mask import ColumnMask as ColumnMask
 from pyg_distcomm.halo.codecs.mask import RowSample as RowSample
 from pyg_distcomm.halo.codecs.quantise import Cast as Cast
