@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,11 @@ class PartitionedOptions:
         """Returns the arguments that must be the same on all ranks."""
         loading = {k: dataloader.get(k) for k in ("batch_size", "shuffle", "drop_last")}
         own = {**vars(self), "features": self.features is not None}
-        own["embedding"] = self.embedding is not None
+        types = self.embedding
+        types = (
+            sorted(types, key=str) if isinstance(types, Mapping) else types is not None
+        )
+        own["embedding"] = types
         return {**options, **loading, **vars(loader_options), **own}
 
     def wanted(self, data: Any) -> bool:

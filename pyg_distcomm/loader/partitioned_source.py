@@ -313,7 +313,8 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
         return {}
     given = embedding if isinstance(embedding, Mapping) else {None: embedding}
     found = {}
-    for key, one in given.items():
+    for key in sorted(given, key=str):  # in one order on all ranks
+        one = given[key]
         rows = getattr(one, "rows", None)
         typed = isinstance(data, HeteroData)
         if not isinstance(rows, Rows) or typed != (key is not None):

@@ -87,7 +87,12 @@ class NpyHead:
     def read(name: str, opener: Opener) -> NpyHead:
         """Reads the header; raises ValueError, naming the file."""
         with opened(name, opener) as file:
-            version = np.lib.format.read_magic(file)
+            try:
+                version = np.lib.format.read_magic(file)
+            except ValueError:
+                raise ValueError(
+                    f"{name}: is no .npy file; save the array by numpy.save"
+                ) from None
             read = {
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
