@@ -100,7 +100,8 @@ def _writer_is_killed(stopped):
     raise ValueError(f"waited {time.monotonic() - begin:.3f}")
 
 
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=tiers.rare)])
+@tiers.rare
+@pytest.mark.parametrize("stopped", [False, True])
 def test_a_writer_that_is_killed_is_not_waited_for_for_ever(stopped):
     with pytest.raises((RankError, ValueError)) as caught:
         pdc.launch(_writer_is_killed, 2, stopped, timeout=120)

@@ -65,7 +65,8 @@ def _trained():
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, tiers.rarely(3)])
+@tiers.rare
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_codec_schedule_and_layer_train_on_several_ranks(ranks):
     made = templates()
     whole = made["whole"]

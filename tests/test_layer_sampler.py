@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import threading
 from itertools import combinations
 
 import problems
@@ -269,6 +271,18 @@ def test_light_edges_into_a_hub_keep_their_share():
     for sampler in (KeyedLayerSampler(data, [20, 9], **options), loader.node_sampler):
         found = sampler.graph.sums(BulkNodes.of([torch.tensor([0])])).value
         assert abs(float(found[2]) / float(found[1]) - 100) < 0.5
+
+
+def test_an_epoch_that_is_left_ends_its_threads():
+    g = torch.Generator().manual_seed(0)
+    data = Data(edge_index=torch.randint(0, 400, (2, 3000), generator=g), num_nodes=400)
+    before = set(threading.enumerate())
+    loader = DistLayerLoader(data, [20, 9], batch_size=5, prefetch=1)
+    epoch = iter(loader)
+    next(epoch)
+    del epoch
+    gc.collect()
+    assert not set(threading.enumerate()) - before
 
 
 def test_rows_of_layers():

@@ -202,7 +202,7 @@ def _stays_away():
     [
         (_dies, RankError, "without|lost another rank"),
         (_raises, KeyError, "of rank 1"),
-        (_stays_away, RankError, "waited 8 s for halo"),
+        tiers.rarely(_stays_away, RankError, "waited 8 s for halo"),
     ],
 )
 def test_no_exchange_hangs(fn, kind, text):

@@ -142,7 +142,12 @@ class _Line:
 
     def __iter__(self) -> Iterator[list[Any]]:
         while True:
-            kind, value = self._queue.get()
+            try:
+                kind, value = self._queue.get(timeout=_SLICE)
+            except queue.Empty:  # the stage before has stopped, and said nothing
+                if self._stop.is_set() and not self._drain:
+                    return
+                continue
             if kind == "error":
                 raise value
             if kind == "end":
