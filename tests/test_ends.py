@@ -66,7 +66,7 @@ def _stops_in_backward(ddp):
 def test_a_backward_pass_stands_under_the_deadline(ddp):
     (told, waited), (_, asleep) = pdc.launch(_stops_in_backward, 2, ddp, timeout=120)
     assert f"waited {DEADLINE:.0f} s for all_reduce" in told
-    assert waited < DEADLINE + SOON < asleep
+    assert waited < min(DEADLINE + SOON, asleep)
 
 
 def _replicates_late():

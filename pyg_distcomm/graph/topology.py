@@ -184,9 +184,8 @@ class Topology:
     @cached_property
     def in_degree(self) -> Tensor:
         """The number of edges into each own node `[n]`, int64."""
-        target = torch.searchsorted(self.nodes.gid, self.target_gid)
-        degree = torch.bincount(target, minlength=len(self.nodes))
-        return degree.to(self.device)
+        target = self.locals.target_lid
+        return torch.bincount(target, minlength=len(self.nodes))
 
     @cached_property
     def reversed(self) -> ReverseGraph:

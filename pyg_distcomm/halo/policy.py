@@ -38,6 +38,8 @@ from pyg_distcomm.halo.state import (
     LinkState,
 )
 
+__all__ = ["LinkPolicy"]
+
 _STATE = frozenset(
     "epoch pace solved trend last active parts_of mark constant kept".split()
 )

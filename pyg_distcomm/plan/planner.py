@@ -320,10 +320,10 @@ def plan(
     source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
     if pipeline:
-        given = (model, graph, staged), (source, partition, seed)
-        found += _pipelines(*given, training, machine, size, links, dtype)
-    how = source, training, machine, links, dtype
-    found += _on_grids(_grids(size, algorithm, grid), cutting, *how)
+        read = (model, graph, staged), (source, partition, seed)
+        found += _pipelines(*read, training, machine, size, links, dtype)
+    grids = _grids(size, algorithm, grid)
+    found += _on_grids(grids, cutting, source, training, machine, links, dtype)
     ranked, refused = _ranked(found, training, machine, memory)
     owners = _on_fastest(ranked, cutting, owners)
     names = () if grid is not None else rejections(size, algorithm)
