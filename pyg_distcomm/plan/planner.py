@@ -315,8 +315,7 @@ def plan(
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
-    machine = machine or Machine()
-    cutting = graph, size, partition, seed
+    machine, cutting = machine or Machine(), (graph, size, partition, seed)
     source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
     if pipeline:
