@@ -320,6 +320,12 @@ def mistakes():
         dist.GraphConv((10, 9), 4, flow="target_to_source").double()(x, edges)
     with pytest.raises(ValueError, match="one row for each node"):
         dist.GraphConv((9, 10), 4).double()(x[::-1], edges)
+    mixed = Mixed(data, "hgt", 8, dist).double()
+    with pytest.raises(TypeError, match="a dictionary of rows by node type"):
+        mixed([share.x_dict["paper"]], share.edge_index_dict, None)
+    lacking = {k: v for k, v in share.x_dict.items() if k != "venue"}
+    with pytest.raises(ValueError, match="edges are of 'venue' too"):
+        mixed(lacking, share.edge_index_dict, None)
     some = {**share.edge_index_dict}
     some["author", "writes", "paper"] = data["author", "writes", "paper"].edge_index
     with pytest.raises(TypeError, match="spread over ranks and others are not"):

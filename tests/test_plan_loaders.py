@@ -193,6 +193,8 @@ def test_a_share_and_a_models_options_are_refused():
         pdc.plan(graph(), [5, 4], 2, loader=loader)
     with pytest.raises(TypeError, match="plan before"):
         pdc.plan(pdc.partition(graph(), worlds.mesh()), ranks=1, loader=loader)
+    with pytest.raises(TypeError, match="loader is a dictionary"):
+        pdc.plan(graph(), ranks=2, loader=[5, 5])
     with pytest.raises(TypeError, match="Data, got Tensor"):
         pdc.plan(graph().edge_index, ranks=2, loader=loader)
 

@@ -9,6 +9,7 @@ PyG's.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,12 +41,25 @@ def _spread(edge_index_dict: Any) -> bool:
 
 
 def _cut_alike(x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
-    """Returns the rows of each type, refusing those that are not cut as its edges are."""
+    """Returns the rows of each type, refusing those that are not cut as its edges are.
+
+    Raises:
+        TypeError, ValueError: if x_dict is no dictionary, or lacks a type that edges have.
+    """
+    if not isinstance(x_dict, Mapping):
+        raise TypeError(
+            "give the layer a dictionary of rows by node type, as data.x_dict; got a "
+            f"{type(x_dict).__name__}"
+        )
     found = dict(x_dict)
     for (source, _, target), edges in edge_index_dict.items():
         for key, nodes in ((source, edges.sources), (target, edges.nodes)):
-            if key in found:
-                found[key] = edges.as_nodes(found[key], f"x_dict[{key!r}]", nodes)
+            if key not in found:
+                raise ValueError(
+                    f"x_dict has rows of {sorted(found)}, and edges are of {key!r} too; give "
+                    "its rows (pdc.DistEmbedding learns them), or leave these edges out"
+                )
+            found[key] = edges.as_nodes(found[key], f"x_dict[{key!r}]", nodes)
     return found
 
 

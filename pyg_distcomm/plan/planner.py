@@ -337,6 +337,11 @@ def _loader_plans(
 ) -> LoaderPlans:
     """Returns the plans of a loader, unless there is something that says nothing of it."""
     graph = cutting[0]
+    if not isinstance(how[0], Mapping):
+        raise TypeError(
+            "loader is a dictionary of a loader's arguments, such as "
+            f"{{'num_neighbors': [10, 5]}}; got a {type(how[0]).__name__}"
+        )
     if any(other is not None for other in others):
         raise ValueError(
             "loader plans minibatches, whatever the model; leave out widths, model, "
