@@ -127,7 +127,7 @@ class metrics:
                 "pdc.metrics takes data= on all ranks or none, and it is missing on rank "
                 f"{kinds.index(None)}"
             )
-        if not shared:
+        if not isinstance(edge_index, DistEdgeIndex):
             return found
         found["partition"] = asdict(partition_report(data))
         sent = edge_index.topology.locals.halo.send_counts
