@@ -558,7 +558,7 @@ def test_gradients_by_hand(size):
 
 
 def _ends_of_edges():
-    share = _share()
+    _, share = _share()
     edges, whole = share.edge_index, share.edge_index.full_tensor()
     for found, want in (
         (edges.t().t(), whole),
@@ -572,7 +572,7 @@ def _ends_of_edges():
     changed = edges.t().clone()
     changed += 1
     numbers = edges.t().clone(), edges.t() + 1, edges.t() * 0.5, edges.t() == 3
-    for x in (changed, numbers[0].double(), *numbers[1:], edges.t().flip(0 + 1)):
+    for x in (changed, numbers[0].double(), *numbers[1:], edges.t().flip(1)):
         assert not isinstance(x.t(), pdc.DistEdgeIndex)
     weights = edges.t().double()
     total = weights.t() @ weights
