@@ -101,7 +101,8 @@ def test_the_command_shows_and_plans_it(folders, capsys):
     shown = capsys.readouterr().out
     assert "dgl.distributed.partition_graph" in shown
     assert "node=['" in shown
-    assert main(["plan", folder, "--widths", "2", "4", "3"]) == 0
+    for named in (folder, f"{folder}/toy.json"):
+        assert main(["plan", named, "--widths", "2", "4", "3"]) == 0
 
 
 def _refusal(folder):

@@ -14,7 +14,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.nn import GCNConv
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.partition.folder import merged, read_part, write_folder
 
 PARTS = 5
 
@@ -77,6 +77,13 @@ def loads(folder, merge):
     with pytest.raises(ValueError, match="holds 5 parts, but there are") as caught:
         pdc.load_partition(folder, mesh, merge=merge)
     return str(caught.value)
+
+
+def test_parts_with_other_rows_are_not_merged(folder):
+    parts = [read_part(folder, k) for k in range(PARTS)]
+    del parts[1].node["x"]
+    with pytest.raises(ValueError, match="parts 0 and 1 cannot be merged: their node"):
+        merged(parts, 1)
 
 
 def test_without_being_asked_ranks_read_one_part_each(folder):

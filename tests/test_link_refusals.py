@@ -7,13 +7,14 @@ import torch
 import worlds
 from links import ONE, Net, build, epoch
 from problems import GRAPHS
+from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Cast, ColumnMask, Plain, Quantise, Residual
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Adaptive, Fixed
 from pyg_distcomm.halo.staleness import Drift
-from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 # what is refused
 
@@ -191,3 +192,25 @@ def lost_metric():
 
 def test_a_lost_loss_is_told_on_all_ranks_or_none():
     worlds.run(lost_metric, 3)
+
+
+def by_degree():
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    link = pdc.Sylvie(8, late=0, by_degree=True, exact_last=False)
+    share = pdc.partition(data, mesh, "random", link=link)
+    found = share.edge_index.matmul(share.x).full_tensor()
+    exact = share.edge_index.with_link(None).matmul(share.x).full_tensor()
+    assert not torch.equal(found, exact)
+    assert float((found - exact).norm() / exact.norm()) < 0.05
+    two = HeteroData()  # more sources than targets, whose degrees are not theirs
+    two["a"].x, two["b"].x = torch.ones(30, 3), torch.ones(4, 3)
+    ends = torch.stack([torch.arange(30), torch.arange(30) % 4])
+    two["a", "to", "b"].edge_index = ends
+    share = pdc.partition(two, mesh, "random")
+    layer = DistSAGEConv((3, 3), 2, link=link)
+    with pytest.raises(ValueError, match="between two types"):
+        layer((share["a"].x, share["b"].x), share["a", "to", "b"].edge_index)
+
+
+def test_bits_by_degree_are_for_nodes_of_one_type():
+    worlds.run(by_degree, 3)

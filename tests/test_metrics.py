@@ -120,6 +120,42 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     assert "bytes/total" in events.Tags()["tensors"]
 
 
+def alike(folder):
+    """What a rank that is given other things than rank 0 sees."""
+    mesh = worlds.mesh()
+    data = pdc.partition(generated(40), mesh, "block")
+    one, said = mesh.rank == 1, []
+    for wrong in (generated(20), None):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            pdc.metrics(None, mesh, data=wrong if one else data)
+        said.append(str(refused.value))
+    run = pdc.metrics(None if one else folder, mesh)
+    with pytest.raises(TypeError) as refused:
+        run.epoch(0, loss=1.0 if one else "much")
+    said.append(str(refused.value))
+    with run.trace():
+        row = run.epoch(7 if one else 0, loss=None if one else 2.0)
+    return said, row
+
+
+def test_all_ranks_see_what_rank_0_is_given(tmp_path):
+    folder = tmp_path / "run"
+    pdc.metrics(folder, lone())  # an earlier start
+    (said, row), other = worlds.run(alike, 2, str(folder))
+    assert other == (said, row)
+    assert (row["epoch"], row["start"], row["loss"]) == (0, 1, 2.0)
+    assert "Data with a plain edge_index on rank 1" in said[0]
+    assert "missing on rank 1" in said[1]
+    assert "loss=str is not one number" in said[2]
+
+
+def test_a_csv_file_drops_a_line_that_was_cut_short(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('epoch,"a,b",c\n0,1.0,2.0\n1,3.0')
+    pdc.CSVWriter(path)({"epoch": 2, "a,b": 5.0, "c": 6.0})
+    assert path.read_text() == 'epoch,"a,b",c\n0,1.0,2.0\n2,5.0,6.0\n'
+
+
 def test_what_is_no_figure_is_refused(tmp_path):
     run = pdc.metrics(None, lone())
     with pytest.raises(ValueError, match=r"bytes= is a figure of pdc.metrics itself"):

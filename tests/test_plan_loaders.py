@@ -13,6 +13,7 @@ from test_partitioned_sampling import owners
 
 import pyg_distcomm as pdc
 from pyg_distcomm.cli.command import main
+from pyg_distcomm.datasets import generated
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 
 NODES = {"num_neighbors": [4, 0, 3], "batch_size": 9, "shuffle": True, "seed": 5}
@@ -207,6 +208,23 @@ def test_the_command_prints_plans_of_a_loader(capsys):
     assert main([*words.split(), "--method", "block"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {one["replication"] for one in found["plans"]} == {1, 2}
+
+
+def test_the_command_takes_the_training_nodes_of_a_folder(tmp_path, capsys):
+    folder = str(tmp_path / "parts")
+    assert (
+        main(
+            ["partition", "generated-200", folder, *"--parts 2 --method block".split()]
+        )
+        == 0
+    )
+    words = f"plan {folder} --num-neighbors 3 2 --batch-size 16"
+    assert main(words.split()) == 0
+    want = generated(200)
+    mine = int(max(want.train_mask[:100].sum(), want.train_mask[100:].sum()))
+    assert f"node-wise, {-(-mine // 16)} minibatches a rank" in capsys.readouterr().out
+    assert main([*words.split(), "--codec", "1 bit"]) == 2
+    assert "leave out" in capsys.readouterr().err
 
 
 def test_bytes_beyond_what_float32_holds_are_whole():

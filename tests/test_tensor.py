@@ -555,3 +555,29 @@ def _gradients_by_hand():
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_by_hand(size):
     worlds.run(_gradients_by_hand, size)
+
+
+def _ends_of_edges():
+    _, share = _share()
+    edges, whole = share.edge_index, share.edge_index.full_tensor()
+    for found, want in (
+        (edges.t().t(), whole),
+        (edges.t().clone().long().t(), whole),
+        (edges.t()[edges[0] < edges[1]].t(), whole[:, whole[0] < whole[1]]),
+    ):
+        assert isinstance(found, pdc.DistEdgeIndex)
+        assert torch.equal(found.full_tensor(), want)
+    with torch.inference_mode():
+        assert isinstance(edges.t()[edges[0] < 5].t(), pdc.DistEdgeIndex)
+    changed = edges.t().clone()
+    changed += 1
+    numbers = edges.t().clone(), edges.t() + 1, edges.t() * 0.5, edges.t() == 3
+    for x in (changed, numbers[0].double(), *numbers[1:], edges.t().flip(1)):
+        assert not isinstance(x.t(), pdc.DistEdgeIndex)
+    weights = edges.t().double()
+    total = weights.t() @ weights
+    torch.testing.assert_close(total, whole.double() @ whole.double().t())
+
+
+def test_only_ids_of_edges_become_edges_when_transposed():
+    worlds.run(_ends_of_edges, 2)

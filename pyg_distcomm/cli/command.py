@@ -24,8 +24,6 @@ from pyg_distcomm.cli.numbers import count, one_of, seed, whole
 METHOD = one_of("partition.cutters", "known_methods")
 METHODS = "block, random, permutation, ldg, metis, grid, stream, kahip, mtkahypar"
 
-PARTITIONER = "torch_geometric.distributed.Partitioner"
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -248,16 +246,14 @@ def _plan_what(parser: _Parser) -> None:
     )
     parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
     parser.add_argument("--batch-size", type=whole(1), default=1024)
-    parser.add_argument(
-        "--probe", type=whole(1), default=16, help="minibatches of a rank to draw"
-    )
+    parser.add_argument("--probe", type=whole(1), help="minibatches of a rank to draw")
 
 
 def _plan_machine(parser: _Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="layers in stages too")
     parser.add_argument("--chunks", type=whole(1), help="of nodes, through the stages")
     parser.add_argument(
-        "--bubble", type=float, default=0.25, help="share of turns stages may be idle"
+        "--bubble", type=float, help="share of turns stages may be idle, as Pipeline's"
     )
     parser.add_argument(
         "--skips", type=whole(0), default=0, help="values beside x at borders"

@@ -6,31 +6,18 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyg_distcomm.datasets import is_known, load_dataset
+from pyg_distcomm.partition.any_folder import AnyFolder, open_foreign
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.dgl_folder import (
-    is_dgl_folder,
-    read_dgl_folder,
-    read_dgl_partition,
-)
 from pyg_distcomm.partition.external import partition_files
-from pyg_distcomm.partition.folder import PartShare, verify_folder, write_folder
+from pyg_distcomm.partition.folder import verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.partition import Partition, PartitionReport
-from pyg_distcomm.partition.pyg_folder import (
-    is_pyg_folder,
-    read_pyg_folder,
-    read_pyg_partition,
-)
+from pyg_distcomm.partition.partition import PartitionReport
 from pyg_distcomm.partition.sources import is_source
-
-PARTITIONER = "torch_geometric.distributed.Partitioner"
 
 
 def run_partition(arguments: argparse.Namespace) -> int:
@@ -115,15 +102,11 @@ def _named_files(option: str, given: list[str]) -> dict[str, Path]:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm inspect`."""
     folder = arguments.folder
-    if is_dgl_folder(folder):
-        wrote, partition = "dgl.distributed.partition_graph", read_dgl_partition(folder)
-        read = partial(read_dgl_folder, folder)
-        return _inspect_foreign(wrote, partition, read, arguments.json)
+    foreign = open_foreign(folder)
+    if foreign is not None:
+        return _inspect_foreign(foreign, arguments.json)
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder")
-    if is_pyg_folder(folder):
-        partition, read = read_pyg_partition(folder), partial(read_pyg_folder, folder)
-        return _inspect_foreign(PARTITIONER, partition, read, arguments.json)
     problems = verify_folder(folder, checksums=arguments.checksums)
     if arguments.json:
         meta: Meta = {}
@@ -135,15 +118,14 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     return _say(problems) or _whole(arguments.checksums)
 
 
-def _inspect_foreign(
-    wrote: str, partition: Partition, read: Callable[[int], PartShare], as_json: bool
-) -> int:
+def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
     """Shows a folder that another library wrote, part by part."""
-    about = f"{wrote}, homogeneous"
+    about, partition = f"{folder.writer}, homogeneous", folder.partition
+    assert partition is not None
     parts, problems = [], []
     for part in range(partition.num_parts):
         try:
-            parts.append(read(part))
+            parts.append(folder.read(part))
         except ValueError as error:
             problems.append(str(error))
     if as_json:

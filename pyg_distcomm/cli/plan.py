@@ -12,19 +12,8 @@ import torch
 from torch_geometric.data import Data
 
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition.dgl_folder import (
-    is_dgl_folder,
-    read_dgl_folder,
-    read_dgl_partition,
-)
-from pyg_distcomm.partition.folder import read_part
-from pyg_distcomm.partition.layout import folder_meta
+from pyg_distcomm.partition.any_folder import open_folder, open_foreign
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.partition.pyg_folder import (
-    is_pyg_folder,
-    read_pyg_folder,
-    read_pyg_partition,
-)
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import plan
@@ -57,15 +46,23 @@ def run_plan(arguments: argparse.Namespace) -> int:
         machine=_machine(arguments),
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
-        algorithm=arguments.algorithm,
-        codecs=arguments.codec,
-        pipeline=arguments.pipeline,
-        chunks=arguments.chunks,
-        bubble=arguments.bubble,
-        skips=arguments.skips,
+        **_options(arguments),
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what only plans of the full graph take; `plan` refuses it with a loader."""
+    found = {
+        "algorithm": arguments.algorithm,
+        "codecs": arguments.codec,
+        "pipeline": arguments.pipeline,
+        "chunks": arguments.chunks,
+        "bubble": arguments.bubble,
+        "skips": arguments.skips,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _run_loader(
@@ -76,14 +73,17 @@ def _run_loader(
 ) -> int:
     """Prints the plans of a loader, whose seeds are the training nodes, if it knows them."""
     loader: dict[str, Any] = {"batch_size": arguments.batch_size}
-    loader["probe"] = arguments.probe
+    if arguments.probe is not None:
+        loader["probe"] = arguments.probe
     if arguments.num_neighbors is not None:
         loader["num_neighbors"] = arguments.num_neighbors
     else:
         loader["num_nodes_per_layer"] = arguments.num_nodes_per_layer
         loader["rule"] = arguments.rule
-    if isinstance(graph, Data) and "train_mask" in graph:
-        loader["input_nodes"] = graph.train_mask
+    mask = graph.get("train_mask") if isinstance(graph, Data) else None
+    if mask is not None and mask.dim() == 1:
+        loader["input_nodes"] = mask
+    more = _options(arguments)
     found = plan(
         graph,
         ranks=ranks,
@@ -91,6 +91,7 @@ def _run_loader(
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
         loader={**loader, "shuffle": True},
+        **more,
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1
@@ -103,7 +104,7 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
         raise ValueError("plan takes either a graph, or --nodes N and --edges M")
     if given[0] is None:
         return RandomGraph(arguments.nodes, arguments.edges, arguments.law), None
-    if Path(given[0]).is_dir():
+    if Path(given[0]).is_dir() or open_foreign(given[0]) is not None:
         return read_edges(Path(given[0]))
     return load_dataset(given[0], arguments.root), None
 
@@ -111,23 +112,21 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
 def read_edges(folder: Path) -> tuple[Data, Partition]:
     """Returns all edges of a folder of parts, and who owns which node.
 
-    Of the features, only how many there are, of which dtype.
+    Of the features, only how many there are, of which dtype; and train_mask, if it is one.
     """
-    if is_dgl_folder(folder):
-        partition = read_dgl_partition(folder)
-        parts = [read_dgl_folder(folder, k) for k in range(partition.num_parts)]
-    elif is_pyg_folder(folder):
-        partition = read_pyg_partition(folder)
-        parts = [read_pyg_folder(folder, k) for k in range(partition.num_parts)]
-    else:
-        count = int(folder_meta(folder)["num_parts"])
-        parts = [read_part(folder, part) for part in range(count)]
-        partition = parts[0].partition
+    opened = open_folder(folder)
+    parts = [opened.read(part) for part in range(opened.num_parts)]
+    partition = parts[0].partition
     data = Data(edge_index=torch.cat([part.edge_index for part in parts], 1))
     data.num_nodes = partition.num_nodes
     x = parts[0].node.get("x")
     if x is not None:
         data.x = x.new_empty(1).expand(partition.num_nodes, *x.shape[1:])
+    if all("train_mask" in part.node for part in parts):
+        rows = torch.cat([part.node["train_mask"] for part in parts])
+        gid = torch.cat([part.node_gid for part in parts])
+        data.train_mask = torch.empty_like(rows)
+        data.train_mask[gid] = rows
     return data, partition
 
 

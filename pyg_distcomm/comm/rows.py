@@ -30,7 +30,6 @@ class Rows:
         known: the number of rows on all ranks, where it is known without asking.
         nodes: for the edges of a graph, the rows of its nodes.
         stacked: for the edges of a graph, makes an edge_index of sources and targets.
-        ends: whether they are the two ends of edges `[e, 2]`, whose transpose is an edge_index.
     """
 
     gid: Tensor
@@ -41,7 +40,6 @@ class Rows:
     known: int | None = None
     nodes: Rows | None = None
     stacked: Callable[..., Any] | None = field(default=None, repr=False)
-    ends: bool = False
 
     def __len__(self) -> int:
         return len(self.gid)
@@ -113,7 +111,7 @@ class Rows:
             known: how many rows it keeps on all ranks, where that is known.
         """
         gid = self.gid[mask.cpu()]
-        kept: Any = {"nodes": self.nodes, "stacked": self.stacked, "ends": self.ends}
+        kept: Any = {"nodes": self.nodes, "stacked": self.stacked}
         return Rows(gid, self.total, self.mesh, None, False, known, **kept)
 
     @staticmethod

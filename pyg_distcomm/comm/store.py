@@ -315,10 +315,8 @@ def _session(store: StoreMailbox, rank: int, size: int, timeout: float) -> str:
                 if store.check([f"{base}/{name}/taken"]):
                     return f"{base}/{name}"
         if time.monotonic() - begin > timeout:
-            agreed = [f"{base}/{name}/agreed/{r}" for r in range(size)]
-            late = store.missing(marks) or (
-                store.missing(agreed) if name else marks[:1]
-            )
+            agreed = [f"{base}/{name}/agreed/{r}" for r in range(1, size)]
+            late = store.missing(marks) or (name and store.missing(agreed)) or marks[:1]
             late = [k.rpartition("/")[2] for k in late]
             raise _not_come(rank, size, timeout, [r for r in late if r != str(rank)])
         time.sleep(0.005 if time.monotonic() - begin < 1 else 0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +124,6 @@ class DistEdgeIndex(torch.Tensor):
                 + " and ".join(str(r or "a plain tensor") for r in found)
             )
         assert rows is not None
-        rows = replace(rows, ends=False)
         ends = torch.stack([source.to_local(), target.to_local()])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
         away = int((owner != nodes.mesh.rank).sum())
@@ -254,7 +252,8 @@ class DistEdgeIndex(torch.Tensor):
         if link is not None:
             # copies with another link share what is kept, by which they are known
             who, train = self.topology.constants, torch.is_grad_enabled()
-            call = link.begin(who, self.nodes, train, name="matmul")
+            own = self.topology.own_degrees
+            call = link.begin(who, self.nodes, train, name="matmul", degrees=own)
         matrix = self.topology.operator(OperatorKind(), weight, local.dtype, call)
         return DistTensor.wrap(matrix @ local, self.nodes)
 
@@ -551,7 +550,9 @@ def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
 
 def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
     """Stands for the transpose: a row `[source, target]` for each edge."""
-    return DistTensor.wrap(x.to_local().t(), replace(x.edges, ends=True))
+    out = DistTensor.wrap(x.to_local().t(), x.edges)
+    out.holds_ends = True
+    return out
 
 
 def _extreme(op: str) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,11 @@ from pyg_distcomm.graph.edge_index import (
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.csr import coo_of
+from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.dgl_folder import (
-    dgl_folder_meta,
-    is_dgl_folder,
-    read_dgl_folder,
-)
-from pyg_distcomm.partition.folder import (
-    PartShare,
-    attribute_kinds,
-    merged,
-    read_part,
-)
-from pyg_distcomm.partition.layout import META, Verify, folder_meta, is_folder
+from pyg_distcomm.partition.folder import PartShare, attribute_kinds, merged
+from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
-from pyg_distcomm.partition.pyg_folder import (
-    is_pyg_folder,
-    read_pyg_folder,
-    read_pyg_partition,
-)
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -547,17 +532,17 @@ def load_partition(
             or both numbers if the folder is for another number of ranks.
     """
     mesh = given_mesh(mesh, "pdc.load_partition")
-    share, problem, place = None, None, Path(folder)
+    share, problem = None, None
     try:
-        share = _read_share(place, mesh, verify, merge)
-        told = dgl_folder_meta(place)[0] if is_dgl_folder(place) else place / META
-        meta = told.read_bytes()
+        parts = open_folder(folder, verify)
+        share = _read_share(Path(folder), parts, mesh, merge)
+        meta = parts.about.read_bytes()
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
     _agree(link_problem(link) or problem, mesh)
     assert share is not None
-    owners = {told.name: hashlib.sha256(meta).hexdigest()}
+    owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
     counts = {"number of edges": share.num_edges_global, **owners}
     levels = {"node": share.node, "edge": share.edge}
@@ -569,20 +554,11 @@ def load_partition(
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
-def _read_share(folder: Path, mesh: Mesh, verify: Verify, merge: bool) -> PartShare:
-    read: Callable[[int], PartShare]
-    if is_pyg_folder(folder) and not is_folder(folder):
-        count = read_pyg_partition(folder).num_parts
-        read = partial(read_pyg_folder, folder)
-    elif is_dgl_folder(folder):
-        count = int(dgl_folder_meta(folder)[1]["num_parts"])
-        read = partial(read_dgl_folder, folder)
-    else:
-        count = int(folder_meta(folder)["num_parts"])
-        read = partial(read_part, folder, verify=verify)
+def _read_share(folder: Path, parts: AnyFolder, mesh: Mesh, merge: bool) -> PartShare:
+    count = parts.num_parts
     _check_parts(folder, count, mesh, merge)
     begin, end = (k * count // mesh.size for k in (mesh.rank, mesh.rank + 1))
-    return merged([read(k) for k in range(begin, end)], mesh.size)
+    return merged([parts.read(k) for k in range(begin, end)], mesh.size)
 
 
 def _check_parts(folder: Path, parts: int, mesh: Mesh, merge: bool) -> None:

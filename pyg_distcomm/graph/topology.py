@@ -187,6 +187,11 @@ class Topology:
         target = self.locals.target_lid
         return torch.bincount(target, minlength=len(self.nodes))
 
+    @property
+    def own_degrees(self) -> Callable[[], Tensor] | None:
+        """What returns the in-degrees of own sources; None if their type is another."""
+        return (lambda: self.in_degree) if self.sources is None else None
+
     @cached_property
     def reversed(self) -> ReverseGraph:
         """The edges turned around and owned by what were their sources; collective."""

@@ -174,7 +174,7 @@ class LinkPolicy:
             training: whether the layer trains.
             stage: returns whether its input is cached; see `ProductCache.stage`.
             name: its name in messages; by default its class.
-            degrees: returns the in-degrees of own nodes `[n]`.
+            degrees: returns the in-degrees of own nodes `[n]`; None if it cannot.
         """
         state = self.state
         if nodes.mesh.size == 1 or self.is_exact:
@@ -183,6 +183,11 @@ class LinkPolicy:
             raise ValueError(
                 f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
                 f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
+        if self._ranked and degrees is None:
+            raise ValueError(
+                f"{self!r} goes by in-degrees, but edges between two types of nodes have none "
+                "for their sources; use RangeBits or Quantise"
             )
         state.bind(nodes)
         mode = state.agree(layer, training and torch.is_grad_enabled())

@@ -124,11 +124,7 @@ class LayerContext:
                 return 0 if now is None else self.topology.constants.stage(now, *key)
 
         nodes, training = self.edges.nodes, self.layer.training
-
-        def degrees() -> Tensor:
-            return self.topology.in_degree
-
-        begin = self.link.begin
+        begin, degrees = self.link.begin, self.topology.own_degrees
         return begin(self.layer, nodes, training, stage, degrees=degrees)
 
     def had_kept(self) -> bool:

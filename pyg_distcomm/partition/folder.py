@@ -104,8 +104,13 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
     Args:
         parts: those from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
         num_parts: P.
+
+    Raises:
+        ValueError: if one part has rows of another name, width or dtype than the first.
     """
     first = parts[0]
+    for other in parts[1:]:
+        _check_alike(first, other)
     before = first.partition.num_parts
     if num_parts == before:
         return first
@@ -131,6 +136,19 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
         edge=rows("edge", edge_order),
         graph=first.graph,
     )
+
+
+def _check_alike(first: PartShare, other: PartShare) -> None:
+    for kind in ("node", "edge"):
+        one, two = (
+            {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
+            for held in (getattr(first, kind), getattr(other, kind))
+        )
+        if one != two:
+            raise ValueError(
+                f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
+                f"are {one} and {two}"
+            )
 
 
 def write_folder(

@@ -94,6 +94,8 @@ def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     )
     first = first_sharded(args, kwargs)
     out = _wrapped(call_local(func, args, kwargs), first)
+    if base_name(func) in _COPIES and first.holds_ends and out is not first:
+        out.holds_ends = not (out.is_floating_point() or out.dtype == torch.bool)
     if base_name(func) in _COPIES and hasattr(first, "_counts"):
         version, counts = first._counts
         if version == first._version and out is not first:

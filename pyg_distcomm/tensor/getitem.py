@@ -104,6 +104,8 @@ def get(x: RowShardedTensor, key: Any) -> Any:
         out._is_copy = isinstance(first, slice) and (
             first != slice(None) or hasattr(x, "_is_copy")
         )
+        if x.holds_ends and not rest and out.dim() == 2:
+            out.holds_ends = True
     return out
 
 

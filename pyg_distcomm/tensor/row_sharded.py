@@ -56,6 +56,7 @@ class RowShardedTensor(torch.Tensor):
     _counts: tuple[
         int, Any
     ]  # how many rows this mask (or each column) keeps on all ranks
+    _ends: int  # its version when it held the ends `[e, 2]` of edges, in node ids
     _is_copy: bool  # of a range of rows: see `getitem.check_writable`
     _inside = False  # a layer
     _spread = True  # over the ranks, and so no plain operand
@@ -64,6 +65,16 @@ class RowShardedTensor(torch.Tensor):
     def reads_local(self) -> bool:
         """Whether sizes and plain operands are this rank's, as inside a layer."""
         return self._inside or self.rows.mesh.local_sizes
+
+    @property
+    def holds_ends(self) -> bool:
+        """Whether it holds the two ends of edges, whose transpose is an edge_index."""
+        found: int | None = vars(self).get("_ends")
+        return found is not None and found == _version_of(self)
+
+    @holds_ends.setter
+    def holds_ends(self, value: bool) -> None:
+        self._ends = _version_of(self) if value else -2
 
     @classmethod
     def wrap(cls, local: Tensor, rows: Rows) -> Self:
@@ -95,6 +106,12 @@ class Picker(torch.Tensor):
     def pick(self, x: RowShardedTensor, rest: tuple[Any, ...]) -> Tensor:
         """Returns `x[self, *rest]`."""
         raise NotImplementedError
+
+
+def _version_of(x: Tensor) -> int:
+    """Returns how often values were changed in place; -1 where nobody counts."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if x.is_inference() else x._version
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:

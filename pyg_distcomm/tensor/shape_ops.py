@@ -348,7 +348,7 @@ def transposed(name: str, args: Any, kwargs: Any) -> Any:
     )
     if x.dim() != 2 or not swaps:
         return None
-    if x.rows.ends and x.rows.stacked is not None and x.size(1) == 2:
+    if x.holds_ends and x.rows.stacked is not None:
         return x.rows.stacked(x[:, 0], x[:, 1])
     with torch._C.DisableTorchFunctionSubclass():
         out = x.as_subclass(torch.Tensor).t().as_subclass(Transposed)

@@ -56,17 +56,19 @@ class metrics:
     mesh's ledger since the last epoch; what this class itself sends is not in them.
 
     Args:
-        folder: where rank 0 keeps the run (see [Note: run folder]); None keeps nothing.
-            A run that is there already is gone on with.
+        folder: where rank 0 keeps the run (see [Note: run folder]), rank 0's counts; None
+            keeps nothing. A run that is there already is gone on with.
         mesh: the ranks; those of the last `pdc.init` if None.
-        data: the share that `pdc.partition` returned, for the figures of the partition.
+        data: the share that `pdc.partition` returned, for the figures of the partition; on
+            all ranks or none.
         loader: a loader of this package, whose phases are recorded too.
         writers: called with each row, on rank 0: `CSVWriter(path)`,
             `TensorBoardWriter(folder)`, `wandb.log`, or a function of your own. One that
             fails is warned of, and not called again: training goes on.
 
     Raises:
-        ValueError: on all ranks, if the folder cannot be written, or is not of a run.
+        ValueError, TypeError: on all ranks, if the folder cannot be written, or is not of a
+            run; for data that is no share, or not given on all ranks.
 
     Price: an all-gather of about a kilobyte a rank and epoch.
     """
@@ -86,7 +88,7 @@ class metrics:
         self._writers = list(writers) if self.mesh.everyone.rank == 0 else []
         own = Ledger(traced=False)
         self._axis = replace(self.mesh.everyone, ledger=own)
-        self._start = 0
+        self._start, self._keeps = 0, True
         about = self._about(data)
         collectives.agree(self._open(about), self._axis)
         self._phases: dict[str, float] = {}
@@ -96,25 +98,38 @@ class metrics:
     def _about(self, data: Any) -> Row:
         """Returns what is kept of the run, on all ranks; collective."""
         mesh = self.mesh
-        hosts = collectives.all_gather_object(socket.gethostname(), self._axis)
+        edge_index = getattr(data, "edge_index", None)
+        shared = isinstance(edge_index, DistEdgeIndex)
+        kind = None if data is None else "a share" if shared else type(data).__name__
+        place = None if self.folder is None else str(self.folder)
+        told = socket.gethostname(), kind, place
+        hosts, kinds, folders = zip(
+            *collectives.all_gather_object(told, self._axis), strict=True
+        )
+        if mesh.everyone.rank:  # so that `trace` is entered on all ranks, or on none
+            self.folder = None if folders[0] is None else Path(folders[0])
         found: Row = {
             "ranks": mesh.everyone.size,
             "grid": list(mesh.grid),
             "stages": mesh.stage.size,
-            "hosts": hosts,
+            "hosts": list(hosts),
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        edge_index = getattr(data, "edge_index", None)
-        if data is not None and not isinstance(edge_index, DistEdgeIndex):
-            raise TypeError(
-                "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
-                f"{type(data).__name__} with a plain edge_index"
+        for rank, other in enumerate(kinds):
+            if other not in (None, "a share"):
+                raise TypeError(
+                    "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
+                    f"{other} with a plain edge_index on rank {rank}"
+                )
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                "pdc.metrics takes data= on all ranks or none, and it is missing on rank "
+                f"{kinds.index(None)}"
             )
-        if data is None:
+        if not isinstance(edge_index, DistEdgeIndex):
             return found
         found["partition"] = asdict(partition_report(data))
-        assert edge_index is not None
         sent = edge_index.topology.locals.halo.send_counts
         if mesh.size <= _MOST:
             axis = replace(mesh.world, ledger=self._axis.ledger)
@@ -185,24 +200,33 @@ class metrics:
             by_rank: lists of "bytes", "waits", "seconds".
 
         Raises:
-            ValueError, TypeError: for a value that is no number, or has a name of these.
+            ValueError, TypeError: on all ranks, for a value of rank 0 that is no number, or
+                has a name of these.
         """
-        given = {name: _number(name, value) for name, value in values.items()}
+        given, problem = {}, None
+        try:
+            epoch = int(epoch)
+            given = {name: _number(name, value) for name, value in values.items()}
+        except (ValueError, TypeError) as error:
+            problem = isinstance(error, TypeError), str(error)
         now, ledger = time.perf_counter(), self.mesh.ledger.snapshot()
         mine = {
             "seconds": now - self._clock,
             "moved": _moved(self._before, ledger),
             "phases": self._phases | _loader_phases(self._loader),
             "given": given,
+            "problem": problem,
+            "place": (epoch, self._start),
         }
-        row = _row(int(epoch), collectives.all_gather_object(mine, self._axis))
-        row["start"] = self._start
+        ranks = collectives.all_gather_object(mine, self._axis)
+        if ranks[0]["problem"] is not None:
+            is_type, text = ranks[0]["problem"]
+            raise (TypeError if is_type else ValueError)(text)
+        row = _row(ranks)
         if self.mesh.everyone.rank == 0:
             self._keep(row)
-        shown = ", ".join(
-            f"{name} {value:.4g}" for name, value in row.items() if name in given
-        )
-        about = epoch, row["seconds"], row["bytes"]["total"], shown
+        shown = ", ".join(f"{name} {row[name]:.4g}" for name in ranks[0]["given"])
+        about = row["epoch"], row["seconds"], row["bytes"]["total"], shown
         tell(self.mesh.everyone.rank, "epoch %d: %.3f s, %d bytes, %s", *about)
         self._phases, self._before = {}, self.mesh.ledger.snapshot()
         self._clock = time.perf_counter()
@@ -210,7 +234,7 @@ class metrics:
 
     def _keep(self, row: Row) -> None:
         keepers = [*self._writers]
-        if self.folder is not None:
+        if self.folder is not None and self._keeps:
             keepers.insert(0, self._append)
         for write in keepers:
             try:
@@ -224,7 +248,7 @@ class metrics:
                 if write in self._writers:
                     self._writers.remove(write)
                 else:
-                    self.folder = None
+                    self._keeps = False
 
     def _append(self, row: Row) -> None:
         assert self.folder is not None
@@ -250,10 +274,11 @@ def _loader_phases(loader: Any) -> dict[str, float]:
     phases = getattr(loader, "phases", None)
     if phases is None:
         return {}
-    return {f"loader: {name}": phase.seconds for name, phase in phases.by_name.items()}
+    known = dict(phases.by_name)  # threads may add to it meanwhile
+    return {f"loader: {name}": phase.seconds for name, phase in known.items()}
 
 
-def _row(epoch: int, ranks: list[Row]) -> Row:
+def _row(ranks: list[Row]) -> Row:
     """Returns the figures of an epoch from those of each rank."""
     bytes_of = [sum(moved[0] for moved in r["moved"].values()) for r in ranks]
     waits = [sum(moved[1] for moved in r["moved"].values()) for r in ranks]
@@ -267,6 +292,7 @@ def _row(epoch: int, ranks: list[Row]) -> Row:
         n: sum(r["phases"].get(n, 0.0) for r in ranks) / len(ranks) for n in names
     }
     mean = sum(waits) / len(ranks)
+    epoch, start = ranks[0]["place"]
     return {
         "epoch": epoch,
         **ranks[0]["given"],
@@ -284,6 +310,7 @@ def _row(epoch: int, ranks: list[Row]) -> Row:
             "computing": imbalance(computing),
         },
         "by_rank": {"bytes": bytes_of, "waits": waits, "seconds": seconds},
+        "start": start,
     }
 
 
@@ -355,8 +382,8 @@ def read_rows(folder: Path) -> list[Row]:
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-            number = int(row["epoch"])
-        except (ValueError, KeyError, TypeError):
+            number = row["epoch"] = int(row["epoch"])
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue  # cut short by a kill
         while rows and rows[-1]["epoch"] >= number:
             rows.pop()
@@ -373,7 +400,7 @@ def _read_json(path: Path) -> Row:
         raise ValueError(
             f"{path}: is not what pdc.metrics has written ({error})"
         ) from None
-    if not isinstance(found, dict) or "starts" not in found:
+    if not isinstance(found, dict) or not isinstance(found.get("starts"), list):
         raise ValueError(
             f"{path}: is not what pdc.metrics has written; use another folder"
         )

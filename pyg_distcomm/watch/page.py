@@ -256,7 +256,7 @@ def _waits(epochs: Sequence[Row]) -> list[str]:
         for k, (s, w) in enumerate(zip(seconds, waits, strict=True))
     ]
     shown, said = _most(rows, lambda parts: parts["waiting"])
-    worst = imbalance(tuple(s - w for s, w in zip(seconds, waits, strict=True)))
+    worst = imbalance([parts["computing"] for _, parts in rows])
     key = drawing.legend(["computing", "waiting"])
     told = f"{said}Mean seconds of an epoch. The busiest rank computes "
     told += f"{worst:.2f} times the mean."

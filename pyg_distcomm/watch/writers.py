@@ -39,7 +39,8 @@ class CSVWriter:
         lines.append(line)
         self._columns = list(dict.fromkeys(name for one in lines for name in one))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, ",".join(self._columns) + "\n" + self._text(lines))
+        head = dict(zip(self._columns, self._columns, strict=True))
+        write_whole(self.path, self._text([head, *lines]))
         self._last = row["epoch"]
 
     def _text(self, lines: list[dict[str, Any]]) -> str:
@@ -51,7 +52,10 @@ class CSVWriter:
         if not self.path.exists():
             return []
         with open(self.path, newline="") as file:
-            return [one for one in csv.DictReader(file) if one.get("epoch")]
+            read = csv.DictReader(file)  # None: a line that a kill has cut short
+            return [
+                one for one in read if one.get("epoch") and None not in one.values()
+            ]
 
 
 class TensorBoardWriter:
