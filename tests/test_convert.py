@@ -8,6 +8,7 @@ import io
 import pickle
 
 import pytest
+import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
@@ -173,9 +174,10 @@ def test_names_and_values_stay(name):
     same.load_state_dict(before.state_dict(), strict=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "copying", ["none", "deepcopy", "pickle", "save", "state", "again"]
+@tiers.cover(
+    ("name", "copying"),
+    list(MODELS),
+    ["none", "deepcopy", "pickle", "save", "state", "again"],
 )
 def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
     names = MODELS[name][1]

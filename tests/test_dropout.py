@@ -246,8 +246,11 @@ def _recomputed(name, reentrant):
     }
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["nodes", "GATConv", "APPNP", "edges twice", "GAT"])
+@tiers.cover(
+    ("name", "reentrant"),
+    ["nodes", "GATConv", "APPNP", "edges twice", "GAT"],
+    [True, False],
+)
 def test_recomputation_repeats_the_masks(name, reentrant):
     want = worlds.run(recomputed, 1, name, None)[0]
     for size in (1, 3):

@@ -145,12 +145,9 @@ CASES = [
 ]
 _OFTEN = {
     "smooth apart",
-    "warm-up with a state",
-    "prompt rows",
     "by degree, adaptive",
     "by range",
     "skipped, one bit",
-    "skipped, masked",
 }
 
 

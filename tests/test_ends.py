@@ -293,7 +293,7 @@ CASES = [
 
 
 @pytest.mark.subprocess
-@tiers.parametrize(("case", "destroy"), CASES, [("one loader", True)])
+@tiers.parametrize(("case", "destroy"), CASES, [])
 def test_a_process_ends_soon_after_its_error(tmp_path, case, destroy):
     text = f"CASE, DESTROY = {case!r}, {destroy}\n{SCRIPT}"
     for rank, (said, code, ended) in enumerate(on_two_ranks(tmp_path, text)):
@@ -343,7 +343,7 @@ def _meshes(count, how):
 
 
 @pytest.mark.skipif(not worlds.LINUX, reason="counts threads by /proc")
-@pytest.mark.parametrize("how", ["close", "with", "collected"])
+@tiers.parametrize("how", ["close", "with", "collected"], ["collected"])
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=tiers.rare)])
 def test_meshes_give_back_their_threads_and_descriptors(count, how):
     for held in pdc.launch(_meshes, 2, count, how, timeout=500):
@@ -426,9 +426,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.subprocess
-@tiers.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [signal.SIGKILL]
-)
+@tiers.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [])
 def test_ranks_end_with_their_launcher(tmp_path, number):
     mark = f"PDC_ENDS_{os.getpid()}_{int(number)}"
     (tmp_path / "launches.py").write_text(LAUNCHES)

@@ -36,7 +36,7 @@ def _raises_inside():
 
 
 def _forgets_a_collective():
-    mesh = pdc.init(timeout=8)
+    mesh = pdc.init(timeout=4)
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     if mesh.rank == 0:
         time.sleep(60)
@@ -78,7 +78,7 @@ def test_launch_raises_the_first_cause():
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_forgets_a_collective, "waited 8 s for sum"),
+        (_forgets_a_collective, "waited 4 s for sum"),
         (_dies, "without|lost another rank"),
         (_leaves_early, "lost another rank"),
     ],

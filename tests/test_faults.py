@@ -8,8 +8,6 @@ import faults
 import pytest
 
 BY_DEFAULT = {  # one of each kind of ending
-    "gat, rank 1: kill at 50%",
-    "one_bit_late, rank 1: stop at 50%",
     "seed differs in init",
     "x of the data differs",
     "link 0 differs",

@@ -28,7 +28,7 @@ WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
 OPS = {"plan": 8, "fetch_ids": 4, "fetch_rows": 1}  # bytes of a word
 
 
-FEW = ((1, 1), (2, 1), (3, 1), (4, 2))
+FEW = ((1, 1), (2, 1), (4, 2))
 
 
 @pytest.fixture(

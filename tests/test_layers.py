@@ -156,14 +156,20 @@ def _covering():
 
 
 # by default each layer once, on two to four ranks
-@tiers.parametrize(("name", "graph", "cutter", "size"), _covering(), slice(1, None, 3))
+@tiers.parametrize(("name", "graph", "cutter", "size"), _covering(), slice(1, None, 6))
 def test_exact(name, graph, cutter, size):
     worlds.run(exact, size, name, graph, cutter)
 
 
-@pytest.mark.parametrize("graph", ["star", "tiny", "edgeless", "negative"])
-@pytest.mark.parametrize(
-    "name", ["GATConv edges", "GINConv", "APPNP", "ByDegree", "PNAConv", "ChebConv"]
+@tiers.parametrize(
+    ("graph", "name"),
+    list(
+        itertools.product(
+            ["star", "tiny", "edgeless", "negative"],
+            ["GATConv edges", "GINConv", "APPNP", "ByDegree", "PNAConv", "ChebConv"],
+        )
+    ),
+    slice(0, None, 5),
 )
 def test_exact_on_odd_graphs(name, graph):
     worlds.run(exact, 4, name, graph, "random")
@@ -209,8 +215,7 @@ def _matrix(conv):
     return conv
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
-@pytest.mark.parametrize("wrap", [HaloConv, DistSAGEConv])
+@tiers.cover(("name", "wrap"), [*AGGREGATIONS], [HaloConv, DistSAGEConv])
 def test_aggregations(name, wrap):
     how = AGGREGATIONS[name]
     worlds.run(aggregation, 3, name, how, wrap, "sorted directed", "empty_rank")

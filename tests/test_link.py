@@ -50,7 +50,7 @@ def same(name, grid):
         link.step()
 
 
-@pytest.mark.parametrize("name", EXACT)
+@tiers.parametrize("name", list(EXACT), slice(0, None, 2))
 def test_rate_one_and_no_lateness_are_the_exact_link(name):
     worlds.run(same, 3, name, (3, 1, 1))
     worlds.run(same, 4, name, (2, 2, 1))
@@ -281,8 +281,8 @@ def trains(name, layer, grid):
 @pytest.mark.parametrize(
     ("layer", "grid", "names"),
     [
-        (DistGCNConv, (3, 1, 1), ["pipegcn", "adaptive"]),
-        tiers.rarely(DistGCNConv, (3, 1, 1), ["varco"]),
+        tiers.rarely(DistGCNConv, (3, 1, 1), ["adaptive"]),
+        tiers.rarely(DistGCNConv, (3, 1, 1), ["pipegcn", "varco"]),
         tiers.rarely(DistSAGEConv, (1, 3, 1), ["sylvie", "bns", "residual"]),
     ],
 )

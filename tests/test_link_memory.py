@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tiers
 import torch
 import worlds
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,6 +97,7 @@ def peaks(names):
     return found
 
 
+@tiers.rare
 def test_few_bits_take_less_than_the_exact_link_and_nothing_takes_more_than_it_says():
     for (exact, *_), *rest in worlds.run(peaks, 2, [*LINKS]):
         for name, (most, kept, message) in zip(LINKS, rest, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -85,8 +86,7 @@ def late_epoch(widths, grid, oblivious):
     return words, reference
 
 
-@pytest.mark.parametrize("oblivious", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@tiers.cover(("name", "oblivious"), [*SHAPES], [False, True])
 def test_words_fall_as_the_widths_say(name, oblivious):
     widths, times = SHAPES[name]
     found = worlds.run(late_epoch, 3, widths, (3, 1, 1), oblivious)

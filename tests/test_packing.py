@@ -90,6 +90,6 @@ def _exchange(size):
                 assert torch.equal(ghost, one)  # whoever sends, whatever beside
 
 
-@tiers.parametrize("size", [2, 3, 4], [2, 4])
+@tiers.parametrize("size", [2, 3, 4], [3])
 def test_bytes_are_those_foretold_and_rows_do_not_depend_on_ranks(size):
     worlds.run(_exchange, size, size)

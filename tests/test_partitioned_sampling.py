@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import batches
-import pytest
 import tiers
 import torch
 import worlds
@@ -135,8 +134,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("sample_at", ["owner", "requester"])
-@tiers.parametrize(("size", "c"), GRIDS, [(2, 1), (4, 2)])
+@tiers.parametrize(
+    ("size", "c", "sample_at"),
+    [(*grid, at) for grid in GRIDS for at in ("owner", "requester")],
+    [(2, 1, "requester"), (4, 2, "owner")],
+)
 def test_minibatches_are_those_of_the_whole_graph(size, c, sample_at):
     for turn, (name, (make, options)) in enumerate(CASES.items()):
         if size > 2 and turn % 2 == (c + (sample_at == "owner")) % 2:

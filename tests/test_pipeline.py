@@ -71,9 +71,9 @@ def _compare(name, rule=(0.0, 1.0), epochs=4, graph="directed", **options):
     assert len({tuple(pipe.order_of(k)) for k in range(epochs)}) > 1
 
 
-@pytest.mark.parametrize("refresh", [1, 3])
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", ["gcn", "gcnii", "gat"])
+@tiers.cover(
+    ("name", "recompute", "refresh"), ["gcn", "gcnii", "gat"], [True, False], [1, 3]
+)
 def test_gradients_are_those_of_autograd_with_constant_history(
     name, recompute, refresh
 ):
@@ -151,8 +151,7 @@ def test_without_chunks_the_bubble_chooses_them():
     assert pipe.crossing == 0
 
 
-@pytest.mark.parametrize("refresh", [1, 3])
-@pytest.mark.parametrize("name", ["gcn", "gcnii", "gat", "gin"])
+@tiers.cover(("name", "refresh"), ["gcn", "gcnii", "gat", "gin"], [1, 3])
 def test_frozen_weights_become_exact(name, refresh):
     _, share, mesh = _share()
     stack = stack_of(name)
@@ -184,8 +183,7 @@ def test_stale_gradients_become_exact_too():
     assert found["stale"] < 1e-12 < 1e-3 < found["surrogate"]
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, None])
+@tiers.cover(("dtype", "recompute"), [torch.bfloat16, torch.int8, None], [True, False])
 def test_history_in_few_bits_is_near_and_in_a_file_the_same(dtype, recompute, tmp_path):
     data, share, mesh = _share("undirected")
 

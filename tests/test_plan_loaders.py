@@ -46,7 +46,7 @@ CHOICES = [
     (2, 3, "owner"),
 ]
 CHOICES += [(4, 1, "requester"), (3, 2, "requester"), (3, 1, "owner")]
-FEW = [(4, ("nodes", "ladies")), (3, ("trees", "fastgcn", "twice"))]
+FEW = [(3, ("nodes", "ladies")), (2, ("trees", "fastgcn", "twice"))]
 
 
 def graph():

@@ -91,7 +91,7 @@ def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
+@tiers.parametrize("num_parts", [1, 2, 5, 40], [1, 5])
 def test_never_worse_and_always_the_same(method, name, num_parts):
     if method in LIBRARIES:
         pytest.importorskip(method)
@@ -143,7 +143,8 @@ def test_directed_graphs_lower_both_maxima(flip):
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA, reason="needs ../shared/data")
-@tiers.parametrize("method", ["metis", "ldg", "random", "block"], ["ldg"])
+@tiers.rare
+@pytest.mark.parametrize("method", ["metis", "ldg", "random", "block"])
 @pytest.mark.parametrize(("name", "num_parts"), [("Computers", 8), ("CS", 4)])
 def test_the_busiest_rank_of_real_graphs_sends_less(name, num_parts, method):
     data = real.read(real.path(name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import sys
 
 import numpy as np
 import pytest
 import sample_reference
+import tiers
 import torch
 
 from pyg_distcomm.kernels import sample_jit
@@ -98,12 +100,17 @@ def same(one, two):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize("induced", [False, True])
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "weighted", "node", "edge"])
-@pytest.mark.parametrize("hetero", [False, True])
+@tiers.parametrize(
+    ("hetero", "kind", "replace", "disjoint", "induced", "hashed"),
+    list(
+        itertools.product(
+            [False, True],
+            ["plain", "weighted", "node", "edge"],
+            *[[False, True]] * 4,
+        )
+    ),
+    slice(0, None, 3),
+)
 def test_compiled_equals_reference(
     hetero, kind, replace, disjoint, induced, hashed, monkeypatch
 ):

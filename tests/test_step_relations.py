@@ -7,6 +7,7 @@ import functools
 
 import batches
 import pytest
+import tiers
 import torch
 import torch_geometric.nn as pyg
 from test_step import WIDTH, agree, close, graded, graph, loader_of
@@ -333,8 +334,7 @@ def test_minibatches_of_workers_carry_what_the_sampler_knew(kind):
 # Products with a linear layer -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean"])
-@pytest.mark.parametrize("first", [True, False])
+@tiers.cover(("kind", "first"), ["sum", "mean"], [True, False])
 def test_products_with_linear_layers_are_differentiated_twice(kind, first):
     g = torch.Generator().manual_seed(0)
     edges = GroupedEdges.build(torch.randint(6, (2, 20), generator=g), 8, 7)

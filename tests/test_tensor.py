@@ -16,6 +16,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import random
 
 SIZES = (1, 2, 3, 4)
+ranks = tiers.parametrize("size", SIZES, [1, 3])
 CUTS = ("random", "empty_rank", "no_train")
 
 
@@ -122,7 +123,7 @@ def _check_table(table, cutter):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 @pytest.mark.parametrize("table", ["LOCAL", "GLOBAL"])
 def test_tables(table, size):
     for cutter in CUTS:
@@ -230,7 +231,7 @@ def _ties():
             torch.testing.assert_close(slopes[1].full_tensor(), slopes[0])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_extremes_share_their_gradient_as_in_torch(size):
     worlds.run(_ties, size)
 
@@ -249,18 +250,18 @@ def _slopes_of_norms_at_zero():
         torch.testing.assert_close(slopes[3].full_tensor(), slopes[2])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_norms_of_zeros_have_torchs_slope(size):
     worlds.run(_slopes_of_norms_at_zero, size)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_rows_of_ones_own_get_their_gradient(size):
     for cutter in CUTS:
         worlds.run(_rows_of_ones_own, size, cutter)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_losses_are_global_means(size):
     for cutter in CUTS:
         worlds.run(_losses, size, cutter)
@@ -347,7 +348,7 @@ def _indexing(cutter):
             share.x[torch.tensor([share.x.rows.mesh.rank])]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_ids_travel_and_gradients_return(size):
     for cutter in CUTS:
         worlds.run(_indexing, size, cutter)
@@ -384,7 +385,7 @@ def _masks_and_values():
     assert mesh.ledger.words() == 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_masks_cost_nothing_and_full_tensors_are_in_order(size):
     worlds.run(_masks_and_values, size)
 
@@ -432,7 +433,7 @@ def _as_data():
     torch.testing.assert_close(emb.full_tensor(), reference.detach())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_a_share_is_a_data(size):
     worlds.run(_as_data, size)
 
@@ -465,7 +466,7 @@ def _noise():
     assert torch.randn_like(share.x, requires_grad=True).requires_grad
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_noise_is_that_of_one_process(size):
     worlds.run(_noise, size)
 
@@ -514,7 +515,7 @@ def _pyg_norms(cutter):
     assert MessageNorm is not None
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_norms_see_all_nodes(size):
     for cutter in CUTS:
         worlds.run(_pyg_norms, size, cutter)
@@ -552,7 +553,7 @@ def _gradients_by_hand():
         torch.rand_like(share.y)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@ranks
 def test_gradients_by_hand(size):
     worlds.run(_gradients_by_hand, size)
 

@@ -320,7 +320,7 @@ def failing(folder, who):
     return repr(found)
 
 
-@tiers.parametrize("who", [0, 1, 2], [0, 1])
+@tiers.parametrize("who", [0, 1, 2], [1])
 def test_one_rank_that_fails_keeps_its_error_and_all_are_written(who, tmp_path):
     found = pdc.launch(failing, 3, tmp_path, who, timeout=300)
     assert found[who] == "KeyError('the data of step 3')"
@@ -348,6 +348,7 @@ def stuck(folder):
         raise KeyError("rank 1 alone")
 
 
+@tiers.rare
 def test_a_rank_that_fails_leaves_its_part_though_rank_0_never_writes(tmp_path):
     with pytest.raises(KeyError):
         pdc.launch(stuck, 2, tmp_path, timeout=300)

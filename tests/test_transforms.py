@@ -243,7 +243,7 @@ def compared():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("size", [1, tiers.rarely(2), 3])
+@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
 def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
 
@@ -326,6 +326,6 @@ def compiled():
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
-@tiers.parametrize("size", [1, 2], [2])
+@tiers.parametrize("size", [1, 2], [])
 def test_a_compiled_model_computes_what_it_does_in_eager_mode(size):
     worlds.run(compiled, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
@@ -259,7 +260,7 @@ def test_sizes_are_the_whole_graphs(size):
     ("size", "graph", "cutter"),
     [
         (1, "directed", "block"),
-        (2, "directed", "random"),
+        tiers.rarely(2, "directed", "random"),
         (3, "directed", "empty_rank"),
     ],
 )

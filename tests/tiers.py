@@ -29,10 +29,10 @@ def parametrize(names, cases, default, **options):
     return pytest.mark.parametrize(names, made, **options)
 
 
-def cover(names, *axes, **options):
-    """Makes the product of axes, each value in one case by default; shorter axes go round."""
+def cover(names, *axes, step=1, **options):
+    """Makes the product of axes; by default each value, or each `step`-th, is in one case."""
     most = max(len(axis) for axis in axes)
-    chosen = {tuple(k % len(axis) for axis in axes) for k in range(most)}
+    chosen = {tuple(k % len(axis) for axis in axes) for k in range(0, most, step)}
     made = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[k] for axis, k in zip(axes, places, strict=True)]
