@@ -248,3 +248,22 @@ def test_the_page_can_be_read_in_a_browser(page, tmp_path, scheme, width):
     sets = re.findall(r"--c0:(#\w+);--c1:(#\w+);--c2:(#\w+)", style.replace("\n", ""))
     seen = {f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in colours}
     assert set(sets[scheme == "dark"]) <= seen
+
+
+def resumed(folder, epochs):
+    """Runs on a rank: records some epochs, of a run that may have been begun before."""
+    run = pdc.metrics(folder, worlds.mesh())
+    for epoch in epochs:
+        run.epoch(epoch, loss=1 / (1 + epoch))
+
+
+def test_a_restart_is_marked_where_the_run_went_on(tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "page.html"
+    worlds.run(resumed, 3, str(folder), range(5))
+    worlds.run(resumed, 2, str(folder), range(3, 6))  # from the checkpoint of epoch 2
+    assert main(["report", str(folder), "-o", str(out)]) == 0
+    text = out.read_text()
+    tips = [one.text for svg in charts(text) for one in svg.iter("title")]
+    assert tips.count("restarted after epoch 2, on 2 ranks") == 1  # no bytes were sent
+    assert "A broken line is a restart." in text
+    assert "<b>3 → 2</b>" in text

@@ -106,6 +106,11 @@ class _Axes:
             HEIGHT - BOTTOM - (y - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
         )
 
+    def mark(self, x: float, said: str) -> str:
+        """Returns a broken line from top to bottom."""
+        path = f'class="mark" d="M{self.at(x):.1f} {TOP}V{HEIGHT - BOTTOM}"'
+        return f"<path {path}><title>{escape(said)}</title></path>"
+
     def drawn(self, x_shown: Shown, y_shown: Shown, names: tuple[str, str]) -> str:
         """Returns the grid, its numbers, and what they are."""
         out = []
@@ -128,6 +133,7 @@ def stacked(
     series: Mapping[str, Sequence[float]],
     shown: Shown,
     names: tuple[str, str],
+    marks: Sequence[tuple[float, str]] = (),
 ) -> tuple[str, int]:
     """Draws a stack of each x; returns it, and how many x's one bar is the mean of.
 
@@ -136,6 +142,7 @@ def stacked(
         series: by name, a value for each x.
         shown: writes a value.
         names: what x and y are.
+        marks: x's that a broken line stands at, and what is to be said of each.
     """
     group = -(-len(xs) // MOST_BARS)
     starts = range(0, len(xs), group)
@@ -163,6 +170,7 @@ def stacked(
                     f'<rect class="s{k % SERIES}" {place} height="{height:.1f}">'
                     f"<title>{escape(tip)}</title></rect>"
                 )
+    out += [axes.mark(*one) for one in marks]
     return _svg("".join(out), f"{names[1]} by {names[0]}"), group
 
 
@@ -171,6 +179,7 @@ def lines(
     x_shown: Shown,
     y_shown: Shown,
     names: tuple[str, str],
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Draws a line for each series of points, with a dot on each if they are few.
 
@@ -178,6 +187,7 @@ def lines(
         series: by name, points (x, y), ascending by x.
         x_shown, y_shown: write a value.
         names: what x and y are.
+        marks: x's that a broken line stands at, and what is to be said of each.
     """
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
@@ -197,6 +207,7 @@ def lines(
                 f'<circle class="s{k % SERIES}" cx="{px:.1f}" cy="{py:.1f}" r="{size}">'
                 f"<title>{escape(tip)}</title></circle>"
             )
+    out += [axes.mark(*one) for one in marks]
     return _svg("".join(out), f"{names[1]} by {names[0]}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -42,7 +43,8 @@ figure{margin:8px 0 6px}figcaption{font-size:13px;margin-top:4px}
 svg{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}svg text.name{fill:var(--ink)}
 svg text.on{fill:var(--on);font-weight:600}svg text.off{fill:var(--ink)}
-.grid{stroke:var(--line);fill:none}.line{fill:none;stroke-width:2.2}
+.grid{stroke:var(--line);fill:none}.mark{stroke:var(--soft);stroke-dasharray:4 3}
+.line{fill:none;stroke-width:2.2}
 .join{stroke:var(--c1);stroke-linecap:round}.disc{fill:var(--c0)}
 .legend{font-size:13px;display:flex;flex-wrap:wrap;gap:3px 16px;margin:6px 0 0}
 .key{white-space:nowrap}.key i{display:inline-block;width:11px;height:11px;
@@ -196,6 +198,18 @@ def _accuracy(epochs: Sequence[Row]) -> list[str]:
     ]
 
 
+def _restarts(epochs: Sequence[Row]) -> list[tuple[float, str]]:
+    """Returns where the run was begun anew, and on how many ranks it went on."""
+    return [
+        (
+            (last["epoch"] + row["epoch"]) / 2,
+            f"restarted after epoch {last['epoch']}, on {len(row['by_rank']['bytes'])} ranks",
+        )
+        for last, row in itertools.pairwise(epochs)
+        if last.get("start") != row.get("start")
+    ]
+
+
 def _bytes(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
@@ -217,9 +231,11 @@ def _bytes(epochs: Sequence[Row]) -> list[str]:
         ]
     xs = [row["epoch"] for row in epochs]
     names = "epoch", "bytes received, all ranks"
-    svg, group = drawing.stacked(xs, series, as_bytes, names)
+    marks = _restarts(epochs)
+    svg, group = drawing.stacked(xs, series, as_bytes, names, marks)
     said = f"A bar is the mean of {group} epochs. " if group > 1 else ""
     top = f"{order[0]} is {sums[order[0]] / total:.0%} of {as_bytes(total)}."
+    top += " A broken line is a restart." if marks else ""
     key = drawing.legend(list(series))
     body = _figure(
         key, svg, f"{said}{top} A name is the operation and the axis of the grid."
@@ -292,12 +308,13 @@ def _values(epochs: Sequence[Row]) -> list[str]:
             if is_finite(r.get(name))
         ]
         if len(points) > 1 or name != score:
+            names, marks = ("epoch", _words(name)), _restarts(epochs)
             svg = drawing.lines(
-                {_words(name): points}, as_number, as_number, ("epoch", _words(name))
+                {_words(name): points}, as_number, as_number, names, marks
             )
-            out.append(
-                _section(f"{_words(name).capitalize()} by epoch", _figure("", svg))
-            )
+            told = "A broken line is a restart." if marks else ""
+            title = f"{_words(name).capitalize()} by epoch"
+            out.append(_section(title, _figure("", svg, told)))
     return out
 
 
