@@ -210,6 +210,19 @@ def test_the_command_prints_plans_of_a_loader(capsys):
     assert {one["replication"] for one in found["plans"]} == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        ("--widths 8 4 --batch-size 3 --probe 2", "--batch-size, --probe"),
+        ("--num-neighbors 3 2 --layers sage --rule ladies", "--layers, --rule"),
+        ("--num-nodes-per-layer 9 --inputs trained", "--inputs"),
+    ],
+)
+def test_the_command_refuses_what_a_plan_would_not_read(words, unread, capsys):
+    assert main(["plan", "generated-200", "--ranks", "2", *words.split()]) == 2
+    assert f"does not read {unread}: leave it out" in capsys.readouterr().err
+
+
 def test_the_command_takes_the_training_nodes_of_a_folder(tmp_path, capsys):
     folder = str(tmp_path / "parts")
     assert (

@@ -194,15 +194,13 @@ def _plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         nargs="+",
         type=one_of("plan.training", "KINDS"),
         metavar="KIND",
-        default=["gcn"],
-        help="gcn, sage or halo; one, or one for each layer",
+        help="gcn (the default), sage or halo; one, or one for each layer",
     )
     parser.add_argument(
         "--inputs",
         type=one_of("plan.training", "INPUTS"),
         metavar="KIND",
-        default="constant",
-        help="constant, changing or trained",
+        help="constant (the default), changing or trained",
     )
     parser.add_argument(
         "--method", type=METHOD, metavar="METHOD", default="metis", help=METHODS
@@ -244,8 +242,10 @@ def _plan_what(parser: _Parser) -> None:
         nargs="+",
         help="or one that draws so many nodes for each layer",
     )
-    parser.add_argument("--rule", default="ladies", help="of --num-nodes-per-layer")
-    parser.add_argument("--batch-size", type=whole(1), default=1024)
+    parser.add_argument("--rule", help="of --num-nodes-per-layer; ladies by default")
+    parser.add_argument(
+        "--batch-size", type=whole(1), help="of a loader; 1024 by default"
+    )
     parser.add_argument("--probe", type=whole(1), help="minibatches of a rank to draw")
 
 

@@ -30,19 +30,20 @@ UNITS = {
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Prints the plans; returns 0, or 1 if none can be run."""
+    _check_mode(arguments)
     graph, owners = _graph(arguments)
     ranks = arguments.ranks
     if ranks is None and owners is not None:
         ranks = owners.num_parts
     if arguments.widths is None:
         return _run_loader(arguments, graph, owners, ranks)
-    layers = arguments.layers
+    layers = arguments.layers or ["gcn"]
     found = plan(
         graph,
         arguments.widths,
         ranks,
         layers=layers[0] if len(layers) == 1 else layers,
-        inputs=arguments.inputs,
+        inputs=arguments.inputs or "constant",
         machine=_machine(arguments),
         partition=arguments.method if owners is None else owners,
         seed=arguments.seed,
@@ -50,6 +51,20 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     print(found.to_json() if arguments.json else found)
     return 0 if found else 1
+
+
+def _check_mode(arguments: argparse.Namespace) -> None:
+    """Refuses options that the kind of plan asked for would not read."""
+    if arguments.widths is not None:
+        mode, unread = "--widths", ["batch_size", "probe", "rule"]
+    elif arguments.num_neighbors is not None:
+        mode, unread = "--num-neighbors", ["layers", "inputs", "rule"]
+    else:
+        mode, unread = "--num-nodes-per-layer", ["layers", "inputs"]
+    found = [name for name in unread if getattr(arguments, name) is not None]
+    if found:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        raise ValueError(f"a plan by {mode} does not read {names}: leave it out")
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -72,14 +87,14 @@ def _run_loader(
     ranks: int | None,
 ) -> int:
     """Prints the plans of a loader, whose seeds are the training nodes, if it knows them."""
-    loader: dict[str, Any] = {"batch_size": arguments.batch_size}
+    loader: dict[str, Any] = {"batch_size": arguments.batch_size or 1024}
     if arguments.probe is not None:
         loader["probe"] = arguments.probe
     if arguments.num_neighbors is not None:
         loader["num_neighbors"] = arguments.num_neighbors
     else:
         loader["num_nodes_per_layer"] = arguments.num_nodes_per_layer
-        loader["rule"] = arguments.rule
+        loader["rule"] = arguments.rule or "ladies"
     mask = graph.get("train_mask") if isinstance(graph, Data) else None
     if mask is not None and mask.dim() == 1:
         loader["input_nodes"] = mask
