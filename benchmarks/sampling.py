@@ -43,7 +43,8 @@ def in_process(name: str, file: str, fan_out: tuple[int, ...]) -> dict[str, Any]
         command = [os.environ["PEER_PYTHON"], str(HERE / "graphbolt.py")]
     command += ["--graph", file, "--fan-out", *map(str, fan_out)]
     home = str(Path(pyg_distcomm.__file__).parents[1])
-    env = os.environ if name == GRAPHBOLT else {**os.environ, "PYTHONPATH": home}
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    env = os.environ if name == GRAPHBOLT else {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
