@@ -137,7 +137,7 @@ def spread(name: str, args: argparse.Namespace, seed: int) -> tuple[float, int, 
         source, target = whole.edge_index
         whole.edge_index = whole.edge_index[:, owner[source] == owner[target]]
         data = pdc.partition(whole, mesh, owner)
-    return links.train(data, exact, link, mesh, args, seed)
+    return links.train(data, exact, link, mesh, args, seed, False)
 
 
 def run(name: str, args: argparse.Namespace, seed: int) -> list[float]:
