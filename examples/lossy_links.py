@@ -34,7 +34,7 @@ LINKS = {
     "1 bit, now every 5": lambda epochs: pdc.Sylvie(sync_every=5),
     "late (PipeGCN)": lambda epochs: pdc.PipeGCN(),
     "columns 1/8": lambda epochs: pdc.VARCO(epochs, schedule=Fixed(8)),
-    "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs),
+    "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs, slope=5),
     "VARCO, slope 1": lambda epochs: pdc.VARCO(epochs, slope=1),
     "rows 1/10 (BNS)": lambda epochs: pdc.BNS(0.1),
     "largest 1/10": lambda epochs: pdc.LinkPolicy(TopK(10)),
