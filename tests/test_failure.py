@@ -88,6 +88,28 @@ def test_nothing_hangs(fn, text):
         pdc.launch(fn, 2, timeout=300)
 
 
+def _dies_beside_others(folder):
+    mesh = pdc.init(timeout=120)
+    share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(100):
+            share.x.sum()
+    except pdc.RankError as error:
+        (Path(folder) / str(mesh.rank)).write_text(str(error))
+        raise
+
+
+def test_the_others_name_the_rank_that_died(tmp_path):
+    with pytest.raises(pdc.RankError, match="signal 9"):
+        pdc.launch(_dies_beside_others, 3, str(tmp_path), timeout=300)
+    for rank in (0, 2):
+        told = (tmp_path / str(rank)).read_text()
+        assert "lost another rank" in told
+        assert "nothing was heard of rank(s) 1)" in told
+
+
 def test_launch_explains_what_it_cannot_send():
     with pytest.raises(TypeError, match=r"\.py file"):
         pdc.launch(lambda: 1, 2)

@@ -283,6 +283,7 @@ class FailureMonitor:
                 f"rank {self.rank} cannot go on with {doing}: this mesh is over since a "
                 f"wait failed; make a new one with pdc.init(). It was\n{self.failed}"
             )
+        self._quietly("set", f"broken/{self.rank}", "")
         try:
             self.listen()
         except Exception as reason:
@@ -294,13 +295,16 @@ class FailureMonitor:
                     f"{lost}the script of rank {rank} had come to its end, or called "
                     "sys.exit; see what it printed last, and run the same calls on all ranks"
                 )
+        others = [r for r in range(self.size) if r != self.rank]
+        silent = [r for r in others if self._quietly("check", [f"broken/{r}"]) is False]
+        who = f" (nothing was heard of rank(s) {str(silent)[1:-1]})" if silent else ""
         found = re.search(
             r"(connection )?closed by peer( \[\S+\])?|timed out", str(error), re.I
         )
         more = f" ({found[0]})" if found else ""
         early = ", or its script ended early" if self._gone else ""
         return RankError(
-            f"{lost}a process ended without saying why: it was killed, ran out of "
+            f"{lost}a process ended without saying why{who}: it was killed, ran out of "
             "memory, or was aborted by its back end, as gloo does where a message is longer "
             f"than the receiver has planned{early}{more}"
         )
