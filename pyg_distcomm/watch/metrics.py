@@ -56,8 +56,9 @@ class metrics:
     mesh's ledger since the last epoch; what this class itself sends is not in them.
 
     Args:
-        folder: where rank 0 keeps the run (see [Note: run folder]), rank 0's counts; None
-            keeps nothing. A run that is there already is gone on with.
+        folder: where rank 0 keeps the run, as it names the folder: run.json, of the ranks and
+            the partition of each start, metrics.jsonl, with a line for each epoch, and what
+            `trace` writes; None keeps nothing. A run that is there already is gone on with.
         mesh: the ranks; those of the last `pdc.init` if None.
         data: the share that `pdc.partition` returned, for the figures of the partition; on
             all ranks or none.
@@ -147,9 +148,13 @@ class metrics:
             starts = [*before.get("starts", [])]
             self._start = len(starts)
             after = rows[-1]["epoch"] if rows else None
-            starts.append(
-                {"time": time.time(), "ranks": about["ranks"], "after": after}
-            )
+            start = {"time": time.time(), "ranks": about["ranks"], "after": after}
+            start["grid"] = about["grid"]
+            if "partition" in about:
+                figures = about["partition"]
+                edges = max(sum(figures["edges"]), 1)
+                start["cut"] = round(figures["edge_cut"] / edges, 6)
+            starts.append(start)
             write_whole(self.folder / RUN, json.dumps({**about, "starts": starts}))
             _end_line(self.folder / ROWS)
         except OSError as error:
@@ -185,7 +190,8 @@ class metrics:
         """Ends an epoch and returns its figures, equal on all ranks; collective.
 
         Args:
-            epoch: its number, larger than the last one's.
+            epoch: its number, larger than the last one's of this start; an epoch that is
+                trained again after a restart takes the place of the earlier one.
             values: numbers to go with it, `loss=..., accuracy=...`; rank 0's count.
 
         Returns:
@@ -349,13 +355,15 @@ class RecordedRun:
 
     Args:
         about: the ranks, hosts, partition and starts.
-        rows: one for each epoch.
+        rows: one for each epoch, of the last start that has it.
         trace: the timeline, if there is one.
+        repeated: rows of epochs that a later start has trained again.
     """
 
     about: Row
     rows: list[Row] = field(default_factory=list)
     trace: Path | None = None
+    repeated: list[Row] = field(default_factory=list)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
@@ -372,12 +380,18 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
         )
     traces = [place / TRACE, place / TRACE.removesuffix(".gz")]
     found = next((one for one in traces if one.is_file()), None)
-    return RecordedRun(_read_json(place / RUN), read_rows(place), found)
+    rows, repeated = _read_rows(place)
+    return RecordedRun(_read_json(place / RUN), rows, found, repeated)
 
 
 def read_rows(folder: Path) -> list[Row]:
     """Returns the row of each epoch, those of the last start that has it."""
+    return _read_rows(folder)[0]
+
+
+def _read_rows(folder: Path) -> tuple[list[Row], list[Row]]:
     rows: list[Row] = []
+    repeated: list[Row] = []
     path = folder / ROWS
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -386,9 +400,9 @@ def read_rows(folder: Path) -> list[Row]:
         except (ValueError, KeyError, TypeError, OverflowError):
             continue  # cut short by a kill
         while rows and rows[-1]["epoch"] >= number:
-            rows.pop()
+            repeated.append(rows.pop())
         rows.append(row)
-    return rows
+    return rows, repeated
 
 
 def _read_json(path: Path) -> Row:

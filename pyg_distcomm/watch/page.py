@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pyg_distcomm.partition.partition import PartitionReport, imbalance
@@ -84,6 +85,7 @@ def render(
     trace = trace if run is None or run.trace is None else run.trace
     parts = [
         *_accuracy(epochs),
+        *([] if run is None else _starts(run)),
         *_bytes(epochs),
         *_waits(epochs),
         *_phases(epochs),
@@ -101,7 +103,7 @@ def render(
     )
     return (
         f"{head}<body><main><h1>{escape(title)}</h1>{_about(about)}"
-        f"{_tiles(about, epochs, partition)}"
+        f"{_tiles(about, epochs, partition, [] if run is None else run.repeated)}"
         f'<div class="grid2">{"".join(parts)}</div></main></body></html>\n'
     )
 
@@ -130,7 +132,10 @@ def _about(about: Mapping[str, Any]) -> str:
 
 
 def _tiles(
-    about: Mapping[str, Any], epochs: Sequence[Row], partition: PartitionReport | None
+    about: Mapping[str, Any],
+    epochs: Sequence[Row],
+    partition: PartitionReport | None,
+    repeated: Sequence[Row] = (),
 ) -> str:
     found: list[tuple[str, str]] = []
     starts = about.get("starts", ())
@@ -145,7 +150,7 @@ def _tiles(
         found.append(("edges cut", f"{share:.1%}"))
     if epochs:
         found.append(("epochs", f"{len(epochs):,}"))
-        total = sum(row["bytes"]["total"] for row in epochs)
+        total = sum(row["bytes"]["total"] for row in [*epochs, *repeated])
         found.append(("bytes received", as_bytes(total)))
         middle = sorted(row["seconds"] for row in epochs)[len(epochs) // 2]
         found.append(("median epoch", as_seconds(middle)))
@@ -153,6 +158,7 @@ def _tiles(
             found.append((f"last {_words(score)}", as_number(epochs[-1][score])))
     if len(starts) > 1:
         found.append(("restarts", str(len(starts) - 1)))
+        found.append(("epochs repeated", str(len(repeated))))
     tiles = (
         f'<div><span class="soft">{escape(n)}</span><b>{escape(v)}</b></div>'
         for n, v in found
@@ -240,14 +246,62 @@ def _bytes(epochs: Sequence[Row]) -> list[str]:
     body = _figure(
         key, svg, f"{said}{top} A name is the operation and the axis of the grid."
     )
+    lines = [
+        [
+            op,
+            as_bytes(median(row["bytes"].get(op, 0) for row in epochs)),
+            as_bytes(sums[op]),
+        ]
+        for op in order
+    ]
+    table = _rows_of(["operation", "median epoch", "all epochs"], lines)
+    body += f"<details><summary>Each operation</summary>{table}</details>"
     return [_section("Bytes by epoch and operation", body)]
 
 
-def _by_rank(epochs: Sequence[Row], what: str) -> list[float]:
-    """Returns the mean of an epoch, by rank, over the epochs with as many ranks as the last."""
-    count = len(epochs[-1]["by_rank"][what])
-    rows = [r["by_rank"][what] for r in epochs if len(r["by_rank"][what]) == count]
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+def _settled(epochs: Sequence[Row], start: Any) -> list[Row]:
+    """Returns the epochs of a start without its first, which compiles, if it has others."""
+    rows = [row for row in epochs if row.get("start") == start]
+    return rows[1:] or rows
+
+
+def _by_rank(rows: Sequence[Row], what: str) -> list[float]:
+    """Returns the median of epochs by rank."""
+    columns = zip(*(row["by_rank"][what] for row in rows), strict=True)
+    return [median(column) for column in columns]
+
+
+def _starts(run: RecordedRun) -> list[str]:
+    """Returns what each start of a run took, if there were several."""
+    starts, lines = run.about.get("starts", ()), []
+    for k, start in enumerate(starts if len(starts) > 1 else ()):
+        mine = [row for row in run.rows if row.get("start") == k]
+        again = [row for row in run.repeated if row.get("start") == k]
+        span = f"{mine[0]['epoch']} to {mine[-1]['epoch']}" if mine else "none"
+        waited = "–"
+        if mine:
+            waits = _by_rank(_settled(run.rows, k), "waits")
+            worst = max(range(len(waits)), key=waits.__getitem__)
+            waited = f"rank {worst}, {as_seconds(waits[worst])}"
+        seconds = [row["seconds"] for row in _settled(run.rows, k)]
+        lines.append(
+            [
+                time.strftime("%m-%d %H:%M:%S", time.localtime(start["time"])),
+                str(start["ranks"]),
+                f"{start['cut']:.1%}" if "cut" in start else "–",
+                span,
+                str(len(again)),
+                as_bytes(sum(row["bytes"]["total"] for row in [*mine, *again])),
+                as_seconds(median(seconds)) if seconds else "–",
+                waited,
+            ]
+        )
+    if not lines:
+        return []
+    head = ["begun", "ranks", "edges cut", "epochs", "repeated later", "bytes received"]
+    table = _rows_of([*head, "median epoch", "waits most, median"], lines)
+    told = "Seconds leave out the first epoch of a start, which loads and compiles."
+    return [_section("Starts", table, told, wide=True)]
 
 
 def _most(
@@ -266,31 +320,40 @@ def _most(
 def _waits(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
-    waits, seconds = _by_rank(epochs, "waits"), _by_rank(epochs, "seconds")
+    settled = _settled(epochs, epochs[-1].get("start"))
+    waits, seconds = _by_rank(settled, "waits"), _by_rank(settled, "seconds")
     rows: list[tuple[str, Any]] = [
-        (f"rank {k}", {"computing": max(s - w, 0.0), "waiting": w})
+        (
+            f"rank {k}, waits {as_seconds(w)}",
+            {"computing": max(s - w, 0.0), "waiting": w},
+        )
         for k, (s, w) in enumerate(zip(seconds, waits, strict=True))
     ]
     shown, said = _most(rows, lambda parts: parts["waiting"])
     worst = imbalance([parts["computing"] for _, parts in rows])
     key = drawing.legend(["computing", "waiting"])
-    told = f"{said}Mean seconds of an epoch. The busiest rank computes "
+    told = f"{said}{_of(settled)} The busiest rank computes "
     told += f"{worst:.2f} times the mean."
     return [
         _section("Waits by rank", _figure(key, drawing.bars(shown, as_seconds), told))
     ]
 
 
+def _of(settled: Sequence[Row]) -> str:
+    """Says of which epochs medians are."""
+    first, last = settled[0]["epoch"], settled[-1]["epoch"]
+    return f"Medians of epochs {first} to {last}."
+
+
 def _phases(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
-    names = dict.fromkeys(name for row in epochs for name in row["phases"])
-    mean = {
-        n: sum(row["phases"].get(n, 0.0) for row in epochs) / len(epochs) for n in names
-    }
-    rows = [(name, {"seconds": value}) for name, value in mean.items()]
-    own = len(mean) > 2
-    said = "Mean seconds of an epoch and rank. "
+    settled = _settled(epochs, epochs[-1].get("start"))
+    names = dict.fromkeys(name for row in settled for name in row["phases"])
+    middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
+    rows = [(name, {"seconds": value}) for name, value in middle.items()]
+    own = len(middle) > 2
+    said = f"{_of(settled)} Means of ranks. "
     said += (
         "Phases of the script hold both kinds; a loader's run beside training."
         if own
@@ -367,6 +430,15 @@ def _timeline(path: Path) -> list[str]:
     return [_section("Timeline", _figure(key, svg, told), wide=True)]
 
 
+def _rows_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in lines
+    )
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+
+
 def _table(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
@@ -395,12 +467,7 @@ def _table(epochs: Sequence[Row]) -> list[str]:
         ]
         for row in some
     ]
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in lines
-    )
-    table = f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+    table = _rows_of(head, lines)
     return [
         _section(
             "Figures",
