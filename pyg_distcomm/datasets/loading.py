@@ -104,7 +104,8 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
     names = ", ".join([*GENERATED, *KNOWN, *OGB])
     raise ValueError(
         f"unknown data set {name!r}; give one of {names}, or the path of a "
-        ".pt file (a Data) or an .npz file (edge_index, x, y, ...)"
+        ".pt file (a Data) or an .npz file (edge_index, x, y, ...); edges in other files "
+        "are cut first, by pyg-distcomm partition FILE parts"
     )
 
 

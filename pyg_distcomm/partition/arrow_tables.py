@@ -47,6 +47,11 @@ class ArrowTable:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path}: missing")
+        if not is_table(path):
+            raise ValueError(
+                f"{path}: a table is a .parquet, .arrow or .feather file; convert it by "
+                "pandas.read_csv(...).to_parquet(...), or give arrays as .npy"
+            )
         with self._reading():
             if path.suffix.lower() == ".parquet":
                 file: Any = _pyarrow("parquet").ParquetFile(path)

@@ -155,9 +155,12 @@ def _check_names(node: set[str], edge: set[str]) -> None:
 
 def _check_rows(column: Column, count: int, what: str) -> None:
     if not column.shape or column.shape[0] != count:
+        why = ""
+        if what == "nodes":
+            why = " (the largest id of the edges plus one, or --num-nodes)"
         raise ValueError(
             f"{column.name}: has the shape {list(column.shape)}, but there are {count} "
-            f"{what}"
+            f"{what}{why}: give a row for each; a mask is bool [{count}]"
         )
 
 
