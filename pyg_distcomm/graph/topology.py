@@ -230,6 +230,39 @@ class Topology:
             "sum", trainable, lambda: (self.source_gid, self.target_gid)
         )
 
+    @cached_property
+    def grid_words(self) -> tuple[int, int | None]:
+        """Prices both ways to meet the sources, for as many features as the fiber has ranks.
+
+        Numbers that all ranks receive: as whole rows, as `HaloConv` fetches them, and by a
+        product on the grid; None for that where edges go between two node types.
+        Collective; the plan of the product is kept where that is the cheaper one.
+        """
+        mesh, p = self.nodes.mesh, self.nodes.mesh.grid[2]
+        words, known = [self.locals.halo.price(p).words], set(self._plans)
+        if self.sources is None:
+            words.append(self.sum_plan().matrix.price(p).words)
+        rows, *sums = collectives.all_reduce(torch.tensor(words), mesh.world).tolist()
+        if sums and rows <= sums[0]:
+            for key in self._plans.keys() - known:
+                del self._plans[key]
+        return rows, sums[0] if sums else None
+
+    @cached_property
+    def adds_on_grid(self) -> bool:
+        """Whether sums of rows are products on the grid, which has more axes than one.
+
+        Where they take fewer words than rows that come here, for sums here; collective.
+        """
+        if self.nodes.mesh.grid[1:] == (1, 1):
+            return False
+        rows, sums = self.grid_words
+        return sums is not None and sums < rows
+
+    def add_rows(self, x: Tensor, weight: Tensor | None, kind: OperatorKind) -> Tensor:
+        """Returns the product of a matrix of the grid and own rows `[n, f]`."""
+        return self.operator(kind, weight, x.dtype) @ x
+
     def _planned(
         self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
     ) -> GridPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -26,6 +27,7 @@ from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
@@ -155,6 +157,33 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
             comparer_of(mesh).check_given(layer, policy, lambda: settings_of(policy))
         topology.compared[layer] = policy, layer.training
     return policy
+
+
+def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
+    """Tells, once for each kind of layer, that rows travel where the grid has more axes.
+
+    On rank 0, as a warning and in the log, with the price of both ways. Collective.
+
+    Args:
+        layer: the layer.
+        topology: its edges, in the direction of its messages.
+        why: why the grid cannot add up its messages, in words.
+    """
+    mesh, name = topology.nodes.mesh, type(layer).__name__
+    if mesh.grid[1:] == (1, 1) or name in mesh.told:
+        return
+    mesh.told.add(name)
+    rows, sums = topology.grid_words
+    p, sides = mesh.grid[2], " x ".join(map(str, mesh.grid))
+    text = (
+        f"{name} runs by halo exchange on the grid {sides}, as on ({mesh.size}, 1, 1): "
+        f"{why}. For each feature, rows bring {rows / p:,.0f} numbers to all ranks together"
+    )
+    if sums is not None:
+        text += f", and a product on the grid, as of GCNConv, {sums / p:,.0f}"
+    tell(mesh.rank, "%s", text)
+    if mesh.rank == 0:
+        warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
 
 
 def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:
