@@ -19,6 +19,7 @@ from test_plan import late_epoch
 from torch_geometric.nn import Sequential
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.codecs import Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -186,7 +187,7 @@ def multiplied():
     conv = HaloConv(pyg.GINConv(torch.nn.Identity()))
     conv(share.x, share.edge_index)
     assert topology.adds_on_grid
-    rows, added = topology.grid_words
+    rows, added = topology.row_words, topology.product_words
     mesh.ledger.reset()
     conv(share.x, share.edge_index)
     price = topology.sum_plan().matrix.price(7)
@@ -222,18 +223,23 @@ def told():
             warnings.simplefilter("always")
             layer(share.x, share.edge_index, *more)
         found[name] = [str(one.message) for one in said]
-    return found, share.edge_index.topology.grid_words
+    topology = share.edge_index.topology
+    return found, topology.row_words, topology.product_words
 
 
 def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
-    (found, words), *others = worlds.run(told, 4)
-    assert not any(text for each, _ in others for text in each.values())
+    (found, rows, added), *others = worlds.run(told, 4)
+    assert not any(text for each, *_ in others for text in each.values())
     (text,) = found["GAT"]
     assert "GATConv runs by halo exchange on the grid 1 x 2 x 2" in text
-    assert [f"{word / 2:,.0f}" in text for word in words] == [True, True]
+    most = 4 * dense_words(60, 1, (1, 2, 2))
+    assert f"rows bring {rows} numbers" in text
+    assert f"at most {most:.0f}; " in text
     assert found["again"] == []
     assert found["GIN"] == []  # a product of the grid
     assert "weights of its edges learn" in found["learnt"][0]
+    assert f"rows bring {rows} numbers" in found["learnt"][0]
+    assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
     assert "its link codes rows" in found["coded"][0]
 
 

@@ -231,22 +231,25 @@ class Topology:
         )
 
     @cached_property
-    def grid_words(self) -> tuple[int, int | None]:
-        """Prices both ways to meet the sources, for as many features as the fiber has ranks.
+    def row_words(self) -> int:
+        """The rows that all ranks receive, as `HaloConv` fetches them; collective."""
+        words = torch.tensor([self.locals.halo.price(1).words])
+        return int(collectives.all_reduce(words, self.nodes.mesh.world))
 
-        Numbers that all ranks receive: as whole rows, as `HaloConv` fetches them, and by a
-        product on the grid; None for that where edges go between two node types.
-        Collective; the plan of the product is kept where that is the cheaper one.
+    @cached_property
+    def product_words(self) -> float:
+        """The numbers that all ranks receive in a product, for each feature; collective.
+
+        For as many features as the fiber has ranks, or a multiple. The plan of the product is
+        kept where that is cheaper than rows.
         """
-        mesh, p = self.nodes.mesh, self.nodes.mesh.grid[2]
-        words, known = [self.locals.halo.price(p).words], set(self._plans)
-        if self.sources is None:
-            words.append(self.sum_plan().matrix.price(p).words)
-        rows, *sums = collectives.all_reduce(torch.tensor(words), mesh.world).tolist()
-        if sums and rows <= sums[0]:
+        mesh, p, known = self.nodes.mesh, self.nodes.mesh.grid[2], set(self._plans)
+        words = torch.tensor([self.sum_plan().matrix.price(p).words])
+        found = int(collectives.all_reduce(words, mesh.world)) / p
+        if self.row_words <= found:
             for key in self._plans.keys() - known:
                 del self._plans[key]
-        return rows, sums[0] if sums else None
+        return found
 
     @cached_property
     def adds_on_grid(self) -> bool:
@@ -254,10 +257,9 @@ class Topology:
 
         Where they take fewer words than rows that come here, for sums here; collective.
         """
-        if self.nodes.mesh.grid[1:] == (1, 1):
+        if self.nodes.mesh.grid[1:] == (1, 1) or self.sources is not None:
             return False
-        rows, sums = self.grid_words
-        return sums is not None and sums < rows
+        return self.product_words < self.row_words
 
     def add_rows(self, x: Tensor, weight: Tensor | None, kind: OperatorKind) -> Tensor:
         """Returns the product of a matrix of the grid and own rows `[n, f]`."""

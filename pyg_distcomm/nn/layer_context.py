@@ -21,6 +21,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, settings_of
 from pyg_distcomm.graph.topology import OperatorKind, Topology
@@ -173,14 +174,18 @@ def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
     if mesh.grid[1:] == (1, 1) or name in mesh.told:
         return
     mesh.told.add(name)
-    rows, sums = topology.grid_words
-    p, sides = mesh.grid[2], " x ".join(map(str, mesh.grid))
+    sides = " x ".join(map(str, mesh.grid))
     text = (
         f"{name} runs by halo exchange on the grid {sides}, as on ({mesh.size}, 1, 1): "
-        f"{why}. For each feature, rows bring {rows / p:,.0f} numbers to all ranks together"
+        f"{why}. For each feature, rows bring {topology.row_words:,} numbers to all ranks "
+        "together"
     )
-    if sums is not None:
-        text += f", and a product on the grid, as of GCNConv, {sums / p:,.0f}"
+    known = vars(topology).get("product_words")  # for which a product has been planned
+    if known is not None:
+        text += f", and a product on the grid, as of GCNConv, {known:,.0f}"
+    elif topology.sources is None:
+        most = mesh.size * dense_words(topology.nodes.total, 1, mesh.grid)
+        text += f", and a product on the grid, as of GCNConv, at most {most:,.0f}"
     tell(mesh.rank, "%s", text)
     if mesh.rank == 0:
         warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
