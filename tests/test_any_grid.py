@@ -200,6 +200,97 @@ def test_sums_are_products_where_these_are_fewer_words():
     worlds.run(multiplied, 4)
 
 
+ADDING = {
+    "GIN": lambda: pyg.GINConv(torch.nn.Linear(7, 5), train_eps=True),
+    "GraphConv": lambda: pyg.GraphConv(7, 5),
+    "GraphConv mean": lambda: pyg.GraphConv(7, 5, aggr="mean"),
+    "GraphConv back": lambda: pyg.GraphConv(7, 5, flow="target_to_source"),
+    "SimpleConv mean": lambda: pyg.SimpleConv("mean", combine_root="cat"),
+    "GatedGraphConv": lambda: pyg.GatedGraphConv(9, 2),
+    "APPNP": lambda: pyg.APPNP(3, 0.1),
+    "APPNP cached": lambda: pyg.APPNP(3, 0.1, cached=True),
+    "APPNP back": lambda: pyg.APPNP(2, 0.1, flow="target_to_source"),
+    "APPNP mean": lambda: pyg.APPNP(2, 0.1, aggr="mean"),
+    "SGConv": lambda: pyg.SGConv(7, 5, K=2, add_self_loops=False),
+    "SSGConv": lambda: pyg.SSGConv(7, 5, 0.2, K=2),
+    "TAGConv": lambda: pyg.TAGConv(7, 5, K=2),
+    "TAGConv raw": lambda: pyg.TAGConv(7, 5, K=2, normalize=False),
+    "LGConv": lambda: pyg.LGConv(),
+    "MixHopConv": lambda: pyg.MixHopConv(7, 5, powers=[0, 1, 2]),
+}
+
+
+def added(grid, graph, cutter):
+    """Layers whose weights do not learn; returns which of them the grid summed."""
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS[graph]()
+    owner = owners(cutter, data, mesh.size)
+    share = pdc.partition(data, mesh, owner)
+    summed = set()
+    for name, build in ADDING.items():
+        for weighted in (False, True):
+            if weighted and name == "GIN":
+                continue
+            found = []
+            for source in (data, share):
+                torch.manual_seed(3)
+                conv = build().double()
+                if source is share:
+                    conv = HaloConv(conv)
+                    counting(share.edge_index, name, summed)
+                x = source.x.clone().requires_grad_()
+                edges = source.edge_index
+                for turn in range(3):  # the second time as planned, then of new weights
+                    scale = 1.0 if turn < 2 else 0.5
+                    weight = (
+                        source.edge_weight if scale == 1 else source.edge_weight * scale
+                    )
+                    given = (x, edges, weight) if weighted else (x, edges)
+                    if "cached" in name and turn == 2:
+                        break
+                    out = conv(*given)
+                    out.square().sum().backward()
+                grads = [p.grad for p in conv.parameters()]
+                found.append([out, x.grad, *grads])
+            for want, got in zip(*found, strict=True):
+                got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+                torch.testing.assert_close(
+                    got, want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    return summed
+
+
+def counting(edges, name, summed):
+    """Notes that a layer's rows were summed by the grid."""
+    for topology in (edges.topology, edges.topology.reversed.topology):
+
+        def run(*args, topology=topology):
+            summed.add(name)
+            return type(topology).add_rows(topology, *args)
+
+        vars(topology)["add_rows"] = run
+
+
+@tiers.parametrize(
+    ("grid", "graph", "cutter", "all_of_them"),
+    [
+        ((2, 2, 1), "loops_and_copies", "random", True),
+        ((1, 2, 2), "directed", "empty_rank", True),
+        ((1, 2, 1), "star", "empty_rank", False),
+        ((1, 1, 3), "loops_and_copies", "random", False),
+        ((2, 1, 2), "isolated", "lopsided", False),
+        ((3, 2, 1), "directed", "random", True),
+        ((2, 2, 2), "loops_and_copies", "empty_rank", False),
+    ],
+    slice(0, 1),
+)
+def test_sums_on_the_grid_are_pygs(grid, graph, cutter, all_of_them):
+    for summed in worlds.run(added, math.prod(grid), grid, graph, cutter):
+        # against the edges, rows may be as few words
+        ahead = {name for name in ADDING if "back" not in name}
+        assert ahead <= summed or not all_of_them
+
+
 # What is told -----------------------------------------------------------------------
 
 
