@@ -187,7 +187,7 @@ class HaloVisit:
             if not self.link_codes:
                 why = "edges go between two types of nodes"
             if not self.link_codes and self.topology.sources is None:
-                why = "rows are fewer words than their sums"
+                why = "a product on the grid takes no fewer numbers"
                 if self.topology.adds_on_grid:
                     found = self._product(layer, call, edges, given)
                     if found is not None:
