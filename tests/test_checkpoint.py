@@ -155,7 +155,7 @@ def _varco():
 RESUMED = [
     ((2, 1, 1), "GCNConv", None, 1),
     ((2, 1, 1), "SAGEConv", None, 4),
-    ((2, 1, 1), "GATConv", None, 4),
+    ((1, 2, 1), "GATConv", None, 4),
     ((2, 1, 1), "GCNConv", _sylvie, 4),
     ((2, 1, 1), "GCNConv", _varco, 4),
     ((1, 2, 1), "GCNConv", None, 4),
@@ -163,6 +163,10 @@ RESUMED = [
     ((2, 2, 1), "GCNConv", None, 4),
     ((4, 1, 1), "GCNConv", None, 4),
     ((2, 2, 2), "SAGEConv", None, 4),
+    ((2, 1, 1), "GATConv", None, 4),
+    ((2, 2, 1), "GATConv", _sylvie, 4),
+    ((2, 1, 2), "GraphConv", None, 4),
+    ((1, 2, 1), "GraphConv", _varco, 4),
 ]
 
 

@@ -334,21 +334,6 @@ def test_replicas_average_to_pygs_gradients_though_a_rank_is_empty(name):
     worlds.run(replicated, 3, name, "empty_rank")
 
 
-def mixed_grids():
-    mesh = worlds.mesh(grid=(2, 2, 1))
-    share = shared(problem("directed"), mesh, "random")
-    try:
-        pdc.convert(pyg.GATConv(F, 3).double())(share.x, share.edge_index)
-    except ValueError as error:
-        return str(error)
-
-
-def test_other_grids_are_refused():
-    said = worlds.run(mixed_grids, 4)
-    assert len(set(said)) == 1
-    assert "GATConv runs by halo exchange, on grids (P, 1, 1)" in said[0]
-
-
 def restored():
     mesh = worlds.mesh()
     share = shared(problem("directed"), mesh, "random")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -159,10 +160,10 @@ def train(model, data, link=None, steps=3):
     return losses, grads, out
 
 
-def equal(kind, option, method, nn):
+def equal(kind, option, method, nn, grid=None):
     data = graph()
     want = train(model_of(data, kind, option), data)
-    share = pdc.partition(data, worlds.mesh(), method)
+    share = pdc.partition(data, worlds.mesh(grid=grid), method)
     model = model_of(data, kind, option, dist if nn == "swapped" else pyg)
     got = train(model if nn == "swapped" else pdc.convert(model), share)
     torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
@@ -351,17 +352,19 @@ def test_what_cannot_be_is_said():
     worlds.run(mistakes, 3)
 
 
-def other_grids():
-    data = graph()
-    share = pdc.partition(data, worlds.mesh(grid=(1, 2, 1)), "random")
-    for kind, option in (("hgt", 8), ("han", 8), ("sage", "sum")):
-        model = pdc.convert(model_of(data, kind, option))
-        with pytest.raises(ValueError, match=r"grids \(P, 1, 1\)"):
-            model(share.x_dict, share.edge_index_dict, share.edge_attr_dict)
-
-
-def test_other_grids_are_refused():
-    worlds.run(other_grids, 2)
+@tiers.parametrize(
+    ("kind", "option", "grid"),
+    [
+        ("hgt", 6, (1, 2, 1)),
+        ("han", 8, (1, 1, 3)),
+        ("sage max", "sum", (2, 1, 2)),
+        ("gatv2", "mean", (2, 2, 1)),
+        ("to_hetero", "sum", (1, 2, 2)),
+    ],
+    slice(0, None, 3),
+)
+def test_on_every_grid_training_equals_pyg(kind, option, grid):
+    worlds.run(equal, math.prod(grid), kind, option, "random", "converted", grid)
 
 
 class Learnt(torch.nn.Module):

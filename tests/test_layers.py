@@ -96,13 +96,13 @@ def shared(data, mesh, cutter):
     return pdc.partition(data, mesh, cut, edge_attrs=EDGE_ATTRS, node_attrs=NODE_ATTRS)
 
 
-def parity(build, names, graph, cutter, wrap=HaloConv):
+def parity(build, names, graph, cutter, wrap=HaloConv, grid=None):
     """Runs a layer on this rank, and asserts every piece equal to PyG's."""
     data = problem(graph)
     single = make(build)
     want = step(single, data, names)
     want.update(_parameter_grads(single))
-    mesh = worlds.mesh()
+    mesh = worlds.mesh(grid=grid)
     data = problem(graph)
     share = shared(data, mesh, cutter)
     conv = wrap(make(build))
@@ -122,9 +122,9 @@ def parity(build, names, graph, cutter, wrap=HaloConv):
             )
 
 
-def exact(name, graph, cutter):
+def exact(name, graph, cutter, grid=None):
     build, names = EXACT[name]
-    _in_doubles(parity, build, names, graph, cutter)
+    _in_doubles(parity, build, names, graph, cutter, HaloConv, grid)
 
 
 def refusal(name, graph, cutter):

@@ -22,7 +22,6 @@ from torch_geometric.nn import (
     GATConv,
     GatedGraphConv,
     GCNConv,
-    GINConv,
     LayerNorm,
     MessagePassing,
     PairNorm,
@@ -235,36 +234,6 @@ def test_bytes_are_those_of_the_ledger_on_every_grid(size, graph, cutter, layer)
 def test_bytes_of_every_graph(size, graph, cutter, layer):
     for grid in grids(size):
         same_as_ledger(size, grid, graph, cutter, layer, SWITCHES)
-
-
-def by_halo(owner):
-    mesh = worlds.mesh()
-    data = GRAPHS["directed"]()
-    share = pdc.partition(data, mesh, owner)
-    torch.manual_seed(0)
-    model = pdc.replicate(pdc.convert(mixed().double()), mesh)
-    return late_epoch(model, share.x, share.edge_index, share.y)
-
-
-def mixed():
-    inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU())
-    return Net([GATConv(7, 3, heads=2), GINConv(inner), GCNConv(5, 4)])
-
-
-def test_any_layer_is_read_from_the_model_and_runs_on_one_grid():
-    data = GRAPHS["directed"]()
-    owner = owners("random", data, 4)
-    plans = pdc.plan(data, ranks=4, model=mixed(), partition=owner, dtype=torch.float64)
-    assert {p.grid for p in plans} == {(4, 1, 1)}
-    assert all("halo exchange" in p.reason for p in plans.refused)
-    assert len({p.grid for p in plans.refused}) == len(grids(4)) - 1
-    best = plans.of((4, 1, 1), halo="auto")
-    assert best.orders[:2] == ("halo", "halo")
-    for rank, got in enumerate(worlds.run(by_halo, 4, owner)):
-        sums = best.sum_bytes["parameters"] + got["rest"]
-        assert got["exchange"] == best.bytes_by_rank[rank] - sums
-        assert got["parameters"] == best.sum_bytes["parameters"]
-        assert got["rest"] == best.sum_bytes["loss"]
 
 
 def normed():

@@ -190,6 +190,7 @@ class Mesh:
         averager: averages the gradients of parameters; see `gradient_averaging.Averager`.
         compared: which replicated tensors were compared; see `consistency.Comparer`.
         inputs: what its graphs were multiplied with; see `product_cache.Inputs`.
+        told: what layers have told of their way on the grid, and do not again.
     """
 
     grid: Grid
@@ -213,6 +214,7 @@ class Mesh:
     averager: Any = field(default=None, repr=False)
     compared: Any = field(default=None, repr=False)
     inputs: Any = field(default=None, repr=False)
+    told: set[str] = field(default_factory=set, repr=False)
     _replay: OrderedDict[int, int] = field(default_factory=OrderedDict, repr=False)
     _kept: Any = field(default=None, repr=False)
     _device_mesh: DeviceMesh | None = field(default=None, repr=False)

@@ -349,7 +349,8 @@ class DistEdgeIndex(torch.Tensor):
         """
         twin = copy.copy(self.topology)
         twin.halo, twin.constants, twin._plans = check_halo(halo), ProductCache(), {}
-        twin.__dict__.pop("reversed", None)
+        for name in ("reversed", "product_words", "adds_on_grid"):
+            twin.__dict__.pop(name, None)
         return _wrap(self.to_local(), twin, self.weight)
 
     def with_ordering(

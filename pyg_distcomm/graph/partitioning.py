@@ -64,7 +64,7 @@ def partition(
             Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
             an edge_index, the share has both: edges that carry their weights, and none.
             Of a HeteroData each edge type has edges of its own, with the owners of their
-            targets; layers run on grids (P, 1, 1).
+            targets; their rows travel between all ranks, whatever the grid.
         mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "grid" (the row and column parts that products on

@@ -230,6 +230,41 @@ class Topology:
             "sum", trainable, lambda: (self.source_gid, self.target_gid)
         )
 
+    @cached_property
+    def row_words(self) -> int:
+        """The rows that all ranks receive, as `HaloConv` fetches them; collective."""
+        words = torch.tensor([self.locals.halo.price(1).words])
+        return int(collectives.all_reduce(words, self.nodes.mesh.world))
+
+    @cached_property
+    def product_words(self) -> float:
+        """The numbers that all ranks receive in a product, for each feature; collective.
+
+        For as many features as the fiber has ranks, or a multiple. The plan of the product is
+        kept where that is cheaper than rows.
+        """
+        mesh, p, known = self.nodes.mesh, self.nodes.mesh.grid[2], set(self._plans)
+        words = torch.tensor([self.sum_plan().matrix.price(p).words])
+        found = int(collectives.all_reduce(words, mesh.world)) / p
+        if self.row_words <= found:
+            for key in self._plans.keys() - known:
+                del self._plans[key]
+        return found
+
+    @cached_property
+    def adds_on_grid(self) -> bool:
+        """Whether sums of rows are products on the grid, which has more axes than one.
+
+        Where they take fewer words than rows that come here, for sums here; collective.
+        """
+        if self.nodes.mesh.grid[1:] == (1, 1) or self.sources is not None:
+            return False
+        return self.product_words < self.row_words
+
+    def add_rows(self, x: Tensor, weight: Tensor | None, kind: OperatorKind) -> Tensor:
+        """Returns the product of a matrix of the grid and own rows `[n, f]`."""
+        return self.operator(kind, weight, x.dtype) @ x
+
     def _planned(
         self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
     ) -> GridPlan:

@@ -19,11 +19,13 @@ from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
+from pyg_distcomm.nn.patched_functions import MatrixOf
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -66,14 +68,20 @@ class HaloConv(torch.nn.Module):
             from, which is exact and now; see [Note: attention]. So is all of a layer that
             keeps what it propagates (`SGConv(cached=True)`).
 
+    On grids other than (P, 1, 1) rows go between all ranks as they do there. Layers that
+    sum or average rows, weighted by what does not learn (GINConv, GraphConv, APPNP), are
+    products on the grid instead where `GridMatrix.price` of all ranks together is less;
+    others, and all over a coded link, say once that they are not.
+
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
-    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward.
+    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; or
+    `GridMatrix.price(F)`, see above.
 
     Raises:
         TypeError: if conv is no MessagePassing layer, or reads the topology outside
             `propagate`; the layer is named.
-        ValueError: on grids other than (P, 1, 1), where rows do not meet their edges; and
-            over a link that leaves out numbers, if sums or means are not what is taken.
+        ValueError: over a link that leaves out numbers, if sums or means are not what is
+            taken.
     """
 
     def __init__(self, conv: MessagePassing, link: OwnLink = None) -> None:
@@ -319,12 +327,7 @@ def _edge_index(conv: MessagePassing, given: dict[str, Any]) -> DistEdgeIndex:
 def _check(
     conv: MessagePassing, edge_index: DistEdgeIndex, given: dict[str, Any]
 ) -> None:
-    name, grid = type(conv).__name__, edge_index.nodes.mesh.grid
-    if grid[1:] != (1, 1):
-        raise ValueError(
-            f"{name} runs by halo exchange, on grids (P, 1, 1), but the mesh is {grid}; "
-            "use pdc.init('1d'), or a GCN or mean/sum SAGE layer"
-        )
+    name = type(conv).__name__
     if conv.explain or conv.decomposed_layers > 1:
         raise ValueError(
             f"{name} has explain={conv.explain} and decomposed_layers="
@@ -391,7 +394,10 @@ def _argument(
     if _per_edge(name, value, edge_index):
         local = edge_index.check_edges(value, name)
         assert local is not None
-        return carry(LayerTensor.wrap(local, edge_index.edges))
+        out = carry(LayerTensor.wrap(local, edge_index.edges))
+        if visit.source == 0 and isinstance(value, DistTensor) and local.is_leaf:
+            MatrixOf.mark(out, OperatorKind(), local)
+        return out
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
     if visit.sources is not visit.nodes:

@@ -24,7 +24,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import DEGREES, NAMES, Link
 from pyg_distcomm.nn.compressibility import is_coded
@@ -39,7 +39,9 @@ from pyg_distcomm.nn.index_guard import (
     Targets,
     gids_of,
 )
-from pyg_distcomm.nn.patched_functions import STAND_INS
+from pyg_distcomm.nn.layer_context import tell_of_rows
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, adds_rows
+from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -57,11 +59,15 @@ class _Call:
 class HaloVisit:
     """One run of a layer on this rank: its edges, and what stands in for PyG's own.
 
+    On a grid with more axes than one, layers that add up rows multiply as the grid does
+    where that takes fewer words; see `Topology.adds_on_grid`. Rows travel otherwise, which
+    is told once.
+
     Args:
         conv: the layer.
         topology: the edges, in the direction of messages.
         call: how this run goes by the layer's link; None is exactly.
-        late: whether sources are fetched where they are looked up, not before.
+        coded: whether that is not exactly, or not now.
     """
 
     def __init__(
@@ -69,9 +75,13 @@ class HaloVisit:
         conv: MessagePassing,
         topology: Topology,
         call: LayerExchange | None,
-        late: bool,
+        coded: bool,
     ) -> None:
-        self.call, self.late = call, late
+        self.call, self.link_codes = call, coded
+        self.topology = topology
+        self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
+        # whether sources are fetched where they are looked up, not before
+        self.late = coded or (bool(self.adding) and topology.adds_on_grid)
         self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
         self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
@@ -150,15 +160,82 @@ class HaloVisit:
 
     def _propagate(self, layer: MessagePassing, call: Callable) -> Callable:
         wanted = {*layer._user_args}
-        return lambda edge_index, size=None, **given: self._own(
-            self._met(layer, call, wanted, edge_index, given)
-        )
+
+        def run(edge_index: Any, size: Any = None, **given: Any) -> Any:
+            found = self._added(layer, call, edge_index, given)
+            if found is None:
+                found = self._met(layer, call, wanted, edge_index, given)
+            return self._own(found)
+
+        return run
 
     def _edge_updater(self, layer: MessagePassing, call: Callable) -> Callable:
         wanted = {*layer._edge_user_args}
         return lambda edge_index, size=None, **given: self._met(
             layer, call, wanted, edge_index, given
         )
+
+    def _added(
+        self, layer: MessagePassing, call: Callable, edges: Any, given: dict[str, Any]
+    ) -> Tensor | None:
+        """Adds up rows as the grid does; returns None, and says why, where it cannot."""
+        if self.nodes.mesh.grid[1:] == (1, 1) and not self.topology.adds_on_grid:
+            return None
+        why = "what it makes of messages is no sum of rows"
+        if layer in self.adding:
+            why = "its link codes rows, which are summed where they arrive"
+            if not self.link_codes:
+                why = "edges go between two types of nodes"
+            if not self.link_codes and self.topology.sources is None:
+                why = "a product on the grid takes no fewer numbers"
+                if self.topology.adds_on_grid:
+                    found = self._product(layer, call, edges, given)
+                    if found is not None:
+                        return found
+                    why = "weights of its edges learn, or are computed in each run"
+        tell_of_rows(self.conv, self.topology, why)
+        return None
+
+    def _product(
+        self, layer: MessagePassing, call: Callable, edges: Any, given: dict[str, Any]
+    ) -> Tensor | None:
+        """Multiplies by the matrix whose nonzeros these edges are, if it is known."""
+        name = MESSAGES[type(layer).message]
+        x, weight = given.get("x"), None if name is None else given.get(name)
+        if set(given) - {"x", name} or not isinstance(edges, GuardedEdgeIndex):
+            return None
+        if isinstance(x, (tuple, list)):
+            x = x[self._place_of(call)]
+        x = self._cut(x, self.nodes)
+        if (
+            not isinstance(x, DistTensor)
+            or x.dim() != 2
+            or edges.scene.here is not self.here
+        ):
+            return None
+        matrix = MatrixOf(OperatorKind(), None, 0)
+        if weight is not None:
+            known = MatrixOf.of(weight) if isinstance(weight, DistTensor) else None
+            if known is None or weight.rows is not edges.rows or weight.dim() != 1:
+                return None
+            matrix = known
+        if weight is None and edges.rows is not self.topology.edges:
+            return None
+        wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        if x.dtype not in (torch.float32, torch.float64) or wide != x.dtype:
+            return None
+        local = self._rows_of_nodes("x", x, self.nodes).contiguous()
+        z = self.topology.add_rows(local, matrix.weight, matrix.kind)
+        if AGGREGATIONS[type(layer.aggr_module)] == "mean":
+            target = edges.plain()[1 - self.source]
+            count = torch.bincount(target, minlength=len(z)).clamp(min=1)
+            z = z / count.to(z.dtype).unsqueeze(1)
+        return z
+
+    def _place_of(self, call: Callable) -> int:
+        """Where sources stand in a pair; (sources, targets) to PyG's templates always."""
+        standard = getattr(MessagePassing, call.__name__, None)
+        return self.source if getattr(call, "__func__", None) is standard else 0
 
     def _message(self, layer: MessagePassing, call: Callable) -> Callable:
         return lambda **given: call(**self._typed(given))
@@ -230,9 +307,7 @@ class HaloVisit:
                 "cached for another graph), whose sources may be on other ranks; it "
                 "cannot run distributed unchanged"
             )
-        # a pair is (sources, targets) to PyG's templates, whatever the flow
-        standard = getattr(MessagePassing, call.__name__, None)
-        place = self.source if getattr(call, "__func__", None) is standard else 0
+        place = self._place_of(call)
         local = {
             name: self._fetched(layer, call.__name__, name, value, wanted, place)
             for name, value in given.items()

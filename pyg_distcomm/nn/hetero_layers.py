@@ -24,7 +24,7 @@ from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.layer_context import LayerContext
+from pyg_distcomm.nn.layer_context import LayerContext, tell_of_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -69,11 +69,6 @@ class _Relation:
     def __init__(self, layer: Any, key: Any, edges: Any) -> None:
         mesh = edges.nodes.mesh
         name = type(layer).__name__
-        if mesh.grid[1:] != (1, 1):
-            raise ValueError(
-                f"{name} runs by halo exchange, on grids (P, 1, 1), but the mesh is "
-                f"{mesh.grid}; use pdc.init('1d')"
-            )
         if layer.flow != "source_to_target" or layer.aggr != "add":
             raise ValueError(
                 f"{name} runs distributed with flow='source_to_target' and aggr='add', got "
@@ -82,6 +77,7 @@ class _Relation:
         self.source, _, self.target = key
         self.edges, self.mesh = edges, mesh
         self.here: LocalGraph = edges.topology.locals
+        tell_of_rows(layer, edges.topology, "it attends over all in-edges")
         context = LayerContext.of(layer, layer.link, edges)
         self.exchange: LayerExchange | None = (
             context.exchange() if context.is_coded else None
@@ -116,9 +112,6 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
     features of ghosts travel, or keys and values where these are narrower. Over a link
     keys are exact, as attention is made from them, and values are coded; features, where
     F_t <= F_out, are fewer words than exact keys, and exact.
-
-    Raises:
-        ValueError: on grids other than (P, 1, 1).
     """
 
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
@@ -209,9 +202,6 @@ class DistHANConv(HaloExecution, pyg.HANConv):
     Price: of each relation `halo.price(F_out)` and its transpose backward, and over a
     link H words more, for exact attention; of each type an all-reduce of F_out words a
     relation.
-
-    Raises:
-        ValueError: on grids other than (P, 1, 1).
     """
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -20,12 +21,14 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, settings_of
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.grid_matrix import GridMatrix
+from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
@@ -155,6 +158,37 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
             comparer_of(mesh).check_given(layer, policy, lambda: settings_of(policy))
         topology.compared[layer] = policy, layer.training
     return policy
+
+
+def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
+    """Tells, once for each kind of layer, that rows travel where the grid has more axes.
+
+    On rank 0, as a warning and in the log, with the price of both ways. Collective.
+
+    Args:
+        layer: the layer.
+        topology: its edges, in the direction of its messages.
+        why: why the grid cannot add up its messages, in words.
+    """
+    mesh, name = topology.nodes.mesh, type(layer).__name__
+    if mesh.grid[1:] == (1, 1) or name in mesh.told:
+        return
+    mesh.told.add(name)
+    sides = " x ".join(map(str, mesh.grid))
+    text = (
+        f"{name} runs by halo exchange on the grid {sides}, as on ({mesh.size}, 1, 1): "
+        f"{why}. For each feature, rows bring {topology.row_words:,} numbers to all ranks "
+        "together"
+    )
+    known = vars(topology).get("product_words")  # for which a product has been planned
+    if known is not None:
+        text += f", and a product on the grid, as of GCNConv, {known:,.0f}"
+    elif topology.sources is None:
+        most = mesh.size * dense_words(topology.nodes.total, 1, mesh.grid)
+        text += f", and a product on the grid, as of GCNConv, at most {most:,.0f}"
+    tell(mesh.rank, "%s", text)
+    if mesh.rank == 0:
+        warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
 
 
 def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:

@@ -46,6 +46,7 @@ from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading, whole
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, STEPS, has_hooks
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -71,29 +72,6 @@ def _is_plain(t: Any) -> bool:
         and t.dtype in _FLOATS
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     )
-
-
-_AGGREGATIONS: dict[type, str] = {
-    pyg.SumAggregation: "sum",
-    pyg.MeanAggregation: "mean",
-    pyg.MaxAggregation: "max",
-}
-
-
-# PyG's layers, whose forms of messages are known -----------------------------------------
-
-_ROWS = "GINConv MFConv SAGEConv SignedConv"
-_WEIGHTED = (
-    "APPNP ClusterGCNConv GCN2Conv GCNConv GatedGraphConv GraphConv LGConv "
-    "MixHopConv SGConv SSGConv SimpleConv TAGConv"
-)
-_MESSAGES: dict[Any, str | None] = {
-    **{getattr(pyg, name).message: None for name in _ROWS.split()},
-    **{getattr(pyg, name).message: "edge_weight" for name in _WEIGHTED.split()},
-    pyg.ChebConv.message: "norm",
-    pyg.GATConv.message: "alpha",
-    pyg.GATv2Conv.message: "alpha",
-}
 
 
 class _Visit:
@@ -149,10 +127,10 @@ class _Visit:
     def _product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
         """Returns what propagate would; None if it is no product of known form."""
         conv = self.conv
-        name = _MESSAGES.get(type(conv).message, "")
+        name = MESSAGES.get(type(conv).message, "")
         if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
             return None
-        kind = _AGGREGATIONS.get(type(conv.aggr_module))
+        kind = AGGREGATIONS.get(type(conv.aggr_module))
         x, value = given.get("x"), None if name is None else given.get(name)
         source, target = x if isinstance(x, tuple) else (x, x)
         wanted = 3 if name == "alpha" else 2
@@ -244,8 +222,6 @@ def _stands(scope: dict[str, Any], name: str = "softmax") -> bool:
 
 
 _SOFTMAX = (softmax,)
-_STEPS = "propagate message aggregate update message_and_aggregate edge_update".split()
-_WHEN = ("pre_hooks", "hooks")
 
 
 def _runs_by_products(conv: MessagePassing) -> bool:
@@ -253,15 +229,15 @@ def _runs_by_products(conv: MessagePassing) -> bool:
     kind, own = type(conv), vars(conv)
     if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
-    if any(own.get(f"_{s}_forward_{when}") for s in _STEPS for when in _WHEN):
+    if has_hooks(conv):
         return False
-    if any(s in own and not _stands(own, s) for s in (*_STEPS, "edge_updater")):
+    if any(s in own and not _stands(own, s) for s in (*STEPS, "edge_updater")):
         return False
     if kind.aggregate is not MessagePassing.aggregate:
         return False
     if kind.update is not MessagePassing.update:
         return False
-    return kind.message in _MESSAGES or bool(_softmax_scopes(conv))
+    return kind.message in MESSAGES or bool(_softmax_scopes(conv))
 
 
 # Layers on ordinary tensors ----------------------------------------------------------
@@ -451,7 +427,7 @@ def _sage(
 ) -> Tensor:
     if conv.project and hasattr(conv, "lin"):
         source = conv.lin(source).relu()
-    kind = _AGGREGATIONS[type(conv.aggr_module)]
+    kind = AGGREGATIONS[type(conv.aggr_module)]
     own = conv.lin_r.weight if conv.root_weight and root is not None else None
     if kind == "max":
         out = conv.lin_l(aggregate(kind, edges, None, source))
@@ -564,7 +540,7 @@ def _fits(conv: Any, base: type, linears: list[Any], source: Any, target: Any) -
         return False
     if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
-    if type(conv.aggr_module) not in _AGGREGATIONS or conv.node_dim != -2:
+    if type(conv.aggr_module) not in AGGREGATIONS or conv.node_dim != -2:
         return False
     lazy = any(is_lazy(p) for p in conv.parameters())
     return not lazy and is_product(conv, base, *linears)

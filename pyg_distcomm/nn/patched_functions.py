@@ -15,11 +15,45 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import gcn_norm
+from pyg_distcomm.graph.topology import OperatorKind, gcn_norm
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 Pair = tuple[GuardedEdgeIndex, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixOf:
+    """Says whose values the weights of edges are: a matrix that a topology knows.
+
+    Args:
+        kind: which matrix.
+        weight: the weights that it is derived from, which do not learn; None is 1.
+        version: of the values when they were marked.
+    """
+
+    kind: OperatorKind
+    weight: Tensor | None
+    version: int
+
+    @staticmethod
+    def mark(value: Any, kind: OperatorKind, weight: Tensor | None) -> None:
+        """Marks weights, if they are no function of what learns."""
+        if not value.requires_grad:
+            value.matrix = MatrixOf(kind, weight, _version(value))
+
+    @staticmethod
+    def of(value: Any) -> MatrixOf | None:
+        """Returns the matrix of weights that are as they were marked."""
+        found: MatrixOf | None = vars(value).get("matrix")
+        if found is None or found.version != _version(value):
+            return None
+        return found
+
+
+def _version(value: Any) -> int:
+    local = _local(value)
+    return 0 if local.is_inference() else int(local._version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +186,14 @@ def _norm(
     )
     out = out.flip(0) if turned else out
     if add_self_loops:
-        return _with_loops(edges, _without_loops(edges), out, weight)
-    return edges, DistTensor.wrap(weight, edges.rows)
+        edges, value = _with_loops(edges, _without_loops(edges), out, weight)
+    else:
+        value = DistTensor.wrap(weight, edges.rows)
+    known = None if edge_weight is None else MatrixOf.of(edge_weight)
+    if edge_weight is None or known is not None:
+        how = OperatorKind("gcn", improved, add_self_loops)
+        MatrixOf.mark(value, how, None if known is None else known.weight)
+    return edges, value
 
 
 def _laplacian(

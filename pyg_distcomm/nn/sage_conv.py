@@ -31,8 +31,8 @@ class DistSAGEConv(SAGEConv):
 
     Takes the arguments of `torch_geometric.nn.SAGEConv`, has its `state_dict`, and *is*
     it for ordinary inputs. With a `DistEdgeIndex`, "mean" and "sum" are products on any
-    grid; every other aggregation brings the rows of the neighbours here (grids
-    `(P, 1, 1)`). Ordinary edges of a minibatch, or used before, are multiplied by compiled
+    grid; every other aggregation brings the rows of the neighbours here, as `HaloConv`
+    does. Ordinary edges of a minibatch, or used before, are multiplied by compiled
     products; see `nn.local_products`.
 
     Args:

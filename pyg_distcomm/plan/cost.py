@@ -27,6 +27,7 @@ import torch
 
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.comm.ledger import balanced_split
+from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine
@@ -137,17 +138,44 @@ def product_path(
     )
 
 
-def halo_path(flow: Flow, product: ProductShape, writing: Writing) -> ProductPath:
-    """Prices one exchange of `HaloConv`: rows come, or their sums go home."""
+def halo_path(
+    flow: Flow, product: ProductShape, writing: Writing, grid: Grid
+) -> ProductPath:
+    """Prices one exchange of `HaloConv`: rows come, or their sums go home.
+
+    Args:
+        flow: its rows, as on (P, 1, 1).
+        product: its width and direction.
+        writing: how rows are written.
+        grid: where the ranks stand.
+    """
     side, width = flow.sides.ghost, np.array([[[product.width]]])
     none = np.zeros((1, 1, 1), np.int64)
     still = Move("world", none, none, none)
-    here = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+    here = _placed(sum(flow.nonzeros)[:, :, None], grid)  # type: ignore[index]
+    go = _back if product.transposed else _there
+    move = go("world", side, width, writing)
+    facts = (move.received, move.sent, move.messages, move.read, move.written)
+    came, went, messages, read, written = (_placed(fact, grid) for fact in facts)
+    move = Move("world", came, went, messages, move.codec, read, written)
+    both = (move, still), (still, still)
     if product.transposed:
-        both = (still, still), (still, _back("world", side, width, writing))
-    else:
-        both = (_there("world", side, width, writing), still), (still, still)
+        both = (still, still), (still, move)
     return ProductPath(still, *both, still, width, none, none, here, none, none)
+
+
+def _placed(each: Any, grid: Grid) -> Any:
+    """Puts figures of ranks `[P, 1, 1]` where the ranks stand; means stay as they are."""
+    found = np.asarray(each)
+    return found.reshape(grid) if found.size == math.prod(grid) else found
+
+
+def adds_on_grid(flow: Flow, halo: Flow, dtype: torch.dtype) -> bool:
+    """Tells whether sums of rows are products on the grid; see `Topology.adds_on_grid`."""
+    one, plain = ProductShape(0, flow.grid[2], False), Writing(None, dtype, 0)
+    sums = product_path(flow, one, dtype.itemsize, plain).received.mean()
+    rows = halo_path(halo, one, plain, flow.grid).received.mean()
+    return flow.grid[1:] != (1, 1) and bool(sums < rows)
 
 
 def _there(axis: str, side: Side, width: Array, writing: Writing) -> Move:
@@ -293,7 +321,7 @@ def epoch_cost(
         key = product.width, *kind, writing.codec
         if key not in known:
             if product.halo:
-                known[key] = halo_path(halo, product, writing)
+                known[key] = halo_path(halo, product, writing, flow.grid)
             else:
                 rows = back if product.against else flow
                 known[key] = product_path(rows, product, training.itemsize, writing)
@@ -314,7 +342,7 @@ def epoch_cost(
         {name: sum(group) for name, group in sums.items()},
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
-        memory(flow, training, products, orders, dtype) + kept,
+        memory((flow, halo), training, products, orders, dtype) + kept,
     )
 
 
@@ -396,7 +424,7 @@ def _dense_seconds(flow: Flow, training: Training, machine: Machine) -> float:
 
 
 def memory(
-    flow: Flow,
+    flows: tuple[Flow, Flow],
     training: Training,
     products: list[ProductShape],
     orders: tuple[str, ...],
@@ -412,9 +440,12 @@ def memory(
     halo         rows received and sent, for the widest product
     parameters   with gradients and the two moments of Adam
     """
+    flow, halo = flows
     n, item = flow.nodes, training.itemsize
     layers = training.layers
     block = sum(flow.nonzeros)[:, :, None]  # type: ignore[index]
+    if all(product.halo for product in products) and set(orders) == {"halo"}:
+        block = _placed(sum(halo.nonzeros)[:, :, None], flow.grid)  # type: ignore[index]
     features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
     saved = sum(
         (order == "first") * layer.width_in + (order == "halo") * layer.width_in
@@ -427,21 +458,27 @@ def memory(
         40 * flow.edges
         + 24 * block
         + n * (16 + 8 + features + active)
-        + _halo_bytes(flow, products, dtype, item)
+        + _halo_bytes(flows, products, dtype, item)
         + 4 * item * sum(training.parameters)
     )
     return out
 
 
 def _halo_bytes(
-    flow: Flow, products: list[ProductShape], dtype: torch.dtype, item: int
+    flows: tuple[Flow, Flow],
+    products: list[ProductShape],
+    dtype: torch.dtype,
+    item: int,
 ) -> Array:
-    width = max((product.width for product in products), default=0)
+    flow, halo = flows
+    wide = {way: [one.width for one in products if one.halo == way] for way in (0, 1)}
     p = flow.grid[2]
-    share = -(-width // p)
+    share, whole = -(-max(wide[0], default=0) // p), max(wide[1], default=0)
     rows = sum(_traffic(side) for side in flow.sides.all)
     inside = flow.fiber * share * item * 2 if p > 1 else 0
-    return (rows * share * dtype.itemsize + inside)[:, :, None]  # type: ignore[operator,index]
+    product = (rows * share * dtype.itemsize + inside)[:, :, None]  # type: ignore[operator,index]
+    fetched = _traffic(halo.sides.ghost)[:, :, None] * whole * dtype.itemsize
+    return np.maximum(product, _placed(fetched, flow.grid))
 
 
 def _traffic(side: Side) -> Array:

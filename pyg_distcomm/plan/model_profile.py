@@ -41,7 +41,7 @@ from pyg_distcomm.pipeline.layer_stack import (
 )
 from pyg_distcomm.pipeline.warmup import leaves
 
-Round = tuple[int, bool]
+Round = tuple[int, bool, bool]
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Visited:
         width: of its input.
         still: whether that is the features themselves.
         flows: whether a gradient goes on to it.
-        rounds: its halo exchanges, forward and backward: the width of rows, and whether
-            they go from ghosts to owners.
+        rounds: its halo exchanges, forward and backward: the width of rows, whether they
+            go from ghosts to owners, and whether it reads nothing but their sums.
         out: width of its outcome.
         against: whether it fetches rows against the edges, which is not foreseen.
     """
@@ -146,10 +146,10 @@ class _Recorder:
             first = out[0] if isinstance(out, (tuple, list)) else out
             self.calls[-1].out = first.size(-1)
 
-    def note(self, x: Tensor, home: bool) -> None:
-        """Records rows that would be exchanged, and their gradients."""
+    def note(self, x: Tensor, home: bool, adds: bool = False) -> None:
+        """Records rows that would be exchanged, or summed, and their gradients."""
         ways = (home, not home) if x.requires_grad else (home,)
-        self.calls[-1].rounds += [(x[0].numel(), way) for way in ways]
+        self.calls[-1].rounds += [(x[0].numel(), way, adds) for way in ways]
 
     def note_against(self, x: Tensor, home: bool) -> None:
         """Records that rows would be fetched against the edges."""
@@ -205,11 +205,23 @@ def _run(model: Module, num_features: int, trained: bool, visit: _Recorder) -> N
     for topology, note in notes:
         here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
         topology.locals = _RecordingGraph(**here, note=note)
+    vars(edges).update(adds_on_grid=True, add_rows=_recording(edges.add_rows, visit))
     if isinstance(model, SequentialStack):
         model.given = {"edge_weight": share.edge_weight}
     model(share.x, share.edge_index)  # after which what layers cache is there
     visit.clear()
     model(share.x, share.edge_index)
+
+
+def _recording(add_rows: Any, visit: _Recorder) -> Any:
+    """Returns what records rows, and then adds them up."""
+
+    def run(x: Tensor, *matrix: Any) -> Tensor:
+        visit.note(x, home=False, adds=True)
+        out: Tensor = add_rows(x, *matrix)
+        return out
+
+    return run
 
 
 def _observed(observer: Callable[[Tensor, bool], None]) -> Mesh:

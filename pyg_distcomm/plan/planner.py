@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
-from pyg_distcomm.plan.cost import Cost, epoch_cost
+from pyg_distcomm.plan.cost import Cost, adds_on_grid, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
@@ -203,11 +204,6 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
         nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
         return edge_index.cpu(), nodes, None
     return edge_index.cpu(), len(partition), None
-
-
-HALO_GRIDS = (
-    "layers other than GCN and mean or sum SAGE run by halo exchange, on (P, 1, 1) only"
-)
 
 
 @overload
@@ -418,7 +414,7 @@ def _pipelines(
         if isinstance(source, RandomGraph):
             return source.flow((ways, 1, 1), "rows", False)
         if ways == source.size:
-            return source.halo_flow()
+            return source.halo_flow
         if ways > 1 and not isinstance(partition, str):
             raise ValueError(
                 f"a stage has {ways} ranks, and the owners given are {source.size}; plan "
@@ -427,7 +423,7 @@ def _pipelines(
         method = "block" if ways == 1 else partition
         cut_again = _source(graph, ways, method, seed)[0]
         assert isinstance(cut_again, CutEdges)
-        return cut_again.halo_flow()
+        return cut_again.halo_flow
 
     if model is None:
         items = items_of(training, skips)
@@ -497,31 +493,33 @@ def _plans_of(
     dtype: torch.dtype,
 ) -> list[Plan]:
     """Returns the plans of one grid, one for each different way to train on it."""
-    if training.runs_by_halo and grid[1:] != (1, 1):
-        return [Plan(grid, reason=HALO_GRIDS)]
     found = []
-    ghosts = _ghosts(source) if training.runs_by_halo else None
     for halo in _halos(grid, source, training):
         flow = source.flow(grid, halo, training.adds_loops)
         back = flow
         if training.goes_back and isinstance(source, CutEdges):
             back = source.turned.flow(grid, halo, training.adds_loops)
+        ghosts = _ghosts(source, grid) if training.runs_by_halo else flow
+        adds = training.adds_rows and adds_on_grid(flow, ghosts, dtype)
         seen = set()
         for ordering in _orderings():
             orders = training.orders(ordering)
             if orders in seen:
                 continue
             seen.add(orders)
-            products = training.products(ordering)
-            flows, ways = (flow, back, ghosts or flow), (products, orders)
             for link in links:
+                adding = adds and link is None  # rows of a coded link are summed here
+                products = training.products(ordering, adds_on_grid=adding)
+                flows, ways = (flow, back, ghosts), (products, orders)
                 cost = epoch_cost(flows, training, ways, link, dtype, machine)
                 found.append(_plan(grid, ordering, orders, halo, link, cost))
     return found
 
 
-def _ghosts(source: CutEdges | RandomGraph) -> Flow | None:
-    return source.halo_flow() if isinstance(source, CutEdges) else None
+def _ghosts(source: CutEdges | RandomGraph, grid: Grid) -> Flow:
+    if isinstance(source, CutEdges):
+        return source.halo_flow
+    return source.flow((math.prod(grid), 1, 1), "rows", False)
 
 
 def _halos(
@@ -531,6 +529,7 @@ def _halos(
     if isinstance(source, RandomGraph):
         return ("rows", "blocks") if grid[:2] != (1, 1) else ("rows",)
     products = any(each.kind != "halo" for each in training.layers)
+    products = products or (training.adds_rows and grid[1:] != (1, 1))
     return HALOS if grid[:2] != (1, 1) and products else HALOS[:1]
 
 

@@ -399,8 +399,9 @@ class CutEdges:
             (own, *others),
         )
 
+    @cached_property
     def halo_flow(self) -> Flow:
-        """Counts the rows of one exchange of `HaloConv`, on (P, 1, 1)."""
+        """Counts the rows of one exchange of `HaloConv`, on (P, 1, 1) as on all grids."""
         grid = (self.size, 1, 1)
         flow = self.flow(grid, "rows", False)
         source, target = self.cut

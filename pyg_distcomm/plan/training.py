@@ -34,8 +34,8 @@ class LayerShape:
         still: whether its input is the features themselves; if None, its place tells.
         flows: whether a gradient goes on to its input; if None, its place tells.
         trains: whether the weights that an order could put before the product do.
-        rounds: of "halo", the rows it exchanges, as (width, whether to their owners); if
-            None, its input, and what gradient there is.
+        rounds: of "halo", the rows it exchanges, as (width, whether to their owners,
+            whether for their sums); if None, its input, and what gradient there is.
         against: whether messages flow against the edges.
     """
 
@@ -115,8 +115,13 @@ class Training:
 
     @property
     def runs_by_halo(self) -> bool:
-        """Whether some layer needs its edges whole, so a grid (P, 1, 1)."""
+        """Whether rows of some layer travel as on (P, 1, 1), or may."""
         return any(layer.kind == "halo" for layer in self.layers)
+
+    @property
+    def adds_rows(self) -> bool:
+        """Whether some layer run by `HaloConv` sums rows, which grids may do."""
+        return any(adds for one in self.layers for *_, adds in one.rounds or ())
 
     @property
     def goes_back(self) -> bool:
@@ -151,8 +156,15 @@ class Training:
         grads = grad, grad or layer.trains
         return "first" if ordering.takes_first(*widths, grads) else "last"
 
-    def products(self, ordering: MultiplyOrder) -> list[ProductShape]:
-        """Lists what an epoch multiplies, from the third on (see `ProductCache`)."""
+    def products(
+        self, ordering: MultiplyOrder, *, adds_on_grid: bool = False
+    ) -> list[ProductShape]:
+        """Lists what an epoch multiplies, from the third on (see `ProductCache`).
+
+        Args:
+            ordering: how layers take A X W apart.
+            adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
+        """
         found = []
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
@@ -160,7 +172,9 @@ class Training:
                 continue
             width = layer.width_out if order == "last" else layer.width_in
             if order == "halo" and layer.rounds is not None:
-                found += [ProductShape(i, *one, True) for one in layer.rounds]
+                for width, home, adds in layer.rounds:
+                    rows = not (adds and adds_on_grid)
+                    found.append(ProductShape(i, width, home, rows))
                 continue
             how = order == "halo", layer.against
             found.append(ProductShape(i, width, False, *how))

@@ -1,0 +1,428 @@
+"""Layers run by HaloConv on every grid: PyG's numbers, the planned bytes, and what is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from layers import EXACT
+from problems import CUTTERS, GRAPHS, grids, owners, some_grids
+from test_layers import exact
+from test_plan import late_epoch
+from torch_geometric.nn import Sequential
+
+import pyg_distcomm as pdc
+from pyg_distcomm.comm.ledger import dense_words
+from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.halo.codecs import Quantise
+from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.nn import HaloConv
+from pyg_distcomm.plan.training import training_of_model
+
+NAMED = [
+    ("GATConv edges", "loops_and_copies", "empty_rank", (2, 2, 1)),
+    ("GATv2Conv edges", "star", "random", (1, 2, 1)),
+    ("TransformerConv", "directed", "lopsided", (1, 1, 3)),
+    ("GINConv", "isolated", "empty_rank", (2, 1, 2)),
+    ("EdgeConv", "loops_and_copies", "random", (1, 2, 2)),
+    ("PNAConv", "star", "empty_rank", (1, 3, 1)),
+    ("GraphConv", "loops_and_copies", "random", (2, 2, 1)),
+    ("APPNP", "directed", "no_train", (1, 4, 1)),
+    ("SimpleConv", "loops_and_copies", "lopsided", (1, 2, 2)),
+    ("GraphConv back", "directed", "random", (1, 2, 1)),
+    ("APPNP back", "loops_and_copies", "random", (2, 2, 1)),
+    ("TAGConv raw", "undirected", "random", (1, 2, 2)),
+]
+
+
+def beyond(size):
+    """Grids with more axes than rows."""
+    return [grid for grid in grids(size) if grid[1:] != (1, 1)]
+
+
+@tiers.parametrize(("name", "graph", "cutter", "grid"), NAMED, slice(0, None, 3))
+def test_outputs_and_gradients_are_pygs(name, graph, cutter, grid):
+    worlds.run(exact, math.prod(grid), name, graph, cutter, grid)
+
+
+def _every_layer():
+    graphs = itertools.cycle(("directed", "loops_and_copies", "undirected", "isolated"))
+    cutters = itertools.cycle(CUTTERS)
+    sides = itertools.cycle([*beyond(2), *beyond(3), *beyond(4)])
+    for name in EXACT:
+        for _ in range(3):
+            yield name, next(graphs), next(cutters), next(sides)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "graph", "cutter", "grid"), list(_every_layer()))
+def test_every_layer(name, graph, cutter, grid):
+    worlds.run(exact, math.prod(grid), name, graph, cutter, grid)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [case[0] for case in NAMED])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_named_layers_on_all_grids(name, size):
+    graphs = itertools.cycle(("star", "loops_and_copies", "isolated", "tiny"))
+    for grid in beyond(size) if size <= 4 else some_grids(size):
+        for cutter in ("random", "empty_rank"):
+            worlds.run(exact, size, name, next(graphs), cutter, grid)
+
+
+# Bytes ------------------------------------------------------------------------------
+
+
+def mixed():
+    inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU())
+    calls = [
+        (pyg.GATConv(7, 3, heads=2), "x, edge_index -> x"),
+        (pyg.GINConv(inner), "x, edge_index -> x"),
+        (pyg.GCNConv(5, 4), "x, edge_index -> x"),
+    ]
+    return Sequential("x, edge_index", calls)
+
+
+def sums():
+    inner = torch.nn.Linear(7, 6)
+    calls = [
+        (pyg.GINConv(inner), "x, edge_index -> x"),
+        (pyg.GraphConv(6, 5, aggr="mean"), "x, edge_index -> x"),
+        (pyg.APPNP(2, 0.1), "x, edge_index -> x"),
+        (pyg.TAGConv(5, 4, K=2), "x, edge_index -> x"),
+    ]
+    return Sequential("x, edge_index", calls)
+
+
+def attending():
+    calls = [
+        (pyg.GATv2Conv(7, 6), "x, edge_index -> x"),
+        (pyg.TransformerConv(6, 5), "x, edge_index -> x"),
+        (pyg.EdgeConv(torch.nn.Linear(10, 4)), "x, edge_index -> x"),
+    ]
+    return Sequential("x, edge_index", calls)
+
+
+MODELS = {"mixed": mixed, "sums": sums, "attending": attending}
+
+
+def counted(model, grid, graph, owner, halos):
+    mesh = worlds.mesh(grid=grid)
+    share = pdc.partition(GRAPHS[graph](), mesh, owner)
+    found = []
+    for halo in halos:
+        torch.manual_seed(0)
+        net = pdc.replicate(pdc.convert(MODELS[model]().double()), mesh)
+        edges = share.edge_index.with_halo(halo)
+        adds = edges.topology.adds_on_grid
+        found.append((late_epoch(net, share.x, edges, share.y), adds))
+    return found
+
+
+def planned(model, grid, graph, cutter, halos=("auto",)):
+    """Asserts the ledger to be the plan; returns whether sums were the grid's."""
+    data = GRAPHS[graph]()
+    size = math.prod(grid)
+    owner = owners(cutter, data, size)
+    how = {"partition": owner, "dtype": torch.float64}
+    plans = pdc.plan(data, ranks=size, model=MODELS[model](), **how)
+    assert not plans.refused
+    assert {one.grid for one in plans} == set(grids(size))
+    usual = training_of_model(MODELS[model](), 7).orders(MultiplyOrder())
+    ran = worlds.run(counted, size, model, grid, graph, owner, halos)
+    for k, halo in enumerate(halos):
+        only = [one for one in plans if one.grid == grid]
+        wanted = halo if halo in {one.halo for one in only} else "auto"
+        one = plans.of(grid, halo=wanted, orders=usual)
+        messages = []
+        for rank, each in enumerate(ran):
+            got, _ = each[k]
+            kinds = sum(got[name] for name in ("exchange", "parameters", "rest"))
+            assert kinds == one.bytes_by_rank[rank], (model, grid, halo, rank)
+            messages.append(got["messages"])
+        assert max(messages) == one.messages
+    return [adds for _, adds in ran[0]]
+
+
+@tiers.parametrize(
+    ("model", "grid", "graph", "cutter"),
+    [
+        ("mixed", (2, 2, 1), "directed", "random"),
+        ("sums", (1, 2, 2), "directed", "random"),
+        ("attending", (1, 3, 1), "loops_and_copies", "empty_rank"),
+        ("sums", (1, 2, 1), "star", "lopsided"),
+        ("mixed", (1, 1, 2), "isolated", "empty_rank"),
+    ],
+    slice(0, 3),
+)
+def test_bytes_are_the_planners(model, grid, graph, cutter):
+    planned(model, grid, graph, cutter)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_bytes_are_the_planners_on_all_grids(model, size):
+    chosen = []
+    for grid in some_grids(size):
+        for graph, cutter in (("directed", "random"), ("star", "empty_rank")):
+            halos = ("auto", "rows", "sums", "cover", "blocks")
+            chosen += planned(model, grid, graph, cutter, halos)
+    assert True in chosen
+    assert False in chosen
+
+
+def multiplied():
+    """A GIN layer on a grid where its sums are fewer words, and its exact price."""
+    mesh = worlds.mesh(grid=(2, 2, 1))
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    topology = share.edge_index.topology
+    conv = HaloConv(pyg.GINConv(torch.nn.Identity()))
+    conv(share.x, share.edge_index)
+    assert topology.adds_on_grid
+    rows, added = topology.row_words, topology.product_words
+    mesh.ledger.reset()
+    conv(share.x, share.edge_index)
+    price = topology.sum_plan().matrix.price(7)
+    assert mesh.ledger.words() == price.words
+    words = pdc.comm.collectives.all_reduce(torch.tensor([price.words]), mesh.world)
+    assert int(words) == 7 * added < 7 * rows
+
+
+def test_sums_are_products_where_these_are_fewer_words():
+    worlds.run(multiplied, 4)
+
+
+ADDING = {
+    "GIN": lambda: pyg.GINConv(torch.nn.Linear(7, 5), train_eps=True),
+    "GraphConv": lambda: pyg.GraphConv(7, 5),
+    "GraphConv mean": lambda: pyg.GraphConv(7, 5, aggr="mean"),
+    "GraphConv back": lambda: pyg.GraphConv(7, 5, flow="target_to_source"),
+    "SimpleConv mean": lambda: pyg.SimpleConv("mean", combine_root="cat"),
+    "GatedGraphConv": lambda: pyg.GatedGraphConv(9, 2),
+    "APPNP": lambda: pyg.APPNP(3, 0.1),
+    "APPNP cached": lambda: pyg.APPNP(3, 0.1, cached=True),
+    "APPNP back": lambda: pyg.APPNP(2, 0.1, flow="target_to_source"),
+    "APPNP mean": lambda: pyg.APPNP(2, 0.1, aggr="mean"),
+    "SGConv": lambda: pyg.SGConv(7, 5, K=2, add_self_loops=False),
+    "SSGConv": lambda: pyg.SSGConv(7, 5, 0.2, K=2),
+    "TAGConv": lambda: pyg.TAGConv(7, 5, K=2),
+    "TAGConv raw": lambda: pyg.TAGConv(7, 5, K=2, normalize=False),
+    "LGConv": lambda: pyg.LGConv(),
+    "MixHopConv": lambda: pyg.MixHopConv(7, 5, powers=[0, 1, 2]),
+}
+
+
+def added(grid, graph, cutter):
+    """Layers whose weights do not learn; returns which of them the grid summed."""
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS[graph]()
+    owner = owners(cutter, data, mesh.size)
+    share = pdc.partition(data, mesh, owner)
+    summed = set()
+    for name, build in ADDING.items():
+        for weighted in (False, True):
+            if weighted and name == "GIN":
+                continue
+            found = []
+            for source in (data, share):
+                torch.manual_seed(3)
+                conv = build().double()
+                if source is share:
+                    conv = HaloConv(conv)
+                    counting(share.edge_index, name, summed)
+                x = source.x.clone().requires_grad_()
+                edges = source.edge_index
+                for turn in range(3):  # the second time as planned, then of new weights
+                    scale = 1.0 if turn < 2 else 0.5
+                    weight = (
+                        source.edge_weight if scale == 1 else source.edge_weight * scale
+                    )
+                    given = (x, edges, weight) if weighted else (x, edges)
+                    if "cached" in name and turn == 2:
+                        break
+                    out = conv(*given)
+                    out.square().sum().backward()
+                grads = [p.grad for p in conv.parameters()]
+                found.append([out, x.grad, *grads])
+            for want, got in zip(*found, strict=True):
+                got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+                torch.testing.assert_close(
+                    got, want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    return summed
+
+
+def counting(edges, name, summed):
+    """Notes that a layer's rows were summed by the grid."""
+    for topology in (edges.topology, edges.topology.reversed.topology):
+
+        def run(*args, topology=topology):
+            summed.add(name)
+            return type(topology).add_rows(topology, *args)
+
+        vars(topology)["add_rows"] = run
+
+
+@tiers.parametrize(
+    ("grid", "graph", "cutter", "all_of_them"),
+    [
+        ((2, 2, 1), "loops_and_copies", "random", True),
+        ((1, 2, 2), "directed", "empty_rank", True),
+        ((1, 2, 1), "star", "empty_rank", False),
+        ((1, 1, 3), "loops_and_copies", "random", False),
+        ((2, 1, 2), "isolated", "lopsided", False),
+        ((3, 2, 1), "directed", "random", True),
+        ((2, 2, 2), "loops_and_copies", "empty_rank", False),
+    ],
+    slice(0, 1),
+)
+def test_sums_on_the_grid_are_pygs(grid, graph, cutter, all_of_them):
+    for summed in worlds.run(added, math.prod(grid), grid, graph, cutter):
+        # against the edges, rows may be as few words
+        ahead = {name for name in ADDING if "back" not in name}
+        assert ahead <= summed or not all_of_them
+
+
+# What is told -----------------------------------------------------------------------
+
+
+def told():
+    mesh = worlds.mesh(grid=(1, 2, 2), fresh=True)
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    layers = {
+        "GAT": pdc.convert(pyg.GATConv(7, 3).double()),
+        "again": pdc.convert(pyg.GATConv(7, 4).double()),
+        "GIN": pdc.convert(pyg.GINConv(torch.nn.Linear(7, 3)).double()),
+        "learnt": pdc.convert(pyg.GraphConv(7, 3).double()),
+        "coded": pdc.convert(
+            pyg.GINConv(torch.nn.Linear(7, 3)).double(), pdc.Sylvie(1)
+        ),
+    }
+    found = {}
+    for name, layer in layers.items():
+        weight = share.edge_weight.clone().requires_grad_()
+        more = (weight,) if name == "learnt" else ()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            layer(share.x, share.edge_index, *more)
+        found[name] = [str(one.message) for one in said]
+    topology = share.edge_index.topology
+    return found, topology.row_words, topology.product_words
+
+
+def test_a_layer_whose_rows_travel_says_so_once_with_both_prices():
+    (found, rows, added), *others = worlds.run(told, 4)
+    assert not any(text for each, *_ in others for text in each.values())
+    (text,) = found["GAT"]
+    assert "GATConv runs by halo exchange on the grid 1 x 2 x 2" in text
+    most = 4 * dense_words(60, 1, (1, 2, 2))
+    assert f"rows bring {rows} numbers" in text
+    assert f"at most {most:.0f}; " in text
+    assert found["again"] == []
+    assert found["GIN"] == []  # a product of the grid
+    assert "weights of its edges learn" in found["learnt"][0]
+    assert f"rows bring {rows} numbers" in found["learnt"][0]
+    assert f"GCNConv, {added:.0f}; " in found["learnt"][0]
+    assert "its link codes rows" in found["coded"][0]
+
+
+# Training ---------------------------------------------------------------------------
+
+
+class Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = pyg.GATConv(7, 4, heads=2, dropout=0.4, edge_dim=3)
+        self.second = pyg.PNAConv(8, 8, ["mean", "max", "std"], ["identity"], DEGREE)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.third = pyg.GINConv(torch.nn.Linear(8, 4))
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.first(x, edge_index, edge_attr).relu()
+        x = self.norm(self.second(x, edge_index)).relu()
+        return self.third(F.dropout(x, 0.3, self.training), edge_index)
+
+
+DEGREE = torch.tensor([3, 5, 9, 4, 2, 1])
+
+
+LINKS = {
+    "sylvie": lambda: pdc.Sylvie(2),
+    "quantised": lambda: LinkPolicy(Quantise(4, "stochastic")),
+}
+
+
+def run_of(grid, dtype, cutter, link=None):
+    """Three epochs: the loss of each, gradients, and an evaluation."""
+    mesh = worlds.mesh(grid=grid)
+    data = GRAPHS["loops_and_copies"]()
+    data.x, data.edge_attr = data.x.to(dtype), data.edge_attr.to(dtype)
+    owner = owners(cutter, data, mesh.size)
+    share = pdc.partition(data, mesh, owner, link=link and LINKS[link]())
+    torch.manual_seed(1)
+    model = pdc.replicate(pdc.convert(Dropping().to(dtype)), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(share.x, share.edge_index, share.edge_attr)
+        loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+        if link is not None:
+            share.edge_index.topology.link.step()
+    found += [p.grad.clone() for p in model.parameters()]
+    model.eval()
+    with torch.no_grad():
+        out = model(share.x, share.edge_index, share.edge_attr)
+    return [*found, out.full_tensor()]
+
+
+@tiers.parametrize(
+    ("grid", "dtype", "cutter"),
+    [
+        ((2, 2, 1), torch.float64, "empty_rank"),
+        ((1, 1, 2), torch.float32, "random"),
+        ((1, 3, 1), torch.float64, "no_train"),
+        ((1, 2, 2), torch.float32, "lopsided"),
+        ((2, 1, 3), torch.float64, "random"),
+        ((2, 2, 2), torch.float64, "empty_rank"),
+    ],
+    slice(0, 1),
+)
+def test_training_with_dropout_is_that_of_one_rank(grid, dtype, cutter):
+    close = 1e-9 if dtype == torch.float64 else 1e-4
+    (want,) = worlds.run(run_of, 1, (1, 1, 1), dtype, "block")
+    for got in worlds.run(run_of, math.prod(grid), grid, dtype, cutter):
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=close, atol=close)
+
+
+@tiers.parametrize(
+    ("grid", "link"), [((2, 2, 1), "sylvie"), ((1, 2, 2), "quantised")], slice(0, 1)
+)
+def test_a_link_codes_the_same_rows_on_every_grid(grid, link):
+    """Rows travel as on (P, 1, 1), so each number is the same."""
+    size = math.prod(grid)
+    args = torch.float64, "random", link
+    want = worlds.run(run_of, size, (size, 1, 1), *args)
+    for got, one in zip(worlds.run(run_of, size, grid, *args), want, strict=True):
+        assert all(map(torch.equal, got, one))
+
+
+def test_rounds_that_are_sums_are_read_from_the_model():
+    read = training_of_model(sums(), 7)
+    adds = [[one[2] for one in layer.rounds] for layer in read.layers]
+    assert all(adds[0])
+    assert all(adds[1])
+    assert adds[2].count(True) == 2 * 2
+    assert not training_of_model(attending(), 7).adds_rows
