@@ -103,6 +103,17 @@ def keyed_unit(key: int, count: int) -> Tensor:
     return keyed_bits48(key, count).double() * 2.0**-48
 
 
+def keyed_choice(key: int, weight: Tensor, count: int) -> Tensor:
+    """Draws `count` places with replacement, each with chance weight / sum, as int64.
+
+    Draw k takes the first place whose running sum of weights exceeds u_k times the whole.
+    """
+    running = weight.double().cumsum(0)
+    goal = keyed_unit(key, count) * running[-1]
+    place = torch.searchsorted(running, goal, right=True)
+    return place.clamp_(max=weight.numel() - 1)
+
+
 def keyed_permutation(key: int, count: int) -> Tensor:
     """Returns 0 .. count-1 sorted by a keyed hash of each."""
     return torch.argsort(keyed_bits48(key, count), stable=True)
