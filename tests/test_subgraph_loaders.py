@@ -288,7 +288,10 @@ def test_saint_draws_by_the_chances_of_pyg():
     step /= step.sum(1, keepdim=True)
     likely(torch.bincount(first, minlength=5), torch.ones(5))
     likely(torch.bincount(first * 5 + second, minlength=25), step.flatten())
-    likely(torch.bincount(second * 5 + third, minlength=25), (step.mean(0)[:, None] * step).flatten())
+    likely(
+        torch.bincount(second * 5 + third, minlength=25),
+        (step.mean(0)[:, None] * step).flatten(),
+    )
 
 
 def test_saint_subgraphs_and_norms():

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.index import index2ptr
 from torch_geometric.loader import ClusterData as PyGClusterData
 from torch_geometric.loader.cluster import Partition as PyGPartition
+from torch_geometric.utils import sort_edge_index
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
@@ -80,6 +82,7 @@ class ClusterData(PyGClusterData):
         self.sparse_format, self.source = sparse_format, data
         self._partition_kept: PyGPartition | None = None
         self._data_kept: Any = None
+        kept = _kept(save_dir, filename, num_parts)
         if is_share(data):
             if save_dir is not None:
                 raise ValueError(
@@ -88,28 +91,38 @@ class ClusterData(PyGClusterData):
                 )
             cluster = _of_share(data.edge_index, num_parts, method, seed)
         else:
-            kept = _kept(save_dir, filename, num_parts)
-            if kept is not None and kept.exists():
-                with allowing([PyGPartition]):
-                    self._partition_kept = torch.load(kept, weights_only=True)
-                self.partptr = self._partition_kept.partptr
-                self.node_perm = self._partition_kept.node_perm
-                return
-            cluster = _of_whole(data, num_parts, method, seed)
+            known = kept is not None and kept.exists()
+            cluster = (
+                _read(kept, int(data.num_nodes or 0), num_parts)
+                if known
+                else _of_whole(data, num_parts, method, seed)
+            )
         self.node_perm = torch.argsort(cluster, stable=True)
         self.partptr = torch.zeros(num_parts + 1, dtype=torch.int64)
         self.partptr[1:] = torch.bincount(cluster, minlength=num_parts).cumsum(0)
-        if not is_share(data) and kept is not None:
+        if kept is not None and not known:
             _keep(self.partition, kept)
 
     @property
     def partition(self) -> PyGPartition:  # type: ignore[override]
         """Returns the edges by cluster, as PyG has them; of a whole graph."""
         if self._partition_kept is None:
-            edge_index = self._whole().edge_index
-            cluster = torch.empty_like(self.node_perm)
-            cluster[self.node_perm] = torch.repeat_interleave(self.partptr.diff())
-            self._partition_kept = self._partition(edge_index, cluster)
+            n = len(self.node_perm)
+            place = torch.empty_like(self.node_perm)
+            place[self.node_perm] = torch.arange(n)
+            ends = place[self._whole().edge_index]
+            by_row = self.sparse_format == "csr"
+            edge_perm = torch.arange(ends.size(1))
+            ends, edge_perm = sort_edge_index(ends, edge_perm, n, sort_by_row=by_row)
+            first, other = ends if by_row else ends.flip(0)
+            self._partition_kept = PyGPartition(
+                index2ptr(first, n),
+                other,
+                self.partptr,
+                self.node_perm,
+                edge_perm,
+                self.sparse_format,
+            )
         return self._partition_kept
 
     @property
@@ -172,6 +185,20 @@ def _kept(save_dir: str | None, filename: str | None, num_parts: int) -> Path | 
     if save_dir is None:
         return None
     return Path(save_dir) / f"part_{num_parts}" / (filename or "metis.pt")
+
+
+def _read(path: Any, num_nodes: int, num_parts: int) -> Tensor:
+    """Returns the cluster of each node, from a file of ours or of PyG's class."""
+    with allowing([PyGPartition]):
+        found: PyGPartition = torch.load(path, weights_only=True)
+    if (len(found.node_perm), len(found.partptr)) != (num_nodes, num_parts + 1):
+        raise ValueError(
+            f"{path} holds {len(found.partptr) - 1} clusters of {len(found.node_perm)} nodes, "
+            f"wanted {num_parts} of {num_nodes}; remove it"
+        )
+    cluster = torch.empty_like(found.node_perm)
+    cluster[found.node_perm] = torch.repeat_interleave(found.partptr.diff())
+    return cluster
 
 
 def _keep(partition: PyGPartition, path: Path) -> None:

@@ -113,7 +113,9 @@ class SubgraphLoading(DistNeighborLoader):
             self.input_data, inputs = self.chosen, [self.chosen.digest()]
             every = range(len(self.chosen))
             self.__dict__["dataset"] = every
-            own = any(dataloader.get(k) is not None for k in ("sampler", "batch_sampler"))
+            own = any(
+                dataloader.get(k) is not None for k in ("sampler", "batch_sampler")
+            )
             if not own:
                 shuffled = bool(dataloader.get("shuffle")) and len(every) > 0
                 order: Any = (
