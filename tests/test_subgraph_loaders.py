@@ -84,8 +84,8 @@ def _on_ranks(kinds, options):
                     assert set(one) == set(two)
                     for key, value in two.items():
                         same(one[key], value)
-        for make in (lambda: data, lambda: share):  # a state resumes inside an epoch
-            loader, other = (MAKE[kind](make(), seed=3) for _ in range(2))
+        for given in (data, share):  # a state resumes inside an epoch
+            loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
             step = iter(loader)
             next(step)
             other.load_state_dict(loader.state_dict())
@@ -150,7 +150,7 @@ def _typed(cut_):
 @pytest.mark.parametrize("cut_", [False, True])
 def test_random_parts_of_all_types_together(cut_):
     alone = worlds.run(_typed, 1, False)[0]
-    papers, authors = (sorted(sum((b[k] for b in alone), [])) for k in range(2))
+    papers, authors = (sorted(v for b in alone for v in b[k]) for k in range(2))
     assert (papers, authors) == (list(range(40)), list(range(25)))
     found = worlds.run(_typed, 2, cut_)
     assert [found[t % 2][t // 2] for t in range(4)] == alone
@@ -169,7 +169,7 @@ def test_cluster_data_is_as_pyg_defines_it():
         for k in range(5):
             node, part = made.node_perm[begin[k] : begin[k + 1]], made[k]
             assert torch.equal(part.x, data.x[node])
-            ends, attr = subgraph(node, data.edge_index, data.edge_attr)
+            ends, attr = subgraph(node, data.edge_index, data.edge_attr, num_nodes=60)
             if not kept:
                 assert part.num_edges == ends.size(1)
                 assert torch.allclose(part.edge_attr.sum(0), attr.sum(0), atol=1e-5)
@@ -205,12 +205,12 @@ def test_clusters_are_kept_for_another_run(tmp_path):
 def _own_clusters():
     mesh = worlds.mesh()
     data = graph()
-    owner = torch.as_tensor(cut(data, mesh.size))
+    owner = torch.arange(60) % 3 // 2
     made = ClusterData(pdc.partition(data, mesh, owner), 5)
     assert torch.equal(made.node_perm.sort().values, torch.arange(60))
     for k in range(5):
         node = made.node_perm[made.partptr[k] : made.partptr[k + 1]]
-        assert len(owner[node].unique()) == 1
+        assert owner[node].unique().tolist() == [k // 3]
     for batch in ClusterLoader(made, batch_size=2, seed=1):
         check_induced(data, batch)
     with pytest.raises(ValueError, match="give each a cluster"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class ClusterData(PyGClusterData):
 
     Args:
         data: a Data, or a share of one.
-        num_parts: how many clusters; of a share, at least one for each rank.
+        num_parts: how many clusters; of a share, at least one for each rank with nodes.
         recursive: has no use.
         save_dir, filename: of a whole graph, where the partition is kept for another run.
         log: has no use.
@@ -153,22 +154,21 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
     """Returns the cluster of each node of the graph; collective."""
     nodes = edges.nodes
     world, partition = nodes.mesh.world, nodes.partition
-    rank, size, problem = world.rank, world.size, None
+    rank, first, problem = world.rank, 0, None
     own = torch.empty(0, dtype=torch.int64)
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method
         return Partition.from_owner(given, num_parts, partition.num_nodes).owner.long()
-    first, last = num_parts * rank // size, num_parts * (rank + 1) // size
     try:
-        if num_parts < size:
-            raise ValueError(
-                f"num_parts={num_parts}, and there are {size} ranks; give each a cluster"
-            )
+        counts = _counts(partition.sizes, num_parts)
+        first = sum(counts[:rank])
         topology = edges.topology
         ends = torch.stack([topology.source_gid, topology.target_gid])
         within = partition.owner_of(ends[0]) == rank
         local = torch.searchsorted(nodes.gid, ends[:, within])
-        own = cut(local, len(nodes.gid), last - first, method, seed=seed).owner.long()
+        if counts[rank]:
+            found = cut(local, len(nodes.gid), counts[rank], method, seed=seed)
+            own = found.owner.long()
     except (ValueError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
     collectives.agree(problem, world)
@@ -179,6 +179,19 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
         cluster[partition.gids(part)] = every[begin : begin + count].long()
         begin += count
     return cluster
+
+
+def _counts(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Returns how many clusters each rank has: in proportion to its nodes, at least one."""
+    some = [rank for rank, size in enumerate(sizes) if size]
+    if num_parts < len(some):
+        raise ValueError(
+            f"num_parts={num_parts}, and {len(some)} ranks own nodes; give each a cluster"
+        )
+    counts = [int(size > 0) for size in sizes]
+    for _ in range(num_parts - sum(counts) if some else 0):
+        counts[max(some, key=lambda rank: sizes[rank] / counts[rank])] += 1
+    return counts
 
 
 def _kept(save_dir: str | None, filename: str | None, num_parts: int) -> Path | None:

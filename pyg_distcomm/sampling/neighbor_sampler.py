@@ -30,7 +30,6 @@ from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
-
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
