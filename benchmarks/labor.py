@@ -1,6 +1,6 @@
 """What rule="labor" saves at equal accuracy: distinct nodes of a minibatch, and accuracy.
 
-    OMP_NUM_THREADS=1 python benchmarks/labor.py [--epochs 10] [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/labor.py [--root data] [--epochs 10] [--seeds 3]
         [--out benchmarks/reports/labor.md]
 
 GraphSAGE (mean, 64 hidden), fan-outs [10, 10], 512 seeds a minibatch, features of unit length,
@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
+import step
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import GraphSAGE
 
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.loader import NeighborLoader
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-import real
 
 WAYS: dict[str, dict[str, Any]] = {
     "neighbor": {"num_neighbors": [10, 10]},
@@ -33,12 +30,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(data: Any, way: str, epochs: int, seed: int) -> tuple[float, ...]:
+def train(
+    data: Any, train_nodes: Any, test_nodes: Any, way: str, epochs: int, seed: int
+) -> tuple[float, ...]:
     """Returns nodes and edges of a minibatch, and test accuracy in %."""
     torch.manual_seed(seed)
     loader = NeighborLoader(
         data,
-        input_nodes=data.train_mask,
+        input_nodes=train_nodes,
         batch_size=512,
         shuffle=True,
         seed=seed,
@@ -58,17 +57,18 @@ def train(data: Any, way: str, epochs: int, seed: int) -> tuple[float, ...]:
     model.eval()
     with torch.no_grad():
         right = model(data.x, data.edge_index).argmax(1) == data.y
-    accuracy = 100 * float(right[data.test_mask].float().mean())
+    accuracy = 100 * float(right[test_nodes].float().mean())
     return statistics.mean(nodes), statistics.mean(edges), accuracy
 
 
-def rows_of(name: str, epochs: int, seeds: int) -> list[list[str]]:
+def rows_of(name: str, root: Path, epochs: int, seeds: int) -> list[list[str]]:
     """Returns a row of the table for each way to sample one graph."""
-    data = real.read(real.path(name), torch.float32)
-    data.x = F.normalize(data.x)
+    data = step.real(name, root)
+    data.x, split = F.normalize(data.x), (data.train, data.test)
+    del data.train, data.test
     rows, before = [], 0.0
     for way in WAYS:
-        found = [train(data, way, epochs, seed) for seed in range(seeds)]
+        found = [train(data, *split, way, epochs, seed) for seed in range(seeds)]
         nodes, edges, accuracy = (list(column) for column in zip(*found, strict=True))
         mean = statistics.mean(nodes)
         before = before or mean
@@ -92,11 +92,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--graphs", nargs="+", default=["Computers", "tolokers"])
+    parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     head = ["graph", "rule", "nodes", "of neighbor's", "edges", "test accuracy, %"]
     rows = [
-        row for name in given.graphs for row in rows_of(name, given.epochs, given.seeds)
+        row
+        for name in given.graphs
+        for row in rows_of(name, given.root, given.epochs, given.seeds)
     ]
     print(format_table(head, rows))
     if given.out is not None:
@@ -105,7 +108,7 @@ def main() -> None:
         given.out.write_text(
             "# Nodes of a minibatch by LABOR, at equal accuracy\n\n"
             f"`OMP_NUM_THREADS=1 python benchmarks/labor.py --epochs {given.epochs} "
-            f"--seeds {given.seeds} --out {given.out}`\n\n{table}\n"
+            f"--seeds {given.seeds}`\n\n{table}\n"
         )
 
 

@@ -93,8 +93,9 @@ def _on_ranks(kinds, options):
 
 
 @tiers.parametrize("size", [1, 2, 3, 4], [2])
-def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(size):
-    worlds.run(_on_ranks, size, list(MAKE), {})
+@tiers.parametrize("kind", MAKE, ["clusters", "shadow", "saint_nodes", "classes"])
+def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
+    worlds.run(_on_ranks, size, [kind], {})
 
 
 @tiers.parametrize("size", [2, 4], [])
