@@ -22,6 +22,7 @@ from pyg_distcomm.loader import (
     GraphSAINTNodeSampler,
     GraphSAINTRandomWalkSampler,
     GraphSAINTSampler,
+    HGTLoader,
     ImbalancedSampler,
     NeighborLoader,
     RandomNodeLoader,
@@ -224,6 +225,79 @@ def test_clusters_of_a_share_lie_with_one_rank():
     worlds.run(_own_clusters, 2)
 
 
+# By budgets ---------------------------------------------------------------------------
+
+
+def _budgets(drawn, data):
+    """By a plain loop: what each node not drawn has, and of which type."""
+    found = {}
+    for source, name, target in data.edge_types:
+        ends = data[source, name, target].edge_index.T.tolist()
+        into = torch.bincount(data[source, name, target].edge_index[1], minlength=99)
+        for u, v in ends:
+            if v in drawn[target] and u not in drawn[source]:
+                found[source, u] = found.get((source, u), 0) + 1 / int(into[v])
+    return found
+
+
+def test_hgt_draws_by_the_square_of_the_budget():
+    data, seeds = hetero(), torch.tensor([3, 7])
+    loader = HGTLoader(data, {"paper": [1, 2], "author": [1]}, ("paper", seeds), seed=1)
+    budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
+    counts = {name: torch.zeros(40) for name in data.node_types}
+    for key in range(1500):
+        inputs = loader.input_data[torch.arange(2)]
+        inputs.key = key
+        node = loader._drawn([inputs])[0].node
+        assert node["paper"][:2].tolist() == [3, 7]
+        assert [len(v.unique()) for v in node.values()] == [5, 1]
+        counts["paper"][node["paper"][2]] += 1
+        counts["author"][node["author"][0]] += 1
+    for name, found in counts.items():
+        chance = torch.zeros(40)
+        for (kind, u), budget in budgets.items():
+            chance[u] += budget**2 if kind == name else 0
+        likely(found, chance)
+
+
+def _hgt(options):
+    mesh = worlds.mesh()
+    data = hetero()
+    share = pdc.partition(data, mesh, cut(data, mesh.size))
+    make = {"num_samples": [4, 3], "batch_size": 6, "shuffle": True, "seed": 2}
+    make["input_nodes"] = "paper", torch.arange(30)
+    alone = HGTLoader(data, split=False, **make)
+    loaders = HGTLoader(data, **make), HGTLoader(share, **make, **options)
+    for _epoch in range(2):
+        whole = list(alone)
+        for batch in whole:
+            assert batch["paper"].batch_size == 6
+            assert (batch["paper"].num_nodes, batch["author"].num_nodes) == (13, 7)
+            for kind in data.edge_types:
+                here = [batch[end].n_id for end in (kind[0], kind[2])]
+                wanted = data[kind].edge_index
+                inside = torch.isin(wanted[0], here[0]) & torch.isin(wanted[1], here[1])
+                e_id = batch[kind].e_id
+                assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
+        for loader in loaders:
+            for i, batch in enumerate(loader):
+                two = whole[(i * mesh.size + mesh.rank) % len(whole)]
+                assert hasattr(batch, "padding") == (mesh.size > 1)
+                for kind in (*data.node_types, *data.edge_types):
+                    one = batch[kind].to_dict()
+                    one.pop("num_nodes", None)
+                    for key, value in one.items():
+                        same(value, two[kind][key])
+
+
+@tiers.parametrize("size", [1, 2, 4], [2])
+@tiers.parametrize(
+    "options", [{}, {"topology": "replicated"}, {"sample_at": "requester"}], [{}]
+)
+def test_hgt_on_ranks(size, options):
+    worlds.run(_hgt, size, options)
+
+
 # Around roots --------------------------------------------------------------------------
 
 
@@ -363,6 +437,10 @@ def test_what_cannot_be_is_refused():
         GraphSAINTNodeSampler(share, 3, topology="partitioned")
     with pytest.raises(ValueError, match="rename them"):
         GraphSAINTNodeSampler(Data(**{**data.to_dict(), "node_norm": data.y}), 3)
+    with pytest.raises(TypeError, match="takes a HeteroData"):
+        HGTLoader(data, [2], None)
+    with pytest.raises(ValueError, match="the node types are"):
+        HGTLoader(hetero(), {"venue": [2]}, "paper")
     with pytest.raises(TypeError, match="takes a Data"):
         ShaDowKHopSampler(hetero(), 1, 2)
     with pytest.raises(TypeError, match="takes a Data with an edge_index"):

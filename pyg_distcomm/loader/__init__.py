@@ -16,6 +16,7 @@ from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
 )
+from pyg_distcomm.loader.hgt import HGTLoader as HGTLoader
 from pyg_distcomm.loader.imbalanced import (
     ImbalancedSampler as ImbalancedSampler,
 )
@@ -55,8 +56,8 @@ NeighborLoader = DistNeighborLoader
 
 _OURS = """ClusterData ClusterLoader DistFeatureStore DistLayerLoader DistLinkNeighborLoader
 DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler GraphSAINTRandomWalkSampler
-GraphSAINTSampler ImbalancedSampler LinkNeighborLoader NeighborLoader Phases RandomNodeLoader
-ShaDowKHopSampler plot_phases shared""".split()
+GraphSAINTSampler HGTLoader ImbalancedSampler LinkNeighborLoader NeighborLoader Phases
+RandomNodeLoader ShaDowKHopSampler plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

@@ -27,7 +27,12 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
-from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
+from pyg_distcomm.kernels.minibatch import (
+    Minibatch,
+    Relation,
+    Request,
+    UnweightedNode,
+)
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -246,6 +251,21 @@ class KeyedNeighborSampler(NeighborSampler):
             "weighted": any(relation.weight is not None for relation in relations),
             "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
         }
+
+    def key_of(self, inputs: Any) -> int:
+        """Returns the key of a sampler's input: its own, or the next of calls without."""
+        return self._key(inputs)
+
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Returns a relation that holds all in-edges of nodes, and their places in it."""
+        return self._topology.graph.relations[number], nodes
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """Returns the numbers of the source and target type of each relation."""
+        return [(r.source, r.target) for r in self._topology.graph.relations]
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""

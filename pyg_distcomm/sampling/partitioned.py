@@ -136,6 +136,12 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
         self.node_time = times
 
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Fetches all in-edges of nodes; collective, see `RemoteRows.fetch`."""
+        return self._rows.fetch(number, nodes)
+
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; collective, see `sample_bulk`."""
         return self.sample_bulk([inputs])[0]
