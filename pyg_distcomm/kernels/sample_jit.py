@@ -25,7 +25,7 @@ FEW = 48  # draws of a row up to which a scan for repeats beats a table
 
 
 @jit
-def stream(key: int, tree: int, node: int) -> np.uint64:
+def stream(key: int, tree: int, node: int | np.int64) -> np.uint64:
     """Returns the generator of one node in one tree of one minibatch."""
     return mix(hash_row(key, tree) ^ mix(np.uint64(node) + GOLDEN))
 

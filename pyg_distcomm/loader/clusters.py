@@ -155,6 +155,7 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
     nodes = edges.nodes
     world, partition = nodes.mesh.world, nodes.partition
     rank, first, problem = world.rank, 0, None
+    assert partition is not None  # of what pdc.partition returns
     own = torch.empty(0, dtype=torch.int64)
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method

@@ -42,9 +42,10 @@ class NodeSets:
     @classmethod
     def single(cls, sizes: int | dict[str, int]) -> NodeSets:
         """Returns a set of one node for each node of a graph."""
-        typed = isinstance(sizes, dict)
-        every = torch.arange((sum(sizes.values()) if typed else sizes) + 1)
-        return cls(every, every[:-1], sizes if typed else None)
+        typed = sizes if isinstance(sizes, dict) else None
+        total = sizes if isinstance(sizes, int) else sum(sizes.values())
+        every = torch.arange(total + 1)
+        return cls(every, every[:-1], typed)
 
     def __len__(self) -> int:
         return len(self.ptr) - 1
