@@ -240,6 +240,7 @@ def _budgets(drawn, data):
     return found
 
 
+@tiers.rare
 def test_hgt_draws_by_the_square_of_the_budget():
     data, seeds = hetero(), torch.tensor([3, 7])
     loader = HGTLoader(data, {"paper": [1, 2], "author": [1]}, ("paper", seeds), seed=1)
