@@ -80,7 +80,7 @@ class _Drawing:
             fan_out = self.request.fan_outs[number][hop]
             if self.request.latest and fan_out >= 0:
                 entries = entries[len(entries) - min(fan_out, len(entries)) :]
-            for e in self._draw(number, fan_out, tree, v, entries):
+            for e in self._draw(number, hop, fan_out, tree, v, entries):
                 name = (tree if self.request.disjoint else 0, _source(relation, e))
                 nodes, label = self.nodes[relation.source], self.label[relation.source]
                 if name not in label:
@@ -101,7 +101,7 @@ class _Drawing:
         return [e for e in entries if time[_source(relation, e)] <= limit[tree]]
 
     def _draw(
-        self, number: int, fan_out: int, tree: int, v: int, entries: list[int]
+        self, number: int, hop: int, fan_out: int, tree: int, v: int, entries: list[int]
     ) -> list[int]:
         relation = self.graph.relations[number]
         weight, replace = relation.weight, self.request.replace
@@ -120,6 +120,9 @@ class _Drawing:
             _mix(key ^ _mix(tree + _GOLDEN & _WORD)) ^ _mix(v + _GOLDEN & _WORD)
         )
         draws = fan_out if replace else min(fan_out, choices)
+        if self.request.labor:
+            key = self.request.key + ((hop + 1 << 20) + relation.source) * _GOLDEN
+            return _by_source(key % (1 << 63), relation, entries, draws)
         if weight is None:
             return [entries[k] for k in _floyd(generator, len(entries), draws, replace)]
         if replace:
@@ -188,6 +191,29 @@ def _by_clocks(
         if weight > 0:
             u = _uniform(generator, _edge_id(relation, e)) + 2.0**-54
             clocks.append((-math.log(u) / weight, e))
+    return [e for _, e in sorted(clocks)[:draws]]
+
+
+def _by_source(
+    key: int, relation: Relation, entries: list[int], draws: int
+) -> list[int]:
+    """Draws the entries with the least u, or -log(u) / weight.
+
+    The j-th entry from one source has number j of the generator of the source.
+    """
+    clocks = []
+    met: dict[int, int] = {}
+    for e in entries:
+        source = _source(relation, e)
+        weight = 1.0 if relation.weight is None else float(relation.weight[e])
+        if weight <= 0:
+            continue
+        generator = _mix(_mix(key ^ _mix(_GOLDEN)) ^ _mix(source + _GOLDEN & _WORD))
+        u = _uniform(generator, met.setdefault(source, 0))
+        met[source] += 1
+        if relation.weight is not None:
+            u = -math.log(u + 2.0**-54) / weight
+        clocks.append((u, e))
     return [e for _, e in sorted(clocks)[:draws]]
 
 

@@ -94,13 +94,40 @@ def rows_drawn(
 
 def keyed_bits48(key: int, count: int) -> Tensor:
     """Returns 48 random bits for each of `count` places, as int64."""
-    bits = kernels.keyed_bits(key, torch.arange(count), 2).long()
+    return _bits48(key, torch.arange(count))
+
+
+def _bits48(key: int, ids: Tensor) -> Tensor:
+    bits = kernels.keyed_bits(key, ids, 2).long()
     return bits[:, 0] << 24 | bits[:, 1]
+
+
+def keyed_race(key: int, ids: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Draws `count` places without replacement by weight, as int64, in the order drawn.
+
+    Those with the least -log(u) / weight ([Efraimidis06]); u is keyed by the id of a place.
+
+    Shapes: ids [m] distinct, weight [m] positive; returns [min(m, count)].
+    """
+    unit = (_bits48(key, ids).double() + 0.5) * 2.0**-48
+    clock = -unit.log() / weight
+    return clock.topk(min(count, len(ids)), largest=False).indices
 
 
 def keyed_unit(key: int, count: int) -> Tensor:
     """Returns `count` uniform float64 numbers in [0, 1), in steps of 2^-48."""
     return keyed_bits48(key, count).double() * 2.0**-48
+
+
+def keyed_choice(key: int, weight: Tensor, count: int) -> Tensor:
+    """Draws `count` places with replacement, each with chance weight / sum, as int64.
+
+    Draw k takes the first place whose running sum of weights exceeds u_k times the whole.
+    """
+    running = weight.double().cumsum(0)
+    goal = keyed_unit(key, count) * running[-1]
+    place = torch.searchsorted(running, goal, right=True)
+    return place.clamp_(max=weight.numel() - 1)
 
 
 def keyed_permutation(key: int, count: int) -> Tensor:

@@ -67,6 +67,8 @@ class Request:
         disjoint: whether each seed grows a tree of its own.
         induced: whether to return all edges between the nodes found.
         latest: whether the latest edges are taken, rather than drawn; needs `tree_time`.
+        labor: whether the nodes of a hop draw by the same random number of a source, so
+            that they draw the same sources; not with `replace`.
         tree_time: of each seed: no edge or node later than it is drawn in its tree.
     """
 
@@ -78,6 +80,7 @@ class Request:
     induced: bool = False
     latest: bool = False
     tree_time: Tensor | None = None
+    labor: bool = False
 
     @property
     def hops(self) -> int:
@@ -99,6 +102,7 @@ class HopDraw:
         latest: whether the latest edges are taken, rather than drawn.
         name: tells the draws of equal nodes apart, or None.
         limit: for each node, no edge later than it is drawn; or None.
+        labor: whether nodes of one key draw by the same random number of a source.
     """
 
     node: Tensor
@@ -110,6 +114,7 @@ class HopDraw:
     latest: bool = False
     name: Tensor | None = None
     limit: Tensor | None = None
+    labor: bool = False
 
 
 def everything(node: Tensor, place: Tensor) -> HopDraw:
@@ -172,3 +177,12 @@ class UnweightedNode(ValueError):
 def relation_key(key: int, relation: int) -> int:
     """Returns the key of a minibatch's draws from one relation."""
     return (key + relation * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+def hop_key(key: int, number: int, relation: Relation, hop: int, labor: bool) -> int:
+    """Returns the key of a minibatch's draws from one relation at one hop.
+
+    A node draws at one hop only, so that its hop is no part of the key; by "labor" it is
+    the sources that are keyed, alike for all relations from their type.
+    """
+    return relation_key(key, (hop + 1 << 20) + relation.source if labor else number)

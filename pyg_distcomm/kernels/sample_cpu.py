@@ -24,7 +24,7 @@ from pyg_distcomm.kernels.minibatch import (
     Request,
     SampleGraph,
     UnweightedNode,
-    relation_key,
+    hop_key,
 )
 
 MANY = 1 << 24  # edges of a hop from which room for them is looked for
@@ -156,9 +156,8 @@ class Drawing:
             self.drawn[number].append(0)
             return None
         names = target.names(hop)
-        return self._asked(
-            number, begin, end, fan_out, None if names is None else names[begin:end]
-        )
+        names = None if names is None else names[begin:end]
+        return self._asked(number, begin, end, fan_out, names, hop)
 
     def ask_all(self, number: int) -> HopDraw:
         """Returns an ask for all in-edges of all nodes found, to induce a subgraph."""
@@ -166,10 +165,16 @@ class Drawing:
         return self._asked(number, 0, target.known, -1, None)
 
     def _asked(
-        self, number: int, begin: int, end: int, fan_out: int, names: Array | None
+        self,
+        number: int,
+        begin: int,
+        end: int,
+        fan_out: int,
+        names: Array | None,
+        hop: int = 0,
     ) -> HopDraw:
-        request = self.request
-        target = self.seen[self.graph.relations[number].target]
+        request, relation = self.request, self.graph.relations[number]
+        target = self.seen[relation.target]
         node = torch.from_numpy(target.node[begin:end])
         limit = None
         if request.tree_time is not None and target.tree is not None:
@@ -177,13 +182,14 @@ class Drawing:
         return HopDraw(
             node=node,
             place=node,
-            keys=(relation_key(request.key, number),),
+            keys=(hop_key(request.key, number, relation, hop, request.labor),),
             ends=(node.numel(),),
             fan_out=fan_out,
             replace=request.replace and fan_out > 0,
             latest=request.latest and fan_out > 0,
             name=None if names is None else torch.from_numpy(names),
             limit=limit,
+            labor=request.labor and fan_out > 0,
         )
 
     def draw(self, number: int, hop: int, relation: Relation, ask: HopDraw) -> None:
@@ -294,10 +300,13 @@ def draw_rows(
     name = None if ask.name is None else ask.name.numpy()
     keys, ends = np.array(ask.keys, np.int64), np.array(ask.ends, np.int64)
     nodes = (keys, ends, ask.node.numpy(), name, low, high, start, ask.replace)
-    if weight is None:
+    edges = relation.row.numpy(), relation.stride, weight
+    if ask.labor:
+        rows = (keys, ends, low, high, start, *edges, position, at)
+        draw = ready(loops.draw_labor, rows, 2)
+    elif weight is None:
         draw = ready(loops.draw, (*nodes, position, at), 2)
     else:
-        edges = relation.row.numpy(), relation.stride, weight
         draw = ready(loops.draw_weighted, (*nodes, *edges, position, at), 2)
     threads.run_split(draw, len(keys), 1)
     return start, position, at

@@ -25,7 +25,7 @@ FEW = 48  # draws of a row up to which a scan for repeats beats a table
 
 
 @jit
-def stream(key: int, tree: int, node: int) -> np.uint64:
+def stream(key: int, tree: int, node: int | np.int64) -> np.uint64:
     """Returns the generator of one node in one tree of one minibatch."""
     return mix(hash_row(key, tree) ^ mix(np.uint64(node) + GOLDEN))
 
@@ -236,6 +236,75 @@ def draw_weighted(
                 slot -= 1
             scratch[slot] = clock
             position[home + slot] = e
+            held = min(held + 1, draws)
+
+
+@jit
+def draw_labor(
+    keys: Array,
+    ends: Array,
+    low: Array,
+    high: Array,
+    start: Array,
+    row: Array,
+    stride: int,
+    weight: Array | None,
+    position: Array,
+    at: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Draws the entries with the least keys, which are those of their sources ([Balin23]).
+
+    The key of an entry is u, or -log(u) / weight ([Efraimidis06]). Its number u is one of
+    the source's generator: the first for the first edge from there to a node, the next
+    for one beside it, and so on, so that the entries of one node are independent.
+    """
+    head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
+    widest = 0
+    for i in range(head, tail):
+        size = high[i] - low[i]
+        widest = max(widest, size if start[i + 1] - start[i] < size else 0)
+    slots = 2
+    while slots < 2 * widest:
+        slots *= 2
+    met = np.zeros(slots, np.int64)  # the last node, from 1, that has a source here
+    known, edges = np.empty(slots, np.int64), np.empty(slots, np.int64)
+    scratch = np.empty(widest, np.float64)
+    batch = begin
+    for i in range(head, tail):
+        while i >= ends[batch]:
+            batch += 1
+        first, size = low[i], high[i] - low[i]
+        home, draws = at + start[i], start[i + 1] - start[i]
+        if draws == size:
+            for k in range(draws):
+                position[home + k] = first + k
+            continue
+        held = 0
+        for e in range(first, first + size):
+            if weight is not None and weight[e] <= 0:
+                continue
+            source = np.int64(row[e * stride])
+            generator = stream(keys[batch], 0, source)
+            slot = np.int64(generator & np.uint64(slots - 1))
+            while met[slot] == i + 1 and known[slot] != source:
+                slot = (slot + 1) & (slots - 1)
+            if met[slot] != i + 1:
+                met[slot], known[slot], edges[slot] = i + 1, source, 0
+            clock = uniform(generator, edges[slot])
+            edges[slot] += 1
+            if weight is not None:
+                clock = -math.log(clock + 0.5 * UNIT) / weight[e]
+            if held == draws and clock >= scratch[draws - 1]:
+                continue
+            place = held if held < draws else draws - 1
+            while place and scratch[place - 1] > clock:
+                scratch[place] = scratch[place - 1]
+                position[home + place] = position[home + place - 1]
+                place -= 1
+            scratch[place] = clock
+            position[home + place] = e
             held = min(held + 1, draws)
 
 

@@ -1,7 +1,7 @@
 """Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
-NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader, and
-all else is PyG's own.
+NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader;
+loaders of subgraphs and ImbalancedSampler are classes of PyG's names. All else is PyG's own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from typing import Any
 
 import torch_geometric.loader as _pyg
 
+from pyg_distcomm.loader.clusters import ClusterData as ClusterData
 from pyg_distcomm.loader.epoch import Phases as Phases
 from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
+)
+from pyg_distcomm.loader.hgt import HGTLoader as HGTLoader
+from pyg_distcomm.loader.imbalanced import (
+    ImbalancedSampler as ImbalancedSampler,
 )
 from pyg_distcomm.loader.layer_loader import (
     DistLayerLoader as DistLayerLoader,
@@ -24,14 +29,35 @@ from pyg_distcomm.loader.neighbor_loader import (
 from pyg_distcomm.loader.neighbor_loader import (
     DistNeighborLoader as DistNeighborLoader,
 )
+from pyg_distcomm.loader.saint import (
+    GraphSAINTEdgeSampler as GraphSAINTEdgeSampler,
+)
+from pyg_distcomm.loader.saint import (
+    GraphSAINTNodeSampler as GraphSAINTNodeSampler,
+)
+from pyg_distcomm.loader.saint import (
+    GraphSAINTRandomWalkSampler as GraphSAINTRandomWalkSampler,
+)
+from pyg_distcomm.loader.saint import (
+    GraphSAINTSampler as GraphSAINTSampler,
+)
 from pyg_distcomm.loader.shared import shared as shared
+from pyg_distcomm.loader.subgraphs import ClusterLoader as ClusterLoader
+from pyg_distcomm.loader.subgraphs import (
+    RandomNodeLoader as RandomNodeLoader,
+)
+from pyg_distcomm.loader.subgraphs import (
+    ShaDowKHopSampler as ShaDowKHopSampler,
+)
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader
 NeighborLoader = DistNeighborLoader
 
-_OURS = """DistFeatureStore DistLayerLoader DistLinkNeighborLoader DistNeighborLoader
-LinkNeighborLoader NeighborLoader Phases plot_phases shared""".split()
+_OURS = """ClusterData ClusterLoader DistFeatureStore DistLayerLoader DistLinkNeighborLoader
+DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler GraphSAINTRandomWalkSampler
+GraphSAINTSampler HGTLoader ImbalancedSampler LinkNeighborLoader NeighborLoader Phases
+RandomNodeLoader ShaDowKHopSampler plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, get_worker_info
+from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
@@ -23,6 +25,7 @@ from pyg_distcomm.loader.epoch import (
     Progress,
     Tracked,
 )
+from pyg_distcomm.loader.imbalanced import check_drawn, drawn_positions
 from pyg_distcomm.loader.options import (
     LoaderOptions,
     check_lengths,
@@ -33,6 +36,7 @@ from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 
@@ -50,6 +54,10 @@ def chosen_sampler(
         if backend is not None:
             raise ValueError(
                 f"backend={backend!r} and neighbor_sampler were given; leave one out"
+            )
+        if options["rule"] != NEIGHBOR:
+            raise ValueError(
+                f"rule={options['rule']!r} and neighbor_sampler were given; leave one out"
             )
         return given
     options["share_memory"] = dataloader.get("num_workers", 0) > 0
@@ -94,15 +102,18 @@ class BulkLoading(_PyGLoader):
         self._progress: Progress | None = None
         # torch keeps the method, and with it the loader, until a collector comes round
         self.__dict__.pop("collate_fn", None)
-        own = dataloader.get("batch_sampler") is not None
-        own = own or dataloader.get("sampler") is not None
-        count = len(self.dataset)
+        drawn, count = dataloader.get("sampler"), len(self.dataset)
+        own = drawn is not None or dataloader.get("batch_sampler") is not None
+        if isinstance(drawn, ByClass):
+            check_drawn(drawn, count)
+            own, inputs = False, [*inputs, drawn.weights, drawn.num_samples]
         self._epochs = Epochs(
-            count,
+            count if own or drawn is None else drawn.num_samples,
             self.batch_size or 1,
             bool(dataloader.get("shuffle")),
             bool(self.drop_last),
             self.batch_sampler if own else None,
+            None if own or drawn is None else partial(drawn_positions, drawn),
         )
         if self.spread is not None and self._epochs.length() is None:
             raise ValueError(

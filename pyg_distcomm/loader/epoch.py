@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pyg_distcomm.comm.ledger import Ledger, format_table
 from pyg_distcomm.comm.random import fold, keyed_permutation
@@ -214,6 +215,7 @@ class Epochs:
         shuffle: whether each epoch has an order of its own.
         drop_last: whether to leave out a last batch that is not full.
         given: the script's own batches, an iterable of lists of positions, or None.
+        draw: returns the positions [count] of an epoch, given a key; or None.
     """
 
     def __init__(
@@ -223,9 +225,10 @@ class Epochs:
         shuffle: bool,
         drop_last: bool,
         given: Any = None,
+        draw: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.count, self.batch_size, self.shuffle = count, batch_size, shuffle
-        self.drop_last, self.given = drop_last, given
+        self.drop_last, self.given, self.draw = drop_last, given, draw
 
     def length(self) -> int | None:
         """Returns the number of batches of an epoch, if the script's own have one."""
@@ -245,9 +248,11 @@ class Epochs:
             yield from self._given(seed, epoch, sharding, start)
             return
         order = torch.arange(self.count)
-        if self.shuffle:
-            shuffler = sharding.rank if sharding.split else 0
-            order = keyed_permutation(fold(seed, epoch, _ORDER, shuffler), self.count)
+        key = fold(seed, epoch, _ORDER, sharding.rank if sharding.split else 0)
+        if self.draw is not None:
+            order = self.draw(key)
+        elif self.shuffle:
+            order = keyed_permutation(key, self.count)
         positions = order.numpy()
         for place, number, padding in sharding.of_rank(start):
             inputs = positions[place * self.batch_size : (place + 1) * self.batch_size]

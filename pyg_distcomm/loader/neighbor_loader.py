@@ -54,6 +54,10 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         data, num_neighbors, input_nodes, input_time, replace, subgraph_type, disjoint,
         temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
         is_sorted, filter_per_worker, neighbor_sampler, directed: as in PyG.
+        rule: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
+            a hop draw the same ones where they can ([Balin23]): fewer distinct nodes for the
+            same fan-out, and what one node draws is distributed as before. Not with
+            `replace`.
         bulk_size: minibatches sampled at a time; "auto" takes 4 for each thread (of a
             share 16), or as many as fit in 1 GiB, or in an eighth of the free memory.
         seed: of all draws and of the order of an epoch (default: from torch's generator,
@@ -87,7 +91,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
     Raises:
         ValueError: for fan-outs below -1, seeds, edges, weights or times that cannot be.
 
-    [Tripathy24] Sec. 4 (bulks), [Hamilton17] Alg. 2 (the rule).
+    [Tripathy24] Sec. 4 (bulks), [Hamilton17] Alg. 2 (the rule), [Balin23] ("labor": LABOR-0,
+    by sequential Poisson sampling as in its App. A.3).
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
+        rule: str = "neighbor",
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
@@ -133,6 +139,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
+            "rule": rule,
         }
         whole = data
         partitioned = PartitionedOptions(
@@ -191,8 +198,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         subgraph_type, disjoint, temporal_strategy, neg_sampling, neg_sampling_ratio,
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
-        bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, embedding, backend, **kwargs: as in `DistNeighborLoader`.
+        rule, bulk_size, seed, even_batches, prefetch, split, topology, replication,
+        sample_at, features, embedding, backend, **kwargs: as in `DistNeighborLoader`.
     """
 
     def __init__(
@@ -217,6 +224,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
+        rule: str = "neighbor",
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
@@ -241,6 +249,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
+            "rule": rule,
         }
         if neg_sampling_ratio:  # PyG's old name of it
             neg_sampling = NegativeSampling("binary", neg_sampling_ratio)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,9 +26,16 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
-from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
-from pyg_distcomm.kernels.minibatch import Minibatch, Request, UnweightedNode
+from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
+from pyg_distcomm.kernels.minibatch import (
+    Minibatch,
+    Relation,
+    Request,
+    UnweightedNode,
+)
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
+
+Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class KeyedNegatives(NegativeSampling):
@@ -43,27 +50,52 @@ class KeyedNegatives(NegativeSampling):
     ) -> Tensor:
         """Draws node ids, uniformly or by the weights of the endpoint."""
         weight = self.src_weight if endpoint == "src" else self.dst_weight
-        unit = keyed_unit(fold(self.key, self.calls), num_samples)
+        key = fold(self.key, self.calls)
         self.calls += 1
         if weight is None:
             if num_nodes is None:
                 raise ValueError(
                     f"cannot draw negatives at the endpoint '{endpoint}' without num_nodes"
                 )
-            return (unit * num_nodes).long()
+            return (keyed_unit(key, num_samples) * num_nodes).long()
         if num_nodes is not None and weight.numel() != num_nodes:
             raise ValueError(
                 f"The 'weight' attribute in 'NegativeSampling' needs to match "
                 f"the number of nodes {num_nodes} (got {weight.numel()})"
             )
-        running = weight.double().cumsum(0)
-        if not bool((weight >= 0).all()) or not 0 < float(running[-1]) < math.inf:
+        total = float(weight.sum(dtype=torch.float64))
+        if not bool((weight >= 0).all()) or not 0 < total < math.inf:
             raise ValueError(
                 f"'{endpoint}_weight' of the negative samples must be finite, not "
                 "negative, and not all zero"
             )
-        place = torch.searchsorted(running, unit * running[-1], right=True)
-        return place.clamp_(max=weight.numel() - 1)
+        return keyed_choice(key, weight, num_samples)
+
+
+@dataclass
+class TypedSeeds:
+    """Seeds of several node types, in the place of a `NodeSamplerInput`.
+
+    Args:
+        input_id: which seeds of the loader they are.
+        node: ids by node type.
+        input_type: the type that bears what PyG's loaders set for the seeds.
+        time: of the seeds, by type, or None.
+        key: of the draws, or None.
+    """
+
+    input_id: Tensor
+    node: dict[Any, Tensor]
+    input_type: Any
+    time: dict[Any, Tensor] | None = None
+    key: int | None = None
+
+
+def typed_sample(inputs: Any, sample: Callable[..., Output]) -> Output:
+    """Samples around seeds of several types, as PyG's `node_sample` does of one."""
+    out = sample(inputs.node, inputs.time)
+    out.metadata = inputs.input_id, inputs.time
+    return out
 
 
 def keyed_negatives(
@@ -75,8 +107,8 @@ def keyed_negatives(
     return KeyedNegatives(given, fold(key, 1))
 
 
+RULES = NEIGHBOR, LABOR = "neighbor", "labor"
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
-Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class KeyedNeighborSampler(NeighborSampler):
@@ -96,10 +128,15 @@ class KeyedNeighborSampler(NeighborSampler):
             dictionary of such lists by edge type.
         subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
         is_sorted, share_memory, directed, sample_direction: as in PyG.
+        rule: "neighbor", each node draws by itself; or "labor", the nodes of a
+            hop draw the same sources where they can ([Balin23]): each draws those of
+            its in-edges with the least -log(u_s) / w, u_s being one random number of
+            source s. What a node draws has one distribution by both rules.
         seed: of all draws (default: taken from torch's generator).
 
     Raises:
-        ValueError: for a fan-out below -1, bad ids, weights or times.
+        ValueError: for a fan-out below -1, bad ids, weights or times, an unknown rule, and
+            "labor" with replacement.
     """
 
     def __init__(
@@ -117,12 +154,14 @@ class KeyedNeighborSampler(NeighborSampler):
         directed: bool = True,
         sample_direction: str = "forward",
         *,
+        rule: str = "neighbor",
         seed: int | None = None,
     ) -> None:
         # PyG's __init__ sorts the edges its own way, and stops without pyg-lib where
         # times or weights are asked for; what it would set is set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
+        self.rule = check_rule(rule, replace)
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         backward = sample_direction == "backward"
@@ -206,15 +245,33 @@ class KeyedNeighborSampler(NeighborSampler):
         return {
             "num_neighbors": fan_outs if self.is_hetero else fan_outs[0],
             "replace": self.replace,
+            "rule": self.rule,
             "subgraph_type": self.subgraph_type.value,
             "disjoint": self.disjoint,
             "weighted": any(relation.weight is not None for relation in relations),
             "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
         }
 
+    def key_of(self, inputs: Any) -> int:
+        """Returns the key of a sampler's input: its own, or the next of calls without."""
+        return self._key(inputs)
+
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Returns a relation that holds all in-edges of nodes, and their places in it."""
+        return self._topology.graph.relations[number], nodes
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """Returns the numbers of the source and target type of each relation."""
+        return [(r.source, r.target) for r in self._topology.graph.relations]
+
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; see `torch_geometric.sampler.BaseSampler`."""
         sample = partial(self._sample, key=self._key(inputs))
+        if isinstance(inputs.node, dict):
+            return self._finished(typed_sample(inputs, sample))
         return self._finished(node_sample(inputs, sample))
 
     def sample_from_edges(
@@ -276,6 +333,7 @@ class KeyedNeighborSampler(NeighborSampler):
             induced=self.subgraph_type == SubgraphType.induced,
             latest=self.is_temporal and self.temporal_strategy == "last",
             tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
+            labor=self.rule == LABOR,
         )
 
     def _drawn(self, request: Request) -> Minibatch:
@@ -425,6 +483,22 @@ def _check_options(
             "`subgraph_type='induced'` instead.",
             stacklevel=4,
         )
+
+
+def check_rule(rule: str, replace: bool) -> str:
+    """Returns how nodes draw their neighbours.
+
+    Raises:
+        ValueError: if there is no such rule, or it does not draw with replacement.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
+    if rule == LABOR and replace:
+        raise ValueError(
+            "rule='labor' draws without replacement; leave replace out, or take "
+            "rule='neighbor'"
+        )
+    return rule
 
 
 def _reversed(edge_type: Any) -> Any:

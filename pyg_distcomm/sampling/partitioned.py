@@ -42,7 +42,7 @@ from pyg_distcomm.kernels.minibatch import (
     Relation,
     Request,
     UnweightedNode,
-    relation_key,
+    hop_key,
 )
 from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
@@ -55,9 +55,11 @@ from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
 from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
 from pyg_distcomm.sampling.neighbor_sampler import (
+    LABOR,
     KeyedNeighborSampler,
     Output,
     keyed_negatives,
+    typed_sample,
 )
 from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
@@ -80,7 +82,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     Args:
         data: a share, from `pdc.partition`.
         num_neighbors, subgraph_type, replace, disjoint, temporal_strategy, time_attr,
-        weight_attr, is_sorted, directed, seed: as in `KeyedNeighborSampler`.
+        weight_attr, is_sorted, directed, rule, seed: as in `KeyedNeighborSampler`.
         channel: the ranks, in blocks replicated c times; used by one thread at a time.
         sample_at: "owner" or "requester"; see [Note: owner and requester].
     """
@@ -134,6 +136,12 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
         self.node_time = times
 
+    def in_edges(
+        self, number: int, nodes: Sequence[Tensor]
+    ) -> tuple[Relation, Sequence[Tensor]]:
+        """Fetches all in-edges of nodes; collective, see `RemoteRows.fetch`."""
+        return self._rows.fetch(number, nodes)
+
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> Output:
         """Samples around nodes; collective, see `sample_bulk`."""
         return self.sample_bulk([inputs])[0]
@@ -170,6 +178,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         if isinstance(inputs, EdgeSamplerInput):
             seed, time, finish = self._edge_seeds(inputs, key, neg_sampling)
             return self._request(seed, time, key), finish
+        if isinstance(inputs.node, dict):
+            return (
+                self._request(inputs.node, inputs.time, key),
+                lambda out: typed_sample(inputs, lambda *_: out),
+            )
         hetero = inputs.input_type is not None
         seed = {inputs.input_type: inputs.node} if hetero else inputs.node
         time = inputs.time
@@ -252,13 +265,14 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     ) -> None:
         queries = [_query(r, ask) for r in where for ask in asks[r]]
         request = self._rows.ask(queries)
-        k, fan_outs = len(drawings), self._fan_outs()
+        k, fan_outs, labor = len(drawings), self._fan_outs(), self.rule == LABOR
         messages = []
         for peer, theirs in enumerate(request.received):
             segments = []
             for n, r in enumerate(where):
                 wanted = theirs[n * k : (n + 1) * k]
-                drawn_by = [relation_key(key, r) for key in keys[peer]]
+                relation = self._relations[r]
+                drawn_by = [hop_key(m, r, relation, hop, labor) for m in keys[peer]]
                 segments.append((r, self._ask(wanted, drawn_by, fan_outs[r][hop])))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
@@ -307,6 +321,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
             name=_joined([w.name for w in queries]),
             limit=_joined([w.limit for w in queries]),
+            labor=self.rule == LABOR and drawn,
         )
 
 

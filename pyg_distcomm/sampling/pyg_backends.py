@@ -15,6 +15,8 @@ from torch_geometric.sampler import (
 from torch_geometric.sampler.base import SubgraphType
 from torch_geometric.sampler.utils import remap_keys
 
+from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
+
 BACKENDS = ("pyg-lib", "torch-sparse")
 
 
@@ -95,6 +97,12 @@ def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any)
     if backend not in BACKENDS:
         raise ValueError(
             f"backend must be 'pyg-lib', 'torch-sparse' or None, got {backend!r}"
+        )
+    rule = options.pop("rule", NEIGHBOR)
+    if rule != NEIGHBOR:
+        raise ValueError(
+            f"backend={backend!r} draws for each node by itself, not by rule={rule!r}; "
+            "leave one out"
         )
     found = {
         "pyg-lib": installed.WITH_PYG_LIB,

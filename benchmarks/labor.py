@@ -1,0 +1,116 @@
+"""What rule="labor" saves at equal accuracy: distinct nodes of a minibatch, and accuracy.
+
+    OMP_NUM_THREADS=1 python benchmarks/labor.py [--root data] [--epochs 5] [--seeds 3]
+        [--out benchmarks/reports/labor.md]
+
+GraphSAGE (mean, 64 hidden), fan-outs [10, 10], 512 seeds a minibatch, features of unit length,
+on real graphs. "full graph" takes all neighbours. Test accuracy on the full graph after
+the last epoch, mean and deviation over seeds; of minibatches, means over all epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import step
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn import GraphSAGE
+
+from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.loader import NeighborLoader
+
+WAYS: dict[str, dict[str, Any]] = {
+    "neighbor": {"num_neighbors": [10, 10]},
+    "labor": {"num_neighbors": [10, 10], "rule": "labor"},
+    "full graph": {"num_neighbors": [-1, -1]},
+}
+
+
+def train(
+    data: Any, train_nodes: Any, test_nodes: Any, way: str, epochs: int, seed: int
+) -> tuple[float, ...]:
+    """Returns nodes and edges of a minibatch, and test accuracy in %."""
+    torch.manual_seed(seed)
+    loader = NeighborLoader(
+        data,
+        input_nodes=train_nodes,
+        batch_size=512,
+        shuffle=True,
+        seed=seed,
+        **WAYS[way],
+    )
+    model = GraphSAGE(data.num_features, 64, 2, int(data.y.max()) + 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    nodes, edges = [], []
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+            optimizer.step()
+            nodes.append(batch.num_nodes)
+            edges.append(batch.num_edges)
+    model.eval()
+    with torch.no_grad():
+        right = model(data.x, data.edge_index).argmax(1) == data.y
+    accuracy = 100 * float(right[test_nodes].float().mean())
+    return statistics.mean(nodes), statistics.mean(edges), accuracy
+
+
+def rows_of(name: str, root: Path, epochs: int, seeds: int) -> list[list[str]]:
+    """Returns a row of the table for each way to sample one graph."""
+    data = step.real(name, root)
+    data.x, split = F.normalize(data.x), (data.train, data.test)
+    del data.train, data.test
+    rows, before = [], 0.0
+    for way in WAYS:
+        found = [train(data, *split, way, epochs, seed) for seed in range(seeds)]
+        nodes, edges, accuracy = (list(column) for column in zip(*found, strict=True))
+        mean = statistics.mean(nodes)
+        before = before or mean
+        rows.append(
+            [
+                name,
+                way,
+                f"{mean:,.0f}",
+                f"{mean / before:.2f}",
+                f"{statistics.mean(edges):,.0f}",
+                f"{statistics.mean(accuracy):.2f} +- {statistics.stdev(accuracy):.2f}",
+            ]
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Prints the table, and writes it to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--graphs", nargs="+", default=["Photo", "tolokers"])
+    parser.add_argument("--root", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    head = ["graph", "rule", "nodes", "of neighbor's", "edges", "test accuracy, %"]
+    rows = [
+        row
+        for name in given.graphs
+        for row in rows_of(name, given.root, given.epochs, given.seeds)
+    ]
+    print(format_table(head, rows))
+    if given.out is not None:
+        lines = [head, ["---"] * len(head), *rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        given.out.write_text(
+            "# Nodes of a minibatch by LABOR, at equal accuracy\n\n"
+            f"`OMP_NUM_THREADS=1 python benchmarks/labor.py --epochs {given.epochs} "
+            f"--seeds {given.seeds}`\n\n{table}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The rule "labor" draws as its definition says, alike on any ranks, and fewer nodes."""
+
+from __future__ import annotations
+
+import pytest
+import sample_reference
+import tiers
+import torch
+import worlds
+from batches import hetero
+from test_partitioned_loader import load, masked
+from test_partitioned_sampling import timed
+from test_sample_kernels import graph, request, same
+from test_sampling_statistics import fan, likely, sets
+from torch_geometric.data import Data
+from torch_geometric.sampler import NodeSamplerInput
+
+from pyg_distcomm.kernels.sample_cpu import Sampler
+from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+DRAWS = 6000
+
+
+@tiers.parametrize("kind", ["plain", "weighted", "node", "edge"], ["weighted"])
+@tiers.parametrize("typed", [False, True], [True])
+def test_compiled_equals_reference(typed, kind):
+    timed = (kind,) if kind in ("node", "edge") else ()
+    pairs, dtype = typed, torch.int32 if typed else torch.int64
+    g = graph(typed, pairs=pairs, dtype=dtype, weighted=kind == "weighted", timed=timed)
+    sampler = Sampler(g)
+    for key, fan_out in enumerate([(4, 3, 2), (-1, 2), (0, 5), (60, 1)]):
+        for induced in (False, True):
+            options = {"timed": bool(timed), "induced": induced, "labor": True}
+            wanted = request(g, fan_out, key, **options)
+            same(sampler(wanted), sample_reference.sample(g, wanted))
+
+
+def drawn(data, k, **kwargs):
+    """What node 0 draws [DRAWS, k], in as many copies of a graph, which share no source."""
+    n, e = data.num_nodes, data.num_edges
+    copy = torch.arange(DRAWS).repeat_interleave(e)
+    many = Data(edge_index=data.edge_index.repeat(1, DRAWS) + n * copy)
+    many.num_nodes = n * DRAWS
+    if "w" in data:
+        many.w = data.w.repeat(DRAWS)
+    sampler = KeyedNeighborSampler(many, [k], rule="labor", seed=8, **kwargs)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, n * torch.arange(DRAWS)))
+    assert torch.equal(out.col, torch.arange(DRAWS).repeat_interleave(k))
+    return out.edge.view(DRAWS, k) % e
+
+
+@tiers.parametrize(("degree", "k"), [(5, 1), (6, 2), (7, 3), (6, 5)], [(6, 2)])
+def test_all_subsets_of_a_row_are_equally_likely(degree, k):
+    likely(sets(drawn(fan(degree), k), degree))
+
+
+def test_so_are_those_of_edges_beside_each_other():
+    ends = torch.tensor([[1, 2, 1, 1, 2], [0, 0, 0, 0, 0]])
+    likely(sets(drawn(Data(edge_index=ends, num_nodes=3), 2), 5))
+
+
+def test_weights_give_the_chances_that_they_give_without_labor():
+    data = fan(6, w=torch.tensor([0.0, 1.0, 2.0, 0.5, 4.0, 0.25]))
+    picks = drawn(data, 2, weight_attr="w")
+    weight = data.w.double()
+    chance = torch.zeros(6, 6, dtype=torch.float64)  # first this, then that
+    for first in range(6):
+        rest = weight.clone()
+        rest[first] = 0
+        chance[first] = weight[first] / weight.sum() * rest / rest.sum()
+    code = picks[:, 0] * 6 + picks[:, 1]
+    likely(torch.bincount(code, minlength=36), chance)
+
+
+def star(targets, degree):
+    """Nodes 0 .. targets-1 with in-edges from all of `degree` others."""
+    source = torch.arange(targets, targets + degree).repeat(targets)
+    target = torch.arange(targets).repeat_interleave(degree)
+    return Data(edge_index=torch.stack([source, target]), num_nodes=targets + degree)
+
+
+def test_nodes_of_a_hop_share_their_draws_and_hops_do_not():
+    data, seeds = star(6, 40), NodeSamplerInput(None, torch.arange(6))
+    distinct = {}
+    for rule in ("neighbor", "labor"):
+        sampler = KeyedNeighborSampler(data, [8], rule=rule, seed=1)
+        outs = [sampler.sample_from_nodes(seeds) for _ in range(60)]
+        assert all(len(out.edge) == 48 for out in outs)
+        distinct[rule] = sum(len(out.node) - 6 for out in outs) / 60
+    assert distinct["labor"] == 8
+    assert abs(distinct["neighbor"] - 40 * (1 - 0.8**6)) < 1
+    # node 0 draws at hop 0, and node 2, a neighbour of seed 1, at hop 1
+    edges = data.edge_index[:, data.edge_index[1] % 2 == 0]
+    edges = torch.cat([edges, torch.tensor([[2], [1]])], 1)
+    chain = Data(edge_index=edges, num_nodes=46)
+    sampler = KeyedNeighborSampler(chain, [8, 8], rule="labor", seed=1)
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([0, 1])))
+    assert 2 in out.node.tolist()
+    at = [int((out.node == v).nonzero()) for v in (0, 2)]
+    found = [set(out.node[out.row[out.col == v]].tolist()) for v in at]
+    assert len(found[0]) == 8
+    assert found[0] != found[1]
+
+
+def weighted():
+    data = masked()
+    data.weight = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
+    return data
+
+
+WAYS = (
+    (masked, "mask", {}),
+    (masked, "all", {"sample_at": "requester", "bulk_size": 3}),
+    (masked, "mask", {"topology": "replicated", "batch_size": 64}),
+    (weighted, "mask", {"weight_attr": "weight"}),
+    (timed, "all", {"time_attr": "time", "batch_size": 16}),
+    (hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
+)
+
+
+@tiers.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)], [(2, 1)])
+@tiers.parametrize("way", range(len(WAYS)), [3])
+def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
+    make, nodes, options = WAYS[way]
+    worlds.run(load, size, size, c, make, nodes, {**options, "rule": "labor"})
+
+
+def test_a_state_knows_the_rule():
+    loaders = [
+        DistNeighborLoader(masked(), [3], batch_size=9, seed=1, rule=rule)
+        for rule in ("labor", "neighbor")
+    ]
+    with pytest.raises(ValueError, match="rule=labor"):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rule": "ladies"}, "rule must be one of"),
+        ({"rule": "labor", "replace": True}, "without replacement"),
+        ({"rule": "labor", "backend": "pyg-lib"}, "not by rule='labor'"),
+    ],
+)
+def test_what_is_no_rule_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        DistNeighborLoader(masked(), [3], **options)
