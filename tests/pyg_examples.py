@@ -9,8 +9,8 @@ Each script that trains on one graph is run as it is, on one process; then with
 `data = pdc.partition(data, mesh)`, on each number of ranks. Compared are all numbers
 printed (except in lines on time), and all parameters, buffers and gradients. Both runs are
 adjusted alike by pyg_stage.py: float64, no dropout, few epochs, one seed, data sets at
-hand, no more than 256 features (--columns). The real ones are read from ../shared/data.
-Nothing of PyG is copied here.
+hand, no more than 64 features (--columns): Planetoid's and DBLP where --data has them,
+else and for all others generated graphs. Nothing of PyG is copied here.
 
 Scripts on minibatches also get `model = pdc.replicate(model, mesh)`, and both runs take all
 neighbours, in order. P ranks with minibatches of B seeds are compared with one process with
@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import difflib
 import gc
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -50,7 +51,7 @@ import torch
 import torch_geometric
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-NEEDED = ("planetoid", "hetero_dblp")
+REAL = ("planetoid", "hetero_dblp")  # generated where they are missing
 GRACE = 15.0  # seconds that other ranks have once one has failed
 
 # ----- which scripts ------------------------------------------------------------------
@@ -367,13 +368,16 @@ def run(job, ranks, deadline, folder):
         world |= {"LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
         env = shared | ({k: str(v) for k, v in world.items()} if ranks else {})
         children[child(job, env, folder, rank)] = None
-    hung = wait(children, begin + deadline)
+    hung = True
+    try:
+        hung = wait(children, begin + deadline)
+    finally:
+        for pid, code in children.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # with what it has started
+            if code is None:
+                os.waitpid(pid, 0)
     seconds = time.monotonic() - begin
-    for pid, code in children.items():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # with what it has started
-        if code is None:
-            os.waitpid(pid, 0)
     (folder / "seconds.txt").write_text(str(seconds))
     return gathered(folder, ranks or 1, hung, seconds)
 
@@ -390,6 +394,7 @@ def child(job, env, folder, rank):
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for stream, kind in ((0, None), (1, "out"), (2, "err")):
             path = folder / f"{kind}{rank}.txt" if kind else os.devnull
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), stream)
@@ -419,18 +424,16 @@ def wait(children, end):
     return False
 
 
-def kept(job, folder):
-    """The plain run of the same job that a folder still holds, if any."""
-    job = json.loads(json.dumps(job))
+def kept(job, ranks, folder):
+    """The run of the same job that a folder still holds, if any."""
     file = folder / "job.json"
-    if not file.exists() or not (folder / "result0.pt").exists():
+    there = all((folder / f"result{r}.pt").exists() for r in range(ranks))
+    if not there or not (folder / "seconds.txt").exists():
         return None
     before = json.loads(file.read_text())
-    clock = folder / "seconds.txt"
-    seconds = float(clock.read_text()) if clock.exists() else 0.0
-    return (
-        gathered(folder, 1, False, seconds) if job.items() <= before.items() else None
-    )
+    if not job.items() <= before.items():
+        return None
+    return gathered(folder, ranks, False, float((folder / "seconds.txt").read_text()))
 
 
 def gathered(folder, ranks, hung, seconds):
@@ -589,6 +592,7 @@ class Example:
         return {
             "script": str(self.script),
             "source": str(source),
+            "text": hashlib.sha256(Path(source).read_bytes()).hexdigest(),
             "argv": ARGV.get(self.name, "").format(batch=batch).split(),
             "epochs": self.args.epochs,
             "seed": self.args.seed,
@@ -618,13 +622,16 @@ class Example:
         for processes in self.args.ranks if self.batched else [1]:
             job = self.job(self.script, processes)
             folder = self.folder / f"plain{processes}"
-            plain = kept(job, folder) if self.args.reuse else None
-            plain = plain or run(job, 0, self.args.deadline, folder)
-            self.plain[processes] = plain
+            plain = self.plain[processes] = self.done(job, 0, folder)
             if plain.hung or plain.error:
                 why = "hangs" if plain.hung else plain.error["error"][:160]
                 self.note = f"PyG's own run: {why}"
         print(f"{self.name:<34} plain: {self.note or 'runs'}", flush=True)
+
+    def done(self, job, ranks, folder):
+        """The run that --work still holds, else a new one."""
+        before = kept(job, ranks or 1, folder) if self.args.reuse else None
+        return before or run(job, ranks, self.args.deadline, folder)
 
     def run_swapped(self):
         for k, (what, text) in enumerate(attempts(self.name, self.source)):
@@ -636,8 +643,7 @@ class Example:
             verdicts = {}
             for ranks in self.args.ranks:
                 folder = self.folder / f"try{k}_{ranks}"
-                job = self.job(copy, 1)
-                other = run(job, ranks, self.args.deadline, folder)
+                other = self.done(self.job(copy, 1), ranks, folder)
                 plain = self.plain[ranks if self.batched else 1]
                 printed = not self.batched or ranks == 1
                 verdicts[ranks] = judged(plain, other, self.args.tolerance, printed)
@@ -739,14 +745,14 @@ ranks of the last column sent.
     return "\n".join(lines) + "\n"
 
 
-def prepared(work):
+def prepared(work, data):
     """A copy of the raw files that PyG's own classes read, since they write beside them."""
     home = work / "data"
-    for name in NEEDED:
-        if not (SHARED / name).exists():
-            raise SystemExit(f"{SHARED / name} is missing: see the docstring")
-        if not (home / name).exists():
-            shutil.copytree(SHARED / name, home / name)
+    home.mkdir(exist_ok=True)
+    for name in REAL:
+        source = Path(data, name)
+        if source.exists() and not (home / name).exists():
+            shutil.copytree(source, home / name)
             for path in (home / name, *(home / name).rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
     return home
@@ -754,7 +760,7 @@ def prepared(work):
 
 def run_here(names, args, work):
     """Runs scripts from this process; their rows."""
-    home = prepared(work)
+    home = prepared(work, args.data)
     examples = [Example(name, args, home, work) for name in names]
     for example in examples:
         example.note = example.missing()
@@ -787,19 +793,21 @@ def main():
     parser.add_argument("--only", default="", help="names, as gcn,hetero/han_imdb")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--compiled", help="a folder that holds torch-sparse")
+    parser.add_argument("--data", default=SHARED, help="a folder of real graphs")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=12345)
-    parser.add_argument("--columns", type=int, default=256, help="of features, at most")
+    parser.add_argument("--columns", type=int, default=64, help="of features, at most")
     parser.add_argument("--apart", action="store_true", help="each rank another seed")
     parser.add_argument("--tolerance", type=float, default=1e-9)
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds a run")
     parser.add_argument("--work", help="a folder to keep scripts and output in")
     parser.add_argument(
-        "--reuse", action="store_true", help="plain runs that --work still holds"
+        "--reuse", action="store_true", help="runs that --work still holds"
     )
     parser.add_argument("--rows", help=argparse.SUPPRESS)  # of run_apart
     parser.add_argument("--write", help="a file for the report")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end all ranks
     only = [name for name in args.only.split(",") if name]
     names = only or [*FULL, *BATCHED, *SPARSE]
     with tempfile.TemporaryDirectory() as scratch:
@@ -823,7 +831,7 @@ def main():
 def warmed():
     """Imports the package once, for all ranks to come; plain runs have been."""
     with contextlib.suppress(Exception):  # the ranks will tell of it
-        for name in ("pyg_distcomm.nn", "pyg_distcomm.loader", "numba"):
+        for name in ("pyg_distcomm.nn", "pyg_distcomm.loader", "warm"):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
