@@ -302,12 +302,15 @@ def adjust(seed, columns):
     random.seed(seed)
 
 
-def fix_negatives():
-    """Takes chance from negative samples, PyG's and this package's."""
+def calm_loaders():
+    """Draws no negative samples by chance, PyG's or this package's, nor a loader's seed."""
     torch_geometric.sampler.NegativeSampling.sample = negatives
-    ours = sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")
-    if ours is not None:  # the ranks of a swapped script are forked with it loaded
+    # the ranks of a swapped script are forked with it loaded
+    if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
         ours.KeyedNegatives.sample = negatives
+    if (ours := sys.modules.get("pyg_distcomm.loader")) is not None:
+        for loader in (ours.DistNeighborLoader, ours.DistLinkNeighborLoader):
+            loader.__init__.__kwdefaults__["seed"] = 0
 
 
 # ----- data sets ----------------------------------------------------------------------
@@ -761,7 +764,7 @@ def main(job):
     os.chdir(job["folder"])
     adjust(job["seed"] + (1000 * rank if job["apart"] else 0), job["columns"])
     if job.get("batch"):
-        fix_negatives()
+        calm_loaders()
     furnish(job["home"])
     watch, result = FailureMonitor(), {"error": None, "line": "", "place": ""}
     text = Path(source).read_text()
