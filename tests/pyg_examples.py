@@ -162,8 +162,8 @@ ARGV = {
 # seeds of a minibatch, where 20 do not divide them evenly
 BATCH = {"graph_sage_unsup": 377}
 
-# features, where GraphMaskExplainer would take 64 for 8 heads of 8
-COLUMNS = {"explain/graphmask_explainer": 96}
+# features: GraphMaskExplainer would take 64 for 8 heads of 8, and a script wants 200
+COLUMNS = {"explain/graphmask_explainer": 96, "rect": 256}
 
 # scripts that PyG does not run as they are under this torch: edited for both runs
 EDITED = ("jit/gat",)
@@ -199,6 +199,20 @@ SAMPLED = (
     "batch.num_sampled_nodes_dict)"
 )
 
+EXPLAINED = (
+    Edit(
+        "explain on whole tensors, `.full_tensor()`",
+        "explainer(data.x, data.edge_index,",
+        "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
+    ),
+)
+
+
+def changed(why, *pairs):
+    """Edits of one purpose."""
+    return tuple(Edit(why, old, new) for old, new in pairs)
+
+
 # tried where the swap alone is not exact, all of a script's edits together
 EDITS = {
     "jit/gcn": (
@@ -211,6 +225,46 @@ EDITS = {
     "jit/gat": (Edit("no torch.jit.script", "model = torch.jit.script(model)\n", ""),),
     "compile/gcn": (
         Edit("no torch.compile", "model = torch.compile(model, dynamic=False)\n", ""),
+    ),
+    "explain/gnn_explainer": EXPLAINED,
+    "explain/graphmask_explainer": EXPLAINED,
+    "explain/gnn_explainer_ba_shapes": EXPLAINED
+    + changed(
+        EXPLAINED[0].why,
+        ("target = data.y if", "target = data.y.full_tensor() if"),
+        ("edge_index=data.edge_index)", "edge_index=data.edge_index.full_tensor())"),
+        ("data.edge_mask[hard", "data.edge_mask.full_tensor()[hard"),
+    ),
+    "explain/gnn_explainer_link_pred": changed(
+        EXPLAINED[0].why,
+        ("    x=train_data.x,", "    x=train_data.x.full_tensor(),"),
+        (
+            "    edge_index=train_data.edge_index,",
+            "    edge_index=train_data.edge_index.full_tensor(),",
+        ),
+    ),
+    "lightgcn": changed(
+        "labels from all edges, `.full_tensor()`",
+        (
+            "mask = data.edge_index[0] < data.edge_index[1]\n"
+            "train_edge_label_index = data.edge_index[:, mask]",
+            "edges = data.edge_index.full_tensor()\n"
+            "train_edge_label_index = edges[:, edges[0] < edges[1]]",
+        ),
+    ),
+    "ogc": changed(
+        "a mask for a diagonal matrix; add the identity before the cut",
+        (
+            "S = torch.diag(data.train_mask).float().to_sparse()",
+            "S = data.train_mask.view(-1, 1)",
+        ),
+        ("(S @ (-y_one_hot + pred))", "(S * (-y_one_hot + pred))"),
+        (
+            "lazy_adj = beta * data.adj_t + (1 - beta) * I_N\n",
+            "lazy_adj = beta * dataset[0].adj_t + (1 - beta) * I_N\n"
+            "lazy_adj = Data(adj_t=lazy_adj, num_nodes=data.num_nodes)\n"
+            "lazy_adj = pdc.partition(lazy_adj, mesh).adj_t\n",
+        ),
     ),
     "reddit": (
         Edit(

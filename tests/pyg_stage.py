@@ -606,7 +606,8 @@ class PygLinkPropPredDataset(StandIn):
                 "edge_neg": ints(g, data.num_nodes, 100, 2),
             }
         train = self.parts["train"]["edge"].t()
-        return Data(x=data.x, edge_index=torch.cat([train, train.flip(0)], 1))
+        edges = torch.cat([train, train.flip(0)], 1)
+        return Data(x=data.x, edge_index=edges, num_nodes=data.num_nodes)
 
     def get_edge_split(self):
         return self.parts
