@@ -277,22 +277,22 @@ EDITS = {
     "hetero/bipartite_sage_unsup": first_batch(LINKS.format("item")),
     "hetero/recommender_system": first_batch(LINKS.format("movie")),
     "hetero/temporal_link_pred": first_batch(LINKS.format("movie")),
-    "correct_and_smooth": (
-        Edit(
-            "scale the adjacency before it is cut",
-            "adj_t = data.adj_t.to(device)",
-            "adj_t = dataset[0].adj_t.to(device)",
+    "correct_and_smooth": changed(
+        "scale the adjacency before it is cut",
+        ("adj_t = data.adj_t.to(device)", "adj_t = dataset[0].adj_t.to(device)"),
+        (
+            "post = CorrectAndSmooth(",
+            "from torch_geometric.data import Data\n\n"
+            "def cut(adj_t):\n"
+            "    row, col, weight = adj_t.coo()\n"
+            "    whole = Data(edge_index=torch.stack([col, row]), edge_weight=weight)\n"
+            "    whole.num_nodes = data.num_nodes\n"
+            "    return pdc.partition(whole, mesh)\n\n"
+            "DAD, DA = cut(DAD), cut(DA)\n"
+            "post = CorrectAndSmooth(",
         ),
-        Edit(
-            "scale the adjacency before it is cut",
-            "DA = deg_inv_sqrt.view(-1, 1) * deg_inv_sqrt.view(-1, 1) * adj_t\n",
-            "DA = deg_inv_sqrt.view(-1, 1) * deg_inv_sqrt.view(-1, 1) * adj_t\n"
-            "from torch_geometric.data import Data\n"
-            "DAD = Data(adj_t=DAD, num_nodes=data.num_nodes)\n"
-            "DA = Data(adj_t=DA, num_nodes=data.num_nodes)\n"
-            "DAD = pdc.partition(DAD, mesh).adj_t\n"
-            "DA = pdc.partition(DA, mesh).adj_t\n",
-        ),
+        ("train_idx, DAD)", "train_idx, DAD.edge_index, DAD.edge_weight)"),
+        ("train_idx, DA)", "train_idx, DA.edge_index, DA.edge_weight)"),
     ),
     "graphland": (
         Edit(
@@ -671,9 +671,10 @@ def attempts(name, source):
     graphs, edits = GRAPHS.get(name, ("data",)), EDITS.get(name, ())
     batched = name in MINIBATCH or name in OTHER_LOADERS
     text = swapped(source, graphs, batched)
-    if (
-        text is not None and graphs and name not in EDITED
-    ):  # without, nothing would be distributed
+    if not graphs and batched:
+        text = None  # not to be partitioned
+    # without graphs, nothing would be distributed
+    if text is not None and graphs and name not in EDITED:
         yield "", text
     if edits and text is not None:
         yield "; ".join(dict.fromkeys(e.why for e in edits)), edited(text, edits)

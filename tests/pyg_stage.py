@@ -773,6 +773,7 @@ def main(job):
     sys.modules["runner"] = sys.modules["__main__"]
     script = sys.modules["__main__"] = types.ModuleType("__main__")
     script.__file__ = source
+    sys.modules[Path(source).stem] = script  # nn.Sequential imports it by this name
     try:
         exec(code, vars(script))
         result["tensors"] = harvest(vars(script), watch)
