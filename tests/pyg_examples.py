@@ -702,7 +702,8 @@ class Example:
     def job(self, source, processes):
         """What pyg_stage.py is told; a plain run takes the minibatches of all ranks."""
         batch = self.batch and self.batch * processes
-        return {
+        period = {"period": self.batch} if self.name in BATCH else {}
+        return period | {
             "script": str(self.script),
             "source": str(source),
             "text": hashlib.sha256(Path(source).read_bytes()).hexdigest(),

@@ -233,9 +233,13 @@ def spline_weighting(x, weight, basis, index):
     return sum(share[:, k, None] * (x @ w) for k, w in enumerate(weight))
 
 
-def negatives(self, num_samples, endpoint=None, num_nodes=None):
-    """In the place of draws: the same ids for every ten samples."""
-    return (torch.arange(num_samples) % 10 * 13 + 7) % num_nodes
+def negatives(period):
+    """In the place of draws: the same ids for every so many samples."""
+
+    def sample(self, num_samples, endpoint=None, num_nodes=None):
+        return (torch.arange(num_samples) % period * 13 + 7) % num_nodes
+
+    return sample
 
 
 def log(**values):
@@ -302,12 +306,12 @@ def adjust(seed, columns):
     random.seed(seed)
 
 
-def calm_loaders():
+def calm_loaders(period):
     """Draws no negative samples by chance, PyG's or this package's, nor a loader's seed."""
-    torch_geometric.sampler.NegativeSampling.sample = negatives
+    torch_geometric.sampler.NegativeSampling.sample = sample = negatives(period)
     # the ranks of a swapped script are forked with it loaded
     if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
-        ours.KeyedNegatives.sample = negatives
+        ours.KeyedNegatives.sample = sample
     if (ours := sys.modules.get("pyg_distcomm.loader")) is not None:
         for loader in (ours.DistNeighborLoader, ours.DistLinkNeighborLoader):
             loader.__init__.__kwdefaults__["seed"] = 0
@@ -765,7 +769,7 @@ def main(job):
     os.chdir(job["folder"])
     adjust(job["seed"] + (1000 * rank if job["apart"] else 0), job["columns"])
     if job.get("batch"):
-        calm_loaders()
+        calm_loaders(job.get("period", 10))
     furnish(job["home"])
     watch, result = FailureMonitor(), {"error": None, "line": "", "place": ""}
     text = Path(source).read_text()
