@@ -306,9 +306,31 @@ def adjust(seed, columns):
     random.seed(seed)
 
 
+def counted(sample):
+    """Adds to what torch-sparse samples how much each hop found, which pyg-lib tells."""
+
+    def run(self, seed, *args, **kwargs):
+        out = sample(self, seed, *args, **kwargs)
+        one_type = isinstance(out, torch_geometric.sampler.SamplerOutput)
+        if one_type and out.num_sampled_nodes is None:
+            begin, ends, edges = 0, [len(seed)], []
+            for _ in range(self.num_neighbors.num_hops):
+                here = (out.col >= begin) & (out.col < ends[-1])
+                begin = ends[-1]
+                ends.append(max([begin, *(out.row[here] + 1).tolist()]))
+                edges.append(int(here.sum()))
+            out.num_sampled_nodes = [ends[0], *(np.diff(ends).tolist())]
+            out.num_sampled_edges = edges
+        return out
+
+    return run
+
+
 def calm_loaders(period):
     """Draws no negative samples by chance, PyG's or this package's, nor a loader's seed."""
     torch_geometric.sampler.NegativeSampling.sample = sample = negatives(period)
+    sampler = torch_geometric.sampler.NeighborSampler
+    sampler._sample = counted(sampler._sample)
     # the ranks of a swapped script are forked with it loaded
     if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
         ours.KeyedNegatives.sample = sample
