@@ -142,6 +142,7 @@ GRAPHS = {
     "hetero/hetero_link_pred": SPLITS,
     "hetero/bipartite_sage": SPLITS,
     "rect": ("zs_data",),
+    "hetero/bipartite_sage_unsup": SPLITS,
     "signed_gcn": (),  # has edges and features, and no Data
     "graphland": (),  # reads dataset[0] anew in every step
     "reddit": (),  # looks up rows by n_id, other ids on each rank
@@ -273,6 +274,13 @@ EDITS = {
             "num_neighbors=[-1], shuffle=False, split=False",
         ),
     ),
+    "hetero/to_hetero_mag": changed(
+        "`replicate(..., find_unused_parameters=True)`",
+        (
+            "replicate(model, mesh)",
+            "replicate(model, mesh, find_unused_parameters=True)",
+        ),
+    ),
     "hetero/hierarchical_sage": first_batch(SAMPLED),
     "hetero/bipartite_sage_unsup": first_batch(LINKS.format("item")),
     "hetero/recommender_system": first_batch(LINKS.format("movie")),
@@ -315,7 +323,8 @@ EDITS = {
             "train_neg_edge_index)\n"
             "from torch_geometric.data import Data\n"
             "positive = pdc.partition(Data(x=x, edge_index=train_pos_edge_index), mesh)\n"
-            "negative = pdc.partition(Data(x=x, edge_index=train_neg_edge_index), mesh)\n"
+            "negative = Data(x=x, edge_index=train_neg_edge_index)\n"
+            "negative = pdc.partition(negative, mesh, positive.x.rows.partition)\n"
             "x, train_pos_edge_index = positive.x, positive.edge_index\n"
             "train_neg_edge_index = negative.edge_index\n",
         ),

@@ -326,9 +326,23 @@ def counted(sample):
     return run
 
 
+def drawing_nothing(iterate):
+    """Leaves torch's generator as it is when minibatches begin."""
+
+    def run(self):
+        state = torch.get_rng_state()
+        found = iterate(self)
+        torch.set_rng_state(state)
+        return found
+
+    return run
+
+
 def calm_loaders(period):
     """Draws no negative samples by chance, PyG's or this package's, nor a loader's seed."""
     torch_geometric.sampler.NegativeSampling.sample = sample = negatives(period)
+    loader = torch.utils.data.DataLoader
+    loader.__iter__ = drawing_nothing(loader.__iter__)
     sampler = torch_geometric.sampler.NeighborSampler
     sampler._sample = counted(sampler._sample)
     # the ranks of a swapped script are forked with it loaded
@@ -752,7 +766,8 @@ def harvest(names, watch):
                 for key, tensor in kind:
                     if not torch.nn.parameter.is_lazy(tensor):
                         kept[f"{name}.{key}"] = whole(tensor)
-        if type(value).__name__ in ("Explanation", "HeteroExplanation"):
+        explains = type(value).__name__ in ("Explanation", "HeteroExplanation")
+        if explains and name != "data":  # as ExplainerDataset has it
             for key in ("node_mask", "edge_mask"):
                 if isinstance(value.get(key), torch.Tensor):
                     mask = whole(value[key]).flatten().sort().values

@@ -528,7 +528,7 @@ def labels_pairs(store: Any, name: str) -> bool:
     index = f"{name}_index"
     if index not in store or index in STRUCTURE:
         return False
-    shape, own = (getattr(store[key], "shape", ()) for key in (index, name))
+    shape, own = (tuple(getattr(store[key], "shape", ())) for key in (index, name))
     return len(shape) == 2 and shape[0] == 2 and own[:1] == shape[1:]
 
 
