@@ -27,7 +27,10 @@ import torch
 import torch_geometric
 import torch_geometric.datasets
 import torch_geometric.logging
+import torch_geometric.nn.conv.spline_conv
+import torch_geometric.sampler
 import torch_geometric.seed
+import torch_geometric.typing
 import tqdm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_geometric.contrib.nn import GRBCDAttack, PRBCDAttack
@@ -42,12 +45,16 @@ LARGE = 1 << 20  # elements; of larger gradients a digest is kept
 
 
 class Uniform(ast.NodeTransformer):
-    """Few epochs, no dropout, no workers, and numbers printed in full."""
+    """Few epochs, no dropout, no workers, and numbers printed in full.
+
+    With `batch`, loaders yield minibatches of so many seeds, in order and with all
+    neighbours, so that they are no matter of chance.
+    """
 
     SHORT = ("epochs", "n_epochs", "num_epochs", "n_steps")
 
-    def __init__(self, epochs):
-        self.epochs = epochs
+    def __init__(self, epochs, batch):
+        self.epochs, self.batch = epochs, batch
 
     def _capped(self, node):
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -85,6 +92,14 @@ class Uniform(ast.NodeTransformer):
     def _alone(self, name, value):
         if name in ("num_workers", "persistent_workers"):
             return ast.Constant(0 if name == "num_workers" else False)
+        if self.batch is None:
+            return value
+        if name == "batch_size" and isinstance(value, ast.Constant):
+            return ast.Constant(self.batch)
+        if name == "shuffle":
+            return ast.Constant(False)
+        if name == "num_neighbors":
+            return ast.parse(f"[-1 for _ in {ast.unparse(value)}]", mode="eval").body
         return value
 
     def visit_Dict(self, node):
@@ -126,8 +141,8 @@ class Uniform(ast.NodeTransformer):
         return node
 
 
-def compiled(source, name, epochs):
-    tree = ast.fix_missing_locations(Uniform(epochs).visit(ast.parse(source)))
+def compiled(source, name, epochs, batch=None):
+    tree = ast.fix_missing_locations(Uniform(epochs, batch).visit(ast.parse(source)))
     return compile(tree, name, "exec")
 
 
@@ -197,6 +212,36 @@ def dropout(
     return input
 
 
+def spline_basis(pseudo, sizes, is_open, degree):
+    """In the place of pyg-lib's, for B-splines of degree 1: products of hat functions."""
+    assert degree == 1
+    at = pseudo * (sizes - is_open.to(sizes.dtype))
+    low = at.floor()
+    basis, index, step = at.new_ones(len(at), 1), sizes.new_zeros(len(at), 1), 1
+    for k, size in enumerate(sizes.tolist()):
+        part = at[:, k] - low[:, k]
+        part = torch.stack([1 - part, part], 1)
+        place = (low[:, k].long().unsqueeze(1) + torch.arange(2)) % size * step
+        basis = (basis.unsqueeze(2) * part.unsqueeze(1)).flatten(1)
+        index = (index.unsqueeze(2) + place.unsqueeze(1)).flatten(1)
+        step *= size
+    return basis, index
+
+
+def spline_weighting(x, weight, basis, index):
+    share = x.new_zeros(len(x), len(weight)).scatter_add(1, index, basis)
+    return sum(share[:, k, None] * (x @ w) for k, w in enumerate(weight))
+
+
+def negatives(period):
+    """In the place of draws: the same ids for every so many samples."""
+
+    def sample(self, num_samples, endpoint=None, num_nodes=None):
+        return (torch.arange(num_samples) % period * 13 + 7) % num_nodes
+
+    return sample
+
+
 def log(**values):
     print(
         ", ".join(
@@ -225,6 +270,10 @@ def adjust(seed, columns):
     torch.cuda.is_available = lambda: False
     torch.nn.functional.dropout = dropout
     torch_geometric.logging.log = log
+    if not torch_geometric.typing.WITH_SPLINE:
+        spline = torch_geometric.nn.conv.spline_conv
+        torch_geometric.typing.WITH_SPLINE = True
+        spline.spline_basis, spline.spline_weighting = spline_basis, spline_weighting
 
     get, item = InMemoryDataset.get, torch_geometric.data.Dataset.__getitem__
     InMemoryDataset.get = lambda self, idx: at_hand(get(self, idx), columns)
@@ -257,6 +306,53 @@ def adjust(seed, columns):
     random.seed(seed)
 
 
+def counted(sample):
+    """Adds to what torch-sparse samples how much each hop found, which pyg-lib tells."""
+
+    def run(self, seed, *args, **kwargs):
+        out = sample(self, seed, *args, **kwargs)
+        one_type = isinstance(out, torch_geometric.sampler.SamplerOutput)
+        if one_type and out.num_sampled_nodes is None:
+            begin, ends, edges = 0, [len(seed)], []
+            for _ in range(self.num_neighbors.num_hops):
+                here = (out.col >= begin) & (out.col < ends[-1])
+                begin = ends[-1]
+                ends.append(max([begin, *(out.row[here] + 1).tolist()]))
+                edges.append(int(here.sum()))
+            out.num_sampled_nodes = [ends[0], *(np.diff(ends).tolist())]
+            out.num_sampled_edges = edges
+        return out
+
+    return run
+
+
+def drawing_nothing(iterate):
+    """Leaves torch's generator as it is when minibatches begin."""
+
+    def run(self):
+        state = torch.get_rng_state()
+        found = iterate(self)
+        torch.set_rng_state(state)
+        return found
+
+    return run
+
+
+def calm_loaders(period):
+    """Draws no negative samples by chance, PyG's or this package's, nor a loader's seed."""
+    torch_geometric.sampler.NegativeSampling.sample = sample = negatives(period)
+    loader = torch.utils.data.DataLoader
+    loader.__iter__ = drawing_nothing(loader.__iter__)
+    sampler = torch_geometric.sampler.NeighborSampler
+    sampler._sample = counted(sampler._sample)
+    # the ranks of a swapped script are forked with it loaded
+    if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
+        ours.KeyedNegatives.sample = sample
+    if (ours := sys.modules.get("pyg_distcomm.loader")) is not None:
+        for loader in (ours.DistNeighborLoader, ours.DistLinkNeighborLoader):
+            loader.__init__.__kwdefaults__["seed"] = 0
+
+
 # ----- data sets ----------------------------------------------------------------------
 
 
@@ -282,8 +378,8 @@ def links(g, n, m, e):
 
 
 def masks(g, n, splits=None):
-    """Train, val and test masks, one column for each split."""
-    draw = torch.from_numpy(g.random((n, splits or 1)))
+    """Masks of half the nodes, a quarter and a quarter, one column for each split."""
+    draw = torch.from_numpy(g.random((n, splits or 1))).argsort(0) / n
     parts = draw < 0.5, (draw >= 0.5) & (draw < 0.75), draw >= 0.75
     parts = [part if splits else part[:, 0] for part in parts]
     return dict(zip(("train_mask", "val_mask", "test_mask"), parts, strict=True))
@@ -331,7 +427,7 @@ class Flickr(StandIn):
 
 class Reddit(StandIn):
     def make(self):
-        return one_graph("Reddit", n=600, classes=5)
+        return one_graph("Reddit", n=640, classes=5)
 
 
 class GraphLandDataset(StandIn):
@@ -424,7 +520,7 @@ class MovieLens(StandIn):
         data["movie"].x = normal(g, 150, 24)
         data["user"].num_nodes = 90
         rates = data["user", "rates", "movie"]
-        rates.edge_index = links(g, 90, 150, 1200)
+        rates.edge_index = links(g, 90, 150, 1200)[:, :1000]
         rates.edge_label = ints(g, 6, rates.edge_index.size(1))
         rates.time = ints(g, 10_000, rates.edge_index.size(1))
         return data
@@ -463,11 +559,11 @@ class OGB_MAG(StandIn):
 
     def make(self):
         g, data = numbers("MAG"), HeteroData()
-        sizes = {"paper": 300, "author": 200, "institution": 20, "field_of_study": 40}
+        sizes = {"paper": 320, "author": 200, "institution": 20, "field_of_study": 40}
         for name, n in sizes.items():
             data[name].x = normal(g, n, 16)
-        data["paper"].y = ints(g, 4, 300)
-        for name, mask in masks(g, 300).items():
+        data["paper"].y = ints(g, 4, 320)
+        for name, mask in masks(g, 320).items():
             data["paper"][name] = mask
         for a, verb, b in (
             ("author", "affiliated_with", "institution"),
@@ -484,7 +580,7 @@ class Taobao(StandIn):
         g, data = numbers("Taobao"), HeteroData()
         data["user"].num_nodes, data["item"].num_nodes = 150, 200
         data["category"].num_nodes = 10
-        edges = links(g, 150, 200, 1500)
+        edges = links(g, 150, 200, 1500)[:, :1500]
         data["user", "to", "item"].edge_index = edges
         data["user", "to", "item"].time = ints(g, 10_000, edges.size(1))
         data["user", "to", "item"].behavior = ints(g, 4, edges.size(1))
@@ -550,7 +646,8 @@ class PygLinkPropPredDataset(StandIn):
                 "edge_neg": ints(g, data.num_nodes, 100, 2),
             }
         train = self.parts["train"]["edge"].t()
-        return Data(x=data.x, edge_index=torch.cat([train, train.flip(0)], 1))
+        edges = torch.cat([train, train.flip(0)], 1)
+        return Data(x=data.x, edge_index=edges, num_nodes=data.num_nodes)
 
     def get_edge_split(self):
         return self.parts
@@ -578,21 +675,44 @@ class Evaluator:
         return {"acc": float((given["y_true"] == given["y_pred"]).mean())}
 
 
+class Planetoid(StandIn):
+    def make(self):
+        return one_graph(self.name, n=800, e=1600, classes=7)
+
+
+class DBLP(StandIn):
+    def make(self):
+        g, data = numbers("DBLP"), HeteroData()
+        data["author"].x, data["paper"].x = normal(g, 120, 33), normal(g, 200, 42)
+        data["term"].x, data["conference"].num_nodes = normal(g, 90, 5), 20
+        data["author"].y = ints(g, 4, 120)
+        for name, mask in masks(g, 120).items():
+            data["author"][name] = mask
+        for name, n in (("author", 120), ("term", 90), ("conference", 20)):
+            edges = links(g, 200, n, 400)
+            data["paper", "to", name].edge_index = edges
+            data[name, "to", "paper"].edge_index = edges.flip(0)
+        return data
+
+
 def furnish(home):
     """Puts the data sets that are at hand where scripts look for them."""
     real = torch_geometric.datasets
 
-    class Planetoid(real.Planetoid):
-        def __init__(self, root, name, *args, **options):
-            super().__init__(str(Path(home, "planetoid")), name, *args, **options)
+    def read_from(name, cls):
+        class AtHand(cls):
+            def __init__(self, root=None, *args, **options):
+                super().__init__(str(Path(home, name)), *args, **options)
 
-    class DBLP(real.DBLP):
-        def __init__(self, root=None, *args, **options):
-            super().__init__(str(Path(home, "hetero_dblp")), *args, **options)
+        return AtHand
 
-    own = [c for c in StandIn.__subclasses__() if hasattr(real, c.__name__)]
-    for cls in (Planetoid, DBLP, *own):
-        setattr(real, cls.__name__, cls)
+    for name, cls in (("planetoid", "Planetoid"), ("hetero_dblp", "DBLP")):
+        there = Path(home, name).exists()
+        known = read_from(name, getattr(real, cls)) if there else globals()[cls]
+        setattr(real, cls, known)
+    for cls in StandIn.__subclasses__():
+        if hasattr(real, cls.__name__) and cls not in (Planetoid, DBLP):
+            setattr(real, cls.__name__, cls)
     module(
         "ogb.nodeproppred",
         PygNodePropPredDataset=PygNodePropPredDataset,
@@ -640,11 +760,14 @@ def harvest(names, watch):
     kept = dict(watch.kept)
     for name, value in names.items():
         if isinstance(value, torch.nn.Module):
+            if type(value).__name__ in ("Alone", "Replicated"):  # pdc.replicate's
+                value = value.module
             for kind in (value.named_parameters(), value.named_buffers()):
                 for key, tensor in kind:
                     if not torch.nn.parameter.is_lazy(tensor):
                         kept[f"{name}.{key}"] = whole(tensor)
-        if type(value).__name__ in ("Explanation", "HeteroExplanation"):
+        explains = type(value).__name__ in ("Explanation", "HeteroExplanation")
+        if explains and name != "data":  # as ExplainerDataset has it
             for key in ("node_mask", "edge_mask"):
                 if isinstance(value.get(key), torch.Tensor):
                     mask = whole(value[key]).flatten().sort().values
@@ -682,12 +805,16 @@ def main(job):
     sys.argv = [job["script"], *job["argv"]]
     os.chdir(job["folder"])
     adjust(job["seed"] + (1000 * rank if job["apart"] else 0), job["columns"])
+    if job.get("batch"):
+        calm_loaders(job.get("period", 10))
     furnish(job["home"])
     watch, result = FailureMonitor(), {"error": None, "line": "", "place": ""}
-    code = compiled(Path(source).read_text(), source, job["epochs"])
+    text = Path(source).read_text()
+    code = compiled(text, source, job["epochs"], job.get("batch"))
     sys.modules["runner"] = sys.modules["__main__"]
     script = sys.modules["__main__"] = types.ModuleType("__main__")
     script.__file__ = source
+    sys.modules[Path(source).stem] = script  # nn.Sequential imports it by this name
     try:
         exec(code, vars(script))
         result["tensors"] = harvest(vars(script), watch)

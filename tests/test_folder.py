@@ -753,11 +753,13 @@ def square(**attributes):
 def test_kinds_follow_sizes():
     data = graph()
     data.edge_label_index = torch.zeros(2, E, dtype=torch.long)
+    data.edge_label = torch.zeros(E)  # of those pairs, not of the edges
     data.train_edge_mask = torch.ones(E).bool()
     kinds = attribute_kinds(data)
     assert kinds["x"] == kinds["rank"] == kinds["train_mask"] == "node"
     assert kinds["edge_attr"] == kinds["train_edge_mask"] == "edge"
     assert kinds["prior"] == kinds["name"] == kinds["edge_label_index"] == "graph"
+    assert kinds["edge_label"] == "graph"
     assert "edge_index" not in kinds
     assert "num_nodes" not in kinds
 

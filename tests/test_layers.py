@@ -31,6 +31,7 @@ from layers import (
 from problems import GRAPHS, owners
 from torch.nn import Linear
 from torch_geometric import seed_everything
+from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
@@ -375,6 +376,40 @@ def supervised(kind):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_attention_is_supervised_as_on_one_process(kind, size):
     worlds.run(_in_doubles, size, supervised, kind)
+
+
+def two_kinds_of_edges(first):
+    """SignedConv on two graphs that share nodes and nothing else."""
+
+    def run(conv, x, positive, negative):
+        out = conv(x.requires_grad_(), positive, negative)
+        (out.sin().sum() + out.square().mean()).backward()
+        return out, x.grad, [p.grad for p in conv.parameters()]
+
+    def build():
+        torch.manual_seed(5)
+        return pyg.SignedConv(F if first else F // 2, 4, first)
+
+    data, mesh = problem("directed"), worlds.mesh()
+    cut = owners("random", data, mesh.size)
+    x = data.x if first else data.x[:, : F // 2 * 2]
+    friends, foes = data.edge_index, data.edge_index.flip(0)[:, ::3].contiguous()
+    want, x_grad, gradients = run(build(), x.clone(), friends, foes)
+    one, two = (
+        pdc.partition(Data(x=x.clone(), edge_index=edges), mesh, cut)
+        for edges in (friends, foes)
+    )
+    conv = pdc.convert(build())
+    got, arrived, own = run(conv, one.x, one.edge_index, two.edge_index)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(arrived.full_tensor(), x_grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_signed_layers_take_two_edge_indexes(size):
+    for first in (True, False):
+        worlds.run(_in_doubles, size, two_kinds_of_edges, first)
 
 
 def _results_of_strides(kind, dtype):

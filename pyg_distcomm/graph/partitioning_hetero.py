@@ -16,6 +16,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.cutters import check_edge_index, cut
+from pyg_distcomm.partition.folder import labels_pairs
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -176,6 +177,7 @@ def _fill(store: Any, out: Any, rows: Rows, count: int) -> None:
         if (
             whole
             and len(value) == count
+            and not labels_pairs(store, name)
             and store._parent().__cat_dim__(name, value, store) in (0, -value.ndim)
         ):
             value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -15,7 +15,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.nn.halo_conv import HaloExecution, spread_inputs
+from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -120,6 +120,50 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
         return out if self.bias is None else out + self.bias
 
 
+class DistSignedConv(HaloExecution, pyg.SignedConv):
+    r"""PyG's SignedConv, whose two kinds of edges may be two graphs on the same nodes.
+
+    It multiplies each graph with x once, where PyG takes half of x at a time:
+    :math:`[W_+ [M_+ x_+, M_- x_-] + W'_+ x_+, W_- [M_+ x_-, M_- x_+] + W'_- x_-]` of
+    :math:`x = [x_+, x_-]`, or :math:`[W_+ M_+ x + W'_+ x, W_- M_- x + W'_- x]` if first.
+
+    Shapes: x `[n_i, F_in]` or `[n_i, 2 F_in]` -> `[n_i, 2 F_out]`. Price: the halo of each
+    graph, as wide as x.
+    """
+
+    def __call__(self, x: Any, pos_edge_index: Any, neg_edge_index: Any) -> Tensor:
+        """Runs the layer."""
+        given, _ = spread_inputs((x, pos_edge_index, neg_edge_index), {}, self)
+        x, *graphs = given
+        spread = all(isinstance(edges, DistEdgeIndex) for edges in graphs)
+        if not spread or graphs[0].topology is graphs[1].topology:
+            return super().__call__(x, *graphs)
+        friends, foes = (
+            conv(x, edges) for conv, edges in zip(self._means(), graphs, strict=True)
+        )
+        own = other = x[1] if isinstance(x, (tuple, list)) else x
+        if not self.first_aggr:
+            at = self.in_channels
+            own, other = own[..., :at], own[..., at:]
+            friends, foes = (
+                torch.cat([friends[..., :at], foes[..., at:]], dim=-1),
+                torch.cat([friends[..., at:], foes[..., :at]], dim=-1),
+            )
+        friends = self.lin_pos_l(friends) + self.lin_pos_r(own)
+        foes = self.lin_neg_l(foes) + self.lin_neg_r(other)
+        return torch.cat([friends, foes], dim=-1)
+
+    def _means(self) -> list[HaloConv]:
+        """Returns what aggregates over each graph, kept for what its link keeps."""
+        if "_kept_means" not in vars(self):
+            aggr = self.aggr_module if self.aggr is None else self.aggr
+            self._kept_means = [
+                HaloConv(pyg.SimpleConv(aggr, flow=self.flow), self.link)
+                for _ in range(2)
+            ]
+        return self._kept_means
+
+
 class DistLabelPropagation(HaloExecution, pyg.LabelPropagation):
     """PyG's LabelPropagation, whose mask may be of all nodes, or their ids."""
 
@@ -172,5 +216,6 @@ REWRITTEN: dict[type, type] = {
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,
     pyg.LabelPropagation: DistLabelPropagation,
+    pyg.SignedConv: DistSignedConv,
     pyg.SuperGATConv: DistSuperGATConv,
 }

@@ -63,6 +63,24 @@ def _cut_alike(x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
     return found
 
 
+class _Reached(torch.autograd.Function):
+    """Returns x, and gives other tensors gradients of zeros.
+
+    PyG's one propagate of all relations reaches what an output does not depend on, so that
+    an optimizer decays those weights too; None would leave them as they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.shapes = [other.shape for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        zero = grad.new_zeros(())
+        return grad, *(zero.expand(shape) for shape in ctx.shapes)
+
+
 class _Relation:
     """The edges of one relation in a run of a layer, and how its rows travel."""
 
@@ -128,9 +146,13 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
         values: dict[str, list[Tensor]] = {key: [] for key in mixed}
         targets: dict[str, list[Tensor]] = {key: [] for key in mixed}
+        scales = {
+            key: meet(self.p_rel["__".join(key)], edges.nodes.mesh)
+            for key, edges in edge_index_dict.items()
+        }
         for key, edges in edge_index_dict.items():
             relation = _Relation(self, key, edges)
-            score, value = self._messages(key, relation, x_dict, kqv)
+            score, value = self._messages(key, relation, x_dict, kqv, scales[key])
             scores[relation.target].append(score)
             values[relation.target].append(value)
             targets[relation.target].append(relation.here.target_lid)
@@ -143,6 +165,10 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
                 local = scatter(message, index, 0, len(rows), "sum").flatten(1)
             else:
                 local = kqv[key].to_local().new_zeros(len(rows), self.out_channels)
+            near = {key} | {source for source, _, target in scales if target == key}
+            apart = [z.to_local() for source, z in kqv.items() if source not in near]
+            apart += [scale for (*_, target), scale in scales.items() if target != key]
+            local = _Reached.apply(local, *(z for z in apart if z.requires_grad))
             out[key] = DistTensor.wrap(local, rows)
         found = self.out_lin({key: F.gelu(z) for key, z in out.items()})
         for key, z in found.items():
@@ -153,7 +179,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         return out
 
     def _messages(
-        self, key: Any, relation: _Relation, x_dict: Any, kqv: Any
+        self, key: Any, relation: _Relation, x_dict: Any, kqv: Any, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the score `[e, H]` and the value `[e, H, D]` of each edge."""
         heads, width = self.heads, self.out_channels
@@ -183,7 +209,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             for z, w in ((k, self.k_rel.weight), (v, self.v_rel.weight))
         )
         q = kqv[relation.target].to_local()[:, width : 2 * width]
-        here, scale = relation.here, meet(self.p_rel["__".join(key)], mesh)
+        here = relation.here
         q = q.reshape(-1, heads, depth).index_select(0, here.target_lid)
         score = (q * k.index_select(0, here.source_lid)).sum(-1) * scale
         return score / math.sqrt(depth), v.index_select(0, here.source_lid)

@@ -14,6 +14,7 @@ from pyg_distcomm.nn.adapted_layers import DistARMAConv as ARMAConv
 from pyg_distcomm.nn.adapted_layers import DistFastRGCNConv as FastRGCNConv
 from pyg_distcomm.nn.adapted_layers import DistGroupAddRev as GroupAddRev
 from pyg_distcomm.nn.adapted_layers import DistLabelPropagation as LabelPropagation
+from pyg_distcomm.nn.adapted_layers import DistSignedConv as SignedConv
 from pyg_distcomm.nn.adapted_layers import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
 from pyg_distcomm.nn.gcn_conv import DistGCNConv as GCNConv
@@ -262,10 +263,6 @@ class DistSSGConv(HaloExecution, pyg.SSGConv):
     pass
 
 
-class DistSignedConv(HaloExecution, pyg.SignedConv):
-    pass
-
-
 class DistSimpleConv(HaloExecution, pyg.SimpleConv):
     pass
 
@@ -330,7 +327,6 @@ RGCNConv = DistRGCNConv
 ResGatedGraphConv = DistResGatedGraphConv
 SGConv = DistSGConv
 SSGConv = DistSSGConv
-SignedConv = DistSignedConv
 SimpleConv = DistSimpleConv
 SplineConv = DistSplineConv
 TAGConv = DistTAGConv

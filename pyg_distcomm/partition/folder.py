@@ -445,7 +445,9 @@ def attribute_kinds(
     A tensor or array is of the nodes or of the edges when its first dimension is as
     long and is the one that PyG would concatenate; all else is of the graph. Where the
     graph has as many nodes as edges, names decide: those with "edge" in them against
-    x, y, pos, batch and *_mask. The names in node_attrs and edge_attrs are as declared.
+    x, y, pos, batch and *_mask. What labels the pairs of another index, as edge_label does
+    those of edge_label_index, is of the graph. The names in node_attrs and edge_attrs are
+    as declared.
 
     Raises ValueError for a name that nothing decides, for a declared one that is absent
     or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that fits
@@ -492,6 +494,8 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
                 f"there are {want}, but {_what(data[name])}"
             )
         return declared
+    if labels_pairs(data, name):
+        return "graph"
     if length == nodes == edges:
         if "edge" in name:
             return "edge"
@@ -512,6 +516,20 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
         )
     return "graph"
+
+
+def labels_pairs(store: Any, name: str) -> bool:
+    """Tells whether an attribute has a row for each column of its own `[2, k]` index.
+
+    Args:
+        store: a Data, or one of its stores.
+        name: that of the attribute, as edge_label, beside which is edge_label_index.
+    """
+    index = f"{name}_index"
+    if index not in store or index in STRUCTURE:
+        return False
+    shape, own = (tuple(getattr(store[key], "shape", ())) for key in (index, name))
+    return len(shape) == 2 and shape[0] == 2 and own[:1] == shape[1:]
 
 
 def _length(data: Data, name: str) -> int | None:
