@@ -766,3 +766,89 @@ def test_ranks_of_two_agents_meet_again_after_one_was_killed(tmp_path):
     assert all("sum 2" in text for text in said), said
     counts = {text.split("started ")[-1].split()[1] for text in said}
     assert len(counts) == 2, said  # what this is about
+
+
+RETURNS = """
+import sys, time
+from pathlib import Path
+import torch
+import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
+
+folder, mesh = Path(sys.argv[1]), pdc.init(timeout=30)
+if mesh.rank == 0:
+    with open(folder / "sizes", "a") as file:
+        print(mesh.size, file=file)
+while True:
+    over = torch.tensor([float((folder / "end").exists())])
+    if collectives.all_reduce(over, mesh.world).item():
+        break
+    time.sleep(0.1)
+"""
+
+
+@tiers.rare
+@pytest.mark.subprocess
+def test_a_host_that_comes_back_is_taken_in_again(tmp_path):
+    """As examples/cluster/torchrun.sh starts them; torch's default ends both hosts."""
+    script, sizes = tmp_path / "script.py", tmp_path / "sizes"
+    script.write_text(RETURNS)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    words += ["--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "returns"]
+    words += ["--rdzv-conf", "join_timeout=120,last_call_timeout=4"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    def started():
+        return subprocess.Popen(
+            [*words, str(script), str(tmp_path)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait_for(size):
+        stop = time.monotonic() + 150
+        while not sizes.exists() or sizes.read_text().split()[-1:] != [str(size)]:
+            assert time.monotonic() < stop, sizes.exists() and sizes.read_text()
+            assert first.poll() is None
+            time.sleep(0.1)
+
+    first = started()
+    others = []
+    try:
+        wait_for(1)
+        for _ in range(2):
+            others.append(started())
+            wait_for(2)
+            if len(others) == 1:
+                for process in marked_by(str(script), others[0].pid):
+                    os.kill(process, signal.SIGKILL)
+                others[0].wait()
+                wait_for(1)
+        (tmp_path / "end").touch()
+        assert first.wait(120) == 0
+        assert others[1].wait(120) in (0, 1)  # 1: the rendezvous went before it
+    finally:
+        for agent in (first, *others):
+            for process in marked_by(str(script), agent.pid):
+                os.kill(process, signal.SIGKILL)
+            agent.kill()
+
+
+def marked_by(script, session):
+    """Ids of the processes of a session that run this script, its agent among them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mine = script.encode() in (entry / "cmdline").read_bytes()
+            # ranks have sessions of their own; their parent is the agent
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if mine and session in (int(entry.name), parent):
+                found.append(int(entry.name))
+    return found

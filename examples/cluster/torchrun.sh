@@ -16,6 +16,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # left out, ranks take the one by which they reach HEAD.
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 
+# Without it torch's agents do not tell a host that comes back where ranks meet: both end.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec torchrun \
     --nnodes "${HOSTS:-2}" \
