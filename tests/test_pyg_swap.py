@@ -28,5 +28,5 @@ def test_each_script_loses_pygs_layers_and_loaders_and_gains_a_partition():
             }
             assert not imported & {"torch_geometric.nn", "torch_geometric.loader"}
             assert "mesh = pdc.init()" in text
-        if driver.GRAPHS.get(name, True) or name in driver.EDITS and name != "reddit":
+        if driver.GRAPHS.get(name, True) or (name in driver.EDITS and name != "reddit"):
             assert "pdc.partition(" in tried[0][1]
