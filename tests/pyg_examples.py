@@ -791,7 +791,14 @@ class Example:
         if not self.tries:
             return {"name": self.name, "note": self.note}
         what, verdicts = max(self.tries, key=rank)  # the first of the best
+        bad = [
+            f"{ranks} rank(s), {v.kind} by {way or 'the swap alone'}: {v.text}"
+            for way, tried in self.tries
+            for ranks, v in tried.items()
+            if v.kind in ("HANG", "WRONG")
+        ]
         return {
+            "bad": bad,
             "name": self.name,
             "batched": self.batched,
             "needed": what,
@@ -816,7 +823,8 @@ def table(rows, ranks):
         needed += [row["needed"]] if row["needed"] else []
         cells = [*kinds, f"{sent:,}" if sent is not None else "", "; ".join(needed)]
         yield f"| {row['name']} | {' | '.join(cells)} |"
-        if set(kinds) != {"exact"}:
+        lost += [f"- `{row['name']}`, {told}" for told in row.get("bad", ())]
+        if set(kinds) != {"exact"} and not row.get("bad"):
             bad = next(r for r in ranks if row["kinds"][str(r)] != "exact")
             lost.append(
                 f"- `{row['name']}`, {bad} rank(s), {row['kinds'][str(bad)]}: "
@@ -952,8 +960,7 @@ def main():
     print("", *report.splitlines()[-40:], sep="\n")
     if args.write:
         Path(args.write).write_text(report)
-    kinds = {kind for row in rows for kind in row.get("kinds", {}).values()}
-    sys.exit(1 if {"WRONG", "HANG"} & kinds else 0)
+    sys.exit(1 if any(row.get("bad") for row in rows) else 0)
 
 
 def warmed():
