@@ -864,7 +864,7 @@ def written(args, rows):
     alone = [r for r in good if not r["needed"]]
     head = f"""# PyG's example scripts with their imports swapped
 
-    python tests/pyg_examples.py CHECKOUT --write benchmarks/reports/pyg_examples.md
+    python tests/pyg_examples.py CHECKOUT --write docs/pyg-examples.md
 
 {headline(args)} Every script of PyG's `examples/` that trains on one graph, with
 `torch_geometric.nn` and `.loader` replaced by `pyg_distcomm`'s, `mesh = pdc.init()`, and
