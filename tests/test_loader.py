@@ -64,6 +64,8 @@ def test_batches_do_not_depend_on_how_they_are_made(kind):
         other = KINDS[kind](**way)
         all_same(first, other)
         all_same(second, other)
+        if other.persistent_workers:  # as garbage torch waits for 5 s for each of them
+            other._iterator._shutdown_workers()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
