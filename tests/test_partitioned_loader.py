@@ -533,3 +533,14 @@ def only_targets():
 
 def test_only_targets_with_times():
     worlds.run(only_targets, 2)
+
+
+def test_edges_that_were_not_cut_are_named():
+    graph = HeteroData()
+    graph["a"].x, graph["b"].x = torch.randn(6, 2), torch.randn(4, 2)
+    pairs = torch.tensor([[0, 5, 2], [3, 1, 0]])
+    graph["a", "to", "b"].edge_index = pairs
+    share = pdc.partition(graph, worlds.mesh())
+    share["a", "new", "b"].edge_index = pairs
+    with pytest.raises(TypeError, match=r"'new', 'b'.*before pdc\.partition"):
+        DistNeighborLoader(share, [2], input_nodes="b")

@@ -86,9 +86,20 @@ def is_share(data: Any) -> bool:
 
 
 def mesh_of(data: Data | HeteroData) -> Mesh:
-    """Returns the ranks that a share belongs to."""
-    edges = next(s.edge_index for s in data.edge_stores if "edge_index" in s)
-    mesh: Mesh = edges.nodes.mesh
+    """Returns the ranks that a share belongs to.
+
+    Raises TypeError if some edges are cut over ranks and others are not.
+    """
+    edges = [s for s in data.edge_stores if "edge_index" in s]
+    for store in edges:
+        if not isinstance(store.edge_index, DistEdgeIndex):
+            key = store._key
+            what = "edge_index" if key is None else f"data[{key!r}].edge_index"
+            raise TypeError(
+                f"{what} is a {type(store.edge_index).__name__}, and other edges are cut over "
+                "ranks: put it into the graph before pdc.partition"
+            )
+    mesh: Mesh = edges[0].edge_index.nodes.mesh
     return mesh
 
 
