@@ -87,6 +87,8 @@ def _on_ranks(kinds, options):
                         same(one[key], value)
         for given in (data, share):  # a state resumes inside an epoch
             loader, other = MAKE[kind](given, seed=3), MAKE[kind](given, seed=3)
+            if len(loader) == 1:  # after its batch the next epoch would begin
+                continue
             step = iter(loader)
             next(step)
             other.load_state_dict(loader.state_dict())
