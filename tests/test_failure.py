@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def _raises_inside():
 
 
 def _forgets_a_collective():
-    mesh = pdc.init(timeout=4)
+    mesh = pdc.init(timeout=8)
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     if mesh.rank == 0:
         time.sleep(60)
@@ -78,7 +79,7 @@ def test_launch_raises_the_first_cause():
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_forgets_a_collective, "waited 4 s for sum"),
+        (_forgets_a_collective, "waited 8 s for sum"),
         (_dies, "without|lost another rank"),
         (_leaves_early, "lost another rank"),
     ],
@@ -107,7 +108,8 @@ def test_the_others_name_the_rank_that_died(tmp_path):
     for rank in (0, 2):
         told = (tmp_path / str(rank)).read_text()
         assert "lost another rank" in told
-        assert "nothing was heard of rank(s) 1)" in told
+        # on a busy machine another may be late to say that it noticed
+        assert re.search(r"nothing was heard of rank\(s\) [\d, ]*\b1\b", told)
 
 
 def test_launch_explains_what_it_cannot_send():

@@ -450,3 +450,25 @@ def test_what_cannot_be_is_refused():
         ClusterData(hetero(), 2)
     with pytest.raises(NotImplementedError, match="base class"):
         next(iter(GraphSAINTSampler(data, 3)))
+
+
+# Held wrong on one rank -----------------------------------------------------------------
+
+
+def _wrong_on_one():
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, "block")
+    typed = pdc.partition(hetero(), mesh, "block")
+    bad = mesh.rank == 1
+    with pytest.raises(ValueError, match="num_parts must be at least 1, got 0"):
+        RandomNodeLoader(share, 0 if bad else 3)
+    with pytest.raises(ValueError, match="leave input_nodes out"):
+        RandomNodeLoader(share, 3, input_nodes=torch.arange(3) if bad else None)
+    with pytest.raises(ValueError, match="topology='partitioned'"):
+        GraphSAINTNodeSampler(share, 5, topology="partitioned" if bad else "auto")
+    with pytest.raises(ValueError, match=r"num_samples must be 0 or more, got \[-3\]"):
+        HGTLoader(typed, [-3 if bad else 3], input_nodes="paper", batch_size=4)
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all():
+    worlds.run(_wrong_on_one, 2)

@@ -12,6 +12,7 @@ from torch_geometric.data import HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, keyed_race
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
+from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 
 _HOP = 0x4867
@@ -65,12 +66,15 @@ class HGTLoader(DistNeighborLoader):
                 "HGTLoader takes a HeteroData, or a share of one, got "
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
-        given = [k for k in ("neighbor_sampler", "backend", "rule") if kwargs.get(k)]
-        if given:
-            raise ValueError(
-                f"HGTLoader draws by budgets alone; leave {', '.join(given)} out"
-            )
-        self.num_samples = _numbers(num_samples, list(data.node_types))
+        with alike(ranks_of(data)):
+            given = [
+                k for k in ("neighbor_sampler", "backend", "rule") if kwargs.get(k)
+            ]
+            if given:
+                raise ValueError(
+                    f"HGTLoader draws by budgets alone; leave {', '.join(given)} out"
+                )
+            self.num_samples = _numbers(num_samples, list(data.node_types))
         super().__init__(
             data,
             [],

@@ -32,7 +32,7 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.graph_block import mesh_of
+from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, attach_route, plan_ids
 
@@ -301,6 +301,11 @@ def alike(world: collectives.Axis | None) -> Iterator[None]:
                 raise
     if failed is not None:
         raise failed
+
+
+def ranks_of(data: Any) -> collectives.Axis | None:
+    """Returns the ranks of a share, which have to raise alike; None for a whole graph."""
+    return mesh_of(data).world if is_share(data) else None
 
 
 def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:

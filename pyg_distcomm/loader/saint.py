@@ -13,6 +13,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
+from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.registry import World
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
 from pyg_distcomm.sampling.graph_block import is_share
@@ -84,16 +85,17 @@ class GraphSAINTSampler(SubgraphLoading):
         log: bool = True,
         **kwargs: Any,
     ) -> None:
-        if "node_norm" in data or "edge_norm" in data:
-            raise ValueError(
-                "data has 'node_norm' or 'edge_norm', which this loader sets; rename them"
-            )
-        if kwargs.get("topology") == "partitioned":
-            raise ValueError(
-                "topology='partitioned': nodes are drawn by all edges of the graph, so that "
-                "every rank needs them; leave topology out, or use ShaDowKHopSampler or "
-                "ClusterLoader"
-            )
+        with alike(ranks_of(data)):
+            if "node_norm" in data or "edge_norm" in data:
+                raise ValueError(
+                    "data has 'node_norm' or 'edge_norm', which this loader sets; rename them"
+                )
+            if kwargs.get("topology") == "partitioned":
+                raise ValueError(
+                    "topology='partitioned': nodes are drawn by all edges of the graph, so "
+                    "that every rank needs them; leave topology out, or use "
+                    "ShaDowKHopSampler or ClusterLoader"
+                )
         if is_share(data):
             kwargs["topology"] = "replicated"
         self.num_steps, self.sample_coverage = num_steps, sample_coverage

@@ -15,6 +15,7 @@ from torch_geometric.sampler import NodeSamplerInput
 from pyg_distcomm.loader.clusters import ClusterData
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.options import LoaderOptions, digest
+from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 
 # what loaders of neighbourhoods set, and PyG's loaders of subgraphs do not
@@ -94,11 +95,12 @@ class SubgraphLoading(DistNeighborLoader):
         kwargs.pop("collate_fn", None)
         if chosen is not None:
             given = [name for name in _TAKEN if kwargs.get(name) is not None]
-            if given:
-                raise ValueError(
-                    f"{type(self).__name__} chooses the nodes of a batch itself; leave "
-                    f"{', '.join(given)} out"
-                )
+            with alike(ranks_of(data)):
+                if given:
+                    raise ValueError(
+                        f"{type(self).__name__} chooses the nodes of a batch itself; leave "
+                        f"{', '.join(given)} out"
+                    )
             self.chosen = chosen
             if isinstance(data, HeteroData):
                 kwargs["input_nodes"] = data.node_types[0]
@@ -165,12 +167,15 @@ class RandomNodeLoader(SubgraphLoading):
             transform of `DistNeighborLoader`.
 
     Raises:
-        ValueError: for fewer than one part.
+        ValueError, TypeError: for fewer than one part, or what is no number; on all ranks.
     """
 
     def __init__(self, data: Any, num_parts: int, **kwargs: Any) -> None:
-        if num_parts < 1:
-            raise ValueError(f"num_parts must be at least 1, got {num_parts}")
+        with alike(ranks_of(data)):
+            if not isinstance(num_parts, int):
+                raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
+            if num_parts < 1:
+                raise ValueError(f"num_parts must be at least 1, got {num_parts}")
         typed = isinstance(data, HeteroData)
         sizes = {k: data[k].num_nodes for k in data.node_types} if typed else {}
         self.num_parts, self.num_nodes = num_parts, int(data.num_nodes)
