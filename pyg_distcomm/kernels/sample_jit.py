@@ -173,6 +173,32 @@ def draw(
 
 
 @jit
+def keep_least(
+    scratch: Array,
+    position: Array,
+    home: int,
+    held: int,
+    draws: int,
+    clock: float,
+    edge: int,
+) -> int:
+    """Puts an edge among the `draws` of least clock, ascending; returns how many there are.
+
+    `held` of them are kept so far, clocks in `scratch` and edges from `position[home]` on.
+    """
+    if held == draws and clock >= scratch[draws - 1]:
+        return held
+    slot = held if held < draws else draws - 1
+    while slot and scratch[slot - 1] > clock:
+        scratch[slot] = scratch[slot - 1]
+        position[home + slot] = position[home + slot - 1]
+        slot -= 1
+    scratch[slot] = clock
+    position[home + slot] = edge
+    return min(held + 1, draws)
+
+
+@jit
 def draw_weighted(
     keys: Array,
     ends: Array,
@@ -227,16 +253,7 @@ def draw_weighted(
                 continue
             edge = np.int64(row[2 * e + 1]) if stride == 2 else e
             clock = -math.log(uniform(generator, edge) + 0.5 * UNIT) / weight[e]
-            if held == draws and clock >= scratch[draws - 1]:
-                continue
-            slot = held if held < draws else draws - 1
-            while slot and scratch[slot - 1] > clock:
-                scratch[slot] = scratch[slot - 1]
-                position[home + slot] = position[home + slot - 1]
-                slot -= 1
-            scratch[slot] = clock
-            position[home + slot] = e
-            held = min(held + 1, draws)
+            held = keep_least(scratch, position, home, held, draws, clock, e)
 
 
 @jit
@@ -296,16 +313,7 @@ def draw_labor(
             edges[slot] += 1
             if weight is not None:
                 clock = -math.log(clock + 0.5 * UNIT) / weight[e]
-            if held == draws and clock >= scratch[draws - 1]:
-                continue
-            place = held if held < draws else draws - 1
-            while place and scratch[place - 1] > clock:
-                scratch[place] = scratch[place - 1]
-                position[home + place] = position[home + place - 1]
-                place -= 1
-            scratch[place] = clock
-            position[home + place] = e
-            held = min(held + 1, draws)
+            held = keep_least(scratch, position, home, held, draws, clock, e)
 
 
 @jit

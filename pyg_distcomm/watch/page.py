@@ -332,14 +332,14 @@ def _waits(epochs: Sequence[Row]) -> list[str]:
     shown, said = _most(rows, lambda parts: parts["waiting"])
     worst = imbalance([parts["computing"] for _, parts in rows])
     key = drawing.legend(["computing", "waiting"])
-    told = f"{said}{_of(settled)} The busiest rank computes "
+    told = f"{said}{_span_of(settled)} The busiest rank computes "
     told += f"{worst:.2f} times the mean."
     return [
         _section("Waits by rank", _figure(key, drawing.bars(shown, as_seconds), told))
     ]
 
 
-def _of(settled: Sequence[Row]) -> str:
+def _span_of(settled: Sequence[Row]) -> str:
     """Says of which epochs medians are."""
     first, last = settled[0]["epoch"], settled[-1]["epoch"]
     return f"Medians of epochs {first} to {last}."
@@ -353,7 +353,7 @@ def _phases(epochs: Sequence[Row]) -> list[str]:
     middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
     rows = [(name, {"seconds": value}) for name, value in middle.items()]
     own = len(middle) > 2
-    said = f"{_of(settled)} Means of ranks. "
+    said = f"{_span_of(settled)} Means of ranks. "
     said += (
         "Phases of the script hold both kinds; a loader's run beside training."
         if own
