@@ -1,4 +1,4 @@
-"""Declares ops: each runs compiled on the CPU, and as plain torch elsewhere."""
+"""Declares ops: each runs compiled on the CPU and on CUDA, and as plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -10,26 +10,35 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
+MODULES = {"cpu": ("cpu",), "cuda": ("cuda", "library"), "fake": ("fake",)}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """Calls the compiled twin of a definition where there is one, else the definition.
+    """Calls the twin of a definition that is made for where its arguments lie.
 
     The definition is a function of tensors in plain torch, without autograd, in a module
-    `x_ops`; the twin has its name and signature, in `x_cpu`. Twins are imported when they
-    are first called, because importing Numba takes a while.
+    `x_ops`. Its twins have its name and signature, one in each module of `MODULES` that
+    has one: on the CPU `x_cpu` (compiled by Numba); on CUDA `x_cuda` (Triton), or where
+    Triton is not installed `x_library` (what torch brings); for fake tensors, which have
+    shapes and no numbers, `x_fake`. Where no module has a twin the definition runs. Twins
+    are imported when they are first called, because importing Numba or Triton takes a
+    while.
+
+    The CPU's twin gets arguments of `types` alone. The other twins get all, and call the
+    definition for those that they cannot take.
 
     Args:
         definition: says what the op computes, on any device.
-        by: the arguments that must lie on the CPU for the twin to take them; of a CSR
+        by: the arguments that must lie on one device for a twin to take them; of a CSR
             matrix its columns count.
-        types: the types that the twin takes, floats all of one type; None for any.
+        types: the types that the CPU's twin takes, floats all of one type; None for any.
         check: raises where arguments do not fit each other.
     """
 
@@ -45,37 +54,61 @@ class Op(Generic[P, R]):
         names = list(inspect.signature(definition).parameters)
         self._by = [(names.index(name), name) for name in by.split()]
         self._types, self._check = types, check
-        self._twin: Callable[P, R] | None = None
+        self._twins: dict[str, Callable[P, R] | None] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Checks the arguments and computes."""
         if self._check is not None:
             self._check(*args, **kwargs)
-        if not self.compiles(*args, **kwargs):
-            return self.definition(*args, **kwargs)
-        return (self._twin or self._load())(*args, **kwargs)
+        where = self.place(*args, **kwargs)
+        twin = None if where is None else self.twin(where)
+        return (twin or self.definition)(*args, **kwargs)
 
-    def compiles(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Tells whether the compiled twin takes these arguments."""
-        floats = set()
+    def place(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
+        """Returns the key in `MODULES` of the twin for these arguments, if there is one."""
+        where: str | None = None
+        float_type: torch.dtype | None = None
+        suits = True  # the CPU's twin
         for place, name in self._by:
             given: Any = args[place] if place < len(args) else kwargs[name]
             t: Tensor = given[1] if isinstance(given, tuple) else given
-            if t.device.type != "cpu":
-                return False
-            if self._types is not None and t.dtype not in self._types:
-                return False
-            if t.dtype.is_floating_point:
-                floats.add(t.dtype)
-        return self._types is None or len(floats) < 2
+            here = place_of(t)
+            if where is not None and here != where:
+                return None
+            where = here
+            if self._types is not None:
+                kind = t.dtype
+                suits = suits and kind in self._types
+                if kind.is_floating_point:
+                    suits = suits and float_type in (None, kind)
+                    float_type = kind
+        return where if suits or where != "cpu" else None
 
-    def _load(self) -> Callable[P, R]:
-        module = self.definition.__module__.replace("_ops", "_cpu")
-        twin: Callable[P, R] = getattr(
-            importlib.import_module(module), self.definition.__name__
-        )
-        self._twin = twin
-        return twin
+    def twin(self, where: str) -> Callable[P, R] | None:
+        """Returns the twin for a place, None where there is none."""
+        if where not in self._twins:
+            self._twins[where] = self._load(where)
+        return self._twins[where]
+
+    def _load(self, where: str) -> Callable[P, R] | None:
+        stem, _, ending = self.definition.__module__.rpartition("_")
+        for kind in MODULES.get(where, ()) if ending == "ops" else ():
+            try:
+                module = importlib.import_module(f"{stem}_{kind}")
+            except ModuleNotFoundError as error:
+                if error.name not in ("triton", f"{stem}_{kind}"):
+                    raise
+                continue
+            if hasattr(module, self.definition.__name__):
+                return getattr(module, self.definition.__name__)
+        return None
+
+
+def place_of(t: Tensor) -> str:
+    """Returns a key of `MODULES`: the type of a tensor's device, or "fake"."""
+    if type(t) is not Tensor and isinstance(t, FakeTensor):
+        return "fake"
+    return "cpu" if t.is_cpu else t.device.type
 
 
 def op(
