@@ -1,0 +1,162 @@
+"""Triton's kernels against their definitions: on a device, or in Triton's interpreter.
+
+Without a device the twins of CUDA tensors are called on CPU tensors. `TRITON_INTERPRET=1`
+must be set before Triton is imported, which conftest does.
+"""
+
+from __future__ import annotations
+
+import definitions
+import pytest
+import tiers
+import torch
+
+from pyg_distcomm import kernels
+from pyg_distcomm.kernels import core_ops
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from pyg_distcomm.kernels import core_cuda, core_library
+
+reference = definitions.of(core_ops)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TYPES = (torch.float32, torch.float64, torch.bfloat16)
+WIDTHS = (1, 2, 3, 513, 33, 64, 130, 257, 16)
+KEY = 2**62 + 12345
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+
+
+@pytest.fixture
+def in_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def matrix(degrees, n, index=torch.int32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rowptr = torch.tensor([0, *degrees]).cumsum(0).to(index)
+    col = torch.randint(n, (int(rowptr[-1]),), generator=g).to(index)
+    return rowptr, col
+
+
+def there(*tensors):
+    return [t if t is None else t.to(DEVICE) for t in tensors]
+
+
+GRAPHS = {
+    "plain": [3, 0, 1, 5, 0, 2],
+    "no edges": [0, 0],
+    "one long row": [0, 4, 90, 0, 1],
+    "long rows side by side": [16, 70, 33, 0, 2, 47],
+    "no rows": [],
+}
+
+
+@tiers.cover(
+    "graph, f, dtype, index, weighted",
+    list(GRAPHS),
+    WIDTHS,
+    TYPES,
+    (torch.int32, torch.int64),
+    (True, False),
+    step=4,
+)
+def test_products(graph, f, dtype, index, weighted, monkeypatch):
+    monkeypatch.setattr(core_cuda, "CUT", 8)
+    monkeypatch.setattr(core_cuda, "TILE", 2048)
+    monkeypatch.setattr(core_cuda, "LIBRARY_DEGREE", 10**9)
+    rowptr, col = matrix(GRAPHS[graph], 11, index)
+    x = torch.randn(11, f).to(dtype)
+    value = torch.randn(len(col)).to(dtype) if weighted else None
+    start = torch.randn(len(rowptr) - 1, f).to(dtype)
+    close = {"rtol": 0.02, "atol": 0.1} if dtype == torch.bfloat16 else {}
+    given = there(rowptr, col, value, x)
+    want = reference.spmm(rowptr, col, value, x)
+    torch.testing.assert_close(core_cuda.spmm(*given).cpu(), want, **close)
+    out = start.clone().to(DEVICE)
+    assert core_cuda.spmm(*given, out, True) is out
+    want = start.double() + reference.spmm(
+        rowptr, col, None if value is None else value.double(), x.double()
+    )
+    torch.testing.assert_close(out.cpu(), want.to(dtype), **close)
+    dots = core_cuda.sddmm(*there(rowptr, col, start, x)).cpu()
+    want = reference.sddmm(rowptr, col, start.double(), x.double())
+    loose = close or {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(dots, want.to(dtype), **loose)
+
+
+@tiers.parametrize("dtype", TYPES[:2], slice(1), ids=str)
+def test_sums_in_the_order_of_the_cpu_have_its_bits(dtype, in_order, monkeypatch):
+    monkeypatch.setattr(core_cuda, "CUT", 8)
+    rowptr, col = matrix(GRAPHS["long rows side by side"], 11)
+    x = torch.randn(11, 33, dtype=dtype)
+    start = torch.randn(len(rowptr) - 1, 33, dtype=dtype)
+    want = kernels.spmm(rowptr, col, None, x)
+    assert torch.equal(core_cuda.spmm(*there(rowptr, col, None, x)).cpu(), want)
+    want = kernels.spmm(rowptr, col, None, x, start.clone(), True)
+    found = core_cuda.spmm(*there(rowptr, col, None, x, start.clone()), True)
+    assert torch.equal(found.cpu(), want)
+    src = torch.randn(len(col), 5, dtype=dtype)
+    want = kernels.scatter_add_rows(x[:, :5].contiguous(), col, src)
+    found = core_cuda.scatter_add_rows(*there(x[:, :5].contiguous(), col, src))
+    assert torch.equal(found.cpu(), want)
+
+
+@pytest.mark.exhaustive
+def test_parts_of_a_matrix_and_of_rows(monkeypatch):
+    monkeypatch.setattr(core_cuda, "CUT", 8)
+    rowptr, col = matrix(GRAPHS["long rows side by side"], 11)
+    x, value = torch.randn(11, 40), torch.randn(len(col))
+    for begin, end in ((0, 2), (1, 5), (3, 3)):
+        part = rowptr[begin : end + 1]
+        given = there(part, col, value, x)
+        found = core_cuda.spmm(*given[:3], given[3][:, 7:30]).cpu()
+        want = reference.spmm(part, col, value, x[:, 7:30])
+        torch.testing.assert_close(found, want)
+        g = torch.randn(end - begin, 40)
+        found = core_cuda.sddmm(*there(part, col, g, x)).cpu()
+        torch.testing.assert_close(found, reference.sddmm(part, col, g, x))
+    turned = torch.zeros(40, 6).to(DEVICE).t()
+    assert core_cuda.spmm(*there(rowptr, col, value, x), turned) is turned
+    torch.testing.assert_close(turned.cpu(), reference.spmm(rowptr, col, value, x))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_what_torch_brings(index):
+    rowptr, col = matrix(GRAPHS["plain"], 11, index)
+    x, value = torch.randn(11, 8), torch.randn(len(col))
+    for given in (None, value):
+        want = reference.spmm(rowptr, col, given, x)
+        found = core_library.spmm(*there(rowptr, col, given, x)).cpu()
+        torch.testing.assert_close(found, want)
+        out = torch.ones(6, 8).to(DEVICE)
+        core_library.spmm(*there(rowptr, col, given, x), out, True)
+        torch.testing.assert_close(out.cpu(), want + 1)
+    part = there(rowptr[1:4])[0] if DEVICE.type == "cpu" else rowptr.to(DEVICE)[1:4]
+    found = core_library.spmm(part, *there(col, value, x)).cpu()
+    torch.testing.assert_close(found, reference.spmm(rowptr[1:4], col, value, x))
+    assert torch.equal(core_library.gather_rows(*there(x, col)).cpu(), x[col.long()])
+
+
+@tiers.cover("key, index", [KEY, 2**63 - 1, 0], [torch.int64, torch.int32], step=2)
+def test_keyed_bits_and_masks(key, index):
+    gid = torch.randint(0, 2**31 - 1, (40,)).to(index)
+    if index == torch.int64:
+        gid[:3] = torch.tensor([2**62, 2**63 - 1, 0])
+    for cols in (0, 1, 33):
+        found = core_cuda.keyed_bits(key, gid.to(DEVICE), cols).cpu()
+        assert torch.equal(found, kernels.keyed_bits(key, gid, cols))
+        found = core_cuda.keyed_mask(key, gid.to(DEVICE), cols, 0.3).cpu()
+        assert torch.equal(found, kernels.keyed_mask(key, gid, cols, 0.3))
+
+
+@tiers.cover("dtype, p", TYPES, (0.3, 0.0, 1.0))
+def test_keyed_dropout(dtype, p):
+    x, gid = torch.randn(50, 3, 7).to(dtype), torch.randint(0, 2**40, (50,))
+    found = core_cuda.keyed_dropout(x.to(DEVICE), KEY, gid.to(DEVICE), p).cpu()
+    want = kernels.keyed_dropout(x, KEY, gid, p)
+    if dtype != torch.bfloat16 or DEVICE.type == "cuda":
+        assert torch.equal(found, want)
+    else:  # the interpreter cuts bits off where a device rounds to nearest
+        assert torch.equal(found == 0, want == 0)
+        torch.testing.assert_close(found, want, rtol=2**-7, atol=0.0)
