@@ -14,9 +14,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-if (
-    not torch.cuda.is_available()
-):  # Triton's kernels then run on the CPU, one number a time
+if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
