@@ -32,6 +32,7 @@ LINKS = {
     "1 bit": lambda epochs: pdc.Sylvie(late=0),
     "1 bit, late (Sylvie)": lambda epochs: pdc.Sylvie(),
     "1 bit, now every 5": lambda epochs: pdc.Sylvie(sync_every=5),
+    "1 bit, late after 1/3": lambda epochs: pdc.Sylvie(warmup=max(epochs // 3, 1)),
     "late (PipeGCN)": lambda epochs: pdc.PipeGCN(),
     "columns 1/8": lambda epochs: pdc.VARCO(epochs, schedule=Fixed(8)),
     "VARCO, slope 5": lambda epochs: pdc.VARCO(epochs, slope=5),
@@ -71,6 +72,7 @@ def main():
     parser.add_argument("--model", choices=("gcn", "sage"), default="gcn")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--dropout", type=float, default=0.5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
@@ -81,7 +83,8 @@ def main():
 
     def model(seed):
         torch.manual_seed(seed)
-        return {"gcn": GCN, "sage": GraphSAGE}[args.model](*sizes)
+        kind = {"gcn": GCN, "sage": GraphSAGE}[args.model]
+        return kind(*sizes, dropout=args.dropout)
 
     owner = pdc.partition(whole, mesh, args.cutter).edge_index.nodes.partition.owner
     source, target = owner.long()[whole.edge_index]

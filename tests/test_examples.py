@@ -270,10 +270,11 @@ def test_sylvie_sends_one_bit_a_number(tmp_path, ranks):
 @pytest.mark.subprocess
 def test_lossy_links_stand_beside_pyg_and_beside_nothing(tmp_path):
     flags = ("--dataset", "generated-600", "--epochs", "12", "--seeds", "1")
+    flags += ("--dropout", "0")
     shown = run(example("lossy_links"), tmp_path, *flags, ranks=2)
     row = r"^(\S.*?)  +(\d+\.\d+)  +-  +([+-]\d+\.\d+)  +([+-]\d+\.\d+)  +(\S+)$"
     rows = {name: cells for name, *cells in figures(shown, row)}
-    assert len(rows) == 14
+    assert len(rows) == 15
     pyg, nothing = float(rows["PyG, 1 process"][0]), float(rows["sending nothing"][0])
     assert rows["sending nothing"][3] == "0.000"
     # the exact link is PyG, but for rounding; a lossy one sends less, unless it is late
@@ -282,7 +283,7 @@ def test_lossy_links_stand_beside_pyg_and_beside_nothing(tmp_path):
         assert float(beside_pyg) == pytest.approx(float(score) - pyg, abs=0.011)
         assert float(beside_nothing) == pytest.approx(float(score) - nothing, abs=0.011)
         if name not in ("PyG, 1 process", "exact", "late (PipeGCN)"):
-            assert float(share) < 0.9, name
+            assert float(share) < 1, name
 
 
 @tiers.rare
