@@ -73,7 +73,8 @@ def _launched(name, minibatches):
     return globals()[name](minibatches)
 
 
-@pytest.mark.parametrize("ranks", [tiers.rarely(1), 2])
+@tiers.rare
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     want, scores = plainly(3)

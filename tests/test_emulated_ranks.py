@@ -145,8 +145,6 @@ CASES = [
 ]
 _OFTEN = {
     "smooth apart",
-    "by degree, adaptive",
-    "by range",
     "skipped, one bit",
 }
 

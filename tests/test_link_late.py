@@ -28,7 +28,7 @@ def first_right(right, which):
             [(3, 1, 1), (2, 2, 1), (1, 2, 2)], [(1, None), (2, 1), (1, 0), (3, 0)]
         )
     ),
-    [((3, 1, 1), (1, None)), ((2, 2, 1), (2, 1))],
+    [((2, 2, 1), (2, 1))],
 )
 def test_late_links_become_exact(grid, staleness):
     late, late_gradients = staleness

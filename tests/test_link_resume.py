@@ -104,7 +104,7 @@ def resumed_with_a_kept_product(name, done, evaluates, folder):
 @pytest.mark.parametrize(
     ("done", "evaluates"),
     [
-        (1, ""),
+        tiers.rarely(1, ""),
         tiers.rarely(2, ""),
         tiers.rarely(4, ""),
         (2, "it"),
@@ -132,7 +132,7 @@ def resumed(name, grid, folder):
     assert link.epoch == 7
 
 
-@tiers.parametrize("name", NAMES, ["budget", "apart", "skipped"])
+@tiers.parametrize("name", NAMES, ["budget", "skipped"])
 def test_the_next_epoch_is_the_same(name, tmp_path):
     worlds.run(resumed, 4, name, (4, 1, 1), tmp_path / "a")
     if name in ("varco late", "residual"):

@@ -143,7 +143,7 @@ def _compared(size, c, case, place):
     GRIDS,
     list(CASES),
     [{}, {"sample_at": "requester"}, {"topology": "replicated"}],
-    step=2,
+    step=3,
 )
 def test_links_of_a_share_are_those_of_the_whole_graph(world, case, place):
     size, c = world

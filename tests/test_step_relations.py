@@ -334,7 +334,7 @@ def test_minibatches_of_workers_carry_what_the_sampler_knew(kind):
 # Products with a linear layer -----------------------------------------------------------
 
 
-@tiers.cover(("kind", "first"), ["sum", "mean"], [True, False])
+@tiers.cover(("kind", "first"), ["sum", "mean"], [True, False], step=2)
 def test_products_with_linear_layers_are_differentiated_twice(kind, first):
     g = torch.Generator().manual_seed(0)
     edges = GroupedEdges.build(torch.randint(6, (2, 20), generator=g), 8, 7)
