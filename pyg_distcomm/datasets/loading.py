@@ -74,7 +74,8 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
 
     name  a data set of PyG's, in any case, kept and downloaded below `root`; one of OGB's,
           "ogbn-arxiv", "ogbn-products" or "ogbn-papers100M" (`load_ogb`), below root/ogb;
-          either with its root before it, as "path/to/data/Cora";
+          either with its root before it, as "path/to/data/Cora", or with the
+          folder of its files, as "path/to/data/planetoid/Cora";
           "digits"; "generated-N" for a made-up graph of N nodes, and
           "communities-N-M" for a larger one, with hubs, of M edges; or
           the path of a .pt file that holds a Data, or of an .npz file with edge_index
@@ -97,7 +98,10 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
         root, lower = Path(name).parent, Path(name).name.lower()
     for known, (folder, kind, argument) in KNOWN.items():
         if known.lower() == lower:
-            return _from_pyg(known, Path(root) / folder, kind, argument)
+            place = Path(root)
+            if place.name == folder:  # data/amazon/Photo, as PyG's files lie
+                place = place.parent
+            return _from_pyg(known, place / folder, kind, argument)
     for known in OGB:
         if known.lower() == lower:
             return load_ogb(known, Path(root) / "ogb")
