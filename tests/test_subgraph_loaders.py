@@ -468,6 +468,11 @@ def _wrong_on_one():
         GraphSAINTNodeSampler(share, 5, topology="partitioned" if bad else "auto")
     with pytest.raises(ValueError, match=r"num_samples must be 0 or more, got \[-3\]"):
         HGTLoader(typed, [-3 if bad else 3], input_nodes="paper", batch_size=4)
+    cluster = torch.arange(int(data.num_nodes)) % 3
+    with pytest.raises(ValueError, match=r"rank 0 gave \('block', 3, 0\), and rank 1"):
+        ClusterData(share, 3, method=cluster if bad else "block")
+    with pytest.raises(ValueError, match="owner has 59 entries"):
+        ClusterData(share, 3, method=cluster[1:] if bad else cluster)
 
 
 def test_what_is_wrong_on_one_rank_is_told_to_all():

@@ -20,6 +20,7 @@ from torch_geometric.utils import sort_edge_index
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.loader.partitioned_source import alike
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_block import is_share
@@ -157,9 +158,19 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
     rank, first, problem = world.rank, 0, None
     assert partition is not None  # of what pdc.partition returns
     own = torch.empty(0, dtype=torch.int64)
+    name = method if isinstance(method, str) else "the cluster of each node"
+    asked = collectives.all_gather_object((name, num_parts, seed), world)
+    for other, wanted in enumerate(asked):
+        if wanted != asked[0]:
+            raise ValueError(
+                "all ranks build a ClusterData of a share with the same method, num_parts "
+                f"and seed; rank 0 gave {asked[0]}, and rank {other} {wanted}"
+            )
     if not isinstance(method, str):
         given = method.full_tensor() if isinstance(method, DistTensor) else method
-        return Partition.from_owner(given, num_parts, partition.num_nodes).owner.long()
+        with alike(world):
+            found = Partition.from_owner(given, num_parts, partition.num_nodes)
+        return found.owner.long()
     try:
         counts = _counts(partition.sizes, num_parts)
         first = sum(counts[:rank])
