@@ -34,6 +34,8 @@ def test_help_and_version_load_no_torch():
     assert done.returncode == 0, done.stderr
     assert f"pyg-distcomm {pyg_distcomm.__version__}\n" in done.stdout
     assert done.stdout.count("--json") >= 2 * len(VERBS)  # usage, and what it does
+    as_module = [sys.executable, "-m", "pyg_distcomm.cli", "--version"]
+    assert subprocess.check_output(as_module, text=True).startswith("pyg-distcomm ")
 
 
 def test_packages_do_not_hide_the_functions_of_their_names():

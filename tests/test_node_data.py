@@ -204,7 +204,9 @@ def write_pyg(root, name):
 @pytest.mark.parametrize("name", ["Reddit", "Flickr", "Yelp"])
 def test_pygs_own_classes_read_their_files(tmp_path, name):
     given = write_pyg(tmp_path, name)
-    data = load_node_data(name, tmp_path)
+    path = tmp_path / name.lower() / name  # by the folder of its files
+    assert is_known(str(path))
+    data = load_node_data(str(path) if name == "Flickr" else name, tmp_path)
     labels = torch.from_numpy(given["y"])
     assert num_outputs(data.y) == 4
     want = F.one_hot(labels).float() if name == "Yelp" else labels
@@ -212,6 +214,13 @@ def test_pygs_own_classes_read_their_files(tmp_path, name):
     assert data.test_mask.nonzero().view(-1).tolist() == sorted(split(given)["test"])
     src, dst = given["edges"]
     assert data.num_edges == len(set(zip(src.tolist(), dst.tolist(), strict=True)))
+
+
+def test_a_folder_of_parts_is_no_data_set(tmp_path):
+    (tmp_path / "Cora").mkdir()
+    assert is_known(str(tmp_path / "Cora"))
+    (tmp_path / "Cora" / "META.json").touch()
+    assert not is_known(str(tmp_path / "Cora"))
 
 
 def test_graphs_without_masks_get_them_and_one_of_several_is_taken(tmp_path):

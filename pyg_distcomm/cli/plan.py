@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.datasets import load_dataset
+from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.any_folder import open_folder, open_foreign
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.degree_distribution import RandomGraph
@@ -119,7 +119,8 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
         raise ValueError("plan takes either a graph, or --nodes N and --edges M")
     if given[0] is None:
         return RandomGraph(arguments.nodes, arguments.edges, arguments.law), None
-    if Path(given[0]).is_dir() or open_foreign(given[0]) is not None:
+    parts = Path(given[0]).is_dir() and not is_known(given[0])
+    if parts or open_foreign(given[0]) is not None:
         return read_edges(Path(given[0]))
     return load_dataset(given[0], arguments.root), None
 

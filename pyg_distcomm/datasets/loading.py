@@ -22,6 +22,7 @@ from torch_geometric.utils import to_undirected
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.datasets.ogb import OGB, load_ogb
 from pyg_distcomm.partition.edge_files import BAD_FILE, check_archive
+from pyg_distcomm.partition.layout import META
 from pyg_distcomm.partition.pyg_folder import check_saved, is_archive
 
 __all__ = [
@@ -114,8 +115,9 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
 
 
 def is_known(name: str) -> bool:
-    """Returns whether a name, in any case, is that of a data set."""
-    return name.lower() in {"digits", *(known.lower() for known in (*KNOWN, *OGB))}
+    """Returns whether a name, in any case, or a path to it is that of a data set."""
+    known = {"digits", *(known.lower() for known in (*KNOWN, *OGB))}
+    return Path(name).name.lower() in known and not (Path(name) / META).exists()
 
 
 def digits(seed: int = 0) -> Data:

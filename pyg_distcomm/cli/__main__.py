@@ -1,0 +1,7 @@
+"""Lets `python -m pyg_distcomm.cli` be the command `pyg-distcomm`."""
+
+import sys
+
+from pyg_distcomm.cli import main
+
+sys.exit(main())
