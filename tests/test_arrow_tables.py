@@ -97,7 +97,8 @@ def test_a_table_is_cut_as_arrays_are(tmp_path, monkeypatch, ending, undirected)
     [
         ({"a": [0], "b": [1], "c": [2]}, r"two columns named src and dst.*got a, b, c"),
         ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has the node -2"),
-        ({"src": [0.5], "dst": [1]}, r"'src' holds float64, wanted node ids"),
+        ({"src": [0.5], "dst": [1]}, r"'src' holds double, wanted node ids"),
+        ({"src": ["a"], "dst": ["b"]}, r"'src' holds string, .* of a table of nodes"),
         ({"src": [0, None], "dst": [1, 2]}, r"'src' has 1 missing values"),
         ({"src": [0], "dst": [1], "when": ["today"]}, r"'when' holds string"),
         ({"src": [0, 1], "dst": [1, 0], "w": [[1.0], [1.0, 2.0]]}, r"1 to 2 numbers"),
@@ -110,13 +111,51 @@ def test_what_is_no_edge_is_named(tmp_path, columns, why):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("texts", [False, True])
+@pytest.mark.parametrize("method", ["stream", "block"])
+def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, texts, method):
+    monkeypatch.setattr(arrow_tables, "MOST_ROWS", 17)
+    given = numbers()
+    names = np.random.default_rng(2).integers(0, 2**40, N) * 2 + np.arange(N) % 2
+    if texts:
+        names = np.array([f"node {name}" for name in names])
+    columns = {"src": names[given["pairs"][:, 0]], "dst": names[given["pairs"][:, 1]]}
+    edges = write(tmp_path / "edges.parquet", pa.table(columns))
+    nodes = node_table(given).set_column(0, "ID", pa.array(names))
+    nodes = write(tmp_path / "nodes.parquet", nodes)
+    partition_files(edges, tmp_path / "tables", 3, method, node_table=nodes)
+    columns = dict(zip(("src", "dst"), given["pairs"].T, strict=True))
+    plain = write(tmp_path / "plain.parquet", pa.table(columns))
+    nodes_in_order = write(tmp_path / "in_order.parquet", node_table(given))
+    partition_files(plain, tmp_path / "plain", 3, method, node_table=nodes_in_order)
+    both = parts(tmp_path / "plain"), parts(tmp_path / "tables")
+    for want, got in zip(*both, strict=True):
+        assert torch.equal(want.edge_index, got.edge_index)
+        assert set(want.node) == set(got.node)
+        assert all(torch.equal(want.node[name], got.node[name]) for name in want.node)
+
+
+def test_an_end_that_is_no_node_is_named(tmp_path):
+    columns = {"src": ["a", "b", "d"], "dst": ["b", "c", "a"]}
+    edges = write(tmp_path / "edges.parquet", pa.table(columns))
+    table = pa.table({"id": ["a", "b", "c"], "y": [0, 1, 0]})
+    nodes = write(tmp_path / "nodes.parquet", table)
+    with pytest.raises(
+        ValueError, match=r"edge 2 has in 'src' the node 'd'.*no row of"
+    ):
+        partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+    (tmp_path / "edges.csv").write_text("0,1\n")
+    with pytest.raises(ValueError, match=r"not 0 .. 2.*to_parquet"):
+        partition_files(tmp_path / "edges.csv", tmp_path / "out", 1, node_table=nodes)
+
+
 def test_nodes_of_a_table_are_each_there_once(tmp_path):
     given = numbers()
     edges = write(tmp_path / "edges.parquet", edge_table(given, ("From", "To")))
     twice = np.arange(N)
     twice[3] = 4
     nodes = write(tmp_path / "nodes.parquet", node_table(given, twice))
-    with pytest.raises(ValueError, match=r"'id' must hold each of 0 .. 39 once"):
+    with pytest.raises(ValueError, match=r"'id' holds 4 2 times"):
         partition_files(edges, tmp_path / "out", 2, node_table=nodes)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense PAR1")
     with pytest.raises(ValueError, match=r"bad.parquet: cannot be read"):

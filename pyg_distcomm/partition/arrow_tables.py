@@ -24,6 +24,7 @@ from pyg_distcomm.partition.edge_files import (
 
 ENDINGS = (".parquet", ".arrow", ".feather")
 ROWS = 1 << 16  # of a table in memory at once
+MOST_ROWS = 1 << 24  # of edges, while their ends are looked up
 ENDS = (("src", "dst"), ("source", "target"), ("row", "col"), ("from", "to"))
 IDS = ("id", "node_id", "node", "gid")
 
@@ -80,21 +81,34 @@ class ArrowTable:
 
     def batches(self, columns: list[str]) -> Iterator[list[np.ndarray]]:
         """Yields some columns `[c, ...]` of the next rows, in order."""
+        for batch in self._columns(columns, ROWS):
+            with self._reading():
+                arrays = [
+                    self._array(name, column)
+                    for name, column in zip(columns, batch, strict=True)
+                ]
+            yield arrays
+
+    def _columns(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
+        """Yields some columns of the next rows as pyarrow's arrays, without missing values."""
         with self._reading():
             if self.path.suffix.lower() == ".parquet":
                 file: Any = _pyarrow("parquet").ParquetFile(self.path)
-                source = file.iter_batches(ROWS, columns=columns)
+                source = file.iter_batches(rows, columns=columns)
             else:
                 data = _pyarrow("dataset").dataset(self.path, format="feather")
-                source = data.to_batches(columns=columns, batch_size=ROWS)
+                source = data.to_batches(columns=columns, batch_size=rows)
             for batch in source:
-                yield [self._array(name, batch.column(name)) for name in columns]
+                found = [batch.column(name) for name in columns]
+                for name, column in zip(columns, found, strict=True):
+                    if column.null_count:
+                        raise ValueError(
+                            f"{self.path}: {name!r} has {column.null_count} missing "
+                            "values; fill them in"
+                        )
+                yield found
 
     def _array(self, name: str, column: Any) -> np.ndarray:
-        if column.null_count:
-            raise ValueError(
-                f"{self.path}: {name!r} has {column.null_count} missing values; fill them in"
-            )
         types, kind = _pyarrow("types"), column.type
         width = None
         if types.is_list(kind) or types.is_large_list(kind):
@@ -135,11 +149,17 @@ class ArrowTable:
         )
 
     def edges(
-        self, out: Path, *, num_nodes: int | None, undirected: bool
+        self,
+        out: Path,
+        *,
+        num_nodes: int | None,
+        undirected: bool,
+        nodes: NodeNames | None = None,
     ) -> tuple[EdgeFile, int]:
         """Reads the edges once, into the .npy file `out`; returns it and the largest id.
 
         With `undirected`, an edge is followed by its reverse, unless it is a self-loop.
+        With `nodes`, ends are values of the column of ids of a table of nodes.
         """
         names, largest = list(self.ends()), -1
         limit = MOST_NODES if num_nodes is None else num_nodes
@@ -151,17 +171,15 @@ class ArrowTable:
             leave=False,
         )
         with bar, PairWriter(out) as writer:
-            for ends in self.batches(names):
-                for name, ids in zip(names, ends, strict=True):
-                    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                        raise ValueError(
-                            f"{self.path}: {name!r} holds {ids.dtype}, wanted node ids"
-                        )
+            for ends in self._places(names, nodes):
+                for ids in ends:
                     bad = np.flatnonzero((ids < 0) | (ids >= limit))
                     if bad.size:
                         raise ValueError(
                             f"{self.path}: edge {bar.n + int(bad[0])} has the node "
-                            f"{ids[bad[0]]}, but ids are 0 .. {limit - 1}"
+                            f"{ids[bad[0]]}, but ids are 0 .. {limit - 1}; ids with "
+                            "gaps are looked up in the column 'id' of a table of nodes "
+                            "(--node-table)"
                         )
                 pairs = np.stack(ends, 1).astype(np.int64)
                 largest = max(largest, int(pairs.max(initial=-1)))
@@ -170,31 +188,111 @@ class ArrowTable:
                 bar.refresh()
         return EdgeFile(out, tall=True), largest
 
+    def _places(
+        self, ends: list[str], nodes: NodeNames | None
+    ) -> Iterator[list[np.ndarray]]:
+        """Yields the ends of the next edges as places of nodes."""
+        if nodes is None:
+            for name in ends:
+                kind = self._schema.field(name).type
+                if not _pyarrow("types").is_integer(kind):
+                    raise ValueError(
+                        f"{self.path}: {name!r} holds {kind}, wanted node ids, which are 0 .. "
+                        "n - 1; ids of another kind are looked up in the column 'id' of a "
+                        "table of nodes (--node-table)"
+                    )
+            yield from self.batches(ends)
+            return
+        # looking up goes through all names once a batch: let it be worth it
+        done, rows = 0, min(max(ROWS, len(nodes.names)), MOST_ROWS)
+        for columns in self._columns(ends, rows):
+            places = []
+            for name, column in zip(ends, columns, strict=True):
+                with self._reading():
+                    place = nodes.find(column)
+                missing = np.flatnonzero(place < 0)
+                if missing.size:
+                    raise ValueError(
+                        f"{self.path}: edge {done + int(missing[0])} has in {name!r} the "
+                        f"node {column[int(missing[0])].as_py()!r}, which is in no row of "
+                        f"{nodes.name}"
+                    )
+                places.append(place)
+            done += len(places[0])
+            yield places
+
     def edge_columns(self) -> dict[str, ArrowColumn]:
         """Returns the columns beside the ends of edges, by name."""
         ends = self.ends()
         return {n: ArrowColumn(self, n) for n in self.names if n not in ends}
 
+    def _id_column(self) -> str | None:
+        lower = {name.lower(): name for name in self.names}
+        return next((lower[name] for name in IDS if name in lower), None)
+
     def node_columns(self) -> dict[str, ArrowColumn]:
         """Returns the columns beside the ids, by name; rows are brought into their order."""
-        lower = {name.lower(): name for name in self.names}
-        given = next((lower[name] for name in IDS if name in lower), None)
-        order = None if given is None else self._order(given)
+        given, order = self._id_column(), None
+        if given is not None and self.node_names() is None:
+            order = self._order(given)
         return {n: ArrowColumn(self, n, order) for n in self.names if n != given}
 
+    def node_names(self) -> NodeNames | None:
+        """Returns the ids of nodes to look up, whose order is that of the rows.
+
+        None where there is no column of ids, or it holds each of 0 .. n - 1: then an id is
+        the place of a node.
+        """
+        given = self._id_column()
+        if given is None:
+            return None
+        lib, parts = _pyarrow("lib"), [ids for (ids,) in self._columns([given], ROWS)]
+        if not parts:
+            return None
+        names = lib.chunked_array(parts).combine_chunks()
+        if _pyarrow("types").is_integer(names.type):
+            ids = np.sort(names.to_numpy(zero_copy_only=False))
+            if np.array_equal(ids, np.arange(ids.size)):
+                return None
+        with self._reading():
+            twice = _pyarrow("compute").value_counts(names)
+            counts = twice.field("counts").to_numpy(zero_copy_only=False)
+        if counts.max(initial=0) > 1:
+            name = twice.field("values")[int(counts.argmax())].as_py()
+            raise ValueError(
+                f"{self.path}: {given!r} holds {name!r} {counts.max()} times; give each "
+                "node one row"
+            )
+        return NodeNames(f"{given!r} of {self.path}", names)
+
     def _order(self, name: str) -> np.ndarray | None:
-        """Returns the row of each node id, or None where rows are in the order of ids."""
+        """Returns the row of each of the node ids 0 .. n - 1; None if they are in order."""
         parts = [ids for (ids,) in self.batches([name])]
         ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        each = np.arange(ids.size)
-        if np.array_equal(ids, each):
+        if np.array_equal(ids, np.arange(ids.size)):
             return None
-        order = np.argsort(ids, kind="stable")
-        if not np.array_equal(ids[order], each):
-            raise ValueError(
-                f"{self.path}: {name!r} must hold each of 0 .. {ids.size - 1} once"
-            )
-        return order
+        return np.argsort(ids, kind="stable")
+
+
+class NodeNames:
+    """Holds the ids of nodes, integers of any size or texts, each at the place of its node.
+
+    Attributes:
+        name: of the column, for messages.
+        names: pyarrow's array `[n]`.
+    """
+
+    def __init__(self, name: str, names: Any) -> None:
+        self.name, self.names = name, names
+
+    def find(self, ids: Any) -> np.ndarray:
+        """Returns the place of each id, int64; -1 for one that is not among them."""
+        compute = _pyarrow("compute")
+        if ids.type != self.names.type:
+            ids = ids.cast(self.names.type)
+        found = compute.index_in(ids, value_set=self.names)
+        place: np.ndarray = compute.fill_null(found, -1).to_numpy(zero_copy_only=False)
+        return place.astype(np.int64)
 
 
 class ArrowColumn:

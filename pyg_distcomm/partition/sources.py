@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.partition.arrow_tables import ArrowTable, is_table
+from pyg_distcomm.partition.arrow_tables import ArrowTable, NodeNames, is_table
 from pyg_distcomm.partition.edge_files import (
     BAD_FILE,
     TEXT,
@@ -107,15 +107,24 @@ def open_source(
     split       which folder of split/, if there are several
     node_files, edge_files  .npy files by the name of the attribute
     node_table  a table (.parquet, .arrow, .feather) with a row for each node, and a column
-                for each attribute; in the order of ids, or with ids in a column "id"
+                for each attribute; in the order of ids, or with ids in a column "id". Where
+                these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
+                the ends of edges, in a table too, are looked up among them
 
     Raises ValueError, naming the file, for what is missing, damaged or at odds.
     """
     path = Path(path)
     _check_names(set(node_files or {}), set(edge_files or {}))
     table = None if node_table is None else ArrowTable(Path(node_table))
+    names = None if table is None else table.node_names()
     if table is not None and num_nodes is None:
         num_nodes = table.num_rows
+    if names is not None and not is_table(path):
+        raise ValueError(
+            f"{names.name}: these ids are not 0 .. {len(names.names) - 1}, and are looked up "
+            f"for edges in tables only; make {path} one: "
+            "pandas.read_csv(...).to_parquet('edges.parquet')"
+        )
     if path.is_dir():
         found = _Folder(path, spool, num_nodes, undirected, split).read()
     elif not path.is_file():
@@ -123,7 +132,7 @@ def open_source(
     elif path.suffix == ".npz":
         found = _from_npz(path, spool, num_nodes, undirected)
     else:
-        found = _with_edges(path, spool, num_nodes, undirected)
+        found = _with_edges(path, spool, num_nodes, undirected, names)
     for name, file in {**(node_files or {}), **(edge_files or {})}.items():
         found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
@@ -165,7 +174,11 @@ def _check_rows(column: Column, count: int, what: str) -> None:
 
 
 def _with_edges(
-    path: Path, spool: Path, num_nodes: int | None, undirected: bool
+    path: Path,
+    spool: Path,
+    num_nodes: int | None,
+    undirected: bool,
+    names: NodeNames | None = None,
 ) -> GraphFiles:
     if is_text(path):
         edges, largest = spool_text(
@@ -176,7 +189,10 @@ def _with_edges(
     if is_table(path):
         edge_table = ArrowTable(path)
         edges, largest = edge_table.edges(
-            spool / "edges.npy", num_nodes=num_nodes, undirected=undirected
+            spool / "edges.npy",
+            num_nodes=num_nodes,
+            undirected=undirected,
+            nodes=names,
         )
         count = _count(path, largest, edges) if num_nodes is None else num_nodes
         found = GraphFiles(edges, count, undirected)
