@@ -45,6 +45,8 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(TypeError, match="skip must be a Drift"):
         LinkPolicy(ONE, skip=0.1)
     with pytest.raises(TypeError, match="Codec"):
+        LinkPolicy(1)
+    with pytest.raises(ValueError, match="codec 'one bit' is not known"):
         LinkPolicy("one bit")
     with pytest.raises(TypeError, match="LinkPolicy"):
         DistGCNConv(3, 4, link=Plain())

@@ -110,14 +110,14 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = pdc.metrics(None, lone(), writers=[pdc.TensorBoardWriter(tmp_path)])
-    for epoch in range(3):
-        run.epoch(epoch, loss=1.5 * epoch)
+    for epochs in (range(3), range(1, 4)):  # the second start repeats two epochs
+        run = pdc.metrics(None, lone(), writers=[pdc.TensorBoardWriter(tmp_path)])
+        for epoch in epochs:
+            run.epoch(epoch, loss=1.5 * epoch)
     events = EventAccumulator(str(tmp_path)).Reload()
-    found = [events.Tensors("loss")[k].step for k in range(3)]
-    values = [e.tensor_proto.float_val[0] for e in events.Tensors("loss")]
-    assert (found, values) == ([0, 1, 2], [0, 1.5, 3])
-    assert "bytes/total" in events.Tags()["tensors"]
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(0, 0), (1, 1.5), (2, 3), (3, 4.5)]
+    assert "bytes/total" in events.Tags()["scalars"]
 
 
 def alike(folder):

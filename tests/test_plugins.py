@@ -12,6 +12,7 @@ from pyg_distcomm import plugins
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.halo.codecs import codec_of, known_codecs
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistLayerLoader
 from pyg_distcomm.partition.cutters import cut, known_methods
 from pyg_distcomm.partition.folder import read_part
@@ -108,10 +109,12 @@ def test_a_cutter_that_fails_is_named(installed, name, why):
 def test_a_registered_codec_is_known_by_its_name(installed):
     assert "half-byte" in known_codecs()
     assert codec_of("half-byte").bits == 4
+    link = LinkPolicy("half-byte", gradient_codec="bf16")
+    assert (link.codec.bits, link.gradient_codec) == (4, codec_of("bf16"))
     assert codings("half-byte late")[1].name == "half-byte late"
     with pytest.raises(ValueError, match="the registered codec 'no-codec' failed"):
         codec_of("no-codec")
-    with pytest.raises(ValueError, match=r"wire='none' is not known.*half-byte"):
+    with pytest.raises(ValueError, match=r"codec 'none' is not known.*half-byte"):
         codec_of("none")
 
 

@@ -253,7 +253,9 @@ def test_the_page_can_be_read_in_a_browser(page, tmp_path, scheme, width):
 
 def resumed(folder, epochs):
     """Runs on a rank: records some epochs, of a run that may have been begun before."""
-    run = pdc.metrics(folder, worlds.mesh())
+    mesh = worlds.mesh()
+    data = pdc.partition(generated(60), mesh, "block")
+    run = pdc.metrics(folder, mesh, data=data)
     for epoch in epochs:
         run.epoch(epoch, loss=1 / (1 + epoch))
 
@@ -268,9 +270,13 @@ def test_a_restart_is_marked_where_the_run_went_on(tmp_path):
     assert tips.count("restarted after epoch 2, on 2 ranks") == 1  # no bytes were sent
     assert "A broken line is a restart." in text
     assert "<b>3 → 2</b>" in text
+    # of waits, phases and the partition
+    assert text.count("<summary>An earlier start, on 3 ranks</summary>") == 3
+    assert "rank 2" in text
+    assert text.count("60 nodes and") == 2
     (table,) = re.findall(r"<h2>Starts</h2>.*?<table>(.*?)</table>", text, re.S)
     lines = [re.findall(r"<td>(.*?)</td>", line) for line in table.split("<tr>")]
-    assert [line[1:5] for line in lines if line] == [
-        ["3", "–", "0 to 2", "2"],
-        ["2", "–", "3 to 5", "0"],
+    assert [[line[1], *line[3:5]] for line in lines if line] == [
+        ["3", "0 to 2", "2"],
+        ["2", "3 to 5", "0"],
     ]

@@ -16,7 +16,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
 from pyg_distcomm.halo.codec import Codec
-from pyg_distcomm.halo.codecs import Plain
+from pyg_distcomm.halo.codecs import Plain, codec_of
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.cost import LinkCostModel, LinkPrice
 from pyg_distcomm.halo.schedule import (
@@ -67,14 +67,14 @@ class LinkPolicy:
     independently, on any grid, and in exact evaluation.
 
     Args:
-        codec: the codec of rows.
+        codec: the codec of rows, or its name, as "bf16" (`codecs.known_codecs`).
         schedule: the compression ratio of each epoch, for a codec that has a rate.
         late: by how many epochs rows are late.
         late_gradients: by how many gradients are late; None is as late as rows.
         sync_every, warmup: which epochs are synchronous; see `Timing`.
         smooth, smooth_gradients: moving averages of late rows and gradients; see `Timing`.
         skip: skips exchanges of what has hardly changed; see `Drift`.
-        gradient_codec: the codec of gradients, if not that of the rows they answer. It
+        gradient_codec: that of gradients, if not that of the rows they answer. It
             follows the schedule if it has a rate.
         exact_last: makes the last call exact, of layers that make more than one, and the
             first epoch, which also is exact under a `Budget`.
@@ -89,7 +89,7 @@ class LinkPolicy:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | str,
         schedule: Schedule | None = None,
         *,
         late: int = 0,
@@ -99,15 +99,21 @@ class LinkPolicy:
         smooth_gradients: float | None = None,
         warmup: int = 1,
         skip: Drift | None = None,
-        gradient_codec: Codec | None = None,
+        gradient_codec: Codec | str | None = None,
         exact_last: bool = True,
         exact_eval: bool = True,
         adaptive: bool | Adaptive = False,
         seed: int = 0,
     ) -> None:
+        codec = codec_of(codec) if isinstance(codec, str) else codec
+        if isinstance(gradient_codec, str):
+            gradient_codec = codec_of(gradient_codec)
         for name, given in (("codec", codec), ("gradient_codec", gradient_codec)):
             if not isinstance(given, Codec) and (given is not None or name == "codec"):
-                raise TypeError(f"{name} must be a Codec, as Plain(), got {given!r}")
+                raise TypeError(
+                    f"{name} must be a Codec, as Plain(), or its name, as 'bf16', got "
+                    f"{given!r}"
+                )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(
                 f"schedule must be a Schedule, as Fixed(2), got {schedule!r}"

@@ -455,7 +455,8 @@ def _source(
         owners = cut(edge_index, nodes, size, partition, **how)
     if owners.num_parts != size or owners.num_nodes != nodes:
         raise ValueError(
-            f"{owners} does not fit a graph of {nodes} nodes on {size} ranks"
+            f"{owners} does not fit a graph of {nodes} nodes on {size} ranks; cut the graph "
+            f"into {size} parts"
         )
     words = f"{nodes:,} nodes, {edge_index.size(1):,} edges"
     return CutEdges.of(edge_index, owners), words, owners

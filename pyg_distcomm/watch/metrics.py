@@ -151,7 +151,8 @@ class metrics:
             start = {"time": time.time(), "ranks": about["ranks"], "after": after}
             start["grid"] = about["grid"]
             if "partition" in about:
-                figures = about["partition"]
+                figures = start["partition"] = about["partition"]
+                start["rows"] = about.get("rows", [])
                 edges = max(sum(figures["edges"]), 1)
                 start["cut"] = round(figures["edge_cut"] / edges, 6)
             starts.append(start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -86,11 +86,11 @@ def render(
     parts = [
         *_accuracy(epochs),
         *([] if run is None else _starts(run)),
-        *_bytes(epochs),
+        *_bytes(epochs, [] if run is None else run.repeated),
         *_waits(epochs),
         *_phases(epochs),
         *_values(epochs),
-        *([] if partition is None else _partition(partition, rows)),
+        *([] if partition is None else _partition(partition, rows, about)),
         *([] if trace is None else _timeline(trace)),
         *_table(epochs),
     ]
@@ -152,13 +152,15 @@ def _tiles(
         found.append(("epochs", f"{len(epochs):,}"))
         total = sum(row["bytes"]["total"] for row in [*epochs, *repeated])
         found.append(("bytes received", as_bytes(total)))
-        middle = sorted(row["seconds"] for row in epochs)[len(epochs) // 2]
-        found.append(("median epoch", as_seconds(middle)))
+        settled = _settled(epochs, epochs[-1].get("start"))
+        of = "median epoch" + (", last start" if len(starts) > 1 else "")
+        found.append((of, as_seconds(median(row["seconds"] for row in settled))))
         if score := _score(epochs):
             found.append((f"last {_words(score)}", as_number(epochs[-1][score])))
     if len(starts) > 1:
         found.append(("restarts", str(len(starts) - 1)))
-        found.append(("epochs repeated", str(len(repeated))))
+        again = as_bytes(sum(row["bytes"]["total"] for row in repeated))
+        found.append(("epochs repeated", f"{len(repeated)}, {again}"))
     tiles = (
         f'<div><span class="soft">{escape(n)}</span><b>{escape(v)}</b></div>'
         for n, v in found
@@ -216,7 +218,7 @@ def _restarts(epochs: Sequence[Row]) -> list[tuple[float, str]]:
     ]
 
 
-def _bytes(epochs: Sequence[Row]) -> list[str]:
+def _bytes(epochs: Sequence[Row], repeated: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
     sums: dict[str, int] = {}
@@ -242,6 +244,9 @@ def _bytes(epochs: Sequence[Row]) -> list[str]:
     said = f"A bar is the mean of {group} epochs. " if group > 1 else ""
     top = f"{order[0]} is {sums[order[0]] / total:.0%} of {as_bytes(total)}."
     top += " A broken line is a restart." if marks else ""
+    if repeated:
+        more = as_bytes(sum(row["bytes"]["total"] for row in repeated))
+        top += f" Epochs that were trained again, {more} more, are not drawn."
     key = drawing.legend(list(series))
     body = _figure(
         key, svg, f"{said}{top} A name is the operation and the axis of the grid."
@@ -320,7 +325,10 @@ def _most(
 def _waits(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
-    settled = _settled(epochs, epochs[-1].get("start"))
+    return [_section("Waits by rank", _of_each_start(epochs, _waits_of))]
+
+
+def _waits_of(settled: Sequence[Row]) -> str:
     waits, seconds = _by_rank(settled, "waits"), _by_rank(settled, "seconds")
     rows: list[tuple[str, Any]] = [
         (
@@ -334,9 +342,24 @@ def _waits(epochs: Sequence[Row]) -> list[str]:
     key = drawing.legend(["computing", "waiting"])
     told = f"{said}{_span_of(settled)} The busiest rank computes "
     told += f"{worst:.2f} times the mean."
-    return [
-        _section("Waits by rank", _figure(key, drawing.bars(shown, as_seconds), told))
-    ]
+    return _figure(key, drawing.bars(shown, as_seconds), told)
+
+
+def _of_each_start(
+    epochs: Sequence[Row], figure: Callable[[Sequence[Row]], str]
+) -> str:
+    """Returns a figure of the last start, and below it those of earlier ones, folded up."""
+    starts = list(dict.fromkeys(row.get("start") for row in epochs))
+    body = figure(_settled(epochs, starts[-1]))
+    for start in starts[:-1]:
+        settled = _settled(epochs, start)
+        ranks = len(settled[0]["by_rank"]["bytes"])
+        body += _folded(f"An earlier start, on {ranks} ranks", figure(settled))
+    return body
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
 def _span_of(settled: Sequence[Row]) -> str:
@@ -348,7 +371,10 @@ def _span_of(settled: Sequence[Row]) -> str:
 def _phases(epochs: Sequence[Row]) -> list[str]:
     if not epochs:
         return []
-    settled = _settled(epochs, epochs[-1].get("start"))
+    return [_section("Phases", _of_each_start(epochs, _phases_of))]
+
+
+def _phases_of(settled: Sequence[Row]) -> str:
     names = dict.fromkeys(name for row in settled for name in row["phases"])
     middle = {n: median(row["phases"].get(n, 0.0) for row in settled) for n in names}
     rows = [(name, {"seconds": value}) for name, value in middle.items()]
@@ -359,7 +385,7 @@ def _phases(epochs: Sequence[Row]) -> list[str]:
         if own
         else ""
     )
-    return [_section("Phases", _figure("", drawing.bars(rows, as_seconds), said))]
+    return _figure("", drawing.bars(rows, as_seconds), said)
 
 
 def _values(epochs: Sequence[Row]) -> list[str]:
@@ -381,7 +407,22 @@ def _values(epochs: Sequence[Row]) -> list[str]:
     return out
 
 
-def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> list[str]:
+def _partition(
+    figures: PartitionReport,
+    rows: Sequence[Sequence[int]],
+    about: Mapping[str, Any],
+) -> list[str]:
+    body, last = _partition_of(figures, rows), about.get("partition")
+    for start in reversed(about.get("starts", ())):
+        if "partition" in start and start["partition"] != last:
+            last = start["partition"]
+            earlier = PartitionReport.from_dict(last)
+            told = f"An earlier start, on {start['ranks']} ranks"
+            body += _folded(told, _partition_of(earlier, start["rows"]))
+    return [_section("Partition", body, wide=True)]
+
+
+def _partition_of(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> str:
     edges, nodes = sum(figures.edges), sum(figures.nodes)
     cut = figures.edge_cut / max(edges, 1)
     say = (
@@ -414,8 +455,7 @@ def _partition(figures: PartitionReport, rows: Sequence[Sequence[int]]) -> list[
         told = "Rows of one exchange, from rank to rank; a stronger colour is more."
         pictures += f"<div>{_figure('', drawing.matrix(rows, 'rows'), told)}</div>"
         pictures = f'<div class="pair">{pictures}</div>'
-    body = f'{pictures}<div class="pair">{body}</div>'
-    return [_section("Partition", body, say, wide=True)]
+    return f'<p class="soft">{escape(say)}</p>{pictures}<div class="pair">{body}</div>'
 
 
 def _timeline(path: Path) -> list[str]:
@@ -449,7 +489,7 @@ def _table(epochs: Sequence[Row]) -> list[str]:
         "seconds",
         "bytes",
         "waited, mean",
-        "imbalance",
+        "computing, most over mean",
     ]
     some = (
         epochs

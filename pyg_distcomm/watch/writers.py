@@ -61,6 +61,8 @@ class CSVWriter:
 class TensorBoardWriter:
     """Writes the rows of `pdc.metrics` as scalars of TensorBoard; rank 0 writes.
 
+    A run that goes on from a checkpoint replaces the points of epochs that it repeats.
+
     Args:
         folder: where `tensorboard --logdir` looks.
 
@@ -76,12 +78,13 @@ class TensorBoardWriter:
         """Writes a row."""
         if self._writer is None:
             try:
-                from tensorboard.summary import Writer
+                from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError(
                     "TensorBoardWriter takes tensorboard: pip install tensorboard"
                 ) from error
-            self._writer = Writer(str(self.folder))
+            # TensorBoard leaves out what an earlier start wrote of this epoch and later
+            self._writer = SummaryWriter(str(self.folder), purge_step=row["epoch"])
         for name, value in flat(row).items():
             if name not in ("epoch", "start"):
                 self._writer.add_scalar(name.replace(" ", "_"), value, row["epoch"])

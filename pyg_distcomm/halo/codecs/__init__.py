@@ -76,7 +76,7 @@ def codec_of(wire: str | Codec | None) -> Codec:
         return CODECS[wire]
     if wire not in known_codecs():
         raise ValueError(
-            f"wire={wire!r} is not known; choose one of {', '.join(known_codecs())}, a "
+            f"codec {wire!r} is not known; choose one of {', '.join(known_codecs())}, a "
             "Codec, or None to send rows unchanged"
         )
     found = plugins.load(plugins.CODECS, wire)
