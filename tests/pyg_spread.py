@@ -31,6 +31,7 @@ import torch
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
 
 FOLDERS = ("conv", "norm", "aggr", "pool", "models")
 REFUSALS = (TypeError, ValueError, ImportError, NotImplementedError, IndexError)
@@ -62,12 +63,26 @@ class Spreader:
                 out = PLAIN(module, *args, **kwargs)
             finally:
                 after = generators()
-            with contextlib.suppress(Skipped):
-                self.found[kind.__name__][self.verdict(*before)] += 1
+            self.found[kind.__name__][self.judged(kind, before)] += 1
             generators(after)
             return out
         finally:
             self.deep -= 1
+
+    def judged(self, kind, before):
+        """The verdict of all ranks, which are to have the same one."""
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        asked = collectives.all_gather_object((test, kind.__name__), self.mesh.world)
+        if len(set(asked)) > 1:
+            raise SystemExit(f"ranks run different tests: {asked}")
+        try:
+            found = self.verdict(*before)
+        except Skipped as why:
+            found = f"left out: {why}"
+        every = collectives.all_gather_object(found, self.mesh.world)
+        if len({verdict.partition(":")[0] for verdict in every}) > 1:
+            return f"ERROR: ranks differ: {every}"
+        return every[0]
 
     def verdict(self, module, state, args, kwargs):
         """How the spread call stands to one on one process, in words."""
@@ -231,7 +246,7 @@ def rank_main(checkout, only, folders):
     torch.nn.Module.__call__ = lambda module, *args, **kwargs: spreader(
         module, *args, **kwargs
     )
-    files = [str(Path(checkout, "test", "nn", name)) for name in folders]
+    files = [str(Path(checkout, "test", "nn", name)) for name in folders]  # or files
     sys.path.insert(0, str(checkout))
     with contextlib.redirect_stdout(io.StringIO()):
         options = [
