@@ -1,12 +1,13 @@
 """Runs PyG's own tests of layers, norms, aggregations, pools and models on ranks.
 
-    python tests/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--report FILE]
+    python tests/pyg_spread.py CHECKOUT [--ranks 2] [--only GATConv,GraphNorm] [--write FILE]
 
 CHECKOUT holds PyG's repository, at the tag of the PyG that is installed or the nearest. Its
 tests in test/nn are run as they are. Whatever module of PyG's they call, outermost, is called
 once more: a converted copy of it, with the same inputs spread over the ranks. Compared are
-the outputs and all gradients. Prints, for each class, which calls work, which are refused
-and with which words, and which are wrong. Nothing of PyG is copied here.
+the outputs and all gradients. Prints, or writes as docs/pyg-layers.md, which calls of
+each class work, which are refused and with which words, and which are wrong. Nothing of PyG
+is copied here.
 
 Exits with 1 if a call is wrong, or ends in an error that is no refusal.
 """
@@ -20,6 +21,7 @@ import copy
 import inspect
 import io
 import os
+import platform
 import random
 import sys
 import warnings
@@ -28,18 +30,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
+import torch_geometric
+from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 
 FOLDERS = ("conv", "norm", "aggr", "pool", "models")
 REFUSALS = (TypeError, ValueError, ImportError, NotImplementedError, IndexError)
+NOT_RUN = "not compile and not jit"
 TOLERANCE = 1e-7  # some of PyG computes in float32, whatever its inputs
 
 
 class Skipped(Exception):
-    """A call whose inputs are no rows of one graph: it says why."""
+    """Raised for a call whose inputs are not those of one graph: it says why."""
 
 
 class Spreader:
@@ -53,6 +57,7 @@ class Spreader:
     def __call__(self, module, *args, **kwargs):
         kind = type(module)
         outermost = not self.deep and kind.__module__.startswith("torch_geometric.nn")
+        outermost = outermost and not torch.compiler.is_compiling()
         if not outermost or (self.only and kind.__name__ not in self.only):
             return PLAIN(module, *args, **kwargs)
         self.deep += 1
@@ -79,6 +84,8 @@ class Spreader:
             found = self.verdict(*before)
         except Skipped as why:
             found = f"left out: {why}"
+        except Exception as error:
+            found = f"ERROR: of the runner: {type(error).__name__}: {str(error)[:150]}"
         every = collectives.all_gather_object(found, self.mesh.world)
         if len({verdict.partition(":")[0] for verdict in every}) > 1:
             return f"ERROR: ranks differ: {every}"
@@ -90,28 +97,35 @@ class Spreader:
         given = bound(module, args, kwargs)
         with torch.enable_grad():
             generators(state)
-            want = measured(copy.deepcopy(module), *leaves(given, kwargs))
-            spread = self.spread(given, kwargs)
+            try:
+                want = measured(copy.deepcopy(module), leaves(given))
+            except Exception as error:
+                raise Skipped(f"PyG's own run in float64: {error}") from None
+            spread = leaves(self.spread(given))
             try:
                 twin = pdc.convert(copy.deepcopy(module))
                 generators(state)
-                got = measured(twin, *spread)
+                got = measured(twin, spread)
             except REFUSALS as error:
-                return f"refused: {str(error).splitlines()[0][:150]}"
+                return f"refused: {str(error).splitlines()[0]}"
             except Exception as error:
                 return f"ERROR: {type(error).__name__}: {str(error)[:150]}"
         return compared(want, got)
 
-    def spread(self, given, kwargs):
+    def spread(self, given):
         """The same inputs with rows of nodes, and of edges, spread over ranks."""
+        if any(isinstance(v, dict) for v in given.values()):
+            return self.of_types(given)
+        pairs = {k: v for k, v in given.items() if is_pair(v)}
+        if pairs:
+            return self.of_two_types(given, pairs)
         edges = given.get("edge_index")
         flat = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
-        pair = any(isinstance(v, (tuple, list)) for v in given.values())
-        if pair or not flat:
-            raise Skipped("a pair of nodes' features, or none")
         nodes = [v for k, v in flat.items() if v is not edges and v.dim()]
         if not nodes:
-            raise Skipped("no rows")
+            raise Skipped("no tensor with rows")
+        if edges is not None and nodes[0].dim() > 2:
+            raise Skipped("a static graph: node features with another dim in front")
         n = len(nodes[0])
         whole = edges is not None and edges.layout == torch.strided and edges.dim() == 2
         data = Data(num_nodes=n)
@@ -124,28 +138,109 @@ class Spreader:
             if of_edges or len(value) == n:
                 data[name] = value
                 named["edge" if of_edges else "node"].append(name)
-        owner = (torch.arange(n) * 7 + 3) % 5 % self.mesh.size
         share = pdc.partition(
-            data, self.mesh, owner, node_attrs=named["node"], edge_attrs=named["edge"]
+            data,
+            self.mesh,
+            self.owners(n),
+            node_attrs=named["node"],
+            edge_attrs=named["edge"],
         )
         out = dict(given)
         for name in (*named["node"], *named["edge"]):
             out[name] = share[name]
         if whole:
             out["edge_index"] = share.edge_index
-        return leaves(out, kwargs)
+        return out
+
+    def of_two_types(self, given, pairs):
+        """Inputs whose sources and targets are nodes of two types."""
+        edges = given.get("edge_index")
+        if not isinstance(edges, torch.Tensor) or edges.layout != torch.strided:
+            raise Skipped("a pair of features, and a sparse adjacency")
+        if any(t is not None and t.dim() > 2 for v in pairs.values() for t in v):
+            raise Skipped("a static graph: node features with another dim in front")
+        counts = []
+        for end in (0, 1):
+            rows = [len(v[end]) for v in pairs.values() if v[end] is not None]
+            counts += [rows[0] if rows else (given.get("size") or [None] * 2)[end]]
+            counts[-1] = counts[-1] or int(edges[end].max()) + 1
+        data, key = HeteroData(), ("source", "to", "target")
+        for end, count in zip(("source", "target"), counts, strict=True):
+            data[end].num_nodes = count
+        data[key].edge_index = edges
+        attrs = {
+            k: v
+            for k, v in given.items()
+            if isinstance(v, torch.Tensor) and v.dim() and len(v) == edges.size(1)
+        }
+        attrs.pop("edge_index", None)
+        for name, value in attrs.items():
+            data[key][name] = value
+        for name, pair in pairs.items():
+            for end, value in zip(("source", "target"), pair, strict=True):
+                if value is not None:
+                    data[end][name] = value
+        owners = {
+            end: self.owners(c) for end, c in zip(data.node_types, counts, strict=True)
+        }
+        share = pdc.partition(data, self.mesh, owners)
+        out = dict(given, edge_index=share[key].edge_index)
+        for name in attrs:
+            out[name] = share[key][name]
+        for name in pairs:
+            out[name] = tuple(share[end].get(name) for end in ("source", "target"))
+        return out
+
+    def of_types(self, given):
+        """Inputs by the types of nodes and edges, in dictionaries."""
+        tables = {k: v for k, v in given.items() if isinstance(v, dict)}
+        data, count = HeteroData(), {}
+        for name, table in tables.items():
+            for key, value in table.items():
+                if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                    raise Skipped("a dictionary of something else than tensors")
+                if isinstance(key, str):
+                    data[key][name], count[key] = value, len(value)
+                else:
+                    data[key]["edge_index" if value.dtype == torch.long else name] = (
+                        value
+                    )
+        if not data.edge_types or set(data.node_types) - set(count):
+            raise Skipped("dictionaries that are no graph")
+        for key, n in count.items():
+            data[key].num_nodes = n
+        owners = {key: self.owners(n) for key, n in count.items()}
+        share, out = pdc.partition(data, self.mesh, owners), dict(given)
+        for name, table in tables.items():
+            out[name] = {
+                key: share[key]["edge_index" if value.dtype == torch.long else name]
+                for key, value in table.items()
+            }
+        return out
+
+    def owners(self, n):
+        return (torch.arange(n) * 7 + 3) % 5 % self.mesh.size
+
+
+def is_pair(value):
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], torch.Tensor)
+        and isinstance(value[1], (torch.Tensor, type(None)))
+    )
 
 
 def bound(module, args, kwargs):
     """Arguments by name."""
     found = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    return {
-        **{k: v for k, v in found.items() if k != "kwargs"},
-        **found.get("kwargs", {}),
-    }
+    out = {k: v for k, v in found.items() if k not in ("kwargs", "args")}
+    if found.get("args"):
+        raise Skipped("arguments without names")
+    return {**out, **found.get("kwargs", {})}
 
 
-def leaves(given, _):
+def leaves(given):
     """The inputs, floating point ones as leaves that want a gradient."""
 
     def leaf(value):
@@ -155,26 +250,39 @@ def leaves(given, _):
             return value
         return value.detach().clone().requires_grad_()
 
-    return ({k: leaf(v) for k, v in given.items()},)
+    return tree(leaf, given)
+
+
+def tensors(value, name):
+    """The tensors in nested tuples, lists and dictionaries, by name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from tensors(part, f"{name}[{key}]")
+    elif isinstance(value, (tuple, list)):
+        for k, part in enumerate(value):
+            yield from tensors(part, f"{name}[{k}]")
+    elif hasattr(value, "node_index"):  # what a pool has selected
+        yield from tensors([value.node_index, value.weight], name)
+    elif hasattr(value, "edge_index") and hasattr(value, "batch"):
+        parts = [value.edge_index, value.edge_attr, value.batch]
+        yield from tensors(parts, name)
 
 
 def measured(module, given):
     """Outputs, and the gradients of parameters and inputs."""
     out = module(**given)
-    found = {}
-    parts = out if isinstance(out, (tuple, list)) else (out,)
-    parts = [p for p in parts if isinstance(p, torch.Tensor)]
-    loss = 0.0
-    for k, part in enumerate(parts):
-        found[f"output {k}"] = part
+    found, loss = dict(tensors(out, "output")), 0.0
+    for part in found.values():
         if part.is_floating_point() and part.requires_grad:
             loss = loss + (part.sin() * 0.7 + part.square() * 0.1).sum()
     if isinstance(loss, torch.Tensor):
         loss.backward()
         wanted = {f"gradient of {k}": p.grad for k, p in module.named_parameters()}
-        for k, v in given.items():
-            if isinstance(v, torch.Tensor) and v.requires_grad:
-                wanted[f"gradient of input {k}"] = v.grad
+        for k, v in tensors(given, "input"):
+            if v.requires_grad:
+                wanted[f"gradient of {k}"] = v.grad
         found |= {k: g for k, g in wanted.items() if g is not None}
     return {k: whole(v) for k, v in found.items()}
 
@@ -236,47 +344,78 @@ def generators(state=None):
 PLAIN = torch.nn.Module.__call__
 
 
-def rank_main(checkout, only, folders):
+def rank_main(checkout, only, files):
     """Runs the tests on one rank; what was found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    mesh = pdc.init(timeout=30.0)
+    mesh = pdc.init(timeout=300.0)
     spreader = Spreader(mesh, only)
     torch.nn.Module.__call__ = lambda module, *args, **kwargs: spreader(
         module, *args, **kwargs
     )
-    files = [str(Path(checkout, "test", "nn", name)) for name in folders]  # or files
     sys.path.insert(0, str(checkout))
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", NOT_RUN]
     with contextlib.redirect_stdout(io.StringIO()):
-        options = [
-            "-q",
-            "-x",
-            "--maxfail=10000",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-        ]
         pytest.main([*options, "--rootdir", str(checkout), *files])
     torch.nn.Module.__call__ = PLAIN
     return {kind: dict(counts) for kind, counts in spreader.found.items()}
 
 
-def table(found):
-    counts = collections.Counter()
-    for kind in sorted(found):
-        verdicts = collections.Counter()
-        for verdict, times in found[kind].items():
-            verdicts[verdict.partition(":")[0]] += times
-        counts.update(verdicts)
-        told = ", ".join(f"{word} {times}" for word, times in sorted(verdicts.items()))
-        yield f"{kind:<28} {told}"
-        for verdict, times in sorted(found[kind].items()):
-            if verdict != "works":
-                yield f"{'':<28}   {times} x {verdict}"
+def summed(counts):
+    """How many calls work, are refused, are left out, or are bad."""
+    out = collections.Counter()
+    for verdict, times in counts.items():
+        out[verdict.partition(":")[0]] += times
+    return out
+
+
+def table(found, ranks):
+    """The page: a section for each folder, a row for each class, and then the reasons."""
+    every = sum((summed(c) for kinds in found.values() for c in kinds.values()), ADD)
+    bad = {word: n for word, n in every.items() if word.isupper()}
+    yield "# PyG's own tests of layers on ranks"
     yield ""
-    yield ", ".join(f"{word} {times}" for word, times in sorted(counts.items()))
+    yield "    python tests/pyg_spread.py CHECKOUT --write docs/pyg-layers.md"
+    yield ""
+    yield (
+        f"Python {platform.python_version()}, torch {torch.__version__}, torch_geometric "
+        f"{torch_geometric.__version__}, {ranks} ranks. Every module that PyG's tests of "
+        "`test/nn` call is called once more, converted, with the same inputs spread over "
+        "ranks: features, edges and their attributes by `pdc.partition`, pairs of features "
+        "and dictionaries as a `HeteroData`. *Works*: all outputs, and all gradients of "
+        "parameters and inputs, are those of one process to 1e-7 (some of PyG computes in "
+        "float32). *Refused*: an error on all ranks. *Left out*: the inputs are not those "
+        "of one graph. Tests of `torch.compile` and TorchScript are not run."
+    )
+    yield ""
+    yield (
+        f"{every['works']:,} calls work, {every['refused']:,} are refused, "
+        f"{every['left out']:,} are left out, {sum(bad.values())} are wrong."
+    )
+    for folder, kinds in found.items():
+        yield ""
+        yield f"## {folder}"
+        yield ""
+        yield "| class | works | refused | left out | wrong |"
+        yield "|---|---|---|---|---|"
+        for kind in sorted(kinds):
+            n = summed(kinds[kind])
+            wrong = sum(times for word, times in n.items() if word.isupper())
+            row = (n["works"], n["refused"], n["left out"], wrong)
+            yield f"| {kind} | " + " | ".join(str(x or "") for x in row) + " |"
+        reasons = [
+            f"- `{kind}`, {times} {verdict.strip()}"
+            for kind in sorted(kinds)
+            for verdict, times in sorted(kinds[kind].items())
+            if verdict != "works"
+        ]
+        if reasons:
+            yield ""
+            yield from reasons
+
+
+ADD = collections.Counter()
 
 
 def main():
@@ -284,19 +423,26 @@ def main():
     parser.add_argument("checkout", help="PyG's repository")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="names of classes")
-    parser.add_argument("--folders", default=",".join(FOLDERS))
-    parser.add_argument("--report", help="a file for the table")
+    parser.add_argument("--folders", default=",".join(FOLDERS), help="or files of them")
+    parser.add_argument("--write", help="a file for the page")
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     os.environ["OMP_NUM_THREADS"] = "1"
-    run = (str(Path(args.checkout).resolve()), only, args.folders.split(","))
-    found = pdc.launch(rank_main, args.ranks, *run)[0]
-    lines = list(table(found))
+    found, root = {}, Path(args.checkout).resolve()
+    for folder in args.folders.split(","):
+        files = [str(root / "test" / "nn" / folder)]
+        told = pdc.launch(rank_main, args.ranks, str(root), only, files)
+        found[folder] = told[0]
+        lines = list(table(found, args.ranks))
+        if args.write:
+            Path(args.write).write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    if args.report:
-        Path(args.report).write_text("\n".join(lines) + "\n")
     bad = [
-        v for verdicts in found.values() for v in verdicts if v.split(":")[0].isupper()
+        v
+        for kinds in found.values()
+        for verdicts in kinds.values()
+        for v in verdicts
+        if v.partition(":")[0].isupper()
     ]
     sys.exit(1 if bad else 0)
 

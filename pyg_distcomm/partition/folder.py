@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
@@ -528,7 +528,7 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
         store: the Batch, or one of its stores.
         name: that of the attribute, which PyG joined graph after graph.
     """
-    every = getattr(data, "_slice_dict", None) or {}
+    every = getattr(data, "_slice_dict", {}) if isinstance(data, Batch) else {}
     key = getattr(store, "_key", None)
     slices = every if key is None else every.get(key, {})
     found, value = slices.get(name), store[name]
