@@ -24,6 +24,7 @@ import os
 import platform
 import random
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class Spreader:
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         asked = collectives.all_gather_object((test, kind.__name__), self.mesh.world)
         if len(set(asked)) > 1:
-            raise SystemExit(f"ranks run different tests: {asked}")
+            pytest.exit(f"ranks run different tests: {asked}", 3)
         try:
             found = self.verdict(*before)
         except Skipped as why:
@@ -356,8 +357,9 @@ def rank_main(checkout, only, files):
     )
     sys.path.insert(0, str(checkout))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", NOT_RUN]
-    with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*options, "--rootdir", str(checkout), *files])
+    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()):
+        options += ["--basetemp", own, "--rootdir", str(checkout)]
+        pytest.main([*options, *files])
     torch.nn.Module.__call__ = PLAIN
     return {kind: dict(counts) for kind, counts in spreader.found.items()}
 

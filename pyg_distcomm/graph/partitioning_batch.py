@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, HeteroData
 
-UNEVEN = 1.1  # the most work of a rank over the mean, at which whole graphs are still taken
+UNEVEN = (
+    1.1  # the most work of a rank over the mean, at which whole graphs are still taken
+)
 
 
 def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
@@ -79,7 +81,9 @@ def _graph_of(store: Any) -> Tensor:
             f"node, as torch_geometric.data.Batch has it; got {vector!r}"
         )
     if len(vector) and int(vector.min()) < 0:
-        raise ValueError(f"data.batch has the graph {int(vector.min())}; give 0 or more")
+        raise ValueError(
+            f"data.batch has the graph {int(vector.min())}; give 0 or more"
+        )
     return vector.cpu().long()
 
 
