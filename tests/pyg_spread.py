@@ -357,7 +357,10 @@ def rank_main(checkout, only, files):
     )
     sys.path.insert(0, str(checkout))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", NOT_RUN]
-    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as own,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         options += ["--basetemp", own, "--rootdir", str(checkout)]
         pytest.main([*options, *files])
     torch.nn.Module.__call__ = PLAIN
