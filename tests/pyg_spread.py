@@ -438,8 +438,8 @@ def table(found, ranks, most):
 Python {platform.python_version()}, torch {torch.__version__}, torch_geometric
 {torch_geometric.__version__}, {ranks} ranks. What modules PyG's tests in `test/nn` call is
 called once more, converted, with the same inputs spread over ranks: features, edges and their
-attributes by `pdc.partition`, pairs of features and dictionaries as a `HeteroData`; {most} calls
-of a class in a run at most. *Works*: all outputs, and all gradients of parameters and inputs,
+attributes by `pdc.partition`, pairs of features and dictionaries as a `HeteroData`; of a class
+{most} calls in a run at most. *Works*: all outputs, and all gradients of parameters and inputs,
 are those of one process to 1e-9 in float64, or to 1e-4 where PyG takes float32 alone.
 *To 1e-6*: the same in float64, where PyG computes in float32 in between. *Refused*: an error on
 all ranks. *Left out*: the inputs are not those of one graph. Tests of `torch.compile` and
