@@ -410,6 +410,41 @@ class StandIn(InMemoryDataset):
         self.data, self.slices = self.collate(graphs)
 
 
+def many_graphs(name, count=24, features=3, classes=2):
+    """Graphs of 4 to 19 nodes, each with its class."""
+    g, out = numbers(name), []
+    for k in range(count):
+        n = 4 + 5 * k % 16
+        edges = links(g, n, n, 2 * n)
+        edges = torch.cat([edges, edges.flip(0)], 1).unique(dim=1).contiguous()
+        y = torch.tensor([k % classes])
+        out.append(Data(x=normal(g, n, features), edge_index=edges, y=y))
+    return out
+
+
+class TUDataset(StandIn):
+    def make(self):
+        return many_graphs(self.name)
+
+
+class PPI(StandIn):
+    def make(self):
+        graphs = many_graphs("PPI", 6, 50)
+        for data in graphs:
+            data.y = (data.x[:, :121] @ normal(numbers("PPI"), 50, 121) > 0).double()
+        return graphs
+
+
+class ZINC(StandIn):
+    def make(self):
+        graphs = many_graphs("ZINC")
+        for data in graphs:
+            g = numbers("ZINC")
+            data.x, data.y = ints(g, 21, data.num_nodes, 1), normal(g, 1)
+            data.edge_attr = ints(g, 4, data.num_edges)
+        return graphs
+
+
 class WikipediaNetwork(StandIn):
     def make(self):
         return one_graph("chameleon", splits=10)

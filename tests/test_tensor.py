@@ -270,7 +270,6 @@ def test_losses_are_global_means(size):
 REFUSED = {
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
-    "view rows": lambda x: x.reshape(7, -1),
     "stack": lambda x: torch.stack([x, x]).exp(),
     "sum of a stack": lambda x: torch.stack([x, x]).sum(),
     "pairs": lambda x: x[x[:, :2] > 0, torch.tensor([0, 1])],
@@ -285,7 +284,6 @@ REFUSED = {
     "bool": lambda x: bool(x),
     "float": lambda x: float(x),
     "iterate": lambda x: list(x),
-    "scatter": lambda x: x.scatter(0, torch.zeros(1, 7, dtype=torch.long), 1.0),
     "rows meet columns": lambda x: x * x[:, 0],
     "wrong plain": lambda x: x + torch.ones(13, 7).double(),
     "unsqueeze": lambda x: x.unsqueeze(0),

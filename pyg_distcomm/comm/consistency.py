@@ -312,6 +312,41 @@ class Comparer:
                 f"of first use, by {float(gap):.1e}); rank 0's are taken everywhere"
             )
 
+    def check_alone(self, params: list[Tensor]) -> None:
+        """Raises on all ranks if parameters that no row-sharded data meets differ; collective.
+
+        Each is projected on one direction, so that they may come in any order, and those that
+        rounding has parted pass.
+
+        Args:
+            params: what this rank's pass reaches.
+
+        Raises:
+            ValueError: saying what to do.
+        """
+        mesh = self._mesh
+        _exchange(_BACKWARD, {}, len(params), mesh)
+        flat = [p.detach().flatten().double().cpu() for p in params]
+        along = sum(float(p @ torch.arange(len(p)).double().cos()) for p in flat)
+        size = sum(float(p.square().sum()) for p in flat) ** 0.5
+        told = (sorted(map(_kind_of, params)), along, size)
+        every = collectives.all_gather_object(told, mesh.control)
+        eps = max((torch.finfo(p.dtype).eps for p in params), default=0.0)
+        kinds, first, _ = every[0]
+        differ = [
+            rank
+            for rank, (other, found, _) in enumerate(every)
+            if other != kinds or abs(found - first) > _ROUNDING * eps**0.5 * every[0][2]
+        ]
+        if differ:
+            raise ValueError(
+                "call torch.manual_seed with the same number on all ranks before the model "
+                "is made: parameters that work on values which all ranks have alike, such as "
+                f"pooled ones, are others on ranks {differ} than on rank 0 ({len(params)} "
+                f"here: {', '.join(sorted(map(_kind_of, params))[:4])}). Draw and step alike "
+                "on all ranks; what works on .to_local() rows is for pdc.replicate"
+            )
+
     def _say_once(self, text: str) -> None:
         if not self._told and self._mesh.rank == 0:
             warnings.warn(text, stacklevel=3)

@@ -22,6 +22,7 @@ pass with `create_graph=True`, and `torch.autograd.grad` are averaged one by one
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ class Averager:
     Price: an all-reduce of two words per backward pass that reaches leaves that have met
     row-sharded data, and one of their gradients, in pieces. The first meeting of a leaf costs
     an all-gather of a hash and a shape. In passes 2, 4, 8 and so on (`check="always"`: in
-    all) the two words hold a hash of the leaves, too: a second per GB, and no more bytes.
+    all) the two words hold a hash of the leaves, too, and from the first pass on one of other
+    parameters that it reaches: a second per GB, and no more bytes.
 
     Args:
         mesh: the ranks.
@@ -244,7 +246,12 @@ class Averager:
         found = [(k, ref()) for k, ref in enumerate(self._order)]
         leaves = {k: x for k, x in found if x is not None and x.requires_grad}
         marks = {k: how for k, x in leaves.items() if (how := self._reached(x))}
-        every = self._union(marks, len(found), self._copies(leaves, marks))
+        due = self._is_due()
+        copies = (
+            {k: leaves[k] for k in sorted(marks)} if due and self._begun > 1 else {}
+        )
+        alone = self._alone() if due else None
+        every = self._union(marks, len(found), copies, alone)
         run = _Pass()
         bulk = [leaves[k] for k in sorted(every, reverse=True) if every[k] == 1]
         arriving = {id(leaves[k]) for k in marks}
@@ -272,23 +279,49 @@ class Averager:
         alone = alone or self._leaves[x].one_by_one
         return 2 if alone else 1
 
-    def _copies(
-        self, leaves: dict[int, Tensor], marks: dict[int, int]
-    ) -> dict[int, Tensor]:
-        """Returns the leaves whose values ranks compare in this pass: now and then, all."""
+    def _is_due(self) -> bool:
+        """Counts a pass, and returns whether ranks compare what they hold copies of in it."""
         mesh = self._mesh()
         self._begun += 1
-        now = self._begun > 1 and self._begun & (self._begun - 1) == 0
+        now = self._begun & (self._begun - 1) == 0
         check = "never" if mesh is None else mesh.check
-        due = check == "always" or (check == "first" and now)
-        return {k: leaves[k] for k in sorted(marks)} if due else {}
+        return check == "always" or (check == "first" and now)
+
+    def _alone(self) -> list[Tensor]:
+        """Returns the parameters that this pass reaches, and that no row-sharded data has met.
+
+        They work on what is the same on all ranks, as a head does on pooled values, and
+        get the same gradients there without an average.
+        """
+        every = [p for p in gc.get_objects() if type(p) is torch.nn.Parameter]
+        return [
+            p
+            for p in every
+            if p.requires_grad
+            and p not in self._leaves
+            and p not in self._elsewhere
+            and self._will_reach(p)
+        ]
+
+    @staticmethod
+    def _will_reach(x: Tensor) -> bool:
+        try:
+            node = torch.autograd.graph.get_gradient_edge(x).node
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # torch.autograd.grad of it
+            return False
 
     def _union(
-        self, marks: dict[int, int], known: int, copies: dict[int, Tensor]
+        self,
+        marks: dict[int, int],
+        known: int,
+        copies: dict[int, Tensor],
+        alone: list[Tensor] | None,
     ) -> dict[int, int]:
         """Returns which leaves any rank reaches; compares copies; collective."""
         flat = [part for k in sorted(marks) for part in (k, marks[k])]
-        mark = random.fold(*flat, *map(digest, copies.values()))
+        others = [len(alone), sum(map(digest, alone))] if alone else []  # in any order
+        mark = random.fold(*flat, *map(digest, copies.values()), *others)
         told = torch.tensor([mark, -mark])
         high, low = collectives.all_reduce(told, self._control, "max").tolist()
         if high == -low:
@@ -296,6 +329,8 @@ class Averager:
         mesh = self._mesh()
         if copies and mesh is not None:
             comparer_of(mesh).realign(copies)
+        if alone is not None and mesh is not None:
+            comparer_of(mesh).check_alone(alone)
         mine = [marks.get(k, 0) for k in range(known)]
         every = collectives.all_gather_counts(mine, self._control)
         kinds = [{row[k] for row in every} for k in range(known)]

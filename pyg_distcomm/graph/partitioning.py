@@ -22,7 +22,7 @@ from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.graph import partitioning_hetero
+from pyg_distcomm.graph import partitioning_batch, partitioning_hetero
 from pyg_distcomm.graph.edge_index import (
     DistEdgeIndex,
     link_problem,
@@ -68,10 +68,12 @@ def partition(
         mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "grid" (the row and column parts that products on
-            the mesh's grid exchange, by METIS), "block", the owner of each node, or a
-            Partition; for a HeteroData also a dictionary of owners by node type. METIS
-            falls back to "ldg" where pymetis is not installed. None is "metis", or as
-            planned where `init("auto")` has planned this graph.
+            the mesh's grid exchange, by METIS), "block", "graphs" (the graphs of a PyG
+            Batch whole, each on one rank), the owner of each node, or a Partition; for a
+            HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"
+            where pymetis is not installed. None is "metis", or as planned where
+            `init("auto")` has planned this graph; of a Batch it is "graphs", unless that
+            gives a rank a tenth more than the mean. The share of a Batch is a Batch.
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
@@ -85,9 +87,9 @@ def partition(
     """
     mesh = given_mesh(mesh, "pdc.partition")
     if isinstance(data, HeteroData):
-        method = "metis" if method is None else method
-        return _partition_hetero(data, mesh, method, seed, refine, oblivious, link)
-    data, weight = _from_sparse(data)
+        share = _partition_hetero(data, mesh, method, seed, refine, oblivious, link)
+        return partitioning_batch.as_batch(share, data)
+    whole, (data, weight) = data, _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     problem = link_problem(link) or problem
     planned = method is None and not refine and _is_planned(data, mesh)
@@ -102,14 +104,13 @@ def partition(
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
         out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
         return _with_sparse(_linked(out, link), weight, looped)
-    owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
+    owners = _cut_once(data, mesh, method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return _with_sparse(
-        _linked(_assemble(share, mesh, oblivious), link), weight, looped
-    )
+    out = partitioning_batch.as_batch(_assemble(share, mesh, oblivious), whole)
+    return _with_sparse(_linked(out, link), weight, looped)
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
@@ -209,7 +210,7 @@ def _partition_hetero(
     try:
         if mesh.rank == 0:
             owners = partitioning_hetero.cut_hetero(
-                data, mesh.size, method, seed, refine
+                data, mesh.size, _cutter(method, data, mesh.size), seed, refine
             )
     except (TypeError, ValueError) as error:
         problem = error
@@ -320,15 +321,28 @@ def _owners_mark(method: Any) -> str:
     )
 
 
+def _cutter(method: Any, data: Any, parts: int) -> Any:
+    """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
+    if method is None:
+        return partitioning_batch.default_method(data, parts)
+    if isinstance(method, str) and method == "graphs":
+        return partitioning_batch.graph_owners(data, parts)[0]
+    return method
+
+
 def _cut_once(
-    data: Data, mesh: Mesh, method: str | Owner | Partition, seed: int, refine: bool
+    data: Data,
+    mesh: Mesh,
+    method: str | Owner | Partition | None,
+    seed: int,
+    refine: bool,
 ) -> Partition:
     owners, problem = None, None
     try:
         if isinstance(method, Partition):
             _check_fit(method, data, mesh)
         if mesh.rank == 0:
-            owners = _cut(data, mesh, method, seed, refine)
+            owners = _cut(data, mesh, _cutter(method, data, mesh.size), seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)

@@ -16,7 +16,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import labels_pairs
+from pyg_distcomm.partition.folder import batch_kind, labels_pairs
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -132,7 +132,7 @@ def share_hetero(
         nodes[name] = Rows(owner.gids(mesh.rank), owner.num_nodes, mesh, owner)
     for store in data.node_stores:
         rows, name = nodes[store._key], store._key
-        _fill(store, out[name], rows, int(store.num_nodes))
+        _fill(data, store, out[name], rows, int(store.num_nodes))
         out[name].num_nodes = rows.total
     for store in data.edge_stores:
         source, _, target = store._key
@@ -148,7 +148,7 @@ def share_hetero(
             oblivious=oblivious,
             sources=nodes[source],
         ).with_link(link)
-        _fill(store, out[store._key], edges, ends.size(1))
+        _fill(data, store, out[store._key], edges, ends.size(1))
     for name, value in data._global_store.items():
         out[name] = value
     return out
@@ -168,7 +168,7 @@ def broadcast_owners(
     return owners
 
 
-def _fill(store: Any, out: Any, rows: Rows, count: int) -> None:
+def _fill(data: HeteroData, store: Any, out: Any, rows: Rows, count: int) -> None:
     """Cuts the attributes that have a row for each node or edge; passes the others on."""
     for name, value in store.items():
         if name in ("edge_index", "num_nodes"):
@@ -178,6 +178,9 @@ def _fill(store: Any, out: Any, rows: Rows, count: int) -> None:
             whole
             and len(value) == count
             and not labels_pairs(store, name)
+            and name != "ptr"
+            and not name.endswith("_ptr")
+            and batch_kind(data, store, name) != "graph"
             and store._parent().__cat_dim__(name, value, store) in (0, -value.ndim)
         ):
             value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -1,7 +1,8 @@
 """Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader;
-loaders of subgraphs and ImbalancedSampler are classes of PyG's names. All else is PyG's own.
+loaders of subgraphs, DataLoader and ImbalancedSampler are classes of PyG's names. All else is
+PyG's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
 )
+from pyg_distcomm.loader.graph_loader import DataLoader as DataLoader
 from pyg_distcomm.loader.hgt import HGTLoader as HGTLoader
 from pyg_distcomm.loader.imbalanced import (
     ImbalancedSampler as ImbalancedSampler,
@@ -54,10 +56,11 @@ from pyg_distcomm.pyg_mirror import mirror as _mirror
 LinkNeighborLoader = DistLinkNeighborLoader
 NeighborLoader = DistNeighborLoader
 
-_OURS = """ClusterData ClusterLoader DistFeatureStore DistLayerLoader DistLinkNeighborLoader
-DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler GraphSAINTRandomWalkSampler
-GraphSAINTSampler HGTLoader ImbalancedSampler LinkNeighborLoader NeighborLoader Phases
-RandomNodeLoader ShaDowKHopSampler plot_phases shared""".split()
+_OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
+DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
+GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
+LinkNeighborLoader NeighborLoader Phases RandomNodeLoader ShaDowKHopSampler
+plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

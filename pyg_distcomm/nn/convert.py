@@ -23,6 +23,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.hetero_layers import DistHANConv, DistHGTConv
 from pyg_distcomm.nn.layer_context import OwnLink, check_link
+from pyg_distcomm.nn.pooling import POOLS
 from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -34,6 +35,7 @@ _MATRIX: dict[type, type] = {
     HANConv: DistHANConv,
     HGTConv: DistHGTConv,
     **REWRITTEN,
+    **POOLS,
 }
 
 

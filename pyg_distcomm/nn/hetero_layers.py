@@ -290,8 +290,8 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         """Returns the sum over relations, weighted by attention over them."""
         if not outs:
             return None, None
-        if outs[0].rows.total == 0:
-            return outs[0], None
+        if outs[0].rows.total == 0:  # all of them have zero gradients
+            return sum(outs[1:], outs[0]), None
         every = torch.stack(outs, dim=1)
         scores = torch.tanh(self.k_lin(every)).mean(dim=0)
         attention = F.softmax((self.q * scores).sum(-1), dim=0)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
@@ -447,7 +447,7 @@ def attribute_kinds(
     graph has as many nodes as edges, names decide: those with "edge" in them against
     x, y, pos, batch and *_mask. What labels the pairs of another index, as edge_label does
     those of edge_label_index, is of the graph. The names in node_attrs and edge_attrs are
-    as declared.
+    as declared. Of a PyG Batch, the way in which graphs were joined decides first.
 
     Raises ValueError for a name that nothing decides, for a declared one that is absent
     or does not fit, and for x, a *_mask, edge_attr, edge_weight or edge_type that fits
@@ -462,7 +462,7 @@ def attribute_kinds(
         if name not in data or name in STRUCTURE:
             raise ValueError(f"{name!r} is declared, but is no attribute of {data}")
     return {
-        name: _kind(data, name, declared.get(name))
+        name: _kind(data, name, declared.get(name) or batch_kind(data, data, name))
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE
     }
@@ -486,6 +486,8 @@ def shape_kinds(
 def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
     length = _length(data, name)
     nodes, edges = int(data.num_nodes or 0), data.num_edges
+    if declared == "graph" or name == "ptr" or name.endswith("_ptr"):
+        return "graph"
     if declared is not None:
         want = nodes if declared == "node" else edges
         if length != want:
@@ -516,6 +518,29 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
         )
     return "graph"
+
+
+def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
+    """Returns whose rows an attribute of a PyG Batch has, or None where that is not known.
+
+    Args:
+        data: the Batch; of anything else nothing is known.
+        store: the Batch, or one of its stores.
+        name: that of the attribute, which PyG joined graph after graph.
+    """
+    every = getattr(data, "_slice_dict", {}) if isinstance(data, Batch) else {}
+    key = getattr(store, "_key", None)
+    slices = every if key is None else every.get(key, {})
+    found, value = slices.get(name), store[name]
+    if not isinstance(found, Tensor) or found.dim() != 1 or not hasattr(value, "shape"):
+        return None
+    if not len(value.shape) or len(value) != int(found[-1]):
+        return None  # it has been replaced since
+    own: dict[Kind, Any] = {"node": store.get("ptr"), "edge": slices.get("edge_index")}
+    fits = [k for k, v in own.items() if v is not None and torch.equal(found, v.cpu())]
+    if len(fits) > 1:
+        return None
+    return fits[0] if fits else "graph"
 
 
 def labels_pairs(store: Any, name: str) -> bool:

@@ -330,6 +330,10 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
             return Stacked.of(list(args[0] if args else kwargs["tensors"]))
         args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
+    if name in _SIZED and sizes.regroups(first, args[1:], kwargs):
+        if name not in ("view", "reshape"):
+            raise unsupported_op(f"{name}() to another number of rows")
+        return gathered(func, args, kwargs)
     if name in _SIZED:
         args = (first, *sizes.with_local_size(first, args[1:]))
         kwargs = {k: sizes.with_local_size(first, (v,))[0] for k, v in kwargs.items()}

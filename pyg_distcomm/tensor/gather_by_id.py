@@ -360,8 +360,8 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     target, index = given["input"], given["index"]
     source = given.get("src", given.get("source", given.get("value")))
     op = _reduction(name, given)
-    if op == "prod":
-        return _gathered_product(func, given)
+    if op in ("prod", "replace"):
+        return _gathered(func, given)
     if not isinstance(index, RowShardedTensor):
         index, source = _cut_alike(index, source, target, name)
     ids = _one_per_row(index, name)
@@ -388,16 +388,19 @@ def _reduction(name: str, given: dict[str, Any]) -> str:
         op = "sum" if "add" in name else "replace"
     op = {"add": "sum", "max": "amax", "min": "amin"}.get(op, op)
     op = "prod" if op in ("mul", "multiply") else op
-    if op not in ("sum", "amax", "amin", "mean", "prod"):
-        raise unsupported_op(
-            f"{name}() that {op}s rows, in an order that ranks do not share,"
-        )
+    if op not in ("sum", "amax", "amin", "mean", "prod", "replace"):
+        raise unsupported_op(f"{name}(reduce={op!r})")
     return str(op)
 
 
-def _gathered_product(func: Callable, given: dict[str, Any]) -> Any:
-    """Multiplies rows by what is scattered to them, with all rows on every rank."""
+def _gathered(func: Callable, given: dict[str, Any]) -> Any:
+    """Scatters in the order of all rows, which are gathered on every rank.
+
+    For what depends on it: products, and rows that replace others, of which the last stays.
+    """
     target, out_of_place = given["input"], func.__name__.removesuffix("_")
+    if "src" in given and not isinstance(given["src"], Tensor):
+        given["value"] = given.pop("src")
 
     def full(value: Any) -> Any:
         if not isinstance(value, RowShardedTensor):

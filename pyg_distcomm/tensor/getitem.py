@@ -274,7 +274,12 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         first = fit_plain(first, x, 1, "x[mask]") if plain else first.to_local()
     elif isinstance(first, slice) and first == slice(None):
         value = _cut_for(value, x, x.rows, rest)
-    elif isinstance(first, (Tensor, slice)) and not isinstance(first, RowShardedTensor):
+    elif isinstance(first, (Tensor, slice)):
+        if isinstance(first, RowShardedTensor):  # of which a rank has some
+            agree("setitem", x, (x, first, value))
+            if isinstance(value, Tensor) and value.dim():
+                value = _in_order_of(first, value)
+            first = gather_all(first.to_local(), first.rows)
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
@@ -296,6 +301,17 @@ def _put_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> Non
         )
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.__setitem__(x, mask.to_local(), value)
+
+
+def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
+    """Returns all rows of a value that is written at row-sharded ids."""
+    if not isinstance(value, RowShardedTensor):
+        return value
+    if not value.rows.same_as(ids.rows) and value.rows.count != ids.rows.count:
+        raise TypeError(
+            f"x[ids] = value: the ids have {ids.rows}, but the value has {value.rows}"
+        )
+    return gather_all(value.to_local(), value.rows)
 
 
 def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:

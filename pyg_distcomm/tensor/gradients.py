@@ -161,9 +161,11 @@ def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[An
     checks = torch._C._current_graph_task_id() == -1
     if name == "setitem" and not isinstance(
         args[0], RowShardedTensor
-    ):  # it may hold anything
+    ):  # it may hold anything, as out may
         return (args[0], *tree_map(met, args[1:])), kwargs
-    return tree_map(met, (args, kwargs))
+    kept = {"out": kwargs["out"]} if "out" in kwargs else {}
+    args, kwargs = tree_map(met, (args, {k: kwargs[k] for k in kwargs if k != "out"}))
+    return args, {**kwargs, **kept}
 
 
 def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:

@@ -160,7 +160,8 @@ def advice() -> str:
 
 
 _WHOLE_GRAPHS = tuple(
-    f"torch_geometric.{part}" for part in ("transforms", "utils", "data.data")
+    f"torch_geometric.{part}"
+    for part in ("transforms", "utils", "data.data", "data.batch")
 )
 
 

@@ -241,6 +241,27 @@ def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:
     return sizes
 
 
+def regroups(x: RowShardedTensor, args: Any, kwargs: Any) -> bool:
+    """Returns whether a new shape has other rows than `x`, as `[k, f n / k]` of `[n, f]`.
+
+    A lone -1, which joins all rows, is not decided here.
+    """
+    shape = args[0] if len(args) == 1 else args
+    shape = shape or kwargs.get("size", kwargs.get("shape", ()))
+    if x.reads_local or not isinstance(shape, (tuple, list)) or not shape:
+        return False
+    first, *rest = shape
+    if type(first) is not int or not all(type(size) is int for size in rest):
+        return False
+    if first != -1:
+        return bool(first != x.rows.count)
+    return bool(rest) and -1 not in rest and math.prod(rest) != _width_of(x)
+
+
+def _width_of(x: RowShardedTensor) -> int:
+    return math.prod(local_shape(x)[1:])
+
+
 def like_of(x: Tensor) -> Tensor:
     """Returns an ordinary tensor of the dtype and device of a row-sharded one, of no rows."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,0 +1,384 @@
+"""Many graphs in a Batch, cut over ranks: each case equals PyG on one process."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import torch_geometric.loader
+import torch_geometric.nn as pyg
+import torch_geometric.utils as U
+import worlds
+from test_whole import assert_none, failures_of
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.nn import aggr
+
+import pyg_distcomm as pdc
+import pyg_distcomm.loader
+import pyg_distcomm.nn as nn
+from pyg_distcomm.graph.partitioning_batch import graph_owners
+
+SIZES = (5, 1, 8, 3, 12, 2, 6)  # nodes of each graph
+EDGES = (9, 0, 20, 4, 30, 1, 10)
+GRAPHS = len(SIZES)
+F_IN = 6
+
+
+def graphs(sizes=SIZES, edges=EDGES):
+    g = torch.Generator().manual_seed(0)
+
+    def rows(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return [
+        Data(
+            x=rows(n, F_IN),
+            edge_index=torch.randint(0, n, (2, e), generator=g),
+            edge_attr=rows(e, 3),
+            y=torch.randint(0, 3, (1,), generator=g),
+            about=rows(1, 4),
+            name=f"graph {k}",
+        )
+        for k, (n, e) in enumerate(zip(sizes, edges, strict=True))
+    ]
+
+
+def full(value):
+    return (
+        value.full_tensor()
+        if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+        else value
+    )
+
+
+def case(fn, make=None):
+    return types.SimpleNamespace(fn=fn, make=make)
+
+
+def of_batch(make):
+    return case(lambda m, d: m(d.x, d.batch), make)
+
+
+def sized(make):
+    return case(lambda m, d: m(d.x, d.batch, dim_size=d.num_graphs), make)
+
+
+def pooled(lib, out):
+    x, _, _, batch, *_ = out
+    return lib.global_mean_pool(x, batch, GRAPHS)
+
+
+class Pooling(torch.nn.Module):
+    """Pools twice between layers, as hierarchical models do."""
+
+    def __init__(self, lib, first, second):
+        super().__init__()
+        self.lib = lib
+        self.convs = torch.nn.ModuleList(lib.GraphConv(F_IN, F_IN) for _ in range(3))
+        self.pools = torch.nn.ModuleList([first, second])
+
+    def forward(self, d):
+        x, edges, weight, batch = d.x, d.edge_index, d.edge_attr[:, 0], d.batch
+        out = 0.0
+        for conv, pool in zip(self.convs, self.pools, strict=False):
+            x = conv(x, edges, weight).relu()
+            x, edges, weight, batch, _, _ = pool(x, edges, weight, batch)
+            read = (self.lib.global_max_pool, self.lib.global_mean_pool)
+            out = out + torch.cat([pool(x, batch, GRAPHS) for pool in read], 1)
+        return out + self.lib.global_add_pool(
+            self.convs[2](x, edges, weight), batch, GRAPHS
+        ).repeat(1, 2)
+
+
+def cases(lib):
+    lin = torch.nn.Linear
+    pools = {
+        "add": lib.global_add_pool,
+        "mean": lib.global_mean_pool,
+        "max": lib.global_max_pool,
+    }
+    modules = {
+        "softmax": lambda: aggr.SoftmaxAggregation(learn=True),
+        "softmax, half": lambda: aggr.SoftmaxAggregation(semi_grad=True),
+        "power": lambda: aggr.PowerMeanAggregation(learn=True),
+        "median": aggr.MedianAggregation,
+        "quantiles": lambda: aggr.QuantileAggregation([0.2, 0.7]),
+        "multi": lambda: aggr.MultiAggregation(["sum", "mean", "max", "std"]),
+        "attention": lambda: aggr.AttentionalAggregation(lin(F_IN, 1)),
+        "set2set": lambda: aggr.Set2Set(F_IN, 2),
+        "sort": lambda: aggr.SortAggregation(3),
+        "lstm": lambda: aggr.LSTMAggregation(F_IN, 4),
+        "set transformer": lambda: aggr.SetTransformerAggregation(F_IN, heads=2),
+        **{
+            name: getattr(aggr, f"{name}Aggregation")
+            for name in "Sum Mean Max Min Mul Var Std".split()
+        },
+    }
+    norms = {
+        "graph": lambda: lib.GraphNorm(F_IN),
+        "pair": lib.PairNorm,
+        "pair, each": lambda: lib.PairNorm(scale_individually=True),
+        "instance": lambda: lib.InstanceNorm(F_IN, affine=True),
+        "size": lib.GraphSizeNorm,
+        "mean": lib.MeanSubtractionNorm,
+        "layer": lambda: lib.LayerNorm(F_IN),
+        "layer, node": lambda: lib.LayerNorm(F_IN, mode="node"),
+    }
+    out = {
+        "sizes": case(
+            lambda m, d: torch.tensor(
+                [d.num_graphs, d.batch_size, d.num_nodes, d.num_edges, len(d.name)]
+            )
+        ),
+        "loss": case(
+            lambda m, d: F.cross_entropy(
+                m(lib.global_add_pool(d.x, d.batch, d.batch_size)), d.y
+            ),
+            lambda: torch.nn.Sequential(
+                lin(F_IN, 5), torch.nn.BatchNorm1d(5), lin(5, 3)
+            ),
+        ),
+        "to nodes": case(
+            lambda m, d: (
+                d.x[:, :4] * d.about[d.batch]
+                - lib.global_mean_pool(d.x, d.batch)[d.batch][:, :4]
+            )
+        ),
+        "edges to graphs": case(
+            lambda m, d: lib.global_max_pool(
+                d.edge_attr, d.batch[d.edge_index[0]], GRAPHS
+            )
+        ),
+        "some nodes": case(
+            lambda m, d: lib.global_mean_pool(
+                d.x[d.x[:, 0] > 0], d.batch[d.x[:, 0] > 0], GRAPHS
+            )
+        ),
+        "softmax": case(lambda m, d: U.softmax(d.x, d.batch)),
+        "softmax ptr": case(lambda m, d: U.softmax(d.x, ptr=d.ptr)),
+        "degree": case(lambda m, d: U.degree(d.batch, dtype=torch.float64)),
+        "dense": case(lambda m, d: U.to_dense_batch(d.x, d.batch)[0]),
+        "last of each": case(lambda m, d: U.scatter(d.x, d.batch, reduce="any")),
+        "grouped rows": case(lambda m, d: d.x[:36].view(9, -1)),
+        "grouped rows of width": case(lambda m, d: d.x[:36].reshape(-1, 2 * F_IN)),
+        "GIN": case(
+            lambda m, d: lib.global_add_pool(
+                m(d.x, d.edge_index, batch=d.batch), d.batch
+            ),
+            lambda: lib.GIN(F_IN, 8, 2, norm="GraphNorm"),
+        ),
+        "GINE": case(
+            lambda m, d: lib.global_add_pool(
+                m(d.x, d.edge_index, d.edge_attr), d.batch
+            ),
+            lambda: lib.GINEConv(lin(F_IN, 5), edge_dim=3),
+        ),
+        "GPS": case(
+            lambda m, d: lib.global_add_pool(m(d.x, d.edge_index, d.batch), d.batch),
+            lambda: lib.GPSConv(F_IN, lib.GINConv(lin(F_IN, F_IN)), heads=2),
+        ),
+        "top k": case(
+            lambda m, d: m(d),
+            lambda: Pooling(lib, lib.TopKPooling(F_IN, 0.6), lib.TopKPooling(F_IN, 2)),
+        ),
+        "top k by score": case(
+            lambda m, d: m(d),
+            lambda: Pooling(
+                lib,
+                lib.TopKPooling(F_IN, min_score=0.1),
+                lib.TopKPooling(F_IN, 1.0),
+            ),
+        ),
+        "sag": case(
+            lambda m, d: m(d),
+            lambda: Pooling(
+                lib,
+                lib.SAGPooling(F_IN, 0.7),
+                lib.SAGPooling(F_IN, 0.5, GNN=lib.GATConv),
+            ),
+        ),
+        "edges of a pool": case(
+            lambda m, d: m(d.x, d.edge_index, d.edge_attr, d.batch)[1],
+            lambda: lib.TopKPooling(F_IN, 0.5),
+        ),
+        "values of a pool": case(
+            lambda m, d: m(d.x, d.edge_index, d.edge_attr, d.batch)[2],
+            lambda: lib.TopKPooling(F_IN, 0.5),
+        ),
+    }
+    out |= {
+        f"pool {n}": case(lambda m, d, f=f: f(d.x, d.batch)) for n, f in pools.items()
+    }
+    out |= {f"aggr {name}": sized(make) for name, make in modules.items()}
+    out |= {f"norm {name}": of_batch(make) for name, make in norms.items()}
+    out |= {
+        f"scatter {r}": case(
+            lambda m, d, r=r: U.scatter(
+                d.edge_attr, d.edge_index[0], 0, d.num_nodes, reduce=r
+            )
+        )
+        for r in ("sum", "mean", "max", "mul", "any")
+    }
+    return out
+
+
+def measured(one, data):
+    data = copy.copy(data)
+    for name in ("x", "edge_attr"):
+        data[name] = data[name].detach().clone().requires_grad_()
+    torch.manual_seed(3)
+    module = one.make and one.make().double()
+    out = one.fn(module, data)
+    found = {"out": full(out.detach())}
+    if out.requires_grad:
+        weight = torch.linspace(-1, 2, out.numel()).double().view(out.shape)
+        (out * weight + out.sin() * weight).sum().backward()
+        found |= {n: full(data[n].grad) for n in ("x", "edge_attr")}
+        if module is not None:
+            found |= {n: full(p.grad) for n, p in module.named_parameters()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def owners(how, batch, size):
+    if how == "within":
+        return (torch.arange(batch.num_nodes) * 7 + 3) % 5 % size
+    if how == "one rank":
+        return torch.full((batch.num_nodes,), size - 1)
+    return how
+
+
+def _cases(how, sizes, edges):
+    batch = Batch.from_data_list(graphs(sizes, edges))
+    mesh = worlds.mesh()
+    share = pdc.partition(batch, mesh, owners(how, batch, mesh.size))
+    assert isinstance(share, Batch)
+    assert share.ptr.tolist() == batch.ptr.tolist()
+    mine, theirs = cases(nn), cases(pyg)
+
+    def check(name):
+        want, got = measured(theirs[name], batch), measured(mine[name], share)
+        assert want.keys() == got.keys()
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-9, msg=key)
+
+    return failures_of({name: name for name in mine}, check)
+
+
+@tiers.parametrize(
+    ("size", "how", "sizes", "edges"),
+    [
+        (2, "within", SIZES, EDGES),
+        *((size, how, SIZES, EDGES) for size in (1, 3, 4) for how in ("within", None)),
+        *((2, how, SIZES, EDGES) for how in ("graphs", "one rank")),
+        (2, "within", (1,) * GRAPHS, (1,) * GRAPHS),  # as many nodes, edges and graphs
+    ],
+    slice(1),
+)
+def test_a_batch_is_that_of_one_process(size, how, sizes, edges):
+    assert_none(worlds.run(_cases, size, how, sizes, edges))
+
+
+def _whole_graphs():
+    mesh = worlds.mesh()
+    batch = Batch.from_data_list(graphs())
+    owner, _ = graph_owners(batch, mesh.size)
+    for k in range(GRAPHS):
+        assert len(owner[batch.batch == k].unique()) == 1
+    share = pdc.partition(batch, mesh, "graphs")
+    assert share.x.rows.partition.owner.tolist() == owner.tolist()
+    conv = nn.GraphConv(F_IN, 4).double()
+    conv(share.x, share.edge_index)  # plans
+    mesh.ledger.reset()
+    conv(share.x, share.edge_index)
+    assert mesh.ledger.words() == 0
+    with pytest.raises(ValueError, match=r"needs data\.batch"):
+        pdc.partition(graphs()[2], mesh, "graphs")
+    with pytest.raises(TypeError, match="to_data_list"):
+        share.to_data_list()
+    typed = HeteroData()
+    typed["a"].x, typed["b"].x = torch.randn(4, 2), torch.randn(3, 2)
+    typed["a", "b"].edge_index = torch.tensor([[0, 3, 2], [1, 2, 0]])
+    typed.y = torch.tensor([1])
+    typed = Batch.from_data_list([typed] * 4)
+    torch.manual_seed(0)
+    typed["a"].x = torch.randn(16, 2)
+    share = pdc.partition(typed, mesh, "graphs")
+    assert share.num_graphs == 4
+    assert share.y.tolist() == [1] * 4
+    for name in ("a", "b"):
+        assert share[name].ptr.tolist() == typed[name].ptr.tolist()
+        got = full(nn.global_add_pool(share[name].x, share[name].batch))
+        want = pyg.global_add_pool(typed[name].x, typed[name].batch)
+        torch.testing.assert_close(got, want)
+
+
+def test_whole_graphs_go_to_one_rank_each():
+    worlds.run(_whole_graphs, 2)
+
+
+def train(lib, loaders, epochs=2):
+    """PyG's mutag_gin.py, in short."""
+    torch.manual_seed(1)
+    loader = loaders.DataLoader(graphs() * 2, batch_size=5, shuffle=True)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gnn = lib.GIN(F_IN, 8, 2, norm="batch_norm")
+            self.head = lib.MLP([8, 8, 3], norm=None)
+
+        def forward(self, x, edge_index, batch, batch_size):
+            x = self.gnn(x, edge_index)
+            return self.head(lib.global_add_pool(x, batch, size=batch_size))
+
+    model = Net().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    told = []
+    for _ in range(epochs):
+        total = right = 0.0
+        for data in loader:
+            optimizer.zero_grad()
+            out = model(data.x, data.edge_index, data.batch, data.batch_size)
+            loss = F.cross_entropy(out, data.y)
+            loss.backward()
+            optimizer.step()
+            total += float(loss) * data.num_graphs
+            right += int((out.argmax(-1) == data.y).sum())
+        told.append((total, right / len(loader.dataset)))
+    return told, [p.detach() for p in model.parameters()]
+
+
+def _trained():
+    worlds.mesh()
+    got, mine = train(nn, pyg_distcomm.loader)
+    want, theirs = train(pyg, torch_geometric.loader)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    # Adam takes the sign of gradients that are nothing but rounding
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    batch = next(iter(pyg_distcomm.loader.DataLoader(graphs(), 3)))
+    assert hasattr(batch.x, "full_tensor")
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+def test_a_script_on_many_graphs_trains_by_the_swap(size):
+    worlds.run(_trained, size)
+
+
+def _heads():
+    mesh = worlds.mesh(fresh=True)
+    share = pdc.partition(Batch.from_data_list(graphs()), mesh)
+    torch.manual_seed(0)
+    conv = nn.GraphConv(F_IN, 4).double()
+    torch.manual_seed(mesh.rank)
+    head = torch.nn.Linear(4, 3).double()
+    out = head(nn.global_add_pool(conv(share.x, share.edge_index), share.batch))
+    with pytest.raises(ValueError, match=r"torch\.manual_seed .* pooled"):
+        F.cross_entropy(out, share.y).backward()
+
+
+def test_heads_on_pooled_values_have_to_be_alike():
+    worlds.run(_heads, 2)
