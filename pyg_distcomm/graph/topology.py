@@ -36,6 +36,7 @@ class LocalGraph:
         ghost_gid   [h]  grouped by owner, ascending within
         halo        brings the ghosts' rows, over all ranks
         memory      what layers may take; None is without a cap
+        most        n + e of the rank where that is most, known with a cap
     """
 
     source_lid: Tensor
@@ -44,6 +45,7 @@ class LocalGraph:
     halo: Halo
     num_own: int
     memory: MemoryCap | None = field(default=None, kw_only=True)
+    most: int = field(default=0, kw_only=True)
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns own and ghost rows `[m + h, ...]` of own rows `x`, differentiably.
@@ -192,6 +194,9 @@ class Topology:
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
         halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
         target = torch.searchsorted(nodes.gid, self.target_gid)
+        most = torch.tensor([len(nodes) + len(target)])
+        if nodes.memory is not None:
+            most = collectives.all_reduce(most, mesh.world, "max")
         return LocalGraph(
             self._kept(source.to(self.device)),
             self._kept(target.to(self.device)),
@@ -199,6 +204,7 @@ class Topology:
             halo.to(self.device),
             len(nodes),
             memory=nodes.memory,
+            most=int(most),
         )
 
     def _kept(self, x: Tensor) -> Tensor:

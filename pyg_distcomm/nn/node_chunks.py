@@ -208,29 +208,34 @@ class NodeChunks:
         self.kind: Any = None
 
     def plan(self, tensors: list[Tensor]) -> bool:
-        """Cuts the targets so that each chunk is within the cap; False if one would do.
+        """Cuts the targets so that each chunk is within the cap.
+
+        Returns False if no rank needs more than one: then all run as without a cap.
 
         Args:
             tensors: of the arguments that have one, in their order.
         """
-        own, target = len(self.edges.scene.nodes), self.ends[1]
+        scene, target = self.edges.scene, self.ends[1]
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
-        looked_up = ("source", "target", "edge")
-        pairs = [x for k, x in zip(kinds, tensors, strict=True) if k in looked_up]
-        width = sum(x[:1].numel() or x.shape[1:].numel() for x in pairs)
-        item = max((x.element_size() for x in pairs), default=8)
-        fit = max(self.cap.stage // max(KEPT * width * item, 1), 1)
+        pairs = zip(kinds, tensors, strict=True)
+        rows = [x for kind, x in pairs if kind != "whole"]
+        size = sum(x.shape[1:].numel() * x.element_size() for x in rows)
+        fit = max(self.cap.stage // max(KEPT * size, 1), 1)
+        if scene.here.most <= fit:
+            return False
+        own = len(scene.nodes)
         count = torch.bincount(target, minlength=own)
         ends = (count + 1).cumsum(0)
         total = int(ends[-1]) if own else 0
-        if total <= fit:
-            return False
-        cuts = torch.searchsorted(ends, torch.arange(fit, total, fit), right=True)
-        self.bounds = torch.unique(torch.cat([cuts, cuts.new_tensor([0, own])])).tolist()
-        first = count.cumsum(0)
-        self._first = [0, *(int(first[b - 1]) for b in self.bounds[1:])]
+        marks = torch.arange(fit, max(total, fit), fit)
+        cuts = torch.searchsorted(ends, marks, right=True)
+        cuts = torch.unique(cuts)
+        cuts = cuts[(cuts > 0) & (cuts < own)]
+        self.bounds = [0, *cuts.tolist(), own]
+        first = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        self._first = [int(first[b]) for b in self.bounds]
         self._order = self.cap.moved(torch.argsort(target, stable=True))
-        return len(self.bounds) > 2
+        return True
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
