@@ -217,7 +217,9 @@ def main() -> None:
                     ]
                 )
                 print(rows[-1], flush=True)
-    print(f"{args.gib} GiB, {args.ranks} ranks, {os.cpu_count()} CPUs, {platform.machine()}")
+    print(
+        f"{args.gib} GiB, {args.ranks} ranks, {os.cpu_count()} CPUs, {platform.machine()}"
+    )
     heads = "layer|cap|s an epoch|s in all|major faults an epoch"
     heads += "|anonymous MiB|group's peak MiB|last loss"
     print(format_table([heads.split("|"), *rows]))

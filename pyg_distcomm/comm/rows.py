@@ -128,7 +128,9 @@ class Rows:
 
     def spilling(self) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which what autograd saves is kept within the cap, if any."""
-        return contextlib.nullcontext() if self.memory is None else self.memory.spilling()
+        return (
+            contextlib.nullcontext() if self.memory is None else self.memory.spilling()
+        )
 
     def __deepcopy__(self, memo: dict) -> Rows:
         return self

@@ -163,7 +163,12 @@ class MemoryCap:
             storage = plain.untyped_storage()
             size = plain.nbytes
             lasting = (x.is_leaf and x.requires_grad) or storage._cdata in self.given
-            if lasting or is_mapped(plain) or size < SMALLEST or storage.nbytes() < size:
+            if (
+                lasting
+                or is_mapped(plain)
+                or size < SMALLEST
+                or storage.nbytes() < size
+            ):
                 return _Saved(plain, x._version, None)
             if x.device.type != "cpu" or self._keeps(storage._cdata, size):
                 drop = functools.partial(self._dropped, storage._cdata)
@@ -231,7 +236,9 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: if it is neither, or less than 1.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?b?)\s*", str(size).lower())
+    found = re.fullmatch(
+        r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?b?)\s*", str(size).lower()
+    )
     try:
         if found is None or isinstance(size, bool):
             raise ValueError

@@ -27,7 +27,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.kernels.memory import MemoryCap
-from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, LayerTensor, Scene
+from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.nn.message_forms import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
@@ -302,7 +302,9 @@ class NodeChunks:
         self.mesh.drawn = 0
         out = self.run(edges, given, ends, (len(source), end - begin), local)
         if self.per_edge and not isinstance(out, RowShardedTensor):
-            raise NotInChunksError("a layer's edge_update returns no tensor of its edges")
+            raise NotInChunksError(
+                "a layer's edge_update returns no tensor of its edges"
+            )
         if not isinstance(out, Tensor):
             raise NotInChunksError("a layer's propagate returns no tensor of its nodes")
         self.kind = type(out)
@@ -385,7 +387,9 @@ class _Chunked(torch.autograd.Function):
                     out, [*leaves, *params], part, allow_unused=True
                 )
                 where = {"source": source, "target": own, "edge": edge}
-                into = [(k, s) for k, s in zip(kinds, sums, strict=True) if s is not None]
+                into = [
+                    (k, s) for k, s in zip(kinds, sums, strict=True) if s is not None
+                ]
                 for (what, total), add in zip(into, grads, strict=False):
                     if add is not None:
                         _add(total, add, where.get(what))

@@ -148,9 +148,7 @@ class GridMatrix:
         stages = -(-width // self.columns)
         return [min(self.columns, width - k * self.columns) for k in range(stages)]
 
-    def within(
-        self, cap: memory.MemoryCap, world: Axis, transpose: bool
-    ) -> GridMatrix:
+    def within(self, cap: memory.MemoryCap, world: Axis, transpose: bool) -> GridMatrix:
         """Returns the same matrix in files, and in stages, as a memory cap asks; collective.
 
         Rows and sums that a rank receives in a stage are within the cap's stage, for numbers
