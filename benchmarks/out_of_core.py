@@ -34,7 +34,7 @@ from pyg_distcomm.nn import GATConv, GCNConv
 from pyg_distcomm.partition.folder import write_folder
 
 GIB, MIB = 2**30, 2**20
-INTERPRETER = 280 * MIB  # of a rank with torch, before it has data
+INTERPRETER = 300 * MIB  # of a rank with torch, before it has data
 CLASSES = 8
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -126,7 +126,7 @@ def train(folder: str, layer: str, memory: int | None, epochs: int, hidden: int)
 def group(limit: int | None) -> Iterator[Path | None]:
     """Yields a control group that allows so many bytes; None where there can be none."""
     home = GROUPS / "memory" if (GROUPS / "memory").is_dir() else GROUPS
-    made = home / f"pyg_distcomm-{os.getpid()}"
+    made = home / f"pyg_distcomm-{os.getpid()}-{time.time_ns()}"
     if limit is None or not os.access(home, os.W_OK) or not home.is_dir():
         yield None
         return
@@ -145,7 +145,8 @@ def measured(folder: Path, layer: str, limit: int | None, args) -> dict | str:
     forget(folder)
     memory = None
     if limit is not None:
-        memory = max(limit // args.ranks - INTERPRETER, 16 * MIB)
+        left = limit // args.ranks - INTERPRETER
+        memory = max(left // 2, 16 * MIB)  # the other half is for plans and activations
     asked = {"layer": layer, "memory": memory, "epochs": args.epochs}
     call = {"folder": str(folder), "hidden": args.hidden, **asked}
     with group(limit) as inside:
@@ -175,9 +176,9 @@ def main() -> None:
     parser.add_argument("--layer", nargs="+", default=["gcn", "gat"])
     parser.add_argument("--caps", nargs="+", default=["0.25", "0.5", "none"])
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--degree", type=int, default=8)
+    parser.add_argument("--degree", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="keep the graph here")
     parser.add_argument("--worker")

@@ -196,10 +196,10 @@ def refused():
         ({"new_edges": more, "new_nodes": rows}, "the same nodes and edges on")
     )
     for call, text in wrong:
-        with pytest.raises(ValueError, match=".") as error:
+        with pytest.raises(ValueError, match=r".") as error:
             pdc.update(share, **call)
         assert text in str(error.value), (text, str(error.value))
-    with pytest.raises(TypeError, match="changed before pdc.partition"):
+    with pytest.raises(TypeError, match=r"changed before pdc\.partition"):
         pdc.update(data, new_nodes=1)
     return True
 

@@ -92,8 +92,8 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     if isinstance(data, HeteroData):
         method = "metis" if method is None else method
-        how = method, seed, refine, oblivious, link, memory
-        return _partition_hetero(data, mesh, *how)
+        options = seed, refine, oblivious, link, memory
+        return _partition_hetero(data, mesh, method, *options)
     data, weight = _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     problem = link_problem(link) or memory_problem(memory) or problem
