@@ -58,6 +58,7 @@ __all__ = [  # as in `api`
     "replicate",
     "save_checkpoint",
     "trace",
+    "update",
 ]
 
 

@@ -16,6 +16,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex as DistEdgeIndex
 from pyg_distcomm.graph.partitioning import load_partition as load_partition
 from pyg_distcomm.graph.partitioning import partition as partition
 from pyg_distcomm.graph.partitioning import partition_report as partition_report
+from pyg_distcomm.graph.update import update as update
 from pyg_distcomm.halo.known_links import BNS as BNS
 from pyg_distcomm.halo.known_links import SANCUS as SANCUS
 from pyg_distcomm.halo.known_links import VARCO as VARCO

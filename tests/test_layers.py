@@ -92,12 +92,13 @@ def _in_doubles(fn, *args):
         torch.set_default_dtype(torch.float32)
 
 
-def shared(data, mesh, cutter):
+def shared(data, mesh, cutter, memory=None):
     cut = owners(cutter, data, mesh.size)
-    return pdc.partition(data, mesh, cut, edge_attrs=EDGE_ATTRS, node_attrs=NODE_ATTRS)
+    levels = {"edge_attrs": EDGE_ATTRS, "node_attrs": NODE_ATTRS}
+    return pdc.partition(data, mesh, cut, memory=memory, **levels)
 
 
-def parity(build, names, graph, cutter, wrap=HaloConv, grid=None):
+def parity(build, names, graph, cutter, wrap=HaloConv, grid=None, memory=None):
     """Runs a layer on this rank, and asserts every piece equal to PyG's."""
     data = problem(graph)
     single = make(build)
@@ -105,7 +106,7 @@ def parity(build, names, graph, cutter, wrap=HaloConv, grid=None):
     want.update(_parameter_grads(single))
     mesh = worlds.mesh(grid=grid)
     data = problem(graph)
-    share = shared(data, mesh, cutter)
+    share = shared(data, mesh, cutter, memory)
     conv = wrap(make(build))
     got = step(conv, share, names)
     got.update(_parameter_grads(conv))
@@ -123,9 +124,9 @@ def parity(build, names, graph, cutter, wrap=HaloConv, grid=None):
             )
 
 
-def exact(name, graph, cutter, grid=None):
+def exact(name, graph, cutter, grid=None, memory=None):
     build, names = EXACT[name]
-    _in_doubles(parity, build, names, graph, cutter, HaloConv, grid)
+    _in_doubles(parity, build, names, graph, cutter, HaloConv, grid, memory)
 
 
 def refusal(name, graph, cutter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives, consistency
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.partition.partition import Partition
 
 
@@ -30,6 +32,7 @@ class Rows:
         known: the number of rows on all ranks, where it is known without asking.
         nodes: for the edges of a graph, the rows of its nodes.
         stacked: for the edges of a graph, makes an edge_index of sources and targets.
+        memory: for the nodes of a graph, what its layers may take; None is without a cap.
     """
 
     gid: Tensor
@@ -40,6 +43,7 @@ class Rows:
     known: int | None = None
     nodes: Rows | None = None
     stacked: Callable[..., Any] | None = field(default=None, repr=False)
+    memory: MemoryCap | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.gid)
@@ -121,6 +125,12 @@ class Rows:
         start = sum(sizes[: mesh.rank])
         gid = torch.arange(start, start + sizes[mesh.rank])
         return Rows(gid, total, mesh, None)
+
+    def spilling(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a block in which what autograd saves is kept within the cap, if any."""
+        return (
+            contextlib.nullcontext() if self.memory is None else self.memory.spilling()
+        )
 
     def __deepcopy__(self, memo: dict) -> Rows:
         return self

@@ -31,6 +31,7 @@ from pyg_distcomm.graph.edge_index import (
 )
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -50,6 +51,7 @@ def partition(
     refine: bool = False,
     oblivious: bool = False,
     link: LinkPolicy | None = None,
+    memory: int | str | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Any:
@@ -79,6 +81,10 @@ def partition(
             and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
         link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
+        memory: the bytes that layers may take on this rank, or "8GiB" say: what is more goes
+            to memory-mapped files, halos come in stages, and layers that keep messages run
+            on chunks of nodes, again in the backward pass. Same numbers and same bytes.
+            None is without a cap.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
 
@@ -87,29 +93,32 @@ def partition(
     """
     mesh = given_mesh(mesh, "pdc.partition")
     if isinstance(data, HeteroData):
-        share = _partition_hetero(data, mesh, method, seed, refine, oblivious, link)
+        options = seed, refine, oblivious, link, memory
+        share = _partition_hetero(data, mesh, method, *options)
         return partitioning_batch.as_batch(share, data)
     whole, (data, weight) = data, _from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
-    problem = link_problem(link) or problem
+    problem = link_problem(link) or memory_problem(memory) or problem
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
         problem = ValueError("mesh.plan has cut this graph: no seed=, or a method= too")
     _agree(problem, mesh)
-    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
-    _agree_same(_asked(method, link, **flags) | _marks(data, kinds), mesh)
+    flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
+    asked = _asked(method, link, seed=seed, **flags)
+    _agree_same(asked | _marks(data, kinds), mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
-        out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
+        out = _as_planned(_assemble(share, mesh, oblivious, memory), oblivious)
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    out = partitioning_batch.as_batch(_assemble(share, mesh, oblivious), whole)
+    out = _assemble(share, mesh, oblivious, memory)
+    out = partitioning_batch.as_batch(out, whole)
     return _with_sparse(_linked(out, link), weight, looped)
 
 
@@ -196,16 +205,17 @@ def _partition_hetero(
     refine: bool,
     oblivious: bool,
     link: LinkPolicy | None,
+    memory: int | str | None,
 ) -> HeteroData:
     owners: Any = None
-    problem: Exception | None = link_problem(link)
+    problem: Exception | None = link_problem(link) or memory_problem(memory)
     try:
         partitioning_hetero.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
-    asked = _asked(method, link, **flags)
+    flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
+    asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
@@ -216,7 +226,8 @@ def _partition_hetero(
         problem = error
     _agree(problem, mesh)
     owners = partitioning_hetero.broadcast_owners(owners, mesh)
-    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious, link)
+    cap = None if memory is None else MemoryCap(memory)
+    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious, link, cap)
 
 
 def _agree(problem: Exception | None, mesh: Mesh) -> None:
@@ -409,8 +420,13 @@ def _share_of(
     )
 
 
-def _assemble(share: PartShare, mesh: Mesh, oblivious: bool) -> Data:
-    nodes = Rows(share.node_gid, share.partition.num_nodes, mesh, share.partition)
+def _assemble(
+    share: PartShare, mesh: Mesh, oblivious: bool, memory: int | str | None
+) -> Data:
+    owners, cap = share.partition, None if memory is None else MemoryCap(memory)
+    if cap is not None:
+        cap.keep(*share.node.values(), *share.edge.values(), share.edge_index)
+    nodes = Rows(share.node_gid, owners.num_nodes, mesh, owners, memory=cap)
     edges = rows_of_edges(share.edge_gid, share.num_edges_global, nodes)
     out = Data()
     if share.node.get("x") is not None:
@@ -521,6 +537,7 @@ def load_partition(
     verify: Verify = "checksums",
     oblivious: bool = False,
     link: LinkPolicy | None = None,
+    memory: int | str | None = None,
     merge: bool = False,
 ) -> Data:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
@@ -538,7 +555,8 @@ def load_partition(
         verify: "checksums" reads every byte of the share first and compares it with what
             was written, at a second or less for each GB; "sizes" compares lengths, dtypes
             and shapes, and reads rows when they are used.
-        oblivious, link: see `partition`.
+        oblivious, link, memory: see `partition`. Rows and edges stay in the folder's files,
+            of which the system reads the pages that are used, cap or not.
         merge: lets a rank read several parts; they are then in memory, not mapped.
 
     Raises:
@@ -554,7 +572,7 @@ def load_partition(
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(link_problem(link) or problem, mesh)
+    _agree(link_problem(link) or memory_problem(memory) or problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
@@ -562,10 +580,11 @@ def load_partition(
     levels = {"node": share.node, "edge": share.edge}
     names = {f"{level} attributes": sorted(held) for level, held in levels.items()}
     plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
-    asked = _asked(None, link, oblivious=bool(oblivious), merge=bool(merge))
+    flags = {"oblivious": bool(oblivious), "merge": bool(merge), "memory": memory}
+    asked = _asked(None, link, **flags)
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     tell(mesh.rank, "read %r of %s", share, folder)
-    return _linked(_assemble(share, mesh, oblivious), link)
+    return _linked(_assemble(share, mesh, oblivious, memory), link)
 
 
 def _read_share(folder: Path, parts: AnyFolder, mesh: Mesh, merge: bool) -> PartShare:

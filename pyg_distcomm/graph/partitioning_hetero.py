@@ -15,6 +15,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.folder import batch_kind, labels_pairs
 from pyg_distcomm.partition.partition import Partition
@@ -124,12 +125,14 @@ def share_hetero(
     mesh: Mesh,
     oblivious: bool,
     link: LinkPolicy | None,
+    memory: MemoryCap | None = None,
 ) -> HeteroData:
     """Returns this rank's share: each type's nodes, and the edges into them."""
     out = HeteroData()
     nodes = {}
     for name, owner in owners.items():
-        nodes[name] = Rows(owner.gids(mesh.rank), owner.num_nodes, mesh, owner)
+        gid = owner.gids(mesh.rank)
+        nodes[name] = Rows(gid, owner.num_nodes, mesh, owner, memory=memory)
     for store in data.node_stores:
         rows, name = nodes[store._key], store._key
         _fill(data, store, out[name], rows, int(store.num_nodes))
@@ -186,6 +189,8 @@ def _fill(data: HeteroData, store: Any, out: Any, rows: Rows, count: int) -> Non
             value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             value = value.detach()[rows.gid.to(value.device)]
             out[name] = DistTensor.wrap(value, rows)
+            if rows.memory is not None:
+                rows.memory.keep(value)
         else:
             out[name] = value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch_geometric.utils import add_remaining_self_loops
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
-from pyg_distcomm.halo.halo import Halo
+from pyg_distcomm.halo.halo import Halo, StagedHalo
 from pyg_distcomm.halo.link import DEGREES, Link, exchange, exchange_transpose
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
+from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import LinkWrapper
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
@@ -34,6 +35,8 @@ class LocalGraph:
         target_lid  [e]  0 .. n-1
         ghost_gid   [h]  grouped by owner, ascending within
         halo        brings the ghosts' rows, over all ranks
+        memory      what layers may take; None is without a cap
+        most        n + e of the rank where that is most, known with a cap
     """
 
     source_lid: Tensor
@@ -41,6 +44,8 @@ class LocalGraph:
     ghost_gid: Tensor
     halo: Halo
     num_own: int
+    memory: MemoryCap | None = field(default=None, kw_only=True)
+    most: int = field(default=0, kw_only=True)
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns own and ghost rows `[m + h, ...]` of own rows `x`, differentiably.
@@ -53,6 +58,9 @@ class LocalGraph:
             return x
         if x.dim() == 1:
             return self.with_ghosts(x.unsqueeze(1), link).squeeze(1)
+        if self.memory is not None and link is None:
+            staged: Tensor = _Ghosted.apply(x, StagedHalo(self.halo, self.memory))
+            return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
 
     def scatter_to_owners(
@@ -67,6 +75,24 @@ class LocalGraph:
     def with_ghost_facts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Returns the same of what the graph says of nodes: the same in every epoch."""
         return self.with_ghosts(x, link)
+
+
+class _Ghosted(torch.autograd.Function):
+    """Returns own rows and ghosts, which arrive in stages, in one tensor within the cap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: StagedHalo) -> Tensor:
+        ctx.link, n = link, len(x)
+        shape = n + link.num_ghosts, *x.shape[1:]
+        out = link.cap.empty(shape, x.dtype, x.device)
+        out[:n] = x
+        link.begin(x, out[n:])()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        own, ghosts = g.split((len(g) - ctx.link.num_ghosts, ctx.link.num_ghosts))
+        return exchange_transpose(ghosts, own, ctx.link), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +194,23 @@ class Topology:
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
         halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
         target = torch.searchsorted(nodes.gid, self.target_gid)
+        most = torch.tensor([len(nodes) + len(target)])
+        if nodes.memory is not None:
+            most = collectives.all_reduce(most, mesh.world, "max")
         return LocalGraph(
-            source.to(self.device),
-            target.to(self.device),
+            self._kept(source.to(self.device)),
+            self._kept(target.to(self.device)),
             ghost[order],
             halo.to(self.device),
             len(nodes),
+            memory=nodes.memory,
+            most=int(most),
         )
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """Returns a tensor that is kept as long as the graph, within the memory cap."""
+        cap = self.nodes.memory
+        return x if cap is None else cap.moved(x)
 
     @cached_property
     def all_gid(self) -> Tensor:
@@ -275,7 +311,11 @@ class Topology:
             nodes = self.nodes
             assert nodes.partition is not None
             plan = build_plan(*edges(), nodes.partition, nodes.mesh, halo)
-            self._plans[key] = plan.to(self.device)
+            plan = plan.to(self.device)
+            if nodes.memory is not None:
+                how = nodes.memory, nodes.mesh.world, kind == "sum"
+                plan = replace(plan, matrix=plan.matrix.within(*how))
+            self._plans[key] = plan
         found: GridPlan = self._plans[key]
         return found
 
@@ -367,7 +407,10 @@ class Topology:
                 return matrix  # type: ignore[no-any-return]
         with torch.no_grad():
             matrix = self._valued(kind, weight, dtype)
-        if torch.is_grad_enabled():
+        if self.nodes.memory is not None:
+            how = self.nodes.memory, self.nodes.mesh.world, torch.is_grad_enabled()
+            matrix = matrix.within(*how)
+        elif torch.is_grad_enabled():
             _ = matrix.transposed  # now, while there are no activations beside it
         memory.give_back()
         self._plans[key] = (weight, version, matrix)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
+from pyg_distcomm.kernels.memory import MemoryCap
 
 CHUNK_ROWS = (
     8192  # of a chunk, at least: smaller ones cost more messages than they hide
@@ -317,6 +319,107 @@ class ChunkedHalo(Link):
 
     def __repr__(self) -> str:
         return f"ChunkedHalo({', '.join(map(repr, self.chunks))})"
+
+
+@dataclass(frozen=True, eq=False)
+class StagedHalo(Link):
+    """Splits an exact exchange into stages, each within a memory cap, one after another.
+
+    Each stage moves a like share of the rows between each two ranks. Ghosts that exceed a
+    stage arrive in a memory-mapped file.
+
+    Price: the words of the whole, and each stage's messages. Stages are counted for numbers
+    of 8 bytes.
+    """
+
+    halo: Halo
+    cap: MemoryCap
+
+    @property
+    def silent(self) -> bool:  # type: ignore[override]
+        """Whether nothing travels on any rank."""
+        return self.halo.silent
+
+    @property
+    def num_ghosts(self) -> int:
+        """The number of rows that arrive here."""
+        return self.halo.num_ghosts
+
+    def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Sends own rows, stage by stage; the call returns the ghosts."""
+        if into is None:
+            shape = self.num_ghosts, *x.shape[1:]
+            into = self.cap.empty(shape, x.dtype, x.device)
+        ghosts = into
+        for part, places in self._stages(_width(x)):
+            came = part.begin(x)()
+            for place, rows in zip(places, came.split(part.recv_counts), strict=True):
+                ghosts[place] = rows
+        return lambda: ghosts
+
+    def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns a call that sends sums for the ghosts, and adds those that arrive."""
+
+        def arrive(out: Tensor) -> Tensor:
+            for part, places in self._stages(_width(g)):
+                part.begin_transpose(torch.cat([g[place] for place in places]))(out)
+            return out
+
+        return arrive
+
+    def _stages(self, width: int) -> Iterator[tuple[Halo, list[slice]]]:
+        """Yields the exchange of each stage, and where its ghosts lie, rank by rank.
+
+        As many on all ranks, which know the most rows that any of them sends to any other.
+        """
+        halo = self.halo
+        most = halo.most or 0
+        peers = max(halo.axis.size - 1, 1)
+        count = max(-(-most * peers * width * 8 // self.cap.stage), 1)
+        count = min(count, max(most, 1))
+        for k in range(count):
+            sent = _shares(halo.send_counts, count, k)
+            came = _shares(halo.recv_counts, count, k)
+            slots = [halo.send_slot[place] for place in sent]
+            part = replace(
+                halo,
+                send_slot=torch.cat(slots),
+                send_counts=tuple(len(slot) for slot in slots),
+                recv_counts=tuple(place.stop - place.start for place in came),
+                most=balanced_split(most, count)[k],
+                send_gid=None,
+                ghost_gid=None,
+            )
+            yield part, came
+
+    def price(self, width: int) -> Price:
+        """Returns the price of one `begin` at `width` features."""
+        parts = [part.price(width) for part, _ in self._stages(width)]
+        return sum(parts, Price())
+
+    def price_transpose(self, width: int) -> Price:
+        """Returns the price of one `begin_transpose` at `width` features."""
+        parts = [part.price_transpose(width) for part, _ in self._stages(width)]
+        return sum(parts, Price())
+
+    def to(self, device: torch.device) -> StagedHalo:
+        """Returns the same plan with its indices on another device."""
+        return StagedHalo(self.halo.to(device), self.cap)
+
+
+def _width(x: Tensor) -> int:
+    return math.prod(x.shape[1:])
+
+
+def _shares(counts: Sequence[int], parts: int, k: int) -> list[slice]:
+    """Returns part k of each block of rows, blocks of these lengths standing in a row."""
+    out, first = [], 0
+    for count in counts:
+        sizes = balanced_split(count, parts)
+        begin = first + sum(sizes[:k])
+        out.append(slice(begin, begin + sizes[k]))
+        first += count
+    return out
 
 
 def plan_link(

@@ -15,6 +15,7 @@ from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
     OwnLink,
+    capped,
     check_link,
     is_product,
 )
@@ -62,6 +63,7 @@ class DistGCN2Conv(GCN2Conv):
         return self._multiplied(x, x_0, edge_index, edge_weight)
 
     @eagerly
+    @capped
     def _multiplied(
         self, x: Any, x_0: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:

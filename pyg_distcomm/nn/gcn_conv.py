@@ -15,6 +15,7 @@ from pyg_distcomm.nn.layer_context import (
     LayerContext,
     LinearProduct,
     OwnLink,
+    capped,
     check_link,
     is_product,
 )
@@ -69,6 +70,7 @@ class DistGCNConv(GCNConv):
         return self._multiplied(x, edge_index, edge_weight)
 
     @eagerly
+    @capped
     def _multiplied(
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:

@@ -23,7 +23,7 @@ from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
-from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
+from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, capped, check_link
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.patched_functions import MatrixOf
 from pyg_distcomm.ops.csr import coo_of
@@ -245,6 +245,7 @@ def through_halo(
 
 
 @eagerly
+@capped
 def _through_halo(
     conv: MessagePassing,
     link: OwnLink,
@@ -267,7 +268,9 @@ def _through_halo(
     at_work = context.is_coded
     if at_work and context.link is not None:
         check_aggregations(layers_of(conv), context.link)
-    visit = HaloVisit(conv, context.topology, context.exchange(), at_work)
+    whole = given.get("return_attention_weights") is not None  # kept while it runs
+    how = context.topology, context.exchange(), at_work, whole
+    visit = HaloVisit(conv, *how)
     mesh = edge_index.nodes.mesh
     for parameter in conv.parameters():  # some meet what is local without a trace
         if not is_lazy(parameter):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 import torch_geometric.backend
 import torch_geometric.nn.aggr.base
 from torch import Tensor
-from torch_geometric.nn import Aggregation, HeteroLinear, MessagePassing
+from torch_geometric.nn import HeteroLinear, MessagePassing
 from torch_geometric.nn.conv import dna_conv
 from torch_geometric.typing import WITH_SEGMM
 
@@ -41,6 +40,13 @@ from pyg_distcomm.nn.index_guard import (
 )
 from pyg_distcomm.nn.layer_context import tell_of_rows
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, adds_rows
+from pyg_distcomm.nn.node_chunks import (
+    arguments_of,
+    in_chunks,
+    is_pair,
+    pads,
+    unaveraged,
+)
 from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
@@ -68,6 +74,7 @@ class HaloVisit:
         topology: the edges, in the direction of messages.
         call: how this run goes by the layer's link; None is exactly.
         coded: whether that is not exactly, or not now.
+        whole: whether the layer must not run in chunks.
     """
 
     def __init__(
@@ -76,8 +83,9 @@ class HaloVisit:
         topology: Topology,
         call: LayerExchange | None,
         coded: bool,
+        whole: bool = False,
     ) -> None:
-        self.call, self.link_codes = call, coded
+        self.call, self.link_codes, self.whole = call, coded, whole
         self.topology = topology
         self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
         # whether sources are fetched where they are looked up, not before
@@ -258,7 +266,8 @@ class HaloVisit:
             except RuntimeError:
                 if inputs.size(0) > 0:
                     raise
-                return self._own(self._of_nothing(call, _bare(inputs), given))
+                own = given["dim_size"]
+                return self._own(self._of_nothing(call, _bare(inputs), given, own))
 
         return run
 
@@ -267,9 +276,10 @@ class HaloVisit:
         counts = torch.bincount(index, minlength=1).max()
         return int(collectives.all_reduce(counts, self.nodes.mesh.world, "max"))
 
-    def _of_nothing(self, call: Callable, inputs: Tensor, given: dict) -> Tensor:
+    def _of_nothing(
+        self, call: Callable, inputs: Tensor, given: dict, own: int
+    ) -> Tensor:
         """Aggregates no message, where PyG cannot: one for a node that is left out."""
-        own = self.here.num_own
         inputs = torch.cat([inputs, inputs.new_ones(1, *inputs.shape[1:])])
         given["index"] = given["index"].new_full((1,), own)
         given["dim_size"] = own + 1
@@ -289,7 +299,8 @@ class HaloVisit:
             and not isinstance(value, RowShardedTensor)
             and value.dim()
         ):
-            return LayerTensor.wrap(value, self.nodes)
+            scene = self.calls[-1].edges.scene if self.calls else self.scene
+            return LayerTensor.wrap(value, scene.nodes)
         return value
 
     def _met(
@@ -314,12 +325,38 @@ class HaloVisit:
         }
         ends = edges.plain() if self.source == 0 else edges.plain().flip(0)
         size = (len(self.all_gid), self.here.num_own)
+        run = functools.partial(self._run, layer, call)
+        cap = self.nodes.memory
+        if cap is not None and not self.whole:
+            sorted_out = arguments_of(layer, wanted, edges, given, local)
+            how = cap, edges, ends, run, self._again, call.__name__ == "edge_updater"
+            found = None if sorted_out is None else in_chunks(*sorted_out, *how)
+            if found is not None:
+                return found
+        return run(edges, given, ends, size, local)
+
+    def _run(
+        self,
+        layer: MessagePassing,
+        call: Callable,
+        edges: GuardedEdgeIndex,
+        given: dict[str, Any],
+        ends: Tensor,
+        size: tuple[int, int],
+        local: dict[str, Any],
+    ) -> Any:
         self.calls.append(_Call(edges, given))
         try:
             with _replaced(vars(layer), "flow", "source_to_target"):
                 return call(ends, size=size, **local)
         finally:
             self.calls.pop()
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        """Puts in place what chunks need that run again in the backward pass."""
+        with self.running(), unaveraged(self.nodes.mesh):
+            yield
 
     def _fetched(
         self,
@@ -332,7 +369,7 @@ class HaloVisit:
     ) -> Any:
         """One argument of propagate: (every row that edges come from, own rows)."""
         afar, near = f"{name}_j" in wanted, f"{name}_i" in wanted
-        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        pair = is_pair(value)
         if not (afar or near) or not (pair or isinstance(value, Tensor)):
             return _bare(value)
         source, target = (value[place], value[1 - place]) if pair else (value, value)
@@ -422,9 +459,9 @@ class HaloVisit:
         if name == "edge_index":
             return edges
         if name in ("index", "edge_index_i"):
-            return Targets.wrap(value, self.scene, edges.rows)
+            return Targets.wrap(value, edges.scene, edges.rows)
         if name == "edge_index_j":
-            return Sources.wrap(value, self.scene, edges.rows)
+            return Sources.wrap(value, edges.scene, edges.rows)
         return (
             LayerTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
         )
@@ -434,13 +471,6 @@ class HaloVisit:
             raise TypeError(
                 f"{self.scene.layer}: its {what} returns {value.rows}, not a row per edge"
             )
-
-
-def pads(module: torch.nn.Module) -> bool:
-    """Whether an aggregation pads groups of messages to one size."""
-    if not isinstance(module, Aggregation):
-        return False
-    return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def layers_of(conv: MessagePassing) -> list[MessagePassing]:

@@ -16,6 +16,7 @@ from pyg_distcomm.nn.layer_context import (
     LayerContext,
     LinearProduct,
     OwnLink,
+    capped,
     check_link,
     is_product,
 )
@@ -67,6 +68,7 @@ class DistSAGEConv(SAGEConv):
         return self._multiplied(x, edge_index)
 
     @eagerly
+    @capped
     def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
         known = self.aggr in ("mean", "sum", "add")
         known = known and edge_index.topology.sources is None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -64,9 +65,9 @@ class Pattern:
             rowptr, col = self.rowptr, self.col
         return Pattern(rowptr, col, self.shape[0]), perm.to(rowptr.dtype)
 
-    def to(self, device: torch.device) -> Pattern:
-        """Returns the same pattern on another device."""
-        return Pattern(self.rowptr.to(device), self.col.to(device), self.num_cols)
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
+        """Returns the same pattern with its arrays put elsewhere by `move`."""
+        return Pattern(move(self.rowptr), move(self.col), self.num_cols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +185,15 @@ class LocalBlocks:
         return (
             *(self.own_own, self.own_ghost, self.out_own, self.out_ghost),
             *(self.sum_own, self.own_far),
+        )
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> LocalBlocks:
+        """Returns the same blocks with their arrays put elsewhere by `move`."""
+        return LocalBlocks(
+            *(
+                CSR(b.pattern.moved(move), None if b.value is None else move(b.value))
+                for b in self.blocks
+            )
         )
 
     def with_values(self, value: Tensor, index: tuple[Tensor, ...]) -> LocalBlocks:

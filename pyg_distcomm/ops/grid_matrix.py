@@ -118,6 +118,7 @@ class GridMatrix:
         value: trainable values of this rank's block, instead of the fixed ones; for
             matrices planned with halo="rows" or "blocks".
         index: which of them each nonzero of the blocks takes.
+        columns: at most so many features are multiplied at a time; None is all.
 
     Price: `price(f)` words and messages, exactly what the ledger counts; at most
     `price.dense_words`. One rank moves nothing.
@@ -129,11 +130,47 @@ class GridMatrix:
     fiber: FiberSplit
     value: Tensor | None = None
     index: Any = None
+    columns: int | None = None
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """Returns `A x` of own rows `[n_i, f]`, differentiable in x and in `value`."""
-        out: Tensor = _Product.apply(x, self.value, self.index, self)
-        return out
+        widths = self._widths(x.size(1))
+        out = [
+            _Product.apply(part, self.value, self.index, self)
+            for part in (x.split(widths, 1) if len(widths) > 1 else (x,))
+        ]
+        return torch.cat(out, 1) if len(out) > 1 else out[0]  # type: ignore[no-any-return]
+
+    def _widths(self, width: int) -> list[int]:
+        """Returns how many features are multiplied in each stage."""
+        if self.columns is None or width <= self.columns:
+            return [width]
+        stages = -(-width // self.columns)
+        return [min(self.columns, width - k * self.columns) for k in range(stages)]
+
+    def within(self, cap: memory.MemoryCap, world: Axis, transpose: bool) -> GridMatrix:
+        """Returns the same matrix in files, and in stages, as a memory cap asks; collective.
+
+        Rows and sums that a rank receives in a stage are within the cap's stage, for numbers
+        of 8 bytes, on the rank that receives most.
+
+        Args:
+            cap: the cap.
+            world: all ranks of the grid.
+            transpose: whether the transpose is made now, in files, too.
+        """
+        every = (self.links.ghost, self.links.out, self.links.sums, self.links.far)
+        sizes = [link.num_ghosts for link in every]
+        most = int(collectives.all_reduce(torch.tensor([sum(sizes)]), world, "max"))
+        fit, p = cap.stage // (8 * max(most, 1)), self.fiber.axis.size
+        matrix = replace(self.moved(cap.moved), columns=max(fit // p, 1) * p)
+        if transpose:
+            matrix.__dict__["transposed"] = matrix.transposed.moved(cap.moved)
+            for block in matrix.tile.blocks:  # what it was made from
+                block.pattern.__dict__.pop("transpose", None)
+                block.__dict__.pop("transposed", None)
+            matrix.tile.__dict__.pop("transposed", None)
+        return matrix
 
     @cached_property
     def transposed(self) -> GridMatrix:
@@ -141,23 +178,29 @@ class GridMatrix:
         return GridMatrix(self.tile.transposed, self.links.mirrored, self.fiber)
 
     def over(self, wrapper: LinkWrapper | None) -> GridMatrix:
-        """Returns the same matrix over other links; fiber steps stay as they are."""
+        """Returns the same matrix over other links; fiber steps stay as they are.
+
+        What is coded, or late, is one message to each rank: these go without stages.
+        """
         if wrapper is None:
             return self
-        return replace(self, links=self.links.wrapped(wrapper))
+        return replace(self, links=self.links.wrapped(wrapper), columns=None)
 
     def price(self, width: int) -> Price:
         """Returns what one product costs this rank at `width` features."""
-        share = self.fiber.width(width)
-        return self.fiber.price(width) + self.links.price(share)
+        total = Price()
+        for part in self._widths(width):
+            total += self.fiber.price(part) + self.links.price(self.fiber.width(part))
+        return total
 
     def to(self, device: torch.device) -> GridMatrix:
         """Returns the same matrix on another device."""
-        blocks = (
-            CSR(b.pattern.to(device), None if b.value is None else b.value.to(device))
-            for b in self.tile.blocks
-        )
-        return GridMatrix(LocalBlocks(*blocks), self.links.to(device), self.fiber)
+        there = self.moved(lambda x: x.to(device))
+        return replace(there, links=self.links.to(device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> GridMatrix:
+        """Returns the same matrix with its blocks put elsewhere by `move`."""
+        return GridMatrix(self.tile.moved(move), self.links, self.fiber)
 
     def gather(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Returns own and ghost rows as a product would multiply by them."""

@@ -27,7 +27,7 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.nn.halo_conv import HaloConv
-from pyg_distcomm.nn.halo_execution import pads
+from pyg_distcomm.nn.node_chunks import pads
 from pyg_distcomm.pipeline.history_buffer import DTYPES
 
 _CHUNK_NORMS = (

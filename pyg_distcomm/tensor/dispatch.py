@@ -52,7 +52,11 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
     check_writes(func, args)
-    args, kwargs = _met(name, args, kwargs)
+    with first_sharded(args, kwargs).rows.spilling():
+        return _applied(name, func, *_met(name, args, kwargs))
+
+
+def _applied(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if name in _SPECIAL:
         return _SPECIAL[name](func, args, kwargs)
     if name in reductions.LOSSES:

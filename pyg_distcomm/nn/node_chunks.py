@@ -1,0 +1,438 @@
+"""Runs what a layer does with its edges on chunks of their targets, within a memory cap.
+
+[Note: chunks of targets] A layer's messages, `[e, f]` and more, are the largest tensors of a
+pass. All edges into a node are on this rank, so what a layer makes of them, a sum, a maximum
+or a softmax, is whole in a chunk of targets: `propagate` and `edge_updater` run chunk by
+chunk, without keeping anything, and once more in the backward pass. The sums of a node are
+those of one run, in the same order, and so are masks of dropout, which are keyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import Aggregation, MessagePassing
+
+from pyg_distcomm.comm.gradient_averaging import averager_of, meet
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.topology import LocalGraph
+from pyg_distcomm.kernels.memory import MemoryCap
+from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
+from pyg_distcomm.nn.message_forms import has_hooks
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+
+KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
+_WHOLE = frozenset("size size_j edge_index edge_index_j ptr".split())
+
+
+class NotInChunksError(TypeError):
+    """Says that a layer does what cannot be done chunk by chunk."""
+
+
+class ReplayMesh:
+    """The mesh of a chunk's edges: draws as all of them, and reduces nothing."""
+
+    local_sizes = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
+        self._mesh, self._keys = mesh, list[int]()
+        self.drawn = 0
+
+    def next_key(self) -> int:
+        """Returns the key of a draw, the same for each chunk."""
+        if self.drawn == len(self._keys):
+            self._keys.append(self._mesh.next_key())
+        self.drawn += 1
+        return self._keys[self.drawn - 1]
+
+    @property
+    def world(self) -> Any:
+        """Refuses: asked for by every reduction over edges."""
+        raise NotInChunksError("a layer reduces over the messages of all ranks")
+
+    control = world
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """One argument of `propagate`, by its kind.
+
+    Args:
+        name: its name.
+        kind: "source" and "target" are rows of nodes that are looked up by edge, "edge" has
+            a row for each edge, "whole" is a tensor for all of them, "value" is no tensor.
+        value: a tensor without its history, and without its values; or what is no tensor.
+        wrap: how an edge tensor is given to the layer's own code.
+    """
+
+    name: str
+    kind: str
+    value: Any = None
+    wrap: Any = None
+
+
+def arguments_of(
+    layer: MessagePassing,
+    wanted: set[str],
+    edges: GuardedEdgeIndex,
+    given: dict[str, Any],
+    local: dict[str, Any],
+) -> tuple[list[Argument], list[Tensor], list[Tensor], list[Tensor]] | None:
+    """Sorts the arguments of a call, and their tensors; None if it cannot run in chunks.
+
+    Beside them the parameters of the layer that learn, and what counts batches in it.
+
+    Args:
+        layer: the layer.
+        wanted: what its own code asks for.
+        edges: of the call.
+        given: its arguments, as the layer gave them.
+        local: the same as PyG gets them: (rows of sources, rows of targets), or as they are.
+    """
+    looked_up = {
+        name
+        for name, value in given.items()
+        if wanted & {f"{name}_i", f"{name}_j"}
+        and (isinstance(value, Tensor) or is_pair(value))
+    }
+    mesh = edges.scene.nodes.mesh
+    if wanted & _WHOLE or looked_up & wanted or not _is_plain(layer, mesh):
+        return None
+    found: list[Argument] = []
+    tensors: list[Tensor] = []
+    for name, value in local.items():
+        if name in looked_up:
+            for kind, rows in zip(("source", "target"), value, strict=True):
+                if rows is not None:
+                    found.append(Argument(name, kind))
+                    tensors.append(rows)
+        elif isinstance(value, Tensor):
+            original = given[name]
+            sharded = isinstance(original, RowShardedTensor)
+            if sharded and original.rows.same_as(edges.rows):
+                found.append(Argument(name, "edge", wrap=type(original).wrap))
+            elif sharded or (value.dim() and len(value) > 1):
+                return None
+            else:
+                found.append(Argument(name, "whole"))
+                value = meet(value, mesh)
+            tensors.append(value)
+        elif _holds_tensors(value):
+            return None
+        else:
+            found.append(Argument(name, "value", value))
+    norms = (m for m in layer.modules() if isinstance(m, _NormBase))
+    counters = [x for m in norms if (x := m.num_batches_tracked) is not None]
+    return found, tensors, [p for p in layer.parameters() if p.requires_grad], counters
+
+
+def is_pair(value: Any) -> bool:
+    """Whether an argument is (of sources, of targets)."""
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def pads(module: torch.nn.Module) -> bool:
+    """Whether an aggregation pads groups of messages to one size."""
+    if not isinstance(module, Aggregation):
+        return False
+    return "to_dense_batch" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
+    return False
+
+
+def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
+    """Whether nothing but its arguments and parameters enters, or leaves, a layer's code."""
+    ours = 0 if mesh.size == 1 else 1  # which average gradients
+    params = list(layer.parameters())
+    if has_hooks(layer) or any(map(is_lazy, params)):
+        return False
+    if any(len(p._backward_hooks or ()) > ours for p in params):
+        return False
+    aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
+    if any(isinstance(m, _NormBase) or _is_pygs_norm(m) for m in aggregating):
+        return False
+    return not any(map(pads, layer.modules()))
+
+
+def _is_pygs_norm(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch_geometric.nn.norm")
+
+
+@dataclass(eq=False)
+class NodeChunks:
+    """The chunks of one call of `propagate` or `edge_updater`.
+
+    Args:
+        arguments: of the call.
+        params: of the layer, which learn.
+        counters: of the layer, which count batches.
+        cap: the memory cap.
+        edges: of the call, all of them on this rank.
+        ends: their sources and targets `[2, e]`, in local numbering.
+        run: runs the call on a chunk's edges: guarded edges, `given`, ends, size, arguments.
+        recomputing: what is in place while a layer runs, for the backward pass.
+        per_edge: whether the outcome has a row for each edge, not for each target.
+    """
+
+    arguments: list[Argument]
+    params: list[Tensor]
+    counters: list[Tensor]
+    cap: MemoryCap
+    edges: GuardedEdgeIndex
+    ends: Tensor
+    run: Callable[..., Any]
+    recomputing: Callable[[], contextlib.AbstractContextManager[None]]
+    per_edge: bool
+
+    def __post_init__(self) -> None:
+        scene = self.edges.scene
+        self.mesh = ReplayMesh(scene.nodes.mesh)
+        self.bounds: list[int] = []
+        self.kind: Any = None
+
+    def plan(self, tensors: list[Tensor]) -> bool:
+        """Cuts the targets so that each chunk is within the cap.
+
+        Returns False if no rank needs more than one: then all run as without a cap.
+
+        Args:
+            tensors: of the arguments that have one, in their order.
+        """
+        scene, target = self.edges.scene, self.ends[1]
+        kinds = [a.kind for a in self.arguments if a.kind != "value"]
+        pairs = zip(kinds, tensors, strict=True)
+        rows = [x for kind, x in pairs if kind != "whole"]
+        size = sum(x.shape[1:].numel() * x.element_size() for x in rows)
+        fit = max(self.cap.stage // max(KEPT * size, 1), 1)
+        if scene.here.most <= fit:
+            return False
+        own = len(scene.nodes)
+        count = torch.bincount(target, minlength=own)
+        ends = (count + 1).cumsum(0)
+        total = int(ends[-1]) if own else 0
+        marks = torch.arange(fit, max(total, fit), fit)
+        cuts = torch.searchsorted(ends, marks, right=True)
+        cuts = torch.unique(cuts)
+        cuts = cuts[(cuts > 0) & (cuts < own)]
+        self.bounds = [0, *cuts.tolist(), own]
+        first = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        self._first = [int(first[b]) for b in self.bounds]
+        self._order = self.cap.moved(torch.argsort(target, stable=True))
+        return True
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def of(self, chunk: int) -> tuple[Tensor, Tensor, GuardedEdgeIndex, Tensor]:
+        """Returns a chunk's edges `[e_c]`, the sources it reads `[u_c]`, and its ends.
+
+        Its ends are guarded, for the layer's own code, and plain, in the chunk's numbering.
+        """
+        begin, end = self.bounds[chunk], self.bounds[chunk + 1]
+        edge = self._order[self._first[chunk] : self._first[chunk + 1]].sort().values
+        source, lid = torch.unique(self.ends[0, edge], return_inverse=True)
+        ends = torch.stack([lid, self.ends[1, edge] - begin])
+        whole, mesh = self.edges.scene, self.mesh
+        every = torch.cat([whole.sources.gid, whole.here.ghost_gid.cpu()])
+        rows: Any = (
+            Rows(gid, total, mesh, None, whole=False)  # type: ignore[arg-type]
+            for gid, total in (
+                (whole.nodes.gid[begin:end], whole.nodes.total),
+                (every[source.cpu()], whole.sources.total),
+                (self.edges.rows.gid[edge.cpu()], self.edges.rows.total),
+            )
+        )
+        nodes, sources, of_edges = rows
+        none = every[:0]
+        here = LocalGraph(ends[0], ends[1], none, whole.here.halo, end - begin)
+        scene = Scene(whole.layer, nodes, sources, here, whole.source, whole.link)
+        oriented = ends if whole.source == 0 else ends.flip(0)
+        return edge, source, GuardedEdgeIndex.wrap(oriented, scene, of_edges), ends
+
+    def call(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
+        """Runs a chunk; returns its outcome, and the tensors that it was run on.
+
+        Args:
+            chunk: which.
+            tensors: of the arguments.
+            graded: which of them get gradients.
+        """
+        edge, source, edges, ends = self.of(chunk)
+        begin, end = self.bounds[chunk], self.bounds[chunk + 1]
+        given: dict[str, Any] = {}
+        local: dict[str, Any] = {}
+        used, left = [], iter(zip(tensors, graded, strict=True))
+        for argument in self.arguments:
+            name, kind = argument.name, argument.kind
+            if kind == "value":
+                given[name] = local[name] = argument.value
+                continue
+            x, learns = next(left)
+            if kind == "source":
+                x = x.index_select(0, source)
+            elif kind == "target":
+                x = x[begin:end]
+            elif kind == "edge":
+                x = x.index_select(0, edge)
+            x = x.detach().requires_grad_(learns)
+            used.append(x)
+            if kind in ("source", "target"):
+                pair = local.get(name, (None, None))
+                local[name] = (x, pair[1]) if kind == "source" else (pair[0], x)
+                continue
+            local[name] = x
+            given[name] = argument.wrap(x, edges.rows) if kind == "edge" else x
+        self.mesh.drawn = 0
+        out = self.run(edges, given, ends, (len(source), end - begin), local)
+        if self.per_edge and not isinstance(out, RowShardedTensor):
+            raise NotInChunksError(
+                "a layer's edge_update returns no tensor of its edges"
+            )
+        if not isinstance(out, Tensor):
+            raise NotInChunksError("a layer's propagate returns no tensor of its nodes")
+        self.kind = type(out)
+        rows = len(edge) if self.per_edge else end - begin
+        if isinstance(out, RowShardedTensor):
+            out = out.to_local()
+        if not out.dim() or len(out) != rows:
+            raise NotInChunksError("a layer's propagate returns no row for each node")
+        return out, used, (edge, source, slice(begin, end))
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Runs all chunks; returns the rows of all targets, or of all edges.
+
+        Raises:
+            NotInChunksError: before anything has changed, if the layer cannot run so.
+        """
+        mesh, state = self.edges.scene.nodes.mesh, torch.get_rng_state()
+        step, counted = mesh.step, [(x, x.clone()) for x in self.counters]
+        try:
+            out = _Chunked.apply(self, *tensors, *self.params)
+        except NotInChunksError:
+            torch.set_rng_state(state)
+            mesh.step = step
+            for x, before in counted:
+                x.copy_(before)
+            raise
+        return self.kind.wrap(out, self.edges.rows) if self.per_edge else out
+
+
+class _Chunked(torch.autograd.Function):
+    """Runs chunk by chunk, and again in the backward pass, where gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: NodeChunks, *tensors: Tensor) -> Tensor:
+        given = list(tensors[: len(tensors) - len(chunks.params)])
+        rows = chunks.ends.size(1) if chunks.per_edge else len(chunks.edges.scene.nodes)
+        whole = None
+        for chunk in range(len(chunks)):
+            out, _, (edge, _, own) = chunks.call(chunk, given, [False] * len(given))
+            if whole is None:
+                shape = (rows, *out.shape[1:])
+                whole = chunks.cap.empty(shape, out.dtype, out.device)
+            whole[edge if chunks.per_edge else own] = out
+        assert whole is not None
+        kind = whole.device.type
+        ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.chunks = chunks
+        ctx.save_for_backward(*given)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        chunks: NodeChunks = ctx.chunks
+        given = list(ctx.saved_tensors)
+        graded = list(ctx.needs_input_grad[1 : 1 + len(given)])
+        learnt = ctx.needs_input_grad[1 + len(given) :]
+        kinds = [a.kind for a in chunks.arguments if a.kind != "value"]
+        sums: list[Any] = [
+            chunks.cap.empty(tuple(x.shape), x.dtype, x.device).zero_() if on else None
+            for x, on in zip(given, graded, strict=True)
+        ]
+        params = [p for p, on in zip(chunks.params, learnt, strict=True) if on]
+        found = [torch.zeros_like(p) for p in params]
+        seen = [False] * len(params)
+        kind, dtype, enabled = ctx.cast
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(chunks.recomputing())
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype))
+            for chunk in range(len(chunks)):
+                out, used, places = chunks.call(chunk, given, graded)
+                if not out.requires_grad:
+                    continue
+                edge, source, own = places
+                leaves = [x for x, on in zip(used, graded, strict=True) if on]
+                part = g[edge] if chunks.per_edge else g[own]
+                grads = torch.autograd.grad(
+                    out, [*leaves, *params], part, allow_unused=True
+                )
+                where = {"source": source, "target": own, "edge": edge}
+                into = [
+                    (k, s) for k, s in zip(kinds, sums, strict=True) if s is not None
+                ]
+                for (what, total), add in zip(into, grads, strict=False):
+                    if add is not None:
+                        _add(total, add, where.get(what))
+                for k, add in enumerate(grads[len(leaves) :]):
+                    if add is not None:
+                        seen[k] = True
+                        found[k] += add
+        each = iter(p if used else None for p, used in zip(found, seen, strict=True))
+        return None, *sums, *(next(each) if on else None for on in learnt)
+
+
+def _add(total: Tensor, part: Tensor, where: Tensor | slice | None) -> None:
+    if where is None:
+        total += part
+    elif isinstance(where, slice):
+        total[where] += part
+    else:
+        total.index_add_(0, where, part)
+
+
+@contextlib.contextmanager
+def unaveraged(mesh: Any) -> Any:
+    """Leaves gradients of parameters as they are in a block: they go on to be averaged."""
+    if mesh.size == 1:
+        yield
+        return
+    with averager_of(mesh).paused():
+        yield
+
+
+def in_chunks(
+    arguments: list[Argument],
+    tensors: list[Tensor],
+    *how: Any,
+) -> Any:
+    """Runs a call on chunks of its targets; None where it runs as a whole.
+
+    Arguments are those of `NodeChunks`.
+    """
+    chunks = NodeChunks(arguments, *how)
+    if not chunks.plan(tensors):
+        return None
+    try:
+        return chunks(tensors)
+    except NotInChunksError:
+        return None

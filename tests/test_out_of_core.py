@@ -1,0 +1,253 @@
+"""Graphs larger than memory: numbers, bytes and draws under a cap are those without."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+import worlds
+from layers import EXACT
+from problems import GRAPHS, grids, owners
+from test_hetero import graph, model_of, train
+from test_layers import exact
+
+import pyg_distcomm as pdc
+from pyg_distcomm.halo.halo import StagedHalo
+from pyg_distcomm.kernels import memory
+from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, node_chunks
+from pyg_distcomm.partition.folder import write_folder
+
+CAP = 60_000  # of which a stage is 3,750 bytes
+LARGE = [
+    "GATv2Conv edges",
+    "EdgeConv",
+    "PNAConv",
+    "GINConv",
+    "TransformerConv",
+    "APPNP",
+]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts chunks of targets, in this process."""
+    count = []
+    plain = node_chunks.NodeChunks.__call__
+
+    def counting(self, tensors):
+        count.append(len(self))
+        return plain(self, tensors)
+
+    monkeypatch.setattr(node_chunks.NodeChunks, "__call__", counting)
+    return count
+
+
+@tiers.parametrize("name", LARGE, slice(0, 4))
+def test_layers_in_chunks_are_pygs(name, counted):
+    exact(name, "loops_and_copies", "random", None, CAP)
+    assert max(counted) > 3
+
+
+def _several(cases):
+    for case in cases:
+        exact(*case, CAP)
+
+
+def test_layers_in_chunks_on_ranks():
+    grid = (2, 1, 1)
+    cutters = ("random", "empty_rank", "lopsided")
+    cases = zip(LARGE, ("directed", "star"), cutters, strict=False)
+    worlds.run(_several, 2, [(*case, grid) for case in cases])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", EXACT)
+def test_every_layer_within_a_cap(name, size):
+    graphs = ("directed", "loops_and_copies", "isolated", "star")
+    cutters = itertools.cycle(("random", "empty_rank", "lopsided"))
+    sides = itertools.cycle(grids(size))
+    cases = [(name, graph, next(cutters), next(sides)) for graph in graphs]
+    worlds.run(_several, size, cases)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = GCNConv(7, 12), SAGEConv(12, 6)
+        self.third = GATConv(6, 4, heads=2, dropout=0.3)
+
+    def forward(self, x, edge_index, weight):
+        x = F.dropout(self.first(x, edge_index, weight).relu(), 0.4, self.training)
+        x = self.second(x, edge_index).tanh()
+        return F.log_softmax(self.third(x, edge_index), -1)
+
+
+def rows_moved(mesh):
+    return sum(map(mesh.ledger.words, ("halo", "halo_transpose", "fiber", "edges")))
+
+
+def trained(share):
+    """Two steps; all numbers of the second, and the bytes of both."""
+    mesh = share.edge_index.nodes.mesh
+    torch.manual_seed(3)
+    model, x = Net().double(), share.x.clone().requires_grad_()
+    weight = share.edge_weight.clone().requires_grad_()
+    before = rows_moved(mesh)
+    for _ in range(2):
+        for leaf in (x, weight, *model.parameters()):
+            leaf.grad = None
+        out = model(x, share.edge_index, weight)
+        F.nll_loss(out[share.train_mask], share.y[share.train_mask]).backward()
+    words = rows_moved(mesh) - before
+    found = [out, x.grad, weight.grad, *(p.grad for p in model.parameters())]
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
+    return [t.detach() for t in full], words
+
+
+def cut(mesh, graph, cap, cutter="random"):
+    data = GRAPHS[graph]()
+    owner = owners(cutter, data, mesh.size)
+    return pdc.partition(data, mesh, owner, memory=cap)
+
+
+def compared(graph, grid, cutter):
+    want, free = trained(cut(worlds.mesh(grid=grid), graph, None, cutter))
+    got, words = trained(cut(worlds.mesh(grid=grid), graph, "2 KiB", cutter))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return words, free
+
+
+CASES = [
+    ("directed", (2, 1, 1), "random"),
+    ("loops_and_copies", (1, 1, 1), "random"),
+    ("star", (3, 1, 1), "empty_rank"),
+    ("undirected", (2, 2, 1), "lopsided"),
+    ("directed", (1, 2, 2), "random"),
+]
+
+
+@tiers.parametrize(("graph", "grid", "cutter"), CASES, slice(0, 2))
+def test_training_is_that_without_a_cap(graph, grid, cutter):
+    for words, free in worlds.run(compared, math.prod(grid), graph, grid, cutter):
+        # without a cap, what does not change is multiplied once
+        assert words == free
+
+
+def moved(mesh):
+    entries = mesh.ledger.entries.values()
+    return sum(e.words for e in entries), sum(e.messages for e in entries)
+
+
+def staged():
+    mesh = worlds.mesh()
+    here = cut(mesh, "undirected", None).edge_index.topology.locals
+    x = torch.randn(here.halo.num_local, 5, dtype=torch.float64)
+    link = StagedHalo(here.halo, memory.MemoryCap(4096))
+    assert torch.equal(link.begin(x)(), here.halo.begin(x)())
+    g = torch.randn(link.num_ghosts, 5, dtype=torch.float64)
+    sums = [one.begin_transpose(g)(torch.zeros_like(x)) for one in (link, here.halo)]
+    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
+    mesh.ledger.reset()
+    link.begin(x)()
+    price = link.price(5)
+    assert moved(mesh) == (price.words, price.messages)
+    plain = here.halo.price(5)
+    assert price.words == plain.words
+    assert price.messages > plain.messages
+    matrix = cut(mesh, "undirected", 4096).edge_index.topology.sum_plan().matrix
+    mesh.ledger.reset()
+    _ = matrix @ x
+    price = matrix.price(5)
+    assert moved(mesh) == (price.words, price.messages)
+    return matrix.columns
+
+
+def test_stages_have_their_price():
+    assert max(worlds.run(staged, 2)) < 5
+
+
+def test_saved_tensors_go_to_files_and_watch_for_changes():
+    cap = memory.MemoryCap("64KiB")  # a quarter is 16 KiB
+    x = torch.randn(40, 50, dtype=torch.float64, requires_grad=True)  # 16,000 bytes
+    with cap.spilling():
+        y = x.exp()
+        z = y.sin()
+    assert not memory.is_mapped(y.grad_fn._saved_result)
+    with cap.spilling():
+        w = torch.randn_like(x).requires_grad_().exp().exp()
+    assert memory.is_mapped(w.grad_fn._saved_result)
+    z.sum().backward()
+    torch.testing.assert_close(x.grad, y.cos() * y)
+    with cap.spilling():
+        y = x.exp()
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_nothing_is_left_of_what_was_kept():
+    cap = memory.MemoryCap("1MiB")
+    for _ in range(3):
+        x = torch.randn(40, 50, requires_grad=True)
+        with cap.spilling():
+            y = x.exp().sin().exp()
+        y.sum().backward()
+        del x, y
+    assert (cap._sum, cap._kept) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [(7, 7), ("8GiB", 2**33), ("1.5 kb", 1500), ("2e3", 2000), ("3 M", 3_000_000)],
+)
+def test_sizes(size, found):
+    assert memory.parse_bytes(size) == found
+
+
+@pytest.mark.parametrize("size", ["lots", 0, "-3GB", "4 apples", True, "0.1"])
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(
+        ValueError, match=r"memory must be a number of bytes, or .* got"
+    ):
+        pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
+
+
+def parity(count):
+    return torch.arange(count) % 2
+
+
+def from_folder(folder):
+    mesh = worlds.mesh()
+    got = trained(pdc.load_partition(folder, mesh, memory="2KiB"))[0]
+    mesh = worlds.mesh()  # with draws of its own
+    whole = pdc.partition(GRAPHS["directed"](), mesh, parity(60))
+    for a, b in zip(got, trained(whole)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_folders_are_read_within_a_cap(tmp_path):
+    data = GRAPHS["directed"]()
+    part = pdc.Partition.from_owner(parity(60), 2)
+    write_folder(tmp_path / "parts", data, part)
+    worlds.run(from_folder, 2, str(tmp_path / "parts"))
+
+
+def relations(kind, option):
+    mesh = worlds.mesh()
+    found = []
+    for cap in (None, "4KiB"):
+        share = pdc.partition(graph(), mesh, "random", memory=cap)
+        found.append(train(model_of(share, kind, option), share))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@tiers.parametrize("size", [1, 2, 3], slice(0, 0))
+def test_relations_within_a_cap(size):
+    worlds.run(relations, size, "hetero", "sum")
