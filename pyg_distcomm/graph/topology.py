@@ -261,9 +261,11 @@ class Topology:
             return False
         return self.product_words < self.row_words
 
-    def add_rows(self, x: Tensor, weight: Tensor | None, kind: OperatorKind) -> Tensor:
-        """Returns the product of a matrix of the grid and own rows `[n, f]`."""
-        return self.operator(kind, weight, x.dtype) @ x
+    def add_rows(
+        self, x: Tensor, weight: Tensor | None, kind: OperatorKind, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns the product of a matrix of `dtype` of the grid and own rows `[n, f]`."""
+        return self.operator(kind, weight, dtype) @ x
 
     def _planned(
         self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]

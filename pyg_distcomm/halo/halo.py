@@ -168,7 +168,8 @@ class Halo(Link):
         )
 
         def arrive(out: Tensor) -> Tensor:
-            kernels.scatter_add_rows(out.flatten(1), self.send_slot, pending.wait())
+            flat, sums = out.flatten(1), pending.wait()
+            kernels.scatter_add_rows(flat, self.send_slot, sums.to(flat.dtype))
             return out
 
         return arrive

@@ -260,9 +260,10 @@ class LinearProduct:
             weight = lin.weight
         self._w, self._bias = meet(weight, mesh), meet(bias, mesh)
         local = x.to_local().contiguous()  # products round by strides
-        self._dtype = None if context.weight is None else context.weight.dtype
+        self._values = None if context.weight is None else context.weight.dtype
         if context.weight is None and kind.normalize:
-            self._dtype = local.dtype
+            self._values = local.dtype
+        self._outside = bias is not None and bias is not lin.bias
         grad, learns = torch.is_grad_enabled(), weight.requires_grad
         self.known = self._exchange = cached = None
         self._first = True
@@ -289,17 +290,18 @@ class LinearProduct:
         return self._scaled(self.matrix @ self.rows)
 
     def _set(self, h: Tensor) -> None:
-        """Takes the rows to multiply, flat."""
-        if (
-            self._dtype is not None
-        ):  # under autocast, h may be narrower than its weights
-            h = h.to(torch.promote_types(h.dtype, self._dtype))
+        """Takes the rows to multiply, flat; under autocast narrower than the matrix."""
         self._shape = h.shape
         self.rows = h.flatten(1) if h.dim() > 2 else h
         context = self._context
         self.matrix: GridMatrix = context.topology.operator(
-            self._kind, context.weight, h.dtype, self._exchange
+            self._kind, context.weight, self._wider(h.dtype), self._exchange
         )
+
+    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of messages made of rows, in PyG's layer."""
+        found = self._values
+        return dtype if found is None else torch.promote_types(dtype, found)
 
     def _scaled(self, z: Tensor) -> Tensor:
         if self._mean:
@@ -314,6 +316,7 @@ class LinearProduct:
             out = F.linear(z, self._w, self._bias)
         else:  # a fresh tensor: nobody saved it
             out = z if self._bias is None else z.add_(self._bias)
-        if self._dtype is not None:
-            out = out.to(torch.promote_types(out.dtype, self._dtype))
+        if self._outside:
+            out = out.to(torch.promote_types(out.dtype, self._bias.dtype))
+        out = out.to(self._wider(out.dtype))
         return DistTensor.wrap(out, self._context.edges.nodes)
