@@ -154,8 +154,13 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
     known, mode = topology.compared.get(layer, (None, None))
     if known is not policy or mode is not layer.training:
         mesh: Any = edges.nodes.mesh
+        for name, parameter in layer.named_parameters():
+            topology.placed(f"{type(layer).__name__}.{name}", parameter)
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
-            comparer_of(mesh).check_given(layer, policy, lambda: settings_of(policy))
+            kind = {"kind of device": topology.device.type}
+            comparer_of(mesh).check_given(
+                layer, policy, lambda: settings_of(policy) | kind
+            )
         topology.compared[layer] = policy, layer.training
     return policy
 
