@@ -65,8 +65,8 @@ MUTATIONS = (
     Mutation(
         "sums are added to other rows than they were computed for",
         "halo",
-        "kernels.scatter_add_rows(out.flatten(1), self.send_slot, pending.wait())",
-        "kernels.scatter_add_rows(out.flatten(1), self.send_slot.roll(1), pending.wait())",
+        "kernels.scatter_add_rows(flat, self.send_slot, sums.to(flat.dtype))",
+        "kernels.scatter_add_rows(flat, self.send_slot.roll(1), sums.to(flat.dtype))",
         "test_parity.py",
         "test_step_equals_pyg",
     ),
@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "the gradient of a product has the other sign",
         "adjoint",
-        "gx, *found = OverlappedSpMM(mirror, g).run()",
-        "gx, *found = OverlappedSpMM(mirror, -g).run()",
+        "gx, *found = OverlappedSpMM(mirror, g.to(ctx.sent), ctx.sent).run()",
+        "gx, *found = OverlappedSpMM(mirror, -g.to(ctx.sent), ctx.sent).run()",
         "test_parity.py",
         "test_step_equals_pyg",
     ),

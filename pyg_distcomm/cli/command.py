@@ -259,6 +259,9 @@ def _plan_machine(parser: _Parser) -> None:
         "--skips", type=whole(0), default=0, help="values beside x at borders"
     )
     parser.add_argument("--machine", type=Path, help="figures, saved by Machine.save")
+    parser.add_argument(
+        "--device", help="figures of data sheets: a100, h100, h200, or as h100/ndr"
+    )
     parser.add_argument("--memory", help="of a rank, as 24GiB")
     parser.add_argument("--bandwidth", help="of a rank's link, as 1gbit or 100MB/s")
     parser.add_argument("--latency", help="of a message, as 50us")

@@ -74,6 +74,7 @@ def examine() -> Iterator[Finding]:
     yield devices()
     yield cores()
     yield compiled()
+    yield cuda_kernels()
     yield cache(kernels.describe().get("cache"))
     yield host_name(socket.gethostname())
     yield interfaces()
@@ -160,6 +161,33 @@ def compiled() -> Finding:
         advice = "a compiled kernel is wrong here; please report this machine"
         return Finding("kernels", about, advice, needed=True)
     return Finding("kernels", f"{about} (ready in {seconds:.1f} s)")
+
+
+def cuda_kernels() -> Finding:
+    """Says which kernels run on CUDA tensors, and runs one where there is a device."""
+    version = _version("triton")
+    found = "cuSPARSE and plain torch (no Triton)"
+    if version is not None:
+        found = f"Triton {version} (products, keyed dropout), cuSPARSE, plain torch (codecs)"
+    found += "; sampling on the host"
+    if not torch.cuda.is_available():
+        return Finding("kernels, CUDA", f"no CUDA device; on one: {found}")
+    advice = (
+        ""
+        if version
+        else "pip install 'pyg-distcomm[triton]': products without buffers"
+    )
+    try:
+        matrix = torch.tensor([0, 2, 2, 3]).cuda(), torch.tensor([0, 2, 1]).cuda(), None
+        x = torch.arange(6.0, device="cuda").view(3, 2)
+        right = torch.equal(
+            kernels.spmm(*matrix, x), core_ops.spmm.definition(*matrix, x)
+        )
+    except Exception as error:  # whatever a broken driver raises, the report goes on
+        return Finding("kernels, CUDA", f"fail: {_first_line(error)}", "see nvidia-smi")
+    if not right:
+        advice = "a kernel for CUDA is wrong here; please report this machine"
+    return Finding("kernels, CUDA", found, advice)
 
 
 def cache(folder: object) -> Finding:

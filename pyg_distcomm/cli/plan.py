@@ -153,9 +153,16 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         "latency": _value(arguments.latency, "seconds", "--latency"),
     }
     given = {name: value for name, value in given.items() if value is not None}
-    machine = (
-        Machine() if arguments.machine is None else Machine.load(arguments.machine)
-    )
+    machine = Machine()
+    if arguments.machine is not None:
+        if arguments.device is not None:
+            raise ValueError(
+                "plan takes --machine, which was measured, or --device, whose figures are a "
+                "data sheet's: leave one out"
+            )
+        machine = Machine.load(arguments.machine)
+    elif arguments.device is not None:
+        machine = Machine.of_device(arguments.device)
     if {"bandwidth", "latency"} & set(given):
         machine = replace(
             machine, lines={}, sums=None, source=f"{machine.source}, link given"

@@ -97,6 +97,7 @@ class Pending:
     traced: Exchange | None = None
     kept: Any = None  # what is being sent must live until it has left
     into: Tensor | None = None
+    wanted: Sequence[int] = ()  # how many rows of each block of `out`, if not all
 
     def __post_init__(self) -> None:
         if isinstance(self.work, dist.Work) and not self.out.is_cuda:
@@ -117,17 +118,24 @@ class Pending:
                 self.traced.waited(start)
             PROCESS.works.discard(self.work)
             self.work = self.kept = None
+            if self.wanted and len(self.out) != sum(self.wanted):
+                blocks = self.out.chunk(len(self.wanted))
+                pairs = zip(blocks, self.wanted, strict=True)
+                self.out = torch.cat([block[:count] for block, count in pairs])
         if self.into is not None and self.into is not self.out:
             self.out = self.into.copy_(self.out)
         return self.out.to(self.device)
 
 
 def _wait(work: dist.Work | Messages, axis: Axis, op: str, on_stream: bool) -> None:
-    watch = axis.watch
-    if watch is None or on_stream:
+    watch, doing = axis.watch, f"{op} over axis {axis.name}"
+    if watch is None:
         work.wait()
         return
-    doing = f"{op} over axis {axis.name}"
+    if on_stream:  # which waits, and not this thread
+        watch.streamed.add(work, doing)
+        work.wait()
+        return
     try:
         with watch.threads.waiting() if _is_owned(axis) else contextlib.nullcontext():
             _wait_in_slices(work, doing, watch)
@@ -181,6 +189,8 @@ class guarded:
             raise RankError(
                 f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
             )
+        if watch is not None and watch.streamed.error is not None:
+            raise watch.streamed.error
         if watch is not None and _is_owned(self._axis):
             watch.threads.enter(watch)
         self._label.__enter__()

@@ -21,6 +21,7 @@ from pyg_distcomm.comm.axis import Pending as Pending
 from pyg_distcomm.comm.serialization import decode, encode
 from pyg_distcomm.comm.store import ENDED, RankError
 from pyg_distcomm.comm.trace import Exchange
+from pyg_distcomm.kernels.registry import HALVES
 
 _MUCH = 1 << 17  # bytes to one rank that would delay what they overtake
 _TAG = 0x9D0C  # of messages, on groups that a script's own may share
@@ -29,9 +30,9 @@ _TAG = 0x9D0C  # of messages, on groups that a script's own may share
 def _staged(x: Tensor, axis: Axis) -> Tensor:
     # gloo moves host memory and nccl device memory: what lies elsewhere is copied
     backends = _back_ends(axis)
-    if x.is_cuda and "nccl" not in backends:
+    if not x.is_cpu and "nccl" not in backends:
         return x.cpu()
-    return x.cuda() if not x.is_cuda and backends == "cuda:nccl" else x
+    return x.cuda() if x.is_cpu and backends == "cuda:nccl" else x
 
 
 def _back_ends(axis: Axis) -> str:
@@ -111,8 +112,61 @@ def all_gather_begin(
         return Pending(own if into is None else into.copy_(own), x.device, axis, op)
     source = _staged(x.contiguous(), axis)
     here = counts[axis.rank]
+    if into is None and _by_blocks(source, counts, axis):
+        out = source.new_empty((axis.size * len(source), *source.shape[1:]))
+        sent = [len(source)] * axis.size
+        traced = _note_rows(x, _width(x), sent, counts, axis, op)
+        with guarded(axis, op):
+            work = dist.all_gather_into_tensor(
+                out, source, group=axis.group, async_op=True
+            )
+        given = x.device, axis, op, work, traced, source
+        return Pending(out, *given, wanted=counts)
     parts = [source[:here] if i == axis.rank else source for i in range(axis.size)]
     return _begun(x, parts, counts, axis, op, most, into)
+
+
+def _by_blocks(x: Tensor, counts: Sequence[int], axis: Axis) -> bool:
+    """Tells whether ranks hold blocks of one size, which NCCL moves by its own operations."""
+    others = {count for i, count in enumerate(counts) if i != axis.rank}
+    return _owns_blocks(x, axis) and others == {len(x)} and len(x) > 0
+
+
+def _owns_blocks(x: Tensor, axis: Axis) -> bool:
+    return x.is_cuda and "nccl" in _back_ends(axis)
+
+
+def reduce_scatter_begin(
+    x: Tensor, counts: Sequence[int], own: int, axis: Axis, most: int | None
+) -> Pending | None:
+    """Starts to add up the rows that ranks have for each other's blocks, as NCCL does.
+
+    Args:
+        x: rows for rank 0, then rank 1, ..., none for this rank.
+        counts: how many for each.
+        own: how many rows this rank's block has.
+        axis, most: as in `all_to_all`.
+
+    Shapes (this rank): x [sum(counts), f], return [own, f], the sums of the other ranks.
+    Returns None where rows must go one by one: blocks differ in size, or no NCCL is there.
+    Price: (P - 1) own f words.
+    """
+    others = {count for i, count in enumerate(counts) if i != axis.rank}
+    source = _staged(x.contiguous(), axis)
+    if not _owns_blocks(source, axis) or others != {own} or not own:
+        return None
+    if x.dtype in HALVES or torch.are_deterministic_algorithms_enabled():
+        return None  # summed here: in float32, and in the order of ranks
+    first = own * axis.rank
+    blocks = torch.cat(
+        [source[:first], source.new_zeros(own, *x.shape[1:]), source[first:]]
+    )
+    out = source.new_empty((own, *x.shape[1:]))
+    received = [0 if i == axis.rank else own for i in range(axis.size)]
+    traced = _note_rows(x, _width(x), counts, received, axis, "reduce_scatter")
+    with guarded(axis, "reduce_scatter"):
+        work = dist.reduce_scatter_tensor(out, blocks, group=axis.group, async_op=True)
+    return Pending(out, x.device, axis, "reduce_scatter", work, traced, blocks)
 
 
 def _begun(

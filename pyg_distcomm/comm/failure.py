@@ -101,6 +101,65 @@ class Threads:
             self._busy -= 1
 
 
+class StreamedWorks:
+    """Watches exchanges that streams of a device wait for, as no thread of this rank does.
+
+    A thread looks twice a second whether they have ended, while any has not. Past the
+    deadline, or once another rank has failed, it reports that, ends what NCCL has under way,
+    and the next exchange of this rank raises why.
+
+    Args:
+        watch: the monitor of the mesh.
+    """
+
+    def __init__(self, watch: FailureMonitor) -> None:
+        self._watch = weakref.ref(watch)
+        self._works: list[tuple[Any, str, float]] = []
+        self._lock = threading.Lock()
+        self._running = False
+        self.error: BaseException | None = None
+
+    def add(self, work: Any, doing: str) -> None:
+        """Watches an exchange until it has ended."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph is recorded, and nothing runs
+        with self._lock:
+            self._works.append((work, doing, time.monotonic()))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK)
+            watch = self._watch()
+            with self._lock:
+                self._works = [w for w in self._works if not w[0].is_completed()]
+                if watch is None or watch.closed or not self._works:
+                    self._running = False
+                    return
+                _, doing, since = self._works[0]
+            try:
+                watch.look()
+                if time.monotonic() - since > watch.deadline:
+                    raise watch.expired(doing)
+                watch.say(doing)
+            except Exception as error:
+                self.error = error
+                print(f"rank {watch.rank}: {error}", file=sys.stderr, flush=True)
+                watch.fail(error)
+                _abort(watch.groups)
+                return
+
+
+def _abort(groups: Any) -> None:
+    """Ends what NCCL has under way, so that the host's waits for the device end."""
+    for group in list(groups):
+        with contextlib.suppress(Exception):
+            group._get_backend(torch.device("cuda")).abort()
+
+
+_LOOK = 0.5  # seconds between looks at what streams wait for
 _THREADS = (
     "use a mesh from one thread at a time: two threads of a rank train, or exchange rows, "
     "at once; make a mesh for each by pdc.init(), or have the second wait for the first"
@@ -119,6 +178,7 @@ class FailureMonitor:
         ended: with what error messages were lost that others wait for; nothing if none.
         groups: the process groups of the mesh.
         threads: which thread uses them.
+        streamed: exchanges that streams of a device wait for.
         closed: whether the groups have been let go.
         failed: what a wait of this rank ended with, and with it the mesh; nothing if none.
     """
@@ -130,6 +190,7 @@ class FailureMonitor:
     ended: str = field(default="", init=False)
     groups: Any = field(default_factory=weakref.WeakSet, init=False)
     threads: Threads = field(default_factory=Threads, init=False)
+    streamed: StreamedWorks = field(init=False)
     closed: bool = field(default=False, init=False)
     failed: str = field(default="", init=False)
     _met: int = field(default=0, init=False)  # places where ranks have met
@@ -142,6 +203,7 @@ class FailureMonitor:
     _changed: int = field(default=0, init=False)  # the last of them where this rank had
 
     def __post_init__(self) -> None:
+        self.streamed = StreamedWorks(self)
         PROCESS.monitors.add(self)
 
     def fail(self, error: BaseException) -> None:

@@ -476,7 +476,8 @@ def latest_mesh() -> Mesh | None:
 
 
 def _default_backend() -> str:
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # NCCL needs a device a rank
+    if dist.is_nccl_available() and here <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 

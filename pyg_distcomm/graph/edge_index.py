@@ -279,7 +279,7 @@ class DistEdgeIndex(torch.Tensor):
             if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
                 comparer_of(mesh).check(x, name)
             x = meet(x, mesh)
-            return DistTensor.wrap(x[nodes.gid.to(x.device)], nodes)
+            x = DistTensor.wrap(x[nodes.gid.to(x.device)], nodes)
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
@@ -296,7 +296,7 @@ class DistEdgeIndex(torch.Tensor):
                 f"give the layer one row for each node: {name} has {x.rows}, but the "
                 f"edge_index has nodes {nodes}"
             )
-        return x
+        return self.topology.placed(name, x)
 
     def check_edges(self, value: Any, name: str) -> Tensor | None:
         """Returns the local rows of an edge tensor (None stays None)."""

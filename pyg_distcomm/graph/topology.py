@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import LinkWrapper
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.ops.grid_plan import EdgeRoute, GridPlan, build_plan
+
+Kind = TypeVar("Kind", bound=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +299,11 @@ class Topology:
             return False
         return self.product_words < self.row_words
 
-    def add_rows(self, x: Tensor, weight: Tensor | None, kind: OperatorKind) -> Tensor:
-        """Returns the product of a matrix of the grid and own rows `[n, f]`."""
-        return self.operator(kind, weight, x.dtype) @ x
+    def add_rows(
+        self, x: Tensor, weight: Tensor | None, kind: OperatorKind, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns the product of a matrix of `dtype` of the grid and own rows `[n, f]`."""
+        return self.operator(kind, weight, dtype) @ x
 
     def _planned(
         self, kind: str, trainable: bool, edges: Callable[[], tuple[Tensor, Tensor]]
@@ -415,6 +419,26 @@ class Topology:
         memory.give_back()
         self._plans[key] = (weight, version, matrix)
         return matrix
+
+    def placed(self, name: str, x: Kind) -> Kind:
+        """Returns a tensor if it lies where the edges do; else raises, on ranks that wait too.
+
+        Raises:
+            ValueError: naming both devices.
+        """
+        here, there = self.device, x.device
+        if here == there or (
+            here.type == there.type and None in (here.index, there.index)
+        ):
+            return x
+        error = ValueError(
+            f"move the model and the data to one device, by .to(mesh.device): {name} lies on "
+            f"{there}, and the edges on {here}"
+        )
+        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        if watch is not None:
+            watch.fail(error)
+        raise error
 
     def to(self, device: torch.device) -> Topology:
         """Returns the same edges with operators on another device; plans are made anew."""

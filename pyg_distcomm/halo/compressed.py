@@ -153,8 +153,8 @@ class CompressedLink(Link):
 
         def arrive(out: Tensor) -> Tensor:
             flat = out.flatten(1)
-            rows = read(flat.new_empty((len(slot), flat.size(1))))
-            kernels.scatter_add_rows(flat, slot, rows)
+            rows = read(g.new_empty((len(slot), flat.size(1))))
+            kernels.scatter_add_rows(flat, slot, rows.to(flat.dtype))
             return out
 
         return arrive

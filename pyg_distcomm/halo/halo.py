@@ -165,12 +165,18 @@ class Halo(Link):
         if self.silent:
             return lambda out: out
         op = "reduce_scatter" if self.dense else "halo_transpose"
+        if self.dense:
+            block = g.flatten(1), self.recv_counts, self.num_local, self.axis, self.most
+            sums = collectives.reduce_scatter_begin(*block)
+            if sums is not None:
+                return lambda out: _added(out, sums.wait())
         pending = collectives.all_to_all(
             g.flatten(1), self.recv_counts, self.send_counts, self.axis, op, self.most
         )
 
         def arrive(out: Tensor) -> Tensor:
-            kernels.scatter_add_rows(out.flatten(1), self.send_slot, pending.wait())
+            flat, sums = out.flatten(1), pending.wait()
+            kernels.scatter_add_rows(flat, self.send_slot, sums.to(flat.dtype))
             return out
 
         return arrive
@@ -228,6 +234,12 @@ class Halo(Link):
             f"Halo({self.axis.name} {self.axis.rank}/{self.axis.size}, {self.num_local} "
             f"rows, sends {sum(self.send_counts)}, receives {self.num_ghosts})"
         )
+
+
+def _added(out: Tensor, sums: Tensor) -> Tensor:
+    """Adds a block of sums to own rows."""
+    out.flatten(1).add_(sums.to(out.dtype))
+    return out
 
 
 def _slots(asked: Tensor, have_gid: Tensor, axis: Axis) -> Tensor:

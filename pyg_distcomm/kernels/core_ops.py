@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_distcomm.kernels.registry import op
+from pyg_distcomm.kernels.registry import HALVES, op
 
 MAX_INT32 = 2**31 - 1
 HASH_BITS = 24
@@ -378,8 +378,7 @@ def _check_index(index: Tensor, size: int) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    half = dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
 MODULES = {"cpu": ("cpu",), "cuda": ("cuda", "library"), "fake": ("fake",)}
 

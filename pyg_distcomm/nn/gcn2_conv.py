@@ -78,7 +78,10 @@ class DistGCN2Conv(GCN2Conv):
             edge_index.check_loops(self)
             kind = OperatorKind("gcn", False, self.add_self_loops)
         context = LayerContext.of(self, self.link, edge_index, weight)
-        operator = kind, context.weight, local.dtype, context.exchange()
+        dtype = local.dtype
+        if context.weight is not None:
+            dtype = torch.promote_types(dtype, context.weight.dtype)
+        operator = kind, context.weight, dtype, context.exchange()
         mixed = context.topology.operator(*operator) @ local
         mesh = edge_index.nodes.mesh
         weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)

@@ -230,10 +230,10 @@ class HaloVisit:
         if weight is None and edges.rows is not self.topology.edges:
             return None
         wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        if x.dtype not in (torch.float32, torch.float64) or wide != x.dtype:
+        if not x.is_floating_point():
             return None
         local = self._rows_of_nodes("x", x, self.nodes).contiguous()
-        z = self.topology.add_rows(local, matrix.weight, matrix.kind)
+        z = self.topology.add_rows(local, matrix.weight, matrix.kind, wide)
         if AGGREGATIONS[type(layer.aggr_module)] == "mean":
             target = edges.plain()[1 - self.source]
             count = torch.bincount(target, minlength=len(z)).clamp(min=1)

@@ -169,8 +169,13 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
     known, mode = topology.compared.get(layer, (None, None))
     if known is not policy or mode is not layer.training:
         mesh: Any = edges.nodes.mesh
+        for name, parameter in layer.named_parameters():
+            topology.placed(f"{type(layer).__name__}.{name}", parameter)
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
-            comparer_of(mesh).check_given(layer, policy, lambda: settings_of(policy))
+            kind = {"kind of device": topology.device.type}
+            comparer_of(mesh).check_given(
+                layer, policy, lambda: settings_of(policy) | kind
+            )
         topology.compared[layer] = policy, layer.training
     return policy
 
@@ -275,9 +280,10 @@ class LinearProduct:
             weight = lin.weight
         self._w, self._bias = meet(weight, mesh), meet(bias, mesh)
         local = x.to_local().contiguous()  # products round by strides
-        self._dtype = None if context.weight is None else context.weight.dtype
+        self._values = None if context.weight is None else context.weight.dtype
         if context.weight is None and kind.normalize:
-            self._dtype = local.dtype
+            self._values = local.dtype
+        self._outside = bias is not None and bias is not lin.bias
         grad, learns = torch.is_grad_enabled(), weight.requires_grad
         self.known = self._exchange = cached = None
         self._first = True
@@ -305,17 +311,18 @@ class LinearProduct:
         return self._scaled(self.matrix @ self.rows)
 
     def _set(self, h: Tensor) -> None:
-        """Takes the rows to multiply, flat."""
-        if (
-            self._dtype is not None
-        ):  # under autocast, h may be narrower than its weights
-            h = h.to(torch.promote_types(h.dtype, self._dtype))
+        """Takes the rows to multiply, flat; under autocast narrower than the matrix."""
         self._shape = h.shape
         self.rows = h.flatten(1) if h.dim() > 2 else h
         context = self._context
         self.matrix: GridMatrix = context.topology.operator(
-            self._kind, context.weight, h.dtype, self._exchange
+            self._kind, context.weight, self._wider(h.dtype), self._exchange
         )
+
+    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of messages made of rows, in PyG's layer."""
+        found = self._values
+        return dtype if found is None else torch.promote_types(dtype, found)
 
     def _scaled(self, z: Tensor) -> Tensor:
         if self._mean:
@@ -330,6 +337,7 @@ class LinearProduct:
             out = F.linear(z, self._w, self._bias)
         else:  # a fresh tensor: nobody saved it
             out = z if self._bias is None else z.add_(self._bias)
-        if self._dtype is not None:
-            out = out.to(torch.promote_types(out.dtype, self._dtype))
+        if self._outside:
+            out = out.to(torch.promote_types(out.dtype, self._bias.dtype))
+        out = out.to(self._wider(out.dtype))
         return DistTensor.wrap(out, self._context.edges.nodes)

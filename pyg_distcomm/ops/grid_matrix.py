@@ -22,6 +22,11 @@ axis far columns, then outgoing sums. All ranks keep to that order, whatever the
 in between. Own columns are multiplied while the rest travels, and sums leave in parts, each
 while the next is multiplied. Where nothing has to arrive before sums can leave, they leave
 before own rows are multiplied: so in the backward pass of a 1D grid.
+
+[Note: narrow rows] Rows of bfloat16 or float16, as autocast makes them, travel as they are,
+and so do the sums that other ranks get: half the bytes of float32. They are multiplied and
+added up in the type of the matrix, on the CPU in float32 at least, and the product has the
+wider type of the two, as PyG's sum of messages has. Gradients go back in the type of rows.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels import memory
+from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.ops.csr import CSR, Links, LinkWrapper, LocalBlocks
 
 
@@ -202,10 +208,10 @@ class GridMatrix:
         """Returns the same matrix with its blocks put elsewhere by `move`."""
         return GridMatrix(self.tile.moved(move), self.links, self.fiber)
 
-    def gather(self, g: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns own and ghost rows as a product would multiply by them."""
         own = self.fiber.split(g)
-        return own, self.links.ghost.begin(own)()
+        return own.to(dtype), self.links.ghost.begin(own)().to(dtype)
 
     def __repr__(self) -> str:
         n = sum(block.pattern.nnz for block in self.tile.blocks)
@@ -223,13 +229,26 @@ class OverlappedSpMM:
 
     Shapes (this rank; n own rows, o out rows, h ghosts): own [n, f] -> [n, f], ghosts
     [h, f].
+
+    Args:
+        matrix: what is multiplied.
+        x: the rows; they travel in their type, and sums of them too.
+        dtype: of the product; None is the wider one of the rows and the matrix.
     """
 
-    def __init__(self, matrix: GridMatrix, x: Tensor) -> None:
+    def __init__(
+        self, matrix: GridMatrix, x: Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         self._matrix, self._width = matrix, x.size(1)
         self._tile, self._links, tile = matrix.tile, matrix.links, matrix.tile
         self._note = matrix.fiber.axis.ledger.event
-        self._own = own = matrix.fiber.split(x)
+        self._narrow = sent = matrix.fiber.split(x)
+        value = tile.own_own.value
+        kind = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
+        self._dtype = kind if dtype is None else dtype
+        narrow = kind in HALVES and not x.is_cuda
+        self._wide = torch.float32 if narrow else kind  # what is multiplied and added
+        self._own = own = sent.to(self._wide)
         n, out = (
             len(tile.own_own.pattern.rowptr) - 1,
             len(tile.out_own.pattern.rowptr) - 1,
@@ -257,7 +276,7 @@ class OverlappedSpMM:
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the product, and the own and ghost rows it multiplied by; collective."""
         tile, links, own, note = self._tile, self._links, self._own, self._note
-        arrive = links.ghost.begin(own)
+        arrive = links.ghost.begin(self._narrow)
         note("begin", "in")
         sums = self._sent(links.sums, tile.sum_own)
         early = links.ghost.num_ghosts == 0 and links.sums.silent
@@ -265,13 +284,13 @@ class OverlappedSpMM:
             far, outgoing = self._leave(early)
             tile.own_own.matmul(own, self._z)
             note("multiply", "own")
-            self._ghost = arrive()
+            self._ghost = arrive().to(self._wide)
             note("arrive", "in")
         else:
             tile.own_own.matmul(own, self._z)
             tile.out_own.matmul(own, self._out)
             note("multiply", "own")
-            self._ghost = arrive()
+            self._ghost = arrive().to(self._wide)
             note("arrive", "in")
             if len(self._out):  # they wait for sums; own rows need not, yet
                 sums = self._land_everywhere(sums)
@@ -279,10 +298,13 @@ class OverlappedSpMM:
         tile.own_ghost.add_matmul(self._ghost, self._z)
         note("multiply", "ghost")
         _landed(sums, self._z)
-        tile.own_far.add_matmul(far(), self._z)
+        tile.own_far.add_matmul(far().to(self._wide), self._z)
         _landed(outgoing, self._z)
         note("arrive", "out")
-        return self._matrix.fiber.join(self._z, self._width), own, self._ghost
+        fiber, z = self._matrix.fiber, self._z
+        if fiber.axis.size > 1:
+            z = fiber.join(z.to(self._narrow.dtype), self._width)
+        return z.to(self._dtype), own, self._ghost
 
     def _land_everywhere(self, sums: list[Land]) -> list[Land]:
         """Adds sums to own and out rows, which they know as one tensor."""
@@ -296,9 +318,9 @@ class OverlappedSpMM:
     def _leave(self, early: bool) -> tuple[Callable[[], Tensor], list[Land]]:
         """Starts all that travels over the col axis."""
         links = self._links
-        held = self._own
+        held = self._narrow
         if not links.far.silent and len(self._ghost):
-            held = torch.cat([self._own, self._ghost])
+            held = torch.cat([self._narrow, self._ghost.to(self._narrow.dtype)])
         far = links.far.begin(held)
         outgoing, first = [], 0
         for part in links.out.parts:
@@ -307,7 +329,7 @@ class OverlappedSpMM:
                 self._tile.out_own.matmul(self._own, rows, first)
             self._tile.out_ghost.add_matmul(self._ghost, rows, first)
             self._note("multiply", "out")
-            outgoing.append(part.begin_transpose(rows))
+            outgoing.append(part.begin_transpose(rows.to(self._narrow.dtype)))
             self._note("begin", "out")
             first += part.num_ghosts
         self._out = self._own[:0]  # what is coded is not needed any more
@@ -319,7 +341,7 @@ class OverlappedSpMM:
         for part in link.parts:
             rows = self._own.new_empty((part.num_ghosts, self._own.size(1)))
             block.matmul(self._own, rows, first)
-            outgoing.append(part.begin_transpose(rows))
+            outgoing.append(part.begin_transpose(rows.to(self._narrow.dtype)))
             first += part.num_ghosts
         if not link.silent:
             self._note("begin", "sums")
@@ -372,7 +394,7 @@ class _Product(torch.autograd.Function):
             tile = matrix.tile.with_values(value, index)
             matrix = GridMatrix(tile, matrix.links, matrix.fiber)
         z, own, ghost = OverlappedSpMM(matrix, x).run()
-        ctx.matrix, ctx.index = matrix, index
+        ctx.matrix, ctx.index, ctx.sent = matrix, index, x.dtype
         if value is not None and ctx.needs_input_grad[1]:
             ctx.save_for_backward(value, own, ghost)
         return z
@@ -385,14 +407,15 @@ class _Product(torch.autograd.Function):
         mirror = ctx.matrix.transposed
         if torch.is_grad_enabled():
             _check_twice(ctx.matrix, ctx.needs_input_grad[1])
-            return _Product.apply(g, None, None, mirror), None, None, None
+            gx = _Product.apply(g.to(ctx.sent), None, None, mirror)
+            return gx.to(ctx.sent), None, None, None
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
-            gx, *found = OverlappedSpMM(mirror, g).run()
+            gx, *found = OverlappedSpMM(mirror, g.to(ctx.sent), ctx.sent).run()
             rows = tuple(found)
         if not ctx.needs_input_grad[1]:
             return gx, None, None, None
         value, *cols = ctx.saved_tensors
-        rows = rows or mirror.gather(g)
+        rows = rows or mirror.gather(g.to(ctx.sent), cols[0].dtype)
         tile = ctx.matrix.tile
         return gx, value_gradient(tile, ctx.index, value, rows, cols), None, None

@@ -18,6 +18,23 @@ from pyg_distcomm.comm.mesh import Grid
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.partition.atomic import write_problem
 
+# What data sheets say of devices: bytes, bytes a second of memory, single-precision operations
+# a second without tensor cores, and bytes a second each way of NVLink to other devices of a
+# host. Sources: NVIDIA's data sheets "A100 80GB Tensor Core GPU" (SXM), "H100 Tensor Core GPU"
+# (SXM) and "H200 Tensor Core GPU" (SXM); NVLink's figure there is of both ways together.
+DEVICES: Mapping[str, tuple[float, float, float, float]] = MappingProxyType(
+    {
+        "a100": (80e9, 2.039e12, 19.5e12, 300e9),
+        "h100": (80e9, 3.35e12, 67e12, 450e9),
+        "h200": (141e9, 4.8e12, 67e12, 450e9),
+    }
+)
+# bytes a second each way of a port: NVIDIA's data sheets of ConnectX-6 (HDR, 200 Gbit/s),
+# ConnectX-7 (NDR, 400 Gbit/s) and ConnectX-8 (XDR, 800 Gbit/s)
+INFINIBAND: Mapping[str, float] = MappingProxyType(
+    {"hdr": 25e9, "ndr": 50e9, "xdr": 100e9}
+)
+
 Points = tuple[tuple[int, float], ...]
 Line = tuple[int, int]
 
@@ -140,6 +157,40 @@ class Machine:
             for one in both:
                 _check_positive(f"the rate of {name}", one)
         object.__setattr__(self, "codes", MappingProxyType(rates))
+
+    @staticmethod
+    def of_device(name: str) -> Machine:
+        """Returns the peak figures of a device and of what connects it, by data sheets.
+
+        No program reaches these peaks, so the seconds of a plan are lower bounds, and its
+        ranking is by them; `calibrate` measures. A product is taken to read one row of
+        float32 from memory for each nonzero; a message to take 10 us, which is assumed.
+
+        Args:
+            name: "a100", "h100" or "h200", linked by NVLink; or one device a host, linked
+                by InfiniBand, as "h100/ndr": "hdr", "ndr" or "xdr".
+
+        Raises:
+            ValueError: for other names, with those that there are.
+        """
+        device, _, link = name.lower().partition("/")
+        if device not in DEVICES or (link not in INFINIBAND and "/" in name):
+            raise ValueError(
+                f"device must be one of {', '.join(DEVICES)}, alone (linked by NVLink) or "
+                f"followed by one of {', '.join('/' + k for k in INFINIBAND)} (one a host, "
+                f"linked by InfiniBand), got {name!r}"
+            )
+        memory, stream, operations, nvlink = DEVICES[device]
+        return Machine(
+            latency=10e-6,
+            bandwidth=INFINIBAND[link] if link else nvlink,
+            spmm=stream / 4,
+            gemm=operations,
+            stream=stream,
+            memory=memory,
+            code=stream / 4,
+            source=f"peaks of data sheets: {name.lower()}",
+        )
 
     def wire(self, axis: str, grid: Grid) -> Wire:
         """Returns the figures of an axis of a grid."""

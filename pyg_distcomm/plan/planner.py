@@ -277,7 +277,7 @@ def plan(
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
         layers: "gcn", "sage", or "halo" for any other layer of PyG's; or one for each.
         inputs: "constant" features, "changing" ones (input dropout), or "trained".
-        machine: from `calibrate`, or by hand; without, gigabit Ethernet is assumed.
+        machine: from `calibrate`, `Machine.of_device`, or by hand; default gigabit Ethernet.
         memory: bytes a rank may use in an epoch, beside its interpreter; those it takes to
             cut the graph, and to plan exchanges, come before. Default `machine.memory`.
         partition, seed: as `pdc.partition` takes them: a method, owners, or a Partition.

@@ -53,7 +53,11 @@ class IdPlan:
         """Returns the plan with its indices on a device."""
         if self.slot.device == device:
             return self
-        return IdPlan(self.halo.to(device), self.slot.to(device), self.own)
+        moved = IdPlan(self.halo.to(device), self.slot.to(device), self.own)
+        if "owner_slots" in vars(self):  # made with the plan, not in a step
+            *slots, here = self.owner_slots
+            vars(moved)["owner_slots"] = *(s.to(device) for s in slots), here
+        return moved
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`."""

@@ -266,7 +266,7 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         return
     compare_plain(x, value, "setitem")
     if masked:
-        mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
+        mask = _masked(x.wrap(x.to_local().new_empty(len(x.rows)), x.rows), first)
         value = _cut_for(value, x, mask.rows, rest)
         if any(not isinstance(r, (int, slice)) for r in rest):
             raise unsupported_op("x[mask, columns] = value with a list of columns")

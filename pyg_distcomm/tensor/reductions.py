@@ -21,6 +21,7 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.tensor.gradients import agree, call_local
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
 from pyg_distcomm.tensor.row_sharded import (
@@ -44,9 +45,16 @@ class Extreme(NamedTuple):
 def total(
     x: Tensor, rows: Rows, dims: Dims, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
-    """Returns the sum over rows (and other dims) of all ranks."""
+    """Returns the sum over rows (and other dims) of all ranks.
+
+    Half-precision numbers are added in float32, and the sum is rounded once, as torch does.
+    """
+    kind = dtype
+    if dtype is None and x.dtype in HALVES:
+        kind, dtype = x[:0].sum().dtype, torch.float32  # autocast may say float32
     local = x.sum(dims, keepdim=keepdim, dtype=dtype)
-    return autograd.all_reduce(local, rows.mesh.world)
+    out = autograd.all_reduce(local, rows.mesh.world)
+    return out if kind is None else out.to(kind)
 
 
 def _count(x: Tensor, rows: Rows, dims: Dims) -> int:
@@ -60,7 +68,9 @@ def mean(
     dtype = dtype or x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"mean() needs a floating point dtype, got {dtype}")
-    return total(x, rows, dims, keepdim, dtype) / _count(x, rows, dims)
+    wide = torch.float32 if dtype in HALVES else dtype
+    out = total(x, rows, dims, keepdim, wide) / _count(x, rows, dims)
+    return out.to(dtype)
 
 
 def var(
@@ -74,6 +84,8 @@ def var(
     """Returns the variance over rows (and other dims) of all ranks."""
     if unbiased is not None:
         correction = int(unbiased)
+    if x.dtype in HALVES:
+        return var(x.float(), rows, dims, keepdim, correction).to(x.dtype)
     centred = x - mean(x, rows, dims, keepdim=True)
     count = _count(x, rows, dims) - (1 if correction is None else correction)
     squares = total(centred.square(), rows, dims, keepdim)
@@ -95,6 +107,8 @@ def norm(
 ) -> Tensor:
     """Returns the p-norm over rows (and other dims) of all ranks."""
     x = x.to(dtype) if dtype is not None else x
+    if x.dtype in HALVES:
+        return norm(x.float(), rows, dims, keepdim, p).to(x[:0].norm().dtype)
     p = 2.0 if p in (None, "fro") else float(p)
     if math.isinf(p):
         return extreme(x.abs(), rows, dims, keepdim, "max" if p > 0 else "min")
@@ -227,6 +241,9 @@ def batch_norm(
     Shapes: x [n_i, C] or [n_i, C, L]; statistics [C].
     Price: two all-reduces of C words forward, two backward.
     """
+    if x.dtype in HALVES:  # by float32, as torch's own
+        given = running_mean, running_var, weight, bias, momentum, eps
+        return batch_norm(x.float(), rows, *given).to(x.dtype)
     dims = [d for d in range(x.dim()) if d != 1]
     count = _count(x, rows, dims)
     if count <= 1:

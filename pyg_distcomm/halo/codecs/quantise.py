@@ -17,8 +17,8 @@ from pyg_distcomm.halo.codec import (
     room,
 )
 from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.kernels.registry import HALVES
 
-HALVES = (torch.float16, torch.bfloat16)
 ROUNDINGS = ("nearest", "stochastic")
 
 

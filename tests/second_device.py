@@ -1,0 +1,50 @@
+"""A second device for tests, `spare`, whose memory is the host's: see second_device.cpp."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import torch
+
+
+class _Module:
+    """What torch asks of the module of a device."""
+
+    @staticmethod
+    def is_available():
+        return True
+
+    @staticmethod
+    def device_count():
+        return 1
+
+    @staticmethod
+    def current_device():
+        return 0
+
+    @staticmethod
+    def _is_in_bad_fork():
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed):
+        pass
+
+
+def can_build():
+    return shutil.which("c++") is not None and shutil.which("ninja") is not None
+
+
+@functools.cache
+def device():
+    """Compiles and registers the device, once in a process; minutes the first time."""
+    from pathlib import Path
+
+    from torch.utils.cpp_extension import load
+
+    torch.utils.rename_privateuse1_backend("spare")
+    source = Path(__file__).with_suffix(".cpp")
+    load("second_device", [str(source)], extra_cflags=["-O0"])
+    torch._register_device_module("spare", _Module)
+    return torch.device("spare", 0)

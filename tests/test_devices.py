@@ -1,0 +1,151 @@
+"""Devices that do not fit, whole blocks as NCCL moves them, and its deadline, by stand-ins."""
+
+from __future__ import annotations
+
+import time
+import types
+
+import pytest
+import tiers
+import torch
+import worlds
+from problems import GRAPHS, owners
+
+import pyg_distcomm as pdc
+from pyg_distcomm.cli import doctor
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.nn import DistGCNConv, HaloConv
+from pyg_distcomm.plan.machine import DEVICES, Machine
+
+
+def misplaced(what, ranks):
+    """Says what a layer raises where some ranks have something on the meta device."""
+    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    conv = DistGCNConv(7, 4).double()
+    x, edges = share.x, share.edge_index
+    if mesh.rank in ranks:
+        if what == "parameters":
+            conv = conv.to("meta")
+        elif what == "features":
+            x = x.to("meta")
+        else:
+            edges.topology.device = torch.device("meta")
+    try:
+        return conv(x, edges) is None
+    except (ValueError, RankError) as error:
+        return str(error)
+
+
+@tiers.parametrize(
+    ("what", "ranks"),
+    [
+        ("features", (0, 1)),
+        ("parameters", (1,)),
+        ("features", (0,)),
+        ("parameters", (0, 1)),
+    ],
+    slice(0, 2),
+)
+def test_misplaced_tensors_are_named_on_all_ranks(what, ranks):
+    name = {"parameters": "DistGCNConv.bias", "features": "x"}[what]
+    for said in worlds.run(misplaced, 2, what, ranks):
+        assert f"{name} lies on meta, and the edges on cpu" in said, said
+        assert "mesh.device" in said
+
+
+def blocks(same):
+    """Multiplies by whole blocks, on a graph whose blocks have one size or not."""
+    mesh, data = worlds.mesh(), GRAPHS["undirected"]()
+    count = data.num_nodes if not same else data.num_nodes // mesh.size * mesh.size
+    data = data.subgraph(torch.arange(count))
+    share = pdc.partition(data, mesh, "block")
+    edges = share.edge_index.with_halo("blocks")
+    torch.manual_seed(0)
+    conv, found = DistGCNConv(7, 4).double(), []
+    plain, called = collectives._owns_blocks, []
+
+    def owns(x, axis):
+        called.append(axis.name)
+        return True
+
+    for stand_in in (plain, owns):
+        collectives._owns_blocks = stand_in
+        try:
+            x = share.x.clone().requires_grad_()
+            conv(x, edges)
+            mesh.ledger.reset()
+            out = conv(x, edges)
+            out.square().sum().backward()
+            ledger = [
+                (mesh.ledger.words(op), mesh.ledger.bytes(op))
+                for op in ("all_gather", "reduce_scatter")
+            ]
+            found.append((out.full_tensor().detach(), x.grad.full_tensor(), ledger))
+        finally:
+            collectives._owns_blocks = plain
+    (a, ga, counted), (b, gb, other) = found
+    torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gb, ga, rtol=1e-12, atol=1e-12)
+    assert counted == other
+    assert called
+    assert mesh.size == 1 or counted[0][0] > 0
+
+
+@tiers.parametrize(("size", "same"), [(2, True), (3, True), (3, False)], [(3, True)])
+def test_whole_blocks_by_one_collective(size, same):
+    worlds.run(blocks, size, same)
+
+
+def hangs():
+    """Waits for an exchange of a device that does not end; says what the next one raises."""
+    mesh = worlds.mesh(fresh=True)
+    watch = mesh.world.watch
+    watch.deadline = 1.0
+    done = types.SimpleNamespace(is_completed=lambda: True)
+    watch.streamed.add(done, "halo over axis row")
+    under_way = types.SimpleNamespace(is_completed=lambda: mesh.rank > 0)
+    watch.streamed.add(under_way, "halo_transpose over axis row")
+    stop = time.monotonic() + 60
+    while time.monotonic() < stop:
+        try:
+            collectives.all_reduce(torch.ones(1), mesh.world)
+            time.sleep(0.1)
+        except (RankError, RuntimeError) as error:
+            return str(error)
+    return "it went on"
+
+
+def test_the_deadline_watches_exchanges_of_a_device():
+    for said in worlds.run(hangs, 2):
+        assert "waited 1 s for halo_transpose over axis row" in said, said
+
+
+def test_the_doctor_says_which_kernels_run_on_cuda():
+    found = doctor.cuda_kernels()
+    assert "Triton" in str(found)
+    assert torch.cuda.is_available() or "no CUDA device" in found.found
+
+
+@pytest.mark.parametrize("name", [*DEVICES, "H100/ndr"])
+def test_plans_by_the_figures_of_data_sheets(name):
+    machine = Machine.of_device(name)
+    assert machine.source.endswith(name.lower())
+    assert machine.memory == DEVICES[name.lower().split("/")[0]][0]
+    assert Machine.from_dict(machine.to_dict()) == machine
+
+
+@pytest.mark.parametrize("name", ["tpu", "h100/", "h100/x", ""])
+def test_unknown_devices_are_refused_with_those_known(name):
+    with pytest.raises(ValueError, match=r"a100, h100, h200.*hdr"):
+        Machine.of_device(name)
+
+
+def test_an_unchanged_layer_names_what_is_misplaced():
+    from torch_geometric.nn import GATConv
+
+    share = pdc.partition(GRAPHS["directed"](), pdc.init(), "random")
+    conv = HaloConv(GATConv(7, 4).to("meta"))
+    with pytest.raises(ValueError, match=r"GATConv.att_src lies on meta"):
+        conv(share.x, share.edge_index)

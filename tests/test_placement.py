@@ -1,0 +1,212 @@
+"""What is given on a device comes back on it: every layer, and the algebra, the pipeline, ...
+
+The device is `second_device`'s, with real numbers; compiling it takes a minute.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import second_device
+import tiers
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import worlds
+from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, make, problem
+from layers import F as WIDTH
+from problems import GRAPHS, owners
+from torch_geometric.utils import scatter
+
+import pyg_distcomm as pdc
+
+LAYERS = {
+    "GCNConv": (lambda: pyg.GCNConv(WIDTH, OUT), W),
+    "SAGEConv": (lambda: pyg.SAGEConv(WIDTH, OUT), X),
+    "SAGEConv max": (lambda: pyg.SAGEConv(WIDTH, OUT, aggr="max"), X),
+    **{name: case for name, case in EXACT.items() if name != "GatedGraphConv"},
+}  # whose fused cell the second device lacks
+builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
+
+
+def step(conv, data, names):
+    given = [
+        torch.stack([data.x, data.x0], 1) if name == "stacked" else data[name]
+        for name in names
+    ]
+    if names[0] == "x":
+        given[0] = given[0].clone().requires_grad_()
+    out = conv(*given)
+    out.square().sum().backward()
+    grads = {name: p.grad for name, p in conv.named_parameters()}
+    return {"out": out, "grad of x": given[0].grad, **grads}
+
+
+def layers(names, grid):
+    device, failed = second_device.device(), []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in names:
+            build, attributes = LAYERS[name]
+            mesh, data = worlds.mesh(grid=grid), problem("directed")
+            want = step(make(build), data, attributes)
+            data, conv = problem("directed"), pdc.convert(make(build)).to(device)
+            cut = owners("random", data, mesh.size)
+            kinds = {"edge_attrs": EDGE_ATTRS, "node_attrs": NODE_ATTRS}
+            share = pdc.partition(data, mesh, cut, **kinds).to(device)
+            try:
+                for key, value in step(conv, share, attributes).items():
+                    if value is None:
+                        continue
+                    assert value.device == device, f"{key} on {value.device}"
+                    found, wanted = whole(value).cpu(), want[key].detach()
+                    torch.testing.assert_close(
+                        found.detach(),
+                        wanted,
+                        **CLOSE,
+                        msg=lambda m, k=key: f"{k}: {m}",
+                    )
+            except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+                failed.append(f"{name}: {type(error).__name__}: {str(error)[:400]}")
+                if mesh.size > 1:
+                    break
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return failed
+
+
+SOME = ("GCNConv", "SAGEConv", "GATv2Conv edges", "GINConv", "PNAConv", "GCN2Conv")
+
+
+@builds
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("size", "grid", "names"),
+    [
+        (1, None, tuple(LAYERS)),
+        (2, None, SOME),
+        (3, None, tuple(LAYERS)),
+        (4, (1, 2, 2), SOME),
+    ],
+)
+def test_layers(size, grid, names):
+    assert worlds.run(layers, size, names, grid) == [[]] * size
+
+
+def set_masked(x, mask):
+    y = x.clone()
+    y[mask] = 0
+    y[mask] = y[mask] + 1
+    return y
+
+
+def set_ids(x, ids):
+    y = x.clone()
+    y[ids] = 1
+    return y
+
+
+OPERATIONS = {
+    "sum": lambda x, m, i: x.sum(),
+    "sum0": lambda x, m, i: x.sum(0),
+    "mean0": lambda x, m, i: x.mean(0),
+    "var0": lambda x, m, i: x.var(0),
+    "std": lambda x, m, i: x.std(0),
+    "max": lambda x, m, i: x.max(),
+    "max0": lambda x, m, i: x.max(0).values,
+    "argmax0": lambda x, m, i: x.argmax(0),
+    "argmax": lambda x, m, i: x.argmax(),
+    "amax": lambda x, m, i: x.amax(0),
+    "norm": lambda x, m, i: x.norm(),
+    "softmax0": lambda x, m, i: x.softmax(0),
+    "logsumexp": lambda x, m, i: x.logsumexp(0),
+    "any": lambda x, m, i: (x > 0).any(),
+    "all": lambda x, m, i: (x > 0).all(0),
+    "mask": lambda x, m, i: x[m],
+    "ids": lambda x, m, i: x[i],
+    "cpuids": lambda x, m, i: x[i.cpu()],
+    "slice": lambda x, m, i: x[2:9],
+    "row": lambda x, m, i: x[3],
+    "col": lambda x, m, i: x[:, 1],
+    "last": lambda x, m, i: x[-1],
+    "full": lambda x, m, i: x.full_tensor(),
+    "sort": lambda x, m, i: x.sort(0).values,
+    "topk": lambda x, m, i: x[:, 0].topk(3).values,
+    "cumsum": lambda x, m, i: x.cumsum(0),
+    "unique": lambda x, m, i: (x > 0).long().unique(),
+    "cat1": lambda x, m, i: torch.cat([x, x], 1),
+    "cat0": lambda x, m, i: torch.cat([x, x], 0),
+    "stack": lambda x, m, i: torch.stack([x, x], 1),
+    "t": lambda x, m, i: x.t() @ x,
+    "xtx": lambda x, m, i: x @ torch.ones(7, 2, device=x.device, dtype=x.dtype),
+    "randn_like": lambda x, m, i: torch.randn_like(x),
+    "rand_like": lambda x, m, i: torch.rand_like(x),
+    "zeros_like": lambda x, m, i: torch.zeros_like(x),
+    "new_zeros": lambda x, m, i: x.new_zeros(x.size(0), 2),
+    "dropout": lambda x, m, i: F.dropout(x, 0.5),
+    "bn": lambda x, m, i: F.batch_norm(x, None, None, training=True),
+    "ln": lambda x, m, i: F.layer_norm(x, (7,)),
+    "plain": lambda x, m, i: x + torch.ones(len(x), 1, device=x.device, dtype=x.dtype),
+    "where": lambda x, m, i: torch.where(m.unsqueeze(1), x, 0),
+    "nonzero": lambda x, m, i: m.nonzero(),
+    "countnz": lambda x, m, i: m.sum(),
+    "setmask": lambda x, m, i: set_masked(x, m),
+    "setids": lambda x, m, i: set_ids(x, i),
+    "index_add": lambda x, m, i: torch.zeros(
+        3, 7, device=x.device, dtype=x.dtype
+    ).index_add(0, (x[:, 0] > 0).long(), x),
+    "scatter": lambda x, m, i: scatter(x, (x[:, 0] > 0).long(), 0, 2),
+    "gap": lambda x, m, i: pyg.global_mean_pool(x, None),
+    "gmp": lambda x, m, i: pyg.global_add_pool(x, (x[:, 0] > 0).long()),
+    "gns": lambda x, m, i: pyg.GraphNorm(7).double().to(x.device)(x),
+    "inorm": lambda x, m, i: pyg.PairNorm()(x),
+    "dn": lambda x, m, i: F.normalize(x, dim=0),
+    "clamp": lambda x, m, i: x.clamp(0, 1),
+    "isnan": lambda x, m, i: x.isnan().any(),
+    "quant": lambda x, m, i: x[:, 0].median(),
+    "flip": lambda x, m, i: x.flip(0),
+    "roll": lambda x, m, i: x.roll(1, 0),
+    "outer": lambda x, m, i: (x[i] * x[i.flip(0)]).sum(-1),
+    "rep": lambda x, m, i: x.repeat(1, 2),
+    "from_local": lambda x, m, i: pdc.from_local(x.to_local() * 2, like=x),
+    "emb": lambda x, m, i: F.embedding(
+        (x[:, 0] > 0).long(), torch.ones(2, 3, device=x.device)
+    ),
+    "to_dense": lambda x, m, i: x.masked_fill(x > 0, 0.0),
+    "loss": lambda x, m, i: F.mse_loss(x, x * 2),
+    "bce": lambda x, m, i: F.binary_cross_entropy_with_logits(x, (x > 0).double()),
+    "deepcopy": lambda x, m, i: copy.deepcopy(x),
+    "clone": lambda x, m, i: x.detach().clone(),
+    "index_select": lambda x, m, i: x.index_select(0, i),
+    "gather": lambda x, m, i: x.gather(1, (x > 0).long()),
+    "bincount": lambda x, m, i: (x[:, 0] > 0).long().bincount(),
+    "hist": lambda x, m, i: (x[:, 0] > 0).long().unique(return_counts=True)[1],
+}
+
+
+def algebra():
+    device, mesh = second_device.device(), worlds.mesh()
+    for name, operation in OPERATIONS.items():
+        found = []
+        for where in (torch.device("cpu"), device):
+            torch.manual_seed(0)
+            mesh.step, data = 0, GRAPHS["undirected"]()
+            cut = owners("random", data, mesh.size)
+            share = pdc.partition(data, mesh, cut).to(where)
+            ids = torch.tensor([1, 5, 2], device=where)
+            out = operation(share.x, share.train_mask, ids)
+            assert out.device == where, f"{name}: {out.device}"
+            found.append(whole(out).detach().cpu())
+        torch.testing.assert_close(found[1], found[0], **CLOSE, msg=name)
+
+
+@builds
+@tiers.parametrize("size", [1, 2, 3], [])
+def test_algebra(size):
+    worlds.run(algebra, size)
