@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.transforms import ToSparseTensor
-from torch_geometric.typing import WITH_TORCH_SPARSE
-from torch_geometric.utils import coalesce
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.graph import partitioning_hetero
-from pyg_distcomm.graph.edge_index import (
-    DistEdgeIndex,
-    link_problem,
-    rows_of_edges,
-    settings_of,
-)
+from pyg_distcomm.graph import partitioning_hetero, transforms
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
@@ -39,6 +30,8 @@ from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+transforms.register()
 
 
 def partition(
@@ -139,36 +132,6 @@ def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
         share.adj_t = edges.carrying(weight if len(weight) else None)
         share.adj_t.looped = looped
     return share
-
-
-def _of_shares(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has PyG's ToSparseTensor make a share's edges an adj_t that is cut as they are."""
-
-    @functools.wraps(forward)
-    def run(self: ToSparseTensor, data: Any) -> Any:
-        cut = [
-            store
-            for store in data.edge_stores
-            if isinstance(store.get("edge_index"), DistEdgeIndex)
-        ]
-        if not cut:
-            return forward(self, data)
-        for store in cut:
-            edges, weight = store.edge_index, store.get(self.attr or "")
-            if self.layout is not None or not WITH_TORCH_SPARSE:
-                # as a matrix of torch's, which has each edge once
-                edges, weight = coalesce(edges, weight, edges.nodes.total)
-            store.adj_t = edges.carrying(weight)
-            store.adj_t.looped = bool((edges[0] == edges[1]).any())
-            if self.remove_edge_index:
-                del store["edge_index"]
-                store.pop(self.attr or "", None)
-        return data
-
-    return run
-
-
-ToSparseTensor.forward = _of_shares(ToSparseTensor.forward)
 
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:

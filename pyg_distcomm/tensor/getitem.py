@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,8 @@ def get(x: RowShardedTensor, key: Any) -> Any:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, Picker):
         return first.pick(x, rest)
+    if _is_edges(first) and not rest:
+        return at_edges(x, first)
     if first is Ellipsis:
         if isinstance(key, tuple) and len(rest) < x.dim():
             return _columns(x, key)
@@ -107,6 +110,26 @@ def get(x: RowShardedTensor, key: Any) -> Any:
         if x.holds_ends and not rest and out.dim() == 2:
             out.holds_ends = True
     return out
+
+
+def _is_edges(key: Any) -> bool:
+    """Whether a key is an edge_index that is spread over ranks."""
+    spread = isinstance(key, Tensor) and getattr(type(key), "_spread", False)
+    return spread and not isinstance(key, RowShardedTensor) and key.dim() == 2
+
+
+def at_edges(x: Tensor, edges: Any) -> Any:
+    """Returns `x[edge_index]`, `[2, e, ...]`: rows of sources, and of targets.
+
+    Numbers, one a node, name the nodes of another graph (as where nodes are relabelled): an
+    ordinary edge_index, the same on all ranks, which layers cut themselves. Anything else is
+    spread over the ranks as the edges are.
+    """
+    ends: list[Any] = [x[edges[0]], x[edges[1]]]
+    numbers = x.dim() == 1 and not x.is_floating_point() and x.dtype != torch.bool
+    if numbers:
+        return torch.stack([end.full_tensor() for end in ends])
+    return torch.stack(ends)
 
 
 def check_writes(func: Callable, args: Any) -> None:
@@ -144,10 +167,11 @@ def _entries(x: RowShardedTensor, columns: Any) -> RowShardedTensor:
         raise unsupported_op("indexing rows and columns by tensors together")
     if not isinstance(columns, RowShardedTensor):
         columns = fit_plain(columns, x, 1, "x[rows, columns]").expand(len(x.rows))
-    elif not columns.rows.same_as(x.rows):
-        raise TypeError(f"x[rows, columns]: {x.rows} rows and {columns.rows} columns")
     else:
-        columns = columns.to_local()
+        rows = columns.rows
+        columns = gather_by_id.cut_as(columns, x.rows)
+        if columns is None:
+            raise TypeError(f"x[rows, columns]: {x.rows} rows and {rows} columns")
     local = x.to_local()
     return x.wrap(local[torch.arange(len(local), device=x.device), columns], x.rows)
 
@@ -196,6 +220,7 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
     """
     whole = gather_all(x.to_local(), x.rows)
     block = Rows.blocks(len(idx), x.rows.mesh)
+    block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
     return x.wrap(whole[idx[block.gid].to(whole.device)], block)
 
 
@@ -222,8 +247,13 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
         whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
         mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
         mask._counts = mask._version, whole
-    elif not x.rows.same_as(mask.rows):
-        raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+    elif mask.rows is not x.rows:
+        local = gather_by_id.cut_as(mask, x.rows)
+        if local is None:
+            raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+        inside = x.reads_local
+        same = mask.rows.same_as if inside else mask.rows.matches
+        mask = mask if same(x.rows) else x.wrap(local, x.rows)
     return x.wrap(x.to_local()[mask.to_local()], _selected(mask))
 
 
@@ -249,8 +279,20 @@ def _counted(mask: RowShardedTensor) -> int | None:
     return known
 
 
+def columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
+    """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
+    *front, last = key
+    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+        raise unsupported_op("x[...] that moves rows or mixes them")
+    if all(isinstance(k, int) for k in front):
+        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
+    raise unsupported_op("x[...] that moves rows or mixes them")
+
+
 def put(x: RowShardedTensor, key: Any, value: Any) -> None:
     check_writable(x)
+    if isinstance(key, tuple) and key and key[0] is Ellipsis and len(key) <= x.dim():
+        key = (*[slice(None)] * (x.dim() - len(key) + 1), *key[1:])
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, (list, int, np.ndarray, np.integer)):
         first = torch.as_tensor(first).view(-1) if type(first) is not bool else first
@@ -278,6 +320,9 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
+    elif isinstance(first, RowShardedTensor) and first.dim() == 1 and not rest:
+        gather_by_id.put_at(x, first, value)
+        return
     else:
         raise unsupported_op(
             "x[key] = value, unless key is a mask, ids or [:, columns],"
@@ -318,9 +363,10 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
 def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]) -> Any:
     """Returns the rows here of a value that is written to rows of x."""
     if isinstance(value, RowShardedTensor):
-        if not value.rows.same_as(rows):
+        found = gather_by_id.cut_as(value, rows)
+        if found is None:
             raise TypeError(f"the value has {value.rows}, but its place has {rows}")
-        return value.to_local()
+        return found
     if not isinstance(value, Tensor) or x.reads_local:
         return value
     width = x.dim() - sum(isinstance(r, int) for r in rest)
