@@ -143,6 +143,7 @@ class DistEdgeIndex(torch.Tensor):
                 check_edge_index(edge_index[0].expand(2, -1), sources.total)
                 check_edge_index(edge_index[1].expand(2, -1), nodes.total)
             assert nodes.partition is not None
+            getitem.check_same(edge_index.reshape(-1), nodes)
             owner = nodes.partition.owner_of(edge_index[1].cpu().long())
             mine = (owner == nodes.mesh.rank).nonzero().view(-1)
             if sources is None:
@@ -418,7 +419,8 @@ class DistEdgeIndex(torch.Tensor):
             return DistEdgeIndex.build(local, self.nodes, picked.rows, sources=sources)
         if isinstance(key, DistTensor) and self.topology.sources is None:
             return DistEdgeIndex.of_ends(self[0][key], self[1][key])
-        whole = self.full_tensor()[:, _whole(key)].contiguous()
+        ids = getitem.same_ids(_whole(key), self.edges)
+        whole = self.full_tensor()[:, ids].contiguous()
         return DistEdgeIndex.cut(whole, self.nodes, self.topology.sources)
 
     def __iter__(self) -> Iterator[DistTensor]:
@@ -533,12 +535,10 @@ def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
 
 
 def _taken(x: Any, key: Any) -> Any:
-    """Stands for `x[key]`, where one of both is edges."""
-    if isinstance(x, DistEdgeIndex):
-        return x[key]
-    if not isinstance(key, DistEdgeIndex):  # of an ordinary table
-        return x[tree_map(_whole, key)]
-    return getitem.at_edges(x, key)
+    """Stands for `x[key]`, where one of both is edges, or holds them."""
+    if isinstance(key, DistEdgeIndex):
+        return getitem.at_edges(x, key)
+    return x[key if isinstance(x, DistEdgeIndex) else tree_map(_whole, key)]
 
 
 def _written(x: Any, key: Any, value: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,7 @@ def partition(
     _agree(problem, mesh)
     flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
     _agree_same(_asked(method, link, **flags) | _marks(data, kinds), mesh)
+    _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
@@ -103,6 +106,20 @@ def partition(
     return _with_sparse(
         _linked(_assemble(share, mesh, oblivious), link), weight, looped
     )
+
+
+def _draw_alike(mesh: Mesh) -> None:
+    """Lets all ranks draw by Python's random what rank 0 would, from here on.
+
+    PyG draws negative edges by it, and Python seeds it anew in each process; torch's begins
+    with one seed. Price: a word of each rank, and 625 where they differ.
+    """
+    state = random.getstate()
+    mark = zlib.crc32(repr(state).encode())
+    marks = collectives.all_gather_counts([mark], mesh.world)
+    if any(other != marks[0] for other in marks):
+        version, words, rest = collectives.broadcast_object(state, mesh.world)
+        random.setstate((version, tuple(words), rest))
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
@@ -169,6 +186,7 @@ def _partition_hetero(
     flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
     asked = _asked(method, link, **flags)
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
+    _draw_alike(mesh)
     try:
         if mesh.rank == 0:
             owners = partitioning_hetero.cut_hetero(
@@ -513,6 +531,7 @@ def load_partition(
     plain = {f"data.{name}": _mark(value) for name, value in share.graph.items()}
     asked = _asked(None, link, oblivious=bool(oblivious), merge=bool(merge))
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
+    _draw_alike(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     return _linked(_assemble(share, mesh, oblivious), link)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
-from pyg_distcomm.tensor.getitem import check_writes, columns_at
+from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
 from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
@@ -283,6 +283,8 @@ def _reduce(
         return out if name == "logsumexp" else x.wrap(out, rows)
     if name in WHOLE:
         return gathered(func, args, kwargs)
+    if name in ("chunk", "split", "narrow") and not x.reads_local:
+        return spans(func, x, args, kwargs)
     if name not in reductions.GLOBAL:
         raise unsupported_op(f"{name}() over the rows")
     extra = {

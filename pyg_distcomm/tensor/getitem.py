@@ -40,7 +40,7 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
 
     def build() -> tuple[IdPlan, Rows]:
         ids = _checked_ids(idx, rows.count)
-        _check_same(ids, rows)
+        check_same(ids, rows)
         alike = rows.whole and len(ids) == rows.total
         block = rows if alike else Rows.blocks(len(ids), rows.mesh)
         return IdPlan.build(ids[block.gid], rows).to(local.device), block
@@ -58,17 +58,29 @@ def _checked_ids(idx: Tensor, total: int) -> Tensor:
     return torch.where(idx < 0, idx + total, idx)
 
 
-def _check_same(idx: Tensor, rows: Rows) -> None:
+def check_same(idx: Tensor, rows: Rows) -> None:
+    """Refuses ids `[k]` that the ranks have drawn apart; collective.
+
+    Price: two words of each rank.
+    """
+    idx = idx.cpu().long()
     weight = torch.arange(1, len(idx) + 1)
     mark = [len(idx), int((idx * weight).sum()) % _PRIME]
     marks = collectives.all_gather_counts(mark, rows.mesh.world)
     if any(other != marks[0] for other in marks):
         raise ValueError(
-            f"x[idx] with a plain idx means the same ids on all ranks, but the ranks "
-            f"gave lists that differ (lengths {[m[0] for m in marks]}); build idx from a "
+            "plain ids and edges mean the same on all ranks, but the ranks gave lists "
+            f"that differ (lengths {[m[0] for m in marks]}); build them from a "
             "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
             "Python's random, too), or use a mask, which costs nothing"
         )
+
+
+def same_ids(key: Any, rows: Rows) -> Tensor:
+    """Returns the ids that a slice, list or tensor stands for; refused by `check_same`."""
+    idx = ids_of(key, rows.count)
+    check_same(idx.reshape(-1), rows)
+    return idx
 
 
 def gather_all(local: Tensor, rows: Rows) -> Tensor:
@@ -218,6 +230,7 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
 
     No rank knows who has them, so all of them are gathered.
     """
+    check_same(idx, x.rows)
     whole = gather_all(x.to_local(), x.rows)
     block = Rows.blocks(len(idx), x.rows.mesh)
     block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
@@ -233,6 +246,26 @@ def _one_row(x: RowShardedTensor, place: int) -> Tensor:
     hit = (x.rows.place == place % count).to(x.device)
     local = x.to_local()[hit].sum(0, dtype=x.dtype)
     return autograd.all_reduce(local, x.rows.mesh.world)
+
+
+def spans(func: Callable, x: RowShardedTensor, args: Any, kwargs: Any) -> Any:
+    """Returns runs of rows, as chunk, split and narrow do: each rank keeps those it has."""
+    given = {k: v for k, v in kwargs.items() if k not in ("input", "tensor", "self")}
+    found = func(torch.arange(x.rows.count), *args[1:], **given)
+    one = isinstance(found, Tensor)
+    parts = [_span(x, ids) for ids in ((found,) if one else found)]
+    return parts[0] if one else tuple(parts)
+
+
+def _span(x: RowShardedTensor, ids: Tensor) -> RowShardedTensor:
+    first, place = int(ids[0]) if len(ids) else 0, x.rows.place
+    here = (place >= first) & (place < first + len(ids))
+    rows = replace(
+        x.rows, gid=place[here] - first, total=len(ids), partition=None, whole=True
+    )
+    out = x.wrap(x.to_local()[here.to(x.device)], rows)
+    out._is_copy = True
+    return out
 
 
 def _is_scalar(key: Any) -> bool:
@@ -307,6 +340,9 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         _put_entries(x, key, value)
         return
     compare_plain(x, value, "setitem")
+    if isinstance(first, Tensor) and len(rest) == 1 and isinstance(rest[0], Tensor):
+        _put_pairs(x, first, rest[0], value)
+        return
     if masked:
         mask = _masked(x.wrap(torch.empty(len(x.rows)), x.rows), first)
         value = _cut_for(value, x, mask.rows, rest)
@@ -343,6 +379,41 @@ def _put_entries(x: RowShardedTensor, mask: RowShardedTensor, value: Any) -> Non
         torch.Tensor.__setitem__(x, mask.to_local(), value)
 
 
+def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
+    """Writes `x[ids, columns] = value`; the pairs come to every rank.
+
+    Raises:
+        TypeError: unless ids and columns are lists of whole numbers.
+    """
+    agree("x[ids, columns] = value", x, (x, ids, columns, value))
+    pairs: list[Any] = [
+        gather_all(v.to_local(), v.rows) if isinstance(v, RowShardedTensor) else v
+        for v in (ids, columns, value)
+    ]
+    ids, columns, value = pairs
+    whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))
+    if not whole or len(ids) != len(columns):
+        raise unsupported_op("x[rows, columns] = value, unless both are lists of ids,")
+    compare_plain(x, ids, "setitem")
+    compare_plain(x, columns, "setitem")
+    many = isinstance(value, Tensor) and value.dim() == 1 and len(value) == len(ids)
+    place, here = _places(x, ids)
+    value = value[here.to(value.device)] if many and len(ids) > 1 else value
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.__setitem__(x, (place, columns[here.to(columns.device)]), value)
+
+
+def _places(x: RowShardedTensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the local places of ids that are here, and which of them are."""
+    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
+    place, order = x.rows.place.sort()
+    if not len(place):
+        return ids[:0], torch.zeros_like(ids, dtype=torch.bool)
+    at = torch.searchsorted(place, ids).clamp(max=len(place) - 1)
+    here = place[at] == ids
+    return order[at[here]], here
+
+
 def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     """Returns the places of ids that are here, and the rows of a value for them."""
     if ids.dim() != 1 or ids.is_floating_point():
@@ -350,14 +421,11 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
         agree("setitem", x, (x, ids, value))
         value = gather_all(value.to_local(), value.rows)
-    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
-    place, order = x.rows.place.sort()
-    at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))
-    here = (place[at] == ids) if len(place) else torch.zeros_like(ids, dtype=torch.bool)
+    place, here = _places(x, ids)
     many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
     if many and len(ids) > 1:
         value = value[here.to(value.device)]
-    return order[at[here]] if len(place) else ids[:0], value
+    return place, value
 
 
 def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]) -> Any:
