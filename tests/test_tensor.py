@@ -287,7 +287,7 @@ REFUSED = {
     "rows meet columns": lambda x: x * x[:, 0],
     "wrong plain": lambda x: x + torch.ones(13, 7).double(),
     "unsqueeze": lambda x: x.unsqueeze(0),
-    "other mask": lambda x: x[x[:, 0] > 0] + x[x[:, 0] < 0],
+    "other mask": lambda x: x[x[:, 0] > 0] + x[x[:, 0] > 1],
 }
 
 

@@ -16,13 +16,13 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import OperatorKind, Topology
-from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy, link_problem
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import joined, kept, recut
+from pyg_distcomm.tensor.gather_by_id import cut_as, joined, kept
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
 from pyg_distcomm.tensor.row_sharded import (
     advice,
@@ -31,21 +31,6 @@ from pyg_distcomm.tensor.row_sharded import (
     refuse_loader,
     tree_map,
 )
-
-
-def link_problem(link: Any) -> TypeError | None:
-    """Returns the error for what edges cannot be given as their link."""
-    if link is None or isinstance(link, LinkPolicy):
-        return None
-    return TypeError(
-        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or None for the "
-        f"exact one, got {link!r}"
-    )
-
-
-def settings_of(link: LinkPolicy | None) -> dict[str, str]:
-    """Returns what has to be the same of a link on all ranks, by name."""
-    return {"link": "exact"} if link is None else link.settings
 
 
 @eager
@@ -106,34 +91,28 @@ class DistEdgeIndex(torch.Tensor):
         """Makes edges of row-sharded node ids, moved to the owners of their targets.
 
         Args:
-            source: `[e]`, cut in any way.
-            target: cut as `source` is.
+            source: `[e]`, cut in any way; or all of them, on every rank.
+            target: as `source`.
 
         Collective; edges that are where they belong stay, in the rows they have.
         """
-        found = [getattr(end, "rows", None) for end in (source, target)]
-        rows = found[0] or found[1]
-        nodes = None if rows is None else rows.nodes
-        alike = rows is not None and all(
-            r is not None and rows.same_as(r) for r in found
-        )
-        if nodes is None or nodes.partition is None or not alike:
+        both = source, target
+        like = next(end for end in both if isinstance(end, DistTensor))
+        rows = like.rows
+        nodes, found = rows.nodes, [_end_cut_as(end, rows) for end in both]
+        if nodes is None or nodes.partition is None or any(f is None for f in found):
             raise TypeError(
-                "edges are stacked from sources and targets that are cut alike, and come "
-                "from an edge_index of pdc.partition; got "
-                + " and ".join(str(r or "a plain tensor") for r in found)
+                "edges are stacked from as many sources as targets, that come from an "
+                f"edge_index of pdc.partition; got {' and '.join(map(_kind, both))}"
             )
-        assert rows is not None
-        ends = torch.stack([source.to_local(), target.to_local()])
+        ends: Tensor = torch.stack([end.to(like.dtype) for end in found])
         owner = nodes.partition.owner_of(ends[1].cpu().long())
         away = int((owner != nodes.mesh.rank).sum())
         if not int(collectives.all_reduce(torch.tensor([away]), nodes.mesh.world)):
             return DistEdgeIndex.build(ends, nodes, rows)
         counts = torch.bincount(owner, minlength=nodes.mesh.size).tolist()
-        back, order = (
-            collectives.exchange_counts(counts, nodes.mesh.world),
-            owner.argsort(),
-        )
+        back = collectives.exchange_counts(counts, nodes.mesh.world)
+        order = owner.argsort()
         packed = torch.cat([ends.cpu().long().t(), rows.place.unsqueeze(1)], 1)[order]
         came = collectives.all_to_all(
             packed, counts, back, nodes.mesh.world, "edges"
@@ -164,6 +143,7 @@ class DistEdgeIndex(torch.Tensor):
                 check_edge_index(edge_index[0].expand(2, -1), sources.total)
                 check_edge_index(edge_index[1].expand(2, -1), nodes.total)
             assert nodes.partition is not None
+            getitem.check_same(edge_index.reshape(-1), nodes)
             owner = nodes.partition.owner_of(edge_index[1].cpu().long())
             mine = (owner == nodes.mesh.rank).nonzero().view(-1)
             if sources is None:
@@ -306,10 +286,9 @@ class DistEdgeIndex(torch.Tensor):
             return None
         edges = self.edges
         if isinstance(value, DistTensor):
-            if value.rows.same_as(edges):
-                return value.to_local()
-            if value.rows.whole and edges.whole and value.rows.total == edges.total:
-                return recut(value, edges)
+            found = cut_as(value, edges)
+            if found is not None:
+                return found
             raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
         if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
             value = meet(value, edges.mesh)
@@ -371,10 +350,8 @@ class DistEdgeIndex(torch.Tensor):
                 numpy, are not noticed.
         """
         twin = copy.copy(self.topology)
-        twin.ordering, twin.constants = (
-            MultiplyOrder(order, keep_inputs),
-            ProductCache(),
-        )
+        twin.ordering = MultiplyOrder(order, keep_inputs)
+        twin.constants = ProductCache()
         return _wrap(self.to_local(), twin, self.weight)
 
     def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
@@ -442,7 +419,8 @@ class DistEdgeIndex(torch.Tensor):
             return DistEdgeIndex.build(local, self.nodes, picked.rows, sources=sources)
         if isinstance(key, DistTensor) and self.topology.sources is None:
             return DistEdgeIndex.of_ends(self[0][key], self[1][key])
-        whole = self.full_tensor()[:, _whole(key)].contiguous()
+        ids = getitem.same_ids(_whole(key), self.edges)
+        whole = self.full_tensor()[:, ids].contiguous()
         return DistEdgeIndex.cut(whole, self.nodes, self.topology.sources)
 
     def __iter__(self) -> Iterator[DistTensor]:
@@ -556,6 +534,20 @@ def _turned(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> DistTensor:
     return out
 
 
+def _taken(x: Any, key: Any) -> Any:
+    """Stands for `x[key]`, where one of both is edges, or holds them."""
+    if isinstance(key, DistEdgeIndex):
+        return getitem.at_edges(x, key)
+    return x[key if isinstance(x, DistEdgeIndex) else tree_map(_whole, key)]
+
+
+def _written(x: Any, key: Any, value: Any) -> None:
+    """Stands for `x[key] = value` of an ordinary tensor, on all ranks."""
+    if isinstance(x, (DistEdgeIndex, DistTensor)):
+        raise _refusal("setitem")
+    x[tree_map(_whole, key)] = _whole(value)
+
+
 def _extreme(op: str) -> Callable[..., Any]:
     def found(x: DistEdgeIndex, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -567,7 +559,8 @@ def _extreme(op: str) -> Callable[..., Any]:
 
 
 _MADE: dict[str, Callable[..., Any]] = {
-    "getitem": lambda x, key: x[key],
+    "getitem": _taken,
+    "setitem": _written,
     "unbind": lambda x, dim=0: (x[0], x[1]),
     "select": lambda x, dim, index: x[index],
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
@@ -592,6 +585,13 @@ def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
     weight: Any = before.weight
     weight = weight if weight is None else weight.to(after.device)
     return _wrap(after, before.topology.to(after.device), weight)
+
+
+def _end_cut_as(end: Tensor, rows: Rows) -> Any:
+    """Returns the rows here of sources or targets; None if they are more or fewer."""
+    if isinstance(end, DistTensor):
+        return cut_as(end, rows)
+    return end[rows.place.to(end.device)] if len(end) == rows.count else None
 
 
 def _kind(value: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import random
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.transforms import ToSparseTensor
-from torch_geometric.typing import WITH_TORCH_SPARSE
-from torch_geometric.utils import coalesce
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
-from pyg_distcomm.graph import partitioning_batch, partitioning_hetero
-from pyg_distcomm.graph.edge_index import (
-    DistEdgeIndex,
-    link_problem,
-    rows_of_edges,
-    settings_of,
-)
+from pyg_distcomm.graph import partitioning_batch, partitioning_hetero, transforms
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
@@ -40,6 +33,8 @@ from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+transforms.register()
 
 
 def partition(
@@ -106,6 +101,7 @@ def partition(
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | _marks(data, kinds), mesh)
+    _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
@@ -120,6 +116,20 @@ def partition(
     out = _assemble(share, mesh, oblivious, memory)
     out = partitioning_batch.as_batch(out, whole)
     return _with_sparse(_linked(out, link), weight, looped)
+
+
+def _draw_alike(mesh: Mesh) -> None:
+    """Lets all ranks draw by Python's random what rank 0 would, from here on.
+
+    PyG draws negative edges by it, and Python seeds it anew in each process; torch's begins
+    with one seed. Price: a word of each rank, and 625 where they differ.
+    """
+    state = random.getstate()
+    mark = zlib.crc32(repr(state).encode())
+    marks = collectives.all_gather_counts([mark], mesh.world)
+    if any(other != marks[0] for other in marks):
+        version, words, rest = collectives.broadcast_object(state, mesh.world)
+        random.setstate((version, tuple(words), rest))
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
@@ -149,36 +159,6 @@ def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
         share.adj_t = edges.carrying(weight if len(weight) else None)
         share.adj_t.looped = looped
     return share
-
-
-def _of_shares(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has PyG's ToSparseTensor make a share's edges an adj_t that is cut as they are."""
-
-    @functools.wraps(forward)
-    def run(self: ToSparseTensor, data: Any) -> Any:
-        cut = [
-            store
-            for store in data.edge_stores
-            if isinstance(store.get("edge_index"), DistEdgeIndex)
-        ]
-        if not cut:
-            return forward(self, data)
-        for store in cut:
-            edges, weight = store.edge_index, store.get(self.attr or "")
-            if self.layout is not None or not WITH_TORCH_SPARSE:
-                # as a matrix of torch's, which has each edge once
-                edges, weight = coalesce(edges, weight, edges.nodes.total)
-            store.adj_t = edges.carrying(weight)
-            store.adj_t.looped = bool((edges[0] == edges[1]).any())
-            if self.remove_edge_index:
-                del store["edge_index"]
-                store.pop(self.attr or "", None)
-        return data
-
-    return run
-
-
-ToSparseTensor.forward = _of_shares(ToSparseTensor.forward)
 
 
 def _is_planned(data: Data, mesh: Mesh) -> bool:
@@ -217,6 +197,7 @@ def _partition_hetero(
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
+    _draw_alike(mesh)
     try:
         if mesh.rank == 0:
             owners = partitioning_hetero.cut_hetero(
@@ -583,6 +564,7 @@ def load_partition(
     flags = {"oblivious": bool(oblivious), "merge": bool(merge), "memory": memory}
     asked = _asked(None, link, **flags)
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
+    _draw_alike(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
     return _linked(_assemble(share, mesh, oblivious, memory), link)
 

@@ -538,3 +538,18 @@ class LinkPolicy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, state=LinkState(), _codecs={}, _warned=False)
+
+
+def link_problem(link: Any) -> TypeError | None:
+    """Returns the error for what edges cannot be given as their link."""
+    if link is None or isinstance(link, LinkPolicy):
+        return None
+    return TypeError(
+        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or None for the "
+        f"exact one, got {link!r}"
+    )
+
+
+def settings_of(link: LinkPolicy | None) -> dict[str, str]:
+    """Returns what has to be the same of a link on all ranks, by name."""
+    return {"link": "exact"} if link is None else link.settings

@@ -24,10 +24,10 @@ from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, settings_of
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
-from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
-from pyg_distcomm.tensor.getitem import check_writes
+from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
 from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
@@ -28,6 +28,7 @@ from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     RowShardedTensor,
+    advice,
     first_sharded,
     fit_plain,
     refuse_loader,
@@ -52,6 +53,10 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
     check_writes(func, args)
+    if kwargs.get("out") is not None and name not in ROWWISE:
+        return _into(kwargs["out"], func, args, kwargs)
+    if name in ("type_as", "to") and isinstance(args[-1], RowShardedTensor):
+        return args[0].to(args[-1].device, args[-1].dtype)
     with first_sharded(args, kwargs).rows.spilling():
         return _applied(name, func, *_met(name, args, kwargs))
 
@@ -85,13 +90,26 @@ _SILENT = frozenset(
 )
 
 
+def _into(out: Any, func: Callable, args: Any, kwargs: Any) -> Any:
+    """Writes what an operation returns to the tensor that it was given as `out`."""
+    given = {key: value for key, value in kwargs.items() if key != "out"}
+    found = func(*args, **given)
+    if not isinstance(out, RowShardedTensor):
+        return out.copy_(_gathered(found))
+    same = isinstance(found, RowShardedTensor) and out.dim() == found.dim()
+    local = gather_by_id.cut_as(found, out.rows) if same else None
+    if local is None:
+        raise unsupported_op(f"{base_name(func)}(out=...) of another shape")
+    return call_local(torch.Tensor.copy_, (out, local), {})
+
+
 def _rowwise(func: Callable, args: Any, kwargs: Any) -> Any:
     if base_name(func) == "where" and len(args) + len(kwargs) == 1:
         return gathered(func, args, kwargs)
     if _writes_whole(func, args, kwargs):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
         return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-    rows, width = _aligned_rows(func, args, kwargs)
+    args, kwargs, rows, width = _alike(func, args, kwargs)
     args, kwargs = _aligned(func, (args, kwargs), rows, width)
     wants_gradient = base_name(func).endswith("_like") and kwargs.pop(
         "requires_grad", False
@@ -130,21 +148,30 @@ def _gathered(value: Any) -> Any:
     return autograd.all_gather(value.to_local(), value.rows.gid, value.rows.mesh.world)
 
 
-def _aligned_rows(func: Callable, args: Any, kwargs: Any) -> tuple[Rows, int]:
-    """The rows all operands share, and how many dims the widest has."""
+def _alike(func: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, Rows, int]:
+    """Returns operands that are cut alike (by `cut_as`), their rows, and the most dims."""
     found: list[RowShardedTensor] = []
     tree_map(
         lambda v: found.append(v) if isinstance(v, RowShardedTensor) else v,
         (args, kwargs),
     )
-    rows = found[0].rows
-    for other in found[1:]:
-        if not rows.same_as(other.rows):
+    like = found[0]
+    if not func.__name__.endswith("_"):  # else what is written to
+        like = next((t for t in found if t.rows.partition is not None), like)
+    new: dict[int, Any] = {}
+    for other in found:
+        if other.rows is like.rows or id(other) in new:
+            continue
+        local = gather_by_id.cut_as(other, like.rows)
+        if local is None or other is kwargs.get("out"):
             raise TypeError(
-                f"{base_name(func)}() got tensors cut differently: {rows} and "
-                f"{other.rows}; pick the same rows of both, or {WAYS_OUT}"
+                f"{advice()}{base_name(func)}() got tensors cut differently: {like.rows} "
+                f"and {other.rows}; pick the same rows of both, or {WAYS_OUT}"
             )
-    return rows, max(t.dim() for t in found)
+        new[id(other)] = other.wrap(local, like.rows)
+    if new:
+        args, kwargs = tree_map(lambda v: new.get(id(v), v), (args, kwargs))
+    return args, kwargs, like.rows, max(t.dim() for t in found)
 
 
 def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
@@ -260,6 +287,8 @@ def _reduce(
         return out if name == "logsumexp" else x.wrap(out, rows)
     if name in WHOLE:
         return gathered(func, args, kwargs)
+    if name in ("chunk", "split", "narrow") and not x.reads_local:
+        return spans(func, x, args, kwargs)
     if name not in reductions.GLOBAL:
         raise unsupported_op(f"{name}() over the rows")
     extra = {
@@ -283,7 +312,7 @@ def _third_bool(args: Any, place: int) -> bool:
 
 
 def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
-    rows, width = _aligned_rows(func, args, kwargs)
+    args, kwargs, rows, width = _alike(func, args, kwargs)
     if not any(type(v) is str and v == "none" for v in (*args, *kwargs.values())):
         agree(func.__name__, first_sharded(args, kwargs), (args, kwargs))
     name, fitted = func.__name__, func.__name__ in reductions.ELEMENTWISE
@@ -318,17 +347,21 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         return found
     if name in _PRODUCTS:
         _check_product(name, args)
-    _aligned_rows(func, args, kwargs) if name not in _JOINS else None
+    if name not in _JOINS:
+        args, kwargs, _, _ = _alike(func, args, kwargs)
     first = first_sharded(args, kwargs)
     if name in _JOINS:
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
             return gather_by_id.joined(list(args[0] if args else kwargs["tensors"]))
-        rows, _ = _aligned_rows(func, args, kwargs)
+        args, kwargs, rows, _ = _alike(func, args, kwargs)
+        first = first_sharded(args, kwargs)
         if (
             name == "stack"
             and dim % (first.dim() + 1) == 0
             and rows.stacked is not None
+            and first.dim() == 1
+            and not (first.is_floating_point() or first.dtype == torch.bool)
         ):
             return rows.stacked(*(args[0] if args else kwargs["tensors"]))
         if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
@@ -450,10 +483,15 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 
 
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
+    raise sparse_refusal()
+
+
+def sparse_refusal() -> TypeError:
+    """Returns the error for a sparse tensor of torch's made of row-sharded parts."""
     refuse_loader()
-    raise TypeError(
-        "make edges sparse by T.ToSparseTensor, or before pdc.partition, which takes "
-        "data.adj_t: torch's own sparse tensors are whole on every rank"
+    return TypeError(
+        f"{advice()}make edges sparse by T.ToSparseTensor, or before pdc.partition, which "
+        "takes data.adj_t: torch's own sparse tensors are whole on every rank"
     )
 
 
@@ -479,7 +517,8 @@ def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
         else operands
     )
     terms, _, out = str(equation).replace(" ", "").partition("->")
-    rows, _ = _aligned_rows(func, flat, {})
+    flat, _, rows, _ = _alike(func, flat, {})
+    args = (equation, *flat)
     row = out[:1]
     for term, operand in zip(terms.split(","), flat, strict=True):
         inside = term[1:] if isinstance(operand, RowShardedTensor) else term
@@ -513,7 +552,7 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
             return table[key]
     plain = isinstance(table, Tensor) and not isinstance(table, RowShardedTensor)
     if plain and isinstance(key, tuple) and isinstance(key[-1], RowShardedTensor):
-        return _columns_at(table, key)
+        return columns_at(table, key)
     if (
         not plain
         or not isinstance(key, RowShardedTensor)
@@ -529,16 +568,6 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
     return key.wrap(table[key.to_local()], key.rows)
 
 
-def _columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
-    """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
-    *front, last = key
-    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
-        raise unsupported_op("x[...] that moves rows or mixes them")
-    if all(isinstance(k, int) for k in front):
-        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
-    raise unsupported_op("x[...] that moves rows or mixes them")
-
-
 def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
     """Writes to an ordinary tensor at row-sharded places: on all ranks, all of them."""
     table, key, value = args
@@ -552,23 +581,6 @@ def _assigned(func: Callable, args: Any, kwargs: Any) -> None:
 def _to_python(func: Callable, args: Any, kwargs: Any) -> Any:
     """Returns all rows as a numpy array or as lists, on every rank; collective."""
     return func(args[0].full_tensor(), *args[1:], **kwargs)
-
-
-def _compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
-    x, name = first_sharded(args, kwargs), base_name(func)
-    agree(name, x, (args, kwargs))
-
-    def fit(value: Any) -> Any:
-        if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):
-            return value
-        return fit_plain(value, x, x.dim(), name)
-
-    if any(isinstance(v, Tensor) and v.dim() != x.dim() for v in args):
-        return False
-    args = [fit(v) for v in args]
-    shapes = {sizes.local_shape(v) for v in args if isinstance(v, RowShardedTensor)}
-    same = len(shapes) <= 1 and call_local(func, args, kwargs)
-    return reductions.agree_all(same, x.rows)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -591,6 +603,6 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "backward": gradients.backward,
     "register_hook": gradients.register_hook,
     **dict.fromkeys(("grad", "grad="), gradients.grad),
-    **dict.fromkeys(("equal", "allclose"), _compare_all),
+    **dict.fromkeys(("equal", "allclose"), reductions.compare_all),
     "batch_norm": _batch_norm,
 }

@@ -324,14 +324,28 @@ def joined(tensors: list[Any]) -> RowShardedTensor:
     return like.wrap(torch.cat(parts), rows)
 
 
+def cut_as(x: RowShardedTensor, rows: Rows) -> Tensor | None:
+    """Returns the rows here of `x`, cut as other rows; None if their number is another.
+
+    A row-sharded tensor reads as the whole, so operands of one operation are aligned by
+    place. Inside layers, and in a backward pass, they have to be cut alike.
+
+    Price: none where they are cut alike; else that of `recut`.
+    """
+    inside = x.reads_local or torch._C._current_graph_task_id() != -1
+    if x.rows.same_as(rows) if inside else x.rows.matches(rows):
+        return x.to_local()
+    if inside or x.rows.count != rows.count:
+        return None
+    return recut(x, rows)
+
+
 def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
     """Returns the rows here of `x`, cut otherwise; collective.
 
     Both hold the same number of rows, in the same order. Price: the first time, the
     numbers of all rows on every rank.
     """
-    if x.rows.same_as(rows):
-        return x.to_local()
     plans, key = rows.plans, id(x.rows)
     if key not in plans:
         mesh, before = rows.mesh, x.rows
@@ -347,6 +361,8 @@ def recut(x: RowShardedTensor, rows: Rows) -> Tensor:
         order = torch.argsort(before.place)
         plan = IdPlan.build(rows.place, replace(home, gid=before.place[order]))
         plans[key] = before, (plan.to(x.device), order.to(x.device))
+        if len(plans) > _KEPT:
+            plans.popitem(last=False)
     plan, order = plans[key][1]
     return plan.gather(x.to_local()[order])  # type: ignore[no-any-return]
 
@@ -384,6 +400,41 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     return (
         target.wrap(out, target.rows) if isinstance(target, RowShardedTensor) else out
     )
+
+
+def put_at(x: RowShardedTensor, ids: RowShardedTensor, value: Any) -> None:
+    """Writes rows to the rows that ids name; of several for one, the last stays.
+
+    Price: two exchanges of a number and one of a row, for each distinct id on each rank.
+
+    Raises:
+        TypeError: if there is not one value, or one for each id.
+    """
+    local, numbers = ids.to_local(), ids.dtype in (torch.int64, torch.int32)
+    if not numbers:
+        raise unsupported_op(f"x[ids] = value with ids of {ids.dtype}")
+    if isinstance(value, Tensor) and value.dim():
+        value = _source_rows(value, ids, x, "setitem")
+    start = x.to_local()
+    if x.rows.mesh.size == 1:
+        out = start.index_put((local.long(),), torch.as_tensor(value).to(start))
+    else:
+        out = _last_written(start, plan_of(ids, x.rows), ids.rows, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.copy_(x, out)
+
+
+def _last_written(start: Tensor, plan: IdPlan, ids: Rows, value: Any) -> Tensor:
+    place = ids.place.to(start.device)
+    none = place.new_full((len(start),), -1)
+    last = plan.scatter_extreme(place, none, "amax")
+    hit = (last >= 0).view(-1, *([1] * (start.dim() - 1)))
+    if not isinstance(value, Tensor) or not value.dim():
+        return torch.where(hit, torch.as_tensor(value).to(start), start)
+    mine = (plan.gather(last) == place).view(-1, *([1] * (value.dim() - 1)))
+    kind = torch.uint8 if start.dtype == torch.bool else start.dtype
+    sent = torch.where(mine, value.to(kind), 0)
+    return torch.where(hit, plan.scatter_add(sent).to(start.dtype), start)
 
 
 def _reduction(name: str, given: dict[str, Any]) -> str:
@@ -463,12 +514,13 @@ def _source_rows(
         base = target if not isinstance(target, RowShardedTensor) else target.to_local()
         return base.new_ones(shape) * source
     if isinstance(source, RowShardedTensor):
-        if not source.rows.same_as(index.rows):
+        found = cut_as(source, index.rows)
+        if found is None:
             raise TypeError(
                 f"{name}() got values cut as {source.rows} for ids cut as {index.rows}; "
                 "pick the same rows of both"
             )
-        return source.to_local()
+        return found
     return fit_plain(source, index, source.dim(), name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
 
     def build() -> tuple[IdPlan, Rows]:
         ids = _checked_ids(idx, rows.count)
-        _check_same(ids, rows)
+        check_same(ids, rows)
         alike = rows.whole and len(ids) == rows.total
         block = rows if alike else Rows.blocks(len(ids), rows.mesh)
         return IdPlan.build(ids[block.gid], rows).to(local.device), block
@@ -57,17 +58,29 @@ def _checked_ids(idx: Tensor, total: int) -> Tensor:
     return torch.where(idx < 0, idx + total, idx)
 
 
-def _check_same(idx: Tensor, rows: Rows) -> None:
+def check_same(idx: Tensor, rows: Rows) -> None:
+    """Refuses ids `[k]` that the ranks have drawn apart; collective.
+
+    Price: two words of each rank.
+    """
+    idx = idx.cpu().long()
     weight = torch.arange(1, len(idx) + 1)
     mark = [len(idx), int((idx * weight).sum()) % _PRIME]
     marks = collectives.all_gather_counts(mark, rows.mesh.world)
     if any(other != marks[0] for other in marks):
         raise ValueError(
-            f"x[idx] with a plain idx means the same ids on all ranks, but the ranks "
-            f"gave lists that differ (lengths {[m[0] for m in marks]}); build idx from a "
+            "plain ids and edges mean the same on all ranks, but the ranks gave lists "
+            f"that differ (lengths {[m[0] for m in marks]}); build them from a "
             "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
             "Python's random, too), or use a mask, which costs nothing"
         )
+
+
+def same_ids(key: Any, rows: Rows) -> Tensor:
+    """Returns the ids that a slice, list or tensor stands for; refused by `check_same`."""
+    idx = ids_of(key, rows.count)
+    check_same(idx.reshape(-1), rows)
+    return idx
 
 
 def gather_all(local: Tensor, rows: Rows) -> Tensor:
@@ -86,6 +99,8 @@ def get(x: RowShardedTensor, key: Any) -> Any:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, Picker):
         return first.pick(x, rest)
+    if _is_edges(first) and not rest:
+        return at_edges(x, first)
     if first is Ellipsis:
         if isinstance(key, tuple) and len(rest) < x.dim():
             return _columns(x, key)
@@ -107,6 +122,26 @@ def get(x: RowShardedTensor, key: Any) -> Any:
         if x.holds_ends and not rest and out.dim() == 2:
             out.holds_ends = True
     return out
+
+
+def _is_edges(key: Any) -> bool:
+    """Whether a key is an edge_index that is spread over ranks."""
+    spread = isinstance(key, Tensor) and getattr(type(key), "_spread", False)
+    return spread and not isinstance(key, RowShardedTensor) and key.dim() == 2
+
+
+def at_edges(x: Tensor, edges: Any) -> Any:
+    """Returns `x[edge_index]`, `[2, e, ...]`: rows of sources, and of targets.
+
+    Numbers, one a node, name the nodes of another graph (as where nodes are relabelled): an
+    ordinary edge_index, the same on all ranks, which layers cut themselves. Anything else is
+    spread over the ranks as the edges are.
+    """
+    ends: list[Any] = [x[edges[0]], x[edges[1]]]
+    numbers = x.dim() == 1 and not x.is_floating_point() and x.dtype != torch.bool
+    if numbers:
+        return torch.stack([end.full_tensor() for end in ends])
+    return torch.stack(ends)
 
 
 def check_writes(func: Callable, args: Any) -> None:
@@ -144,10 +179,11 @@ def _entries(x: RowShardedTensor, columns: Any) -> RowShardedTensor:
         raise unsupported_op("indexing rows and columns by tensors together")
     if not isinstance(columns, RowShardedTensor):
         columns = fit_plain(columns, x, 1, "x[rows, columns]").expand(len(x.rows))
-    elif not columns.rows.same_as(x.rows):
-        raise TypeError(f"x[rows, columns]: {x.rows} rows and {columns.rows} columns")
     else:
-        columns = columns.to_local()
+        rows = columns.rows
+        columns = gather_by_id.cut_as(columns, x.rows)
+        if columns is None:
+            raise TypeError(f"x[rows, columns]: {x.rows} rows and {rows} columns")
     local = x.to_local()
     return x.wrap(local[torch.arange(len(local), device=x.device), columns], x.rows)
 
@@ -194,8 +230,10 @@ def _of_gathered(x: RowShardedTensor, idx: Tensor) -> RowShardedTensor:
 
     No rank knows who has them, so all of them are gathered.
     """
+    check_same(idx, x.rows)
     whole = gather_all(x.to_local(), x.rows)
     block = Rows.blocks(len(idx), x.rows.mesh)
+    block = replace(block, nodes=x.rows.nodes, stacked=x.rows.stacked)
     return x.wrap(whole[idx[block.gid].to(whole.device)], block)
 
 
@@ -210,6 +248,26 @@ def _one_row(x: RowShardedTensor, place: int) -> Tensor:
     return autograd.all_reduce(local, x.rows.mesh.world)
 
 
+def spans(func: Callable, x: RowShardedTensor, args: Any, kwargs: Any) -> Any:
+    """Returns runs of rows, as chunk, split and narrow do: each rank keeps those it has."""
+    given = {k: v for k, v in kwargs.items() if k not in ("input", "tensor", "self")}
+    found = func(torch.arange(x.rows.count), *args[1:], **given)
+    one = isinstance(found, Tensor)
+    parts = [_span(x, ids) for ids in ((found,) if one else found)]
+    return parts[0] if one else tuple(parts)
+
+
+def _span(x: RowShardedTensor, ids: Tensor) -> RowShardedTensor:
+    first, place = int(ids[0]) if len(ids) else 0, x.rows.place
+    here = (place >= first) & (place < first + len(ids))
+    rows = replace(
+        x.rows, gid=place[here] - first, total=len(ids), partition=None, whole=True
+    )
+    out = x.wrap(x.to_local()[here.to(x.device)], rows)
+    out._is_copy = True
+    return out
+
+
 def _is_scalar(key: Any) -> bool:
     return isinstance(key, Tensor) and key.dim() == 0
 
@@ -222,8 +280,13 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
         whole = int(mask.sum()) if mask.size(0) == x.rows.count else None
         mask = x.wrap(fit_plain(mask, x, 1, "x[mask]"), x.rows)
         mask._counts = mask._version, whole
-    elif not x.rows.same_as(mask.rows):
-        raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+    elif mask.rows is not x.rows:
+        local = gather_by_id.cut_as(mask, x.rows)
+        if local is None:
+            raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+        inside = x.reads_local
+        same = mask.rows.same_as if inside else mask.rows.matches
+        mask = mask if same(x.rows) else x.wrap(local, x.rows)
     return x.wrap(x.to_local()[mask.to_local()], _selected(mask))
 
 
@@ -249,8 +312,20 @@ def _counted(mask: RowShardedTensor) -> int | None:
     return known
 
 
+def columns_at(table: Tensor, key: tuple[Any, ...]) -> Any:
+    """Returns `table[i, key]` of an ordinary table, a row for each row of `key`."""
+    *front, last = key
+    if last.dtype == torch.bool or any(isinstance(k, (Tensor, list)) for k in front):
+        raise unsupported_op("x[...] that moves rows or mixes them")
+    if all(isinstance(k, int) for k in front):
+        return last.wrap(table[tuple(front)][last.to_local()], last.rows)
+    raise unsupported_op("x[...] that moves rows or mixes them")
+
+
 def put(x: RowShardedTensor, key: Any, value: Any) -> None:
     check_writable(x)
+    if isinstance(key, tuple) and key and key[0] is Ellipsis and len(key) <= x.dim():
+        key = (*[slice(None)] * (x.dim() - len(key) + 1), *key[1:])
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, (list, int, np.ndarray, np.integer)):
         first = torch.as_tensor(first).view(-1) if type(first) is not bool else first
@@ -265,6 +340,9 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         _put_entries(x, key, value)
         return
     compare_plain(x, value, "setitem")
+    if isinstance(first, Tensor) and len(rest) == 1 and isinstance(rest[0], Tensor):
+        _put_pairs(x, first, rest[0], value)
+        return
     if masked:
         mask = _masked(x.wrap(x.to_local().new_empty(len(x.rows)), x.rows), first)
         value = _cut_for(value, x, mask.rows, rest)
@@ -283,6 +361,9 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
+    elif isinstance(first, RowShardedTensor) and first.dim() == 1 and not rest:
+        gather_by_id.put_at(x, first, value)
+        return
     else:
         raise unsupported_op(
             "x[key] = value, unless key is a mask, ids or [:, columns],"
@@ -314,6 +395,41 @@ def _in_order_of(ids: RowShardedTensor, value: Tensor) -> Tensor:
     return gather_all(value.to_local(), value.rows)
 
 
+def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
+    """Writes `x[ids, columns] = value`; the pairs come to every rank.
+
+    Raises:
+        TypeError: unless ids and columns are lists of whole numbers.
+    """
+    agree("x[ids, columns] = value", x, (x, ids, columns, value))
+    pairs: list[Any] = [
+        gather_all(v.to_local(), v.rows) if isinstance(v, RowShardedTensor) else v
+        for v in (ids, columns, value)
+    ]
+    ids, columns, value = pairs
+    whole = all(v.dim() == 1 and v.dtype == torch.int64 for v in (ids, columns))
+    if not whole or len(ids) != len(columns):
+        raise unsupported_op("x[rows, columns] = value, unless both are lists of ids,")
+    compare_plain(x, ids, "setitem")
+    compare_plain(x, columns, "setitem")
+    many = isinstance(value, Tensor) and value.dim() == 1 and len(value) == len(ids)
+    place, here = _places(x, ids)
+    value = value[here.to(value.device)] if many and len(ids) > 1 else value
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.__setitem__(x, (place, columns[here.to(columns.device)]), value)
+
+
+def _places(x: RowShardedTensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the local places of ids that are here, and which of them are."""
+    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
+    place, order = x.rows.place.sort()
+    if not len(place):
+        return ids[:0], torch.zeros_like(ids, dtype=torch.bool)
+    at = torch.searchsorted(place, ids).clamp(max=len(place) - 1)
+    here = place[at] == ids
+    return order[at[here]], here
+
+
 def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     """Returns the places of ids that are here, and the rows of a value for them."""
     if ids.dim() != 1 or ids.is_floating_point():
@@ -321,22 +437,20 @@ def _here(x: RowShardedTensor, ids: Tensor, value: Any) -> tuple[Tensor, Any]:
     if isinstance(value, RowShardedTensor):  # of which each id may be another rank's
         agree("setitem", x, (x, ids, value))
         value = gather_all(value.to_local(), value.rows)
-    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
-    place, order = x.rows.place.sort()
-    at = torch.searchsorted(place, ids).clamp(max=max(len(place) - 1, 0))
-    here = (place[at] == ids) if len(place) else torch.zeros_like(ids, dtype=torch.bool)
+    place, here = _places(x, ids)
     many = isinstance(value, Tensor) and value.dim() and value.size(0) == len(ids)
     if many and len(ids) > 1:
         value = value[here.to(value.device)]
-    return order[at[here]] if len(place) else ids[:0], value
+    return place, value
 
 
 def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...]) -> Any:
     """Returns the rows here of a value that is written to rows of x."""
     if isinstance(value, RowShardedTensor):
-        if not value.rows.same_as(rows):
+        found = gather_by_id.cut_as(value, rows)
+        if found is None:
             raise TypeError(f"the value has {value.rows}, but its place has {rows}")
-        return value.to_local()
+        return found
     if not isinstance(value, Tensor) or x.reads_local:
         return value
     width = x.dim() - sum(isinstance(r, int) for r in rest)

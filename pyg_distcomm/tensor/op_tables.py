@@ -19,7 +19,7 @@ ROWWISE = frozenset(
     gelu greater greater_equal gt ge half hardshrink hardsigmoid hardswish hardtanh
     heaviside hypot iand idiv ifloordiv igamma ilshift imul int invert ior ipow irshift
     isclose isfinite isinf isnan isneginf isposinf isreal isub ixor iadd itruediv le
-    leaky_relu lerp less less_equal lgamma linear log log10 log1p log2 logaddexp
+    leaky_relu lerp less less_equal lgamma linear log log_sigmoid log10 log1p log2 logaddexp
     logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt
     lshift masked_fill maximum minimum mish mod mul multiply mvlgamma nan_to_num ne neg
     negative nextafter not_equal ones_like pin_memory polygamma positive pos pow prelu

@@ -22,12 +22,14 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.registry import HALVES
+from pyg_distcomm.tensor import gather_by_id, sizes
 from pyg_distcomm.tensor.gradients import agree, call_local
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,
     first_sharded,
+    fit_plain,
     tree_map,
     unsupported_op,
 )
@@ -224,6 +226,30 @@ def agree_all(local: bool, rows: Rows) -> bool:
     """Returns whether something holds on every rank."""
     flag = torch.tensor([int(local)])
     return bool(collectives.all_reduce(flag, rows.mesh.world, "min"))
+
+
+def compare_all(func: Callable, args: Any, kwargs: Any) -> bool:
+    """Returns whether tensors are equal (or close) on all ranks, however they are cut."""
+    x, name = first_sharded(args, kwargs), base_name(func)
+    agree(name, x, (args, kwargs))
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, RowShardedTensor) or not isinstance(value, Tensor):
+            return value
+        return fit_plain(value, x, x.dim(), name)
+
+    if any(isinstance(v, Tensor) and v.dim() != x.dim() for v in args):
+        return False
+    args = [fit(v) for v in args]
+    for k, v in enumerate(args):
+        if isinstance(v, RowShardedTensor) and v is not x:
+            local = gather_by_id.cut_as(v, x.rows)
+            if local is None:
+                return False
+            args[k] = x.wrap(local, x.rows)
+    shapes = {sizes.local_shape(v) for v in args if isinstance(v, RowShardedTensor)}
+    same = len(shapes) <= 1 and call_local(func, args, kwargs)
+    return agree_all(same, x.rows)
 
 
 def batch_norm(

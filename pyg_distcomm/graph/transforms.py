@@ -1,0 +1,181 @@
+"""Runs PyG's transforms on a share: those whose own code would read other ranks' rows.
+
+Most transforms of PyG run on a share as they are. Three kinds do not: some are products with
+the edges, some look at the whole graph at once, and some make another graph of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_geometric.transforms
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.transforms.add_positional_encoding import add_node_attr
+from torch_geometric.typing import WITH_TORCH_SPARSE
+from torch_geometric.utils import coalesce, scatter, sort_edge_index
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.graph.topology import OperatorKind
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+
+Transform = Callable[..., Any]
+
+
+def _share_of(data: Any) -> Any:
+    """Returns some tensor of a graph that is spread over ranks, or None."""
+    for store in getattr(data, "stores", ()):
+        for value in store.values():
+            if isinstance(value, (DistEdgeIndex, DistTensor)):
+                return value
+    return None
+
+
+def _to_sparse_tensor(self: Any, data: Any) -> Any:
+    """Makes edges an adj_t that is cut as they are."""
+    for store in data.edge_stores:
+        if not isinstance(store.get("edge_index"), DistEdgeIndex):
+            continue
+        if store.edge_index.sources is store.edge_index.nodes:  # in PyG's order
+            kept = ("edge_index", "edge_label", "edge_label_index")
+            names = [k for k in store if k not in kept and store.is_edge_attr(k)]
+            values = [store[name] for name in names]
+            edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
+            store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
+        edges, weight = store.edge_index, store.get(self.attr or "")
+        if self.layout is not None or not WITH_TORCH_SPARSE:
+            # as a matrix of torch's, which has each edge once
+            count = max(edges.nodes.total, edges.sources.total)
+            edges, weight = coalesce(edges, weight, count, sort_by_row=False)
+        store.adj_t = edges.carrying(weight)
+        store.adj_t.looped = bool((edges[0] == edges[1]).any())
+        if self.remove_edge_index:
+            del store["edge_index"]
+            store.pop(self.attr or "", None)
+    return data
+
+
+def _sign(self: Any, data: Any) -> Any:
+    """Multiplies by the normalised adjacency: a halo of x for each hop."""
+    edges = data.edge_index.with_link(None)
+    row, col = edges
+    weight = data.edge_weight
+    if weight is None:
+        ones = torch.ones(len(edges.edges), device=edges.device)
+        weight = DistTensor.wrap(ones, edges.edges)
+    degree = scatter(weight, col, dim_size=data.num_nodes, reduce="sum")
+    scale = degree.pow_(-0.5)
+    scale.masked_fill_(scale == float("inf"), 0)
+    weight = scale[row] * weight * scale[col]
+    x = data.x
+    for hop in range(1, self.K + 1):
+        x = data[f"x{hop}"] = edges.matmul(x, weight)
+    return data
+
+
+def _propagate_features(self: Any, data: Any) -> Any:
+    """Fills in missing features by products: a halo of x for each iteration."""
+    edges, weight = data.get("edge_index"), data.edge_attr
+    if edges is None:
+        edges, weight = data.adj_t, data.adj_t.weight
+    elif "edge_weight" in data:
+        weight = data.edge_weight
+    if data.x.shape != self.missing_mask.shape or (
+        weight is not None and weight.dim() > 1
+    ):
+        raise ValueError(
+            f"give FeaturePropagation a mask of the shape {list(data.x.shape)} of data.x and "
+            f"one weight for each edge; got a mask {list(self.missing_mask.shape)} and "
+            + ("no weights" if weight is None else f"weights {list(weight.shape)}")
+        )
+    if weight is None and "edge_index" in data:  # PyG's matrix has each edge once
+        edges = coalesce(edges)
+    local = edges.check_edges(weight, "edge_weight")
+    matrix = edges.topology.operator(OperatorKind("gcn"), local, data.x.dtype)
+    missing = self.missing_mask.to(data.x.device)
+    x: Any = torch.where(missing, 0.0, data.x).to(data.x.dtype)
+    out = x
+    for _ in range(self.num_iterations):
+        own = DistTensor.wrap(matrix @ out.to_local(), edges.nodes)
+        out = torch.where(missing, own, x)
+    data.x = out
+    return data
+
+
+def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
+    """Runs PyG's transform on all edges, gathered on every rank; rank 0's answer counts.
+
+    What solves for eigenvalues begins at random, and would answer each rank otherwise.
+
+    Price: the edges and their weights, on every rank, and the answer.
+    """
+    share: Any = data.edge_index
+    world = share.nodes.mesh.world
+    whole = Data(num_nodes=data.num_nodes)
+    for name in ("edge_index", "edge_weight", "edge_attr"):
+        value: Any = data.get(name)
+        if isinstance(value, (DistEdgeIndex, DistTensor)):
+            whole[name] = value.full_tensor()
+    twin, problem = copy.copy(self), None
+    twin.attr_name = "found"
+    try:
+        whole = forward(twin, whole)
+    except Exception as error:
+        problem = f"{type(self).__name__}: {type(error).__name__}: {error}"
+    collectives.agree(problem, world, RuntimeError)
+    if hasattr(whole, "lambda_max"):
+        data.lambda_max = collectives.broadcast_object(whole.lambda_max, world)
+        return data
+    found: Tensor = collectives.broadcast_object(whole.found.contiguous(), world)
+    own = found[share.nodes.gid].to(share.device)
+    return add_node_attr(data, DistTensor.wrap(own, share.nodes), self.attr_name)
+
+
+_RUN: dict[str, Transform] = {
+    "ToSparseTensor": _to_sparse_tensor,
+    "SIGN": _sign,
+    "FeaturePropagation": _propagate_features,
+    "AddRandomWalkPE": _on_all_edges,
+    "AddLaplacianEigenvectorPE": _on_all_edges,
+    "LaplacianLambdaMax": _on_all_edges,
+}
+
+# these make another graph, or a dense matrix of the graph
+_REFUSED = """ToDense TwoHop LineGraph GDC RootedEgoNets RootedRWSubgraph VirtualNode HalfHop
+Pad SVDFeatureReduction KNNGraph RadiusGraph AddMetaPaths AddRandomMetaPaths AddGPSE
+GridSampling Delaunay FixedPoints SamplePoints ToSLIC FaceToEdge GenerateMeshNormals
+PointPairFeatures NormalizeRotation""".split()
+
+
+def _refuse(self: Any, data: Any) -> Any:
+    name = type(self).__name__
+    raise TypeError(
+        f"apply {name} to the whole graph, before pdc.partition (pre_transform, or "
+        f"transform of the data set): it makes another graph, or reads all rows at once, and "
+        f"was given this rank's share"
+    )
+
+
+def _of_shares(forward: Transform, run: Transform) -> Transform:
+    """Makes a transform's forward run `run` on shares, and be as it was elsewhere."""
+
+    @functools.wraps(forward)
+    def either(self: Any, data: Any) -> Any:
+        if _share_of(data) is None:
+            return forward(self, data)
+        return run(self, data, forward) if run is _on_all_edges else run(self, data)
+
+    return either
+
+
+def register() -> None:
+    """Has PyG's transforms run on shares as this module says."""
+    for name in (*_RUN, *_REFUSED):
+        kind = getattr(torch_geometric.transforms, name, None)
+        if kind is not None:  # PyG's versions differ
+            kind.forward = _of_shares(kind.forward, _RUN.get(name, _refuse))
