@@ -34,8 +34,15 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import PartShare, attribute_kinds, merged
+from pyg_distcomm.partition.folder import attribute_kinds, part_of
+from pyg_distcomm.partition.hetero import (
+    check_hetero,
+    cut_hetero,
+    part_of_hetero,
+    types_of,
+)
 from pyg_distcomm.partition.layout import Verify
+from pyg_distcomm.partition.part_share import PartShare, merged
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -99,11 +106,11 @@ def partition(
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
-        share = _share_of(data, kinds, mesh.owners, mesh.rank)
+        share = part_of(data, kinds, mesh.owners, mesh.rank)
         out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
-    share = _share_of(data, kinds, owners, mesh.rank)
+    share = part_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
@@ -196,10 +203,11 @@ def _partition_hetero(
     oblivious: bool,
     link: LinkPolicy | None,
 ) -> HeteroData:
-    owners: Any = None
+    owners: Partition | None = None
     problem: Exception | None = link_problem(link)
     try:
-        partitioning_hetero.check_hetero(data)
+        partitioning_hetero.refuse_share(data)
+        check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
@@ -208,14 +216,23 @@ def _partition_hetero(
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
-            owners = partitioning_hetero.cut_hetero(
-                data, mesh.size, method, seed, refine
-            )
+            owners = cut_hetero(data, mesh.size, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    owners = partitioning_hetero.broadcast_owners(owners, mesh)
-    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious, link)
+    owners = _broadcast(owners, mesh)
+    share = part_of_hetero(data, owners, types_of(data, owners), mesh.rank)
+    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, link)
+
+
+def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
+    """Returns rank 0's owners on all ranks, with the figures before they were refined."""
+    if mesh.size > 1:
+        told = (owners.owner.numpy(), owners.before) if owners else None
+        owner, before = collectives.broadcast_object(told, mesh.world)
+        owners = Partition.from_owner(owner, mesh.size).refined_from(before)
+    assert owners is not None
+    return owners
 
 
 def _agree(problem: Exception | None, mesh: Mesh) -> None:
@@ -332,13 +349,7 @@ def _cut_once(
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    if mesh.size > 1:
-        told = (owners.owner.numpy(), owners.before) if owners else None
-        owner, before = collectives.broadcast_object(told, mesh.world)
-        owners = Partition.from_owner(owner, mesh.size, data.num_nodes)
-        owners = owners.refined_from(before)
-    assert owners is not None
-    return owners
+    return _broadcast(owners, mesh)
 
 
 def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
@@ -366,32 +377,6 @@ def _cut(
         train_mask=mask if isinstance(mask, Tensor) and mask.dim() == 1 else None,
         refine=refine,
         grid=mesh.grid,
-    )
-
-
-def _share_of(
-    data: Data, kinds: dict[str, Any], owners: Partition, rank: int
-) -> PartShare:
-    assert data.edge_index is not None
-    node_gid = owners.gids(rank)
-    edge_index = data.edge_index.cpu()
-    edge_gid = (owners.owner_of(edge_index[1]) == rank).nonzero().view(-1)
-    parts: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
-    picks = {"node": node_gid, "edge": edge_gid}
-    for name, kind in kinds.items():
-        value = data[name]
-        if kind != "graph":
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[picks[kind].to(value.device)]
-        parts[kind][name] = value
-    return PartShare(
-        partition=owners,
-        part=rank,
-        num_edges_global=edge_index.size(1),
-        node_gid=node_gid,
-        edge_gid=edge_gid,
-        edge_index=edge_index[:, edge_gid],
-        **parts,
     )
 
 
@@ -508,8 +493,10 @@ def load_partition(
     oblivious: bool = False,
     link: LinkPolicy | None = None,
     merge: bool = False,
-) -> Data:
+) -> Any:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    It is a Data, or a HeteroData where the folder holds nodes and edges of several types.
 
     With `merge`, a run goes on with fewer ranks than there are parts: rank k of P reads the
     parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, in whose order they were cut.
@@ -551,6 +538,8 @@ def load_partition(
     asked = _asked(None, link, oblivious=bool(oblivious), merge=bool(merge))
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     tell(mesh.rank, "read %r of %s", share, folder)
+    if share.types is not None:
+        return partitioning_hetero.assemble_hetero(share, mesh, oblivious, link)
     return _linked(_assemble(share, mesh, oblivious), link)
 
 
