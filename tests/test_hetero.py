@@ -568,3 +568,50 @@ def test_the_command_cuts_and_shows_a_heterodata(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "node type   paper: 41 nodes" in shown
     assert "edge type   venue of paper: 0 edges, max/mean 1.000, 0 halo rows" in shown
+    assert main(["plan", out, "--widths", "8", "3"]) == 0
+    assert "author writes paper" in capsys.readouterr().out
+
+
+def third_epoch(kind, option, owners):
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, owners)
+    model = pdc.convert(model_of(data, kind, option))
+    for _ in range(3):
+        mesh.ledger.reset()
+        train(model, share, steps=1)
+    sums = (
+        mesh.ledger.bytes("all_reduce", "data"),
+        mesh.ledger.bytes("all_reduce", "world"),
+    )
+    return mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce"), *sums
+
+
+@tiers.parametrize(
+    ("kind", "option"),
+    [
+        ("hgt", 8),
+        ("sage", "mean"),
+        ("sage max", "sum"),
+        ("gatv2", "sum"),
+        ("to_hetero", "sum"),
+    ],
+    slice(0, 2),
+)
+def test_the_plan_of_a_heterodata_is_the_ledger(kind, option):
+    data, size = graph(), 3
+    owners = cut_hetero(data, size, "random")
+    (plan,) = pdc.plan(
+        data, ranks=size, model=model_of(data, kind, option), partition=owners
+    )
+    begin, by_type = 0, {}
+    for name in data.node_types:
+        by_type[name] = owners.owner[begin : begin + COUNTS[name]]
+        begin += COUNTS[name]
+    found = worlds.run(third_epoch, size, kind, option, by_type)
+    rows = sum(plan.sum_bytes.values())
+    assert [each[0] for each in found] == [n - rows for n in plan.bytes_by_rank]
+    assert sum(each[0] for each in found) == sum(plan.relation_bytes.values()) > 0
+    assert {each[1:] for each in found} == {
+        (plan.sum_bytes["parameters"], plan.sum_bytes["loss"])
+    }
+    assert "venue of paper" in str(pdc.plan(data, [8, 3], size, partition=owners))

@@ -145,14 +145,17 @@ class PartShare:
         gid = self.node_gid if level == "node" else self.edge_gid
         if self.types is None:
             return gid
-        return gid[self.types.slices(level, self.part)[key_parts(key)[0]]]
+        return gid[self.slices(level)[key_parts(key)[0]]]
+
+    def slices(self, level: Level) -> dict[Any, slice]:
+        """Returns where the nodes or edges of each type stand; none of a Data."""
+        return {} if self.types is None else self.types.slices(level, self.part)
 
     def sources(self) -> list[Tensor]:
         """Lists the sources of the edges of each type, whose rows travel by themselves."""
         if self.types is None:
             return [self.edge_index[0]]
-        places = self.types.slices("edge", self.part).values()
-        return [self.edge_index[0, place] for place in places]
+        return [self.edge_index[0, place] for place in self.slices("edge").values()]
 
     def __repr__(self) -> str:
         kinds = ""
