@@ -615,3 +615,30 @@ def test_the_plan_of_a_heterodata_is_the_ledger(kind, option):
         (plan.sum_bytes["parameters"], plan.sum_bytes["loss"])
     }
     assert "venue of paper" in str(pdc.plan(data, [8, 3], size, partition=owners))
+
+
+def links_by_relation(kind, option):
+    data, mesh = graph(), worlds.mesh()
+    few = LINKS["cast"](1)
+    link = {"cites": few, ("author", "writes", "paper"): few, "paper__in__venue": None}
+    sent = {}
+    for name, given in (("exact", None), ("some", link), ("all", few)):
+        share = pdc.partition(data, mesh, "random", link=given)
+        model = pdc.convert(model_of(data, kind, option))
+        mesh.ledger.reset()
+        losses = train(model, share, few, steps=4)[0]
+        assert all(math.isfinite(loss) for loss in losses)
+        sent[name] = mesh.ledger.bytes()
+    assert sent["all"] < sent["some"] < sent["exact"]
+    for wrong, words in (
+        ({"likes": few}, "the edge types are"),
+        ({"cites": few, ("paper", "cites", "paper"): few}, "two links"),
+        ({"cites": "1 bit"}, "must be a LinkPolicy"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            pdc.partition(data, mesh, "random", link=wrong)
+
+
+@tiers.parametrize(("kind", "option"), [("hgt", 2), ("sage", "sum")], slice(0, 1))
+def test_relations_go_by_links_of_their_own(kind, option):
+    worlds.run(links_by_relation, 2, kind, option)

@@ -56,7 +56,7 @@ def partition(
     seed: int = 0,
     refine: bool = False,
     oblivious: bool = False,
-    link: LinkPolicy | None = None,
+    link: LinkPolicy | Mapping[Any, LinkPolicy | None] | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
 ) -> Any:
@@ -83,7 +83,8 @@ def partition(
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
-        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
+        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly. Of a
+            HeteroData also a dictionary: by edge type, or by the name of a relation.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
 
@@ -119,7 +120,7 @@ def partition(
     )
 
 
-def _linked(share: Any, link: LinkPolicy | None) -> Any:
+def _linked(share: Any, link: Any) -> Any:
     share.edge_index = share.edge_index.with_link(link)
     return share
 
@@ -201,11 +202,12 @@ def _partition_hetero(
     seed: int,
     refine: bool,
     oblivious: bool,
-    link: LinkPolicy | None,
+    link: Any,
 ) -> HeteroData:
     owners: Partition | None = None
-    problem: Exception | None = link_problem(link)
+    problem: Exception | None = None
     try:
+        links = partitioning_hetero.links_of(link, data.edge_types)
         partitioning_hetero.refuse_share(data)
         check_hetero(data)
     except (TypeError, ValueError) as error:
@@ -222,7 +224,7 @@ def _partition_hetero(
     _agree(problem, mesh)
     owners = _broadcast(owners, mesh)
     share = part_of_hetero(data, owners, types_of(data, owners), mesh.rank)
-    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, link)
+    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links)
 
 
 def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
@@ -313,7 +315,7 @@ def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") ->
         )
 
 
-def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
+def _asked(method: Any, link: Any, **more: Any) -> dict[str, Any]:
     """Tells the arguments of partition, where they can be compared."""
     if isinstance(method, Mapping):
         told = {
@@ -321,7 +323,13 @@ def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
         }
     else:
         told = {"method": _owners_mark(method)}
-    return {**told, **settings_of(link), **more}
+    links = {"": link} if not isinstance(link, Mapping) else link
+    settings = {
+        f"{name}{of and ' of '}{of}": value
+        for of, one in links.items()
+        for name, value in settings_of(one).items()
+    }
+    return {**told, **settings, **more}
 
 
 def _owners_mark(method: Any) -> str:
@@ -491,7 +499,7 @@ def load_partition(
     *,
     verify: Verify = "checksums",
     oblivious: bool = False,
-    link: LinkPolicy | None = None,
+    link: LinkPolicy | Mapping[Any, LinkPolicy | None] | None = None,
     merge: bool = False,
 ) -> Any:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
@@ -524,10 +532,15 @@ def load_partition(
         parts = open_folder(folder, verify)
         share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
+        kinds = None if share.types is None else share.types.edges
+        if kinds is not None:
+            links = partitioning_hetero.links_of(link, kinds)
+        elif (wrong := link_problem(link)) is not None:
+            raise wrong
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(link_problem(link) or problem, mesh)
+    _agree(problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
@@ -539,7 +552,7 @@ def load_partition(
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     tell(mesh.rank, "read %r of %s", share, folder)
     if share.types is not None:
-        return partitioning_hetero.assemble_hetero(share, mesh, oblivious, link)
+        return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links)
     return _linked(_assemble(share, mesh, oblivious), link)
 
 

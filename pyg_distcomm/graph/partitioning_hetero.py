@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from torch_geometric.data import HeteroData
 
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.partition.part_share import PartShare, key_parts
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, link_problem, rows_of_edges
+from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -22,6 +21,43 @@ def refuse_share(data: HeteroData) -> None:
     for store in data.edge_stores:
         if isinstance(store.get("edge_index"), DistEdgeIndex):
             raise TypeError("this is a share already; partition takes the whole graph")
+
+
+def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
+    """Returns the link of each edge type.
+
+    Args:
+        link: one for all; or a dictionary of links by edge type, "author__writes__paper", or
+            the name of a relation, "writes". Types without one exchange exactly.
+        kinds: the edge types of the graph.
+
+    Raises:
+        TypeError: for what is no link. ValueError: for a name that no edge type has, or two
+            that name one edge type.
+    """
+    several = isinstance(link, Mapping)
+    for one in link.values() if several else [link]:
+        if (problem := link_problem(one)) is not None:
+            raise problem
+    if not several:
+        return dict.fromkeys(kinds, link)
+    found: dict[EdgeType, Any] = dict.fromkeys(kinds)
+    names: dict[EdgeType, Any] = {}
+    for name, one in link.items():
+        meant = [kind for kind in found if name in (kind, "__".join(kind), kind[1])]
+        if not meant:
+            raise ValueError(
+                f"link has {name!r}, but the edge types are {list(found)}; name one, or the "
+                "relation in its middle"
+            )
+        for kind in meant:
+            if kind in names:
+                raise ValueError(
+                    f"link gives edge type {kind} two links, by {names[kind]!r} and {name!r}; "
+                    "leave one out"
+                )
+            names[kind], found[kind] = name, one
+    return found
 
 
 def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
@@ -37,7 +73,7 @@ def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]
 
 
 def assemble_hetero(
-    share: PartShare, mesh: Mesh, oblivious: bool, link: LinkPolicy | None
+    share: PartShare, mesh: Mesh, oblivious: bool, links: dict[EdgeType, Any]
 ) -> HeteroData:
     """Returns this rank's share: each type's nodes, and the edges into them; collective."""
     types, parts = share.types, share.partition.num_parts
@@ -63,7 +99,7 @@ def assemble_hetero(
             edges,
             oblivious=oblivious,
             sources=nodes[source],
-        ).with_link(link)
+        ).with_link(links[kind])
         rows[kind] = edges
     for key, value in (*share.node.items(), *share.edge.items()):
         kind, name = key_parts(key)
