@@ -22,7 +22,8 @@ from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.partition.folder import PartShare, read_part
+from pyg_distcomm.partition.folder import read_part
+from pyg_distcomm.partition.part_share import PartShare
 
 
 class Peer:

@@ -432,3 +432,45 @@ def _watched_on_one_rank(method):
 )
 def test_one_rank_may_watch_a_gradient(method):
     worlds.run(_watched_on_one_rank, 2, method)
+
+
+UNREAD = {
+    "mean": lambda: nn.SAGEConv(4, 3),
+    "max": lambda: nn.SAGEConv(4, 3, aggr="max"),
+    "weights": lambda: nn.GCNConv(4, 3),
+    "attention": lambda: nn.GATConv(4, 3),
+    "edges": lambda: nn.GATv2Conv(4, 3, edge_dim=2),
+}
+
+
+class TwoOutputs(torch.nn.Module):
+    """Each output of a layer of its own, behind one that both read."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.both, self.read, self.unread = torch.nn.Linear(5, 4), make(), make()
+
+    def forward(self, x, *edges):
+        x = self.both(x)
+        return {"read": self.read(x, *edges), "unread": self.unread(x, *edges)}
+
+
+def _unread_outputs(kind):
+    """No gradient, not one of zeros, is what an optimizer with weight decay passes over."""
+    g = torch.Generator().manual_seed(worlds.mesh().rank)
+    x = torch.rand(6, 5, generator=g)
+    edges = [torch.randint(0, 6, (2, 20), generator=g)]
+    edges += [torch.rand(20, 2, generator=g)] if kind == "edges" else []
+    torch.manual_seed(0)
+    model = TwoOutputs(UNREAD[kind])
+    model = pdc.replicate(model, find_unused_parameters=True)
+    for _ in range(3):  # edges are known from the second time on
+        model.zero_grad()
+        model(x, *edges)["read"].square().sum().backward()
+        for name, p in model.module.named_parameters():
+            assert (p.grad is None) == name.startswith("unread"), name
+
+
+@tiers.parametrize("kind", [*UNREAD], ["mean"])
+def test_replicate_leaves_what_no_rank_reads_without_a_gradient(kind):
+    worlds.run(_unread_outputs, 2, kind)

@@ -14,7 +14,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.nn import GCNConv
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import merged, read_part, write_folder
+from pyg_distcomm.partition.folder import read_part, write_folder
+from pyg_distcomm.partition.part_share import merged
 
 PARTS = 5
 

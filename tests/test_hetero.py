@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 
+import numpy as np
 import pytest
 import tiers
 import torch
@@ -16,7 +17,12 @@ from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as dist
+from pyg_distcomm.cli.command import main
 from pyg_distcomm.partition.cutters import cut
+from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
+from pyg_distcomm.partition.hetero import cut_hetero
+from pyg_distcomm.partition.layout import folder_meta, write_meta
+from pyg_distcomm.partition.partition import Partition
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
@@ -454,3 +460,185 @@ def test_a_cut_spreads_the_nodes_of_each_type(method):
     for kind, count in enumerate(counts.tolist()):
         here = torch.bincount(torch.as_tensor(found.owner)[kinds == kind], minlength=4)
         assert int(here.max()) <= 1.15 * count / 4 + 1, (method, kind, here)
+
+
+def parts_of(folder, data, parts, method="metis"):
+    owners = cut_hetero(data, parts, method)
+    return write_folder(folder, data, owners), owners
+
+
+def same_shares(one, two):
+    assert one.node_types == two.node_types
+    assert one.edge_types == two.edge_types
+    for a, b in zip(one.stores, two.stores, strict=True):
+        assert set(a.keys()) == set(b.keys())
+        for name in a.keys():  # noqa: SIM118
+            left, right = a[name], b[name]
+            if isinstance(left, torch.Tensor):
+                assert left.shape == right.shape
+                left, right = (
+                    t.to_local() if hasattr(t, "to_local") else t for t in (left, right)
+                )
+                torch.testing.assert_close(left, right, rtol=0, atol=0)
+            else:
+                assert left == right
+
+
+def from_folder(folder, merge):
+    data, mesh = in_folder(), worlds.mesh()
+    owners = cut_hetero(data, 3 if merge else mesh.size, "metis")
+    share = pdc.load_partition(folder, mesh, merge=merge)
+    if merge:
+        home = torch.arange(3) * mesh.size // 3
+        cuts = [k * 3 // mesh.size for k in range(1, mesh.size)]
+        home = torch.bucketize(torch.arange(3), torch.tensor(cuts), right=True)
+        owners = Partition.from_owner(home[owners.owner.long()], mesh.size)
+    begin, by_type = 0, {}
+    for name in data.node_types:
+        by_type[name] = owners.owner[begin : begin + data[name].num_nodes]
+        begin += data[name].num_nodes
+    same_shares(share, pdc.partition(data, mesh, by_type))
+    want = train(model_of(data, "hgt", 8), data)
+    got = train(pdc.convert(model_of(data, "hgt", 8)), share)
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
+    torch.testing.assert_close(got[2].full_tensor(), want[2], **CLOSE)
+
+
+def in_folder():
+    """What a folder keeps: odd names, arrays, plain values, labels of pairs."""
+    data = graph()
+    data["author"].age = torch.arange(COUNTS["author"]).numpy()
+    data["author"]["a,b/c %"] = torch.rand(COUNTS["author"], 0)
+    data["author", "knows", "field"].edge_label_index = torch.tensor([[0, 1], [0, 0]])
+    data["author", "knows", "field"].edge_label = torch.tensor([1.0, 0.0])
+    data["paper"].names, data.year = ["x", "y"], 2024
+    data.prior = torch.tensor([0.5, 0.5])
+    return data
+
+
+@tiers.parametrize(
+    ("parts", "size", "merge"),
+    [(2, 2, False), (3, 3, False), (3, 2, True), (3, 1, True), (1, 1, False)],
+    slice(2, 3),
+)
+def test_each_rank_reads_its_part_of_a_folder(tmp_path, parts, size, merge):
+    figures, owners = parts_of(tmp_path / "out", in_folder(), parts)
+    assert verify_folder(tmp_path / "out") == []
+    assert sum(figures.nodes) == sum(COUNTS.values())
+    assert figures.nodes == owners.sizes
+    worlds.run(from_folder, size, str(tmp_path / "out"), merge)
+
+
+def test_a_damaged_folder_of_types_is_refused(tmp_path):
+    out, part = tmp_path / "out", tmp_path / "out" / "part_00001"
+    parts_of(out, in_folder(), 2)
+    meta = folder_meta(out)
+    for change, words in (
+        (lambda types: types["nodes"].pop("field"), "types.nodes has"),
+        (lambda types: types["edges"][0].update(edges=[1, 1]), "types have edges"),
+        (lambda types: types["nodes"].update(paper=[40, "1"]), "wanted 2 counts"),
+        (lambda types: types["edges"].append(types["edges"][0]), "a type twice"),
+        (lambda types: types.update(edges=3), "wanted nodes and edges by type"),
+    ):
+        wrong = copy.deepcopy(meta)
+        change(wrong["types"])
+        write_meta(out, wrong)
+        with pytest.raises(ValueError, match=words):
+            read_part(out, 0)
+    write_meta(out, meta)
+    ids = np.load(part / "edge_index.npy")
+    writes = read_part(out, 1).types.slices("edge", 1)["author", "writes", "paper"]
+    ids[0, writes.start] = 0  # a paper, not an author
+    np.save(part / "edge_index.npy", ids)
+    with pytest.raises(ValueError, match=r"author.writes.paper has an end"):
+        read_part(out, 1, verify="sizes")
+    with pytest.raises(ValueError, match="for a Data"):
+        write_folder(
+            out, graph(), cut_hetero(graph(), 2, "ldg"), grid=(2, 1, 1), force=True
+        )
+
+
+def test_the_command_cuts_and_shows_a_heterodata(tmp_path, capsys):
+    torch.save(graph(), tmp_path / "graph.pt")
+    out = str(tmp_path / "out")
+    given = ["partition", str(tmp_path / "graph.pt"), out, "--parts", "2"]
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main(["inspect", out]) == 0
+    shown = capsys.readouterr().out
+    assert "node type   paper: 41 nodes" in shown
+    assert "edge type   venue of paper: 0 edges, max/mean 1.000, 0 halo rows" in shown
+    assert main(["plan", out, "--widths", "8", "3"]) == 0
+    assert "author writes paper" in capsys.readouterr().out
+
+
+def third_epoch(kind, option, owners):
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, owners)
+    model = pdc.convert(model_of(data, kind, option))
+    for _ in range(3):
+        mesh.ledger.reset()
+        train(model, share, steps=1)
+    sums = (
+        mesh.ledger.bytes("all_reduce", "data"),
+        mesh.ledger.bytes("all_reduce", "world"),
+    )
+    return mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce"), *sums
+
+
+@tiers.parametrize(
+    ("kind", "option"),
+    [
+        ("hgt", 8),
+        ("sage", "mean"),
+        ("sage max", "sum"),
+        ("gatv2", "sum"),
+        ("to_hetero", "sum"),
+    ],
+    slice(0, 2),
+)
+def test_the_plan_of_a_heterodata_is_the_ledger(kind, option):
+    data, size = graph(), 3
+    owners = cut_hetero(data, size, "random")
+    (plan,) = pdc.plan(
+        data, ranks=size, model=model_of(data, kind, option), partition=owners
+    )
+    begin, by_type = 0, {}
+    for name in data.node_types:
+        by_type[name] = owners.owner[begin : begin + COUNTS[name]]
+        begin += COUNTS[name]
+    found = worlds.run(third_epoch, size, kind, option, by_type)
+    rows = sum(plan.sum_bytes.values())
+    assert [each[0] for each in found] == [n - rows for n in plan.bytes_by_rank]
+    assert sum(each[0] for each in found) == sum(plan.relation_bytes.values()) > 0
+    assert {each[1:] for each in found} == {
+        (plan.sum_bytes["parameters"], plan.sum_bytes["loss"])
+    }
+    assert "venue of paper" in str(pdc.plan(data, [8, 3], size, partition=owners))
+
+
+def links_by_relation(kind, option):
+    data, mesh = graph(), worlds.mesh()
+    few = LINKS["cast"](1)
+    link = {"cites": few, ("author", "writes", "paper"): few, "paper__in__venue": None}
+    sent = {}
+    for name, given in (("exact", None), ("some", link), ("all", few)):
+        share = pdc.partition(data, mesh, "random", link=given)
+        model = pdc.convert(model_of(data, kind, option))
+        mesh.ledger.reset()
+        losses = train(model, share, few, steps=4)[0]
+        assert all(math.isfinite(loss) for loss in losses)
+        sent[name] = mesh.ledger.bytes()
+    assert sent["all"] < sent["some"] < sent["exact"]
+    for wrong, words in (
+        ({"likes": few}, "the edge types are"),
+        ({"cites": few, ("paper", "cites", "paper"): few}, "two links"),
+        ({"cites": "1 bit"}, "must be a LinkPolicy"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            pdc.partition(data, mesh, "random", link=wrong)
+
+
+@tiers.parametrize(("kind", "option"), [("hgt", 2), ("sage", "sum")], slice(0, 1))
+def test_relations_go_by_links_of_their_own(kind, option):
+    worlds.run(links_by_relation, 2, kind, option)

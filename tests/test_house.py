@@ -45,12 +45,14 @@ KNOWS_PYG = {
     "loader",
     "nn",
     "cli.bench",
+    "cli.parts",
     "cli.plan",
     "datasets",
     "datasets.loading",
     "datasets.node_tasks",
     "datasets.ogb",
     "partition.folder",
+    "partition.hetero",
     "partition.pyg_folder",
 }
 PYG_ROOMS = ("graph.", "nn.", "sampling.", "loader.", "pipeline.", "plan.")

@@ -6,17 +6,22 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch_geometric.data import HeteroData
 
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.any_folder import AnyFolder, open_foreign
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import verify_folder, write_folder
+from pyg_distcomm.partition.hetero import check_hetero, cut_hetero
 from pyg_distcomm.partition.layout import Meta, folder_meta
-from pyg_distcomm.partition.partition import PartitionReport
+from pyg_distcomm.partition.part_share import GraphTypes, types_from_meta
+from pyg_distcomm.partition.partition import Partition, PartitionReport, imbalance
 from pyg_distcomm.partition.sources import is_source
 
 
@@ -61,26 +66,33 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
         raise ValueError(
             f"{', '.join(given)}: for edges in files, not for {arguments.dataset!r}"
         )
-    data = load_dataset(arguments.dataset, arguments.root)
-    mask = data.get("train_mask")
-    partition = cut(
-        data.edge_index,
-        data.num_nodes,
-        arguments.parts,
-        arguments.method,
-        seed=arguments.seed,
-        train_mask=mask if mask is not None and mask.dim() == 1 else None,
-        refine=arguments.refine,
-        grid=arguments.grid,
-    )
+    data = load_dataset(arguments.dataset, arguments.root, hetero=True)
     return write_folder(
         arguments.out,
         data,
-        partition,
+        _cut(data, arguments),
         node_attrs=arguments.node_attr,
         edge_attrs=arguments.edge_attr,
         grid=arguments.grid,
         force=arguments.force,
+    )
+
+
+def _cut(data: Any, arguments: argparse.Namespace) -> Partition:
+    parts, method = arguments.parts, arguments.method
+    how = {"seed": arguments.seed, "refine": arguments.refine}
+    if isinstance(data, HeteroData):
+        check_hetero(data)
+        return cut_hetero(data, parts, method, **how)
+    mask = data.get("train_mask")
+    return cut(
+        data.edge_index,
+        data.num_nodes,
+        parts,
+        method,
+        train_mask=mask if mask is not None and mask.dim() == 1 else None,
+        grid=arguments.grid,
+        **how,
     )
 
 
@@ -146,10 +158,24 @@ def _describe(meta: Meta) -> list[str]:
     ]
     for name, attr in meta["attributes"].items():
         lines.append(f"{attr['kind']:<11} {name} {attr['dtype']} {attr['shape']}")
+    types = types_from_meta(meta)
+    lines += [] if types is None else _describe_types(types)
     lines += [
         f"value       {name} = {value!r}" for name, value in meta["values"].items()
     ]
     return [*lines, str(PartitionReport.from_dict(meta["report"]))]
+
+
+def _describe_types(types: GraphTypes) -> Iterator[str]:
+    for name, counts in types.nodes.items():
+        spread = f"max/mean {imbalance(counts):.3f}"
+        yield f"node type   {name}: {sum(counts):,} nodes, {spread}"
+    for kind, counts in types.edges.items():
+        spread, rows = f"max/mean {imbalance(counts):.3f}", sum(types.halo[kind])
+        yield (
+            f"edge type   {' '.join(kind)}: {sum(counts):,} edges, {spread}, {rows:,} "
+            "halo rows"
+        )
 
 
 def _say(problems: list[str]) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.datasets import is_known, load_dataset
 from pyg_distcomm.partition.any_folder import open_folder, open_foreign
+from pyg_distcomm.partition.part_share import PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
@@ -122,10 +123,10 @@ def _graph(arguments: argparse.Namespace) -> tuple[Any, Partition | None]:
     parts = Path(given[0]).is_dir() and not is_known(given[0])
     if parts or open_foreign(given[0]) is not None:
         return read_edges(Path(given[0]))
-    return load_dataset(given[0], arguments.root), None
+    return load_dataset(given[0], arguments.root, hetero=True), None
 
 
-def read_edges(folder: Path) -> tuple[Data, Partition]:
+def read_edges(folder: Path) -> tuple[Data | HeteroData, Partition]:
     """Returns all edges of a folder of parts, and who owns which node.
 
     Of the features, only how many there are, of which dtype; and train_mask, if it is one.
@@ -133,6 +134,8 @@ def read_edges(folder: Path) -> tuple[Data, Partition]:
     opened = open_folder(folder)
     parts = [opened.read(part) for part in range(opened.num_parts)]
     partition = parts[0].partition
+    if parts[0].types is not None:
+        return _of_types(parts), partition
     data = Data(edge_index=torch.cat([part.edge_index for part in parts], 1))
     data.num_nodes = partition.num_nodes
     x = parts[0].node.get("x")
@@ -144,6 +147,26 @@ def read_edges(folder: Path) -> tuple[Data, Partition]:
         data.train_mask = torch.empty_like(rows)
         data.train_mask[gid] = rows
     return data, partition
+
+
+def _of_types(parts: list[PartShare]) -> HeteroData:
+    """Returns all edges of each type, and the widths of what nodes and edges have."""
+    data, first = HeteroData(), parts[0]
+    assert first.types is not None
+    begin = {name: ids[0] for name, ids in first.types.ranges("node").items()}
+    for name, counts in first.types.nodes.items():
+        data[name].num_nodes = sum(counts)
+    for edge_type in first.types.edges:
+        source, _, target = edge_type
+        shift = torch.tensor([[begin[source]], [begin[target]]])
+        own = [part.edge_index[:, part.slices("edge")[edge_type]] for part in parts]
+        data[edge_type].edge_index = torch.cat(own, 1) - shift
+    for key, rows in (*first.node.items(), *first.edge.items()):
+        kind, name = key_parts(key)
+        store = data[kind]
+        count = store.num_edges if isinstance(kind, tuple) else store.num_nodes
+        store[name] = rows.new_empty(1).expand(count, *rows.shape[1:])
+    return data
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:

@@ -57,8 +57,10 @@ def _rows(folder: Path) -> list[list[int]]:
     sent = []
     for part in tqdm(range(parts), "counting rows", disable=None, leave=False):
         share = read_part(folder, part, verify="sizes")
-        owner = share.partition.owner_of(torch.unique(share.edge_index[0]))
-        counts = torch.bincount(owner.long(), minlength=parts)
+        counts = torch.zeros(parts, dtype=torch.int64)
+        for source in share.sources():
+            owner = share.partition.owner_of(torch.unique(source))
+            counts += torch.bincount(owner, minlength=parts)
         counts[part] = 0
         sent.append(counts.tolist())
     return [list(column) for column in zip(*sent, strict=True)]

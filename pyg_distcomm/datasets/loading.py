@@ -14,9 +14,16 @@ import torch
 import torch_geometric.datasets
 from filelock import FileLock
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import GlobalStorage
+from torch_geometric.data.feature_store import TensorAttr
+from torch_geometric.data.graph_store import EdgeAttr
+from torch_geometric.data.storage import (
+    BaseStorage,
+    EdgeStorage,
+    GlobalStorage,
+    NodeStorage,
+)
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
@@ -58,6 +65,7 @@ GENERATED = ("digits", "generated-NODES", "communities-NODES-EDGES")
 
 # what a saved Data is made of, beyond tensors and plain values
 DATA: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]
+DATA += [HeteroData, EdgeAttr, TensorAttr, BaseStorage, NodeStorage, EdgeStorage]
 
 FEATURES = 32
 CLASSES = 8
@@ -70,7 +78,9 @@ FIELDS, CLASSES_OF_FIELD = 8, 5
 WRONG = 0.1  # nodes whose label is that of another class of their field
 
 
-def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
+def load_dataset(
+    name: str, root: str | Path = "data", seed: int = 0, *, hetero: bool = False
+) -> Any:
     """Loads a graph by name or path.
 
     name  a data set of PyG's, in any case, kept and downloaded below `root`; one of OGB's,
@@ -81,13 +91,14 @@ def load_dataset(name: str, root: str | Path = "data", seed: int = 0) -> Data:
           "communities-N-M" for a larger one, with hubs, of M edges; or
           the path of a .pt file that holds a Data, or of an .npz file with edge_index
     seed  of the masks of "digits" and of the generated graph
+    hetero whether a .pt file may hold a HeteroData, too
 
     Any number of processes may load the same at once: the first one prepares it.
 
     Raises ValueError for an unknown name, and for a file that holds no graph.
     """
     if Path(name).suffix in (".pt", ".npz"):
-        return _from_file(Path(name))
+        return _from_file(Path(name), hetero)
     lower = name.lower()
     if lower == "digits":
         return digits(seed)
@@ -338,16 +349,16 @@ def _from_pyg(name: str, root: Path, kind: str, argument: str | None) -> Data:
     return data
 
 
-def _from_file(path: Path) -> Data:
+def _from_file(path: Path, hetero: bool) -> Data | HeteroData:
     if not path.is_file():
         raise ValueError(f"{path}: missing")
-    data = _from_npz(path) if path.suffix == ".npz" else _from_pt(path)
-    if data.edge_index is None:
+    data = _from_npz(path) if path.suffix == ".npz" else _from_pt(path, hetero)
+    if isinstance(data, Data) and data.edge_index is None:
         raise ValueError(f"{path}: has no edge_index [2, num_edges]")
     return data
 
 
-def _from_pt(path: Path) -> Data:
+def _from_pt(path: Path, hetero: bool) -> Data | HeteroData:
     if is_archive(path):
         check_saved(path)
     try:
@@ -367,12 +378,12 @@ def _from_pt(path: Path) -> Data:
         ) from None
     if isinstance(value, dict):
         value = Data.from_dict(value)
-    if not isinstance(value, Data):
+    if not isinstance(value, (Data, HeteroData) if hetero else Data):
         raise ValueError(
             f"{path}: holds a {type(value).__name__}, not a Data; save one graph with "
             "torch.save(data, path)"
         )
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def _from_npz(path: Path) -> Data:

@@ -6,6 +6,8 @@ Gradients are products as well, so that each of these may be derived again. The 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,21 @@ from torch import Tensor
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import GroupedEdges
 from pyg_distcomm.ops.csr import Pattern
+
+
+def _unless_undefined(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves the gradients of the inputs undefined where that of the output is.
+
+    An output of which the loss reads nothing has an undefined gradient in a backward pass of
+    DistributedDataParallel, whose `find_unused_parameters` must find parameters behind it
+    without a gradient, as they are behind torch's own operations; zeros would count as one.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, g: Tensor | None) -> Any:
+        return (None,) * len(ctx.needs_input_grad) if g is None else backward(ctx, g)
+
+    return run
 
 
 class _SpMM(torch.autograd.Function):
@@ -31,10 +48,12 @@ class _SpMM(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         ctx.pattern, value, x = inputs
         ctx.save_for_backward(value, x if ctx.needs_input_grad[1] else None)
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         value, x = ctx.saved_tensors
         by_value = by_x = None
@@ -61,10 +80,12 @@ class _SDDMM(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         ctx.pattern, g, x = inputs
         ctx.save_for_backward(g, x)
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, h: Tensor) -> tuple[None, Tensor, Tensor]:
         g, x = ctx.saved_tensors
         back, order = ctx.pattern.transpose
@@ -81,10 +102,12 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         ctx.pattern = inputs[0]
         ctx.save_for_backward(output)
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
         (y,) = ctx.saved_tensors
         rowptr = ctx.pattern.rowptr
@@ -102,10 +125,12 @@ class _Max(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         ctx.pattern = inputs[0]
         ctx.save_for_backward(inputs[1], output)
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
         x, z = ctx.saved_tensors
         args = ctx.pattern.rowptr, ctx.pattern.col, x.detach(), z.detach(), g
@@ -129,6 +154,7 @@ class _MultiplyLinear(torch.autograd.Function):
         bias: Tensor | None,
         own: Tensor | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         csr = pattern.rowptr, pattern.col, value
         if first:
             sums = kernels.spmm(*csr, x)
@@ -145,6 +171,7 @@ class _MultiplyLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         value, x, root, weight, own, sums = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -195,10 +222,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         x, ctx.index = inputs
         ctx.count = len(x)
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return _ScatterAdd.apply(g, ctx.index, ctx.count), None
 
@@ -212,9 +241,11 @@ class _ScatterAdd(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
         ctx.index = inputs[1]
 
     @staticmethod
+    @_unless_undefined
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return _Gather.apply(g, ctx.index), None, None
 

@@ -28,8 +28,15 @@ from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import PartShare, attribute_kinds, merged
+from pyg_distcomm.partition.folder import attribute_kinds, part_of
+from pyg_distcomm.partition.hetero import (
+    check_hetero,
+    cut_hetero,
+    part_of_hetero,
+    types_of,
+)
 from pyg_distcomm.partition.layout import Verify
+from pyg_distcomm.partition.part_share import PartShare, merged
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -45,7 +52,7 @@ def partition(
     seed: int = 0,
     refine: bool = False,
     oblivious: bool = False,
-    link: LinkPolicy | None = None,
+    link: LinkPolicy | Mapping[Any, LinkPolicy | None] | None = None,
     memory: int | str | None = None,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
@@ -75,7 +82,8 @@ def partition(
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
-        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
+        link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly. Of a
+            HeteroData also a dictionary: by edge type, or by the name of a relation.
         memory: the bytes that layers may take on this rank, or "8GiB" say: what is more goes
             to memory-mapped files, halos come in stages, and layers that keep messages run
             on chunks of nodes, again in the backward pass. Same numbers and same bytes.
@@ -105,11 +113,11 @@ def partition(
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
-        share = _share_of(data, kinds, mesh.owners, mesh.rank)
+        share = part_of(data, kinds, mesh.owners, mesh.rank)
         out = _as_planned(_assemble(share, mesh, oblivious, memory), oblivious)
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, method, seed, refine)
-    share = _share_of(data, kinds, owners, mesh.rank)
+    share = part_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
@@ -132,7 +140,7 @@ def _draw_alike(mesh: Mesh) -> None:
         random.setstate((version, tuple(words), rest))
 
 
-def _linked(share: Any, link: LinkPolicy | None) -> Any:
+def _linked(share: Any, link: Any) -> Any:
     share.edge_index = share.edge_index.with_link(link)
     return share
 
@@ -184,13 +192,15 @@ def _partition_hetero(
     seed: int,
     refine: bool,
     oblivious: bool,
-    link: LinkPolicy | None,
+    link: Any,
     memory: int | str | None,
 ) -> HeteroData:
-    owners: Any = None
-    problem: Exception | None = link_problem(link) or memory_problem(memory)
+    owners: Partition | None = None
+    problem: Exception | None = memory_problem(memory)
     try:
-        partitioning_hetero.check_hetero(data)
+        links = partitioning_hetero.links_of(link, data.edge_types)
+        partitioning_hetero.refuse_share(data)
+        check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
@@ -200,15 +210,24 @@ def _partition_hetero(
     _draw_alike(mesh)
     try:
         if mesh.rank == 0:
-            owners = partitioning_hetero.cut_hetero(
-                data, mesh.size, _cutter(method, data, mesh.size), seed, refine
-            )
+            how = _cutter(method, data, mesh.size)
+            owners = cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    owners = partitioning_hetero.broadcast_owners(owners, mesh)
-    cap = None if memory is None else MemoryCap(memory)
-    return partitioning_hetero.share_hetero(data, owners, mesh, oblivious, link, cap)
+    owners = _broadcast(owners, mesh)
+    share = part_of_hetero(data, owners, types_of(data, owners), mesh.rank)
+    return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)
+
+
+def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
+    """Returns rank 0's owners on all ranks, with the figures before they were refined."""
+    if mesh.size > 1:
+        told = (owners.owner.numpy(), owners.before) if owners else None
+        owner, before = collectives.broadcast_object(told, mesh.world)
+        owners = Partition.from_owner(owner, mesh.size).refined_from(before)
+    assert owners is not None
+    return owners
 
 
 def _agree(problem: Exception | None, mesh: Mesh) -> None:
@@ -289,7 +308,7 @@ def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") ->
         )
 
 
-def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
+def _asked(method: Any, link: Any, **more: Any) -> dict[str, Any]:
     """Tells the arguments of partition, where they can be compared."""
     if isinstance(method, Mapping):
         told = {
@@ -297,7 +316,13 @@ def _asked(method: Any, link: LinkPolicy | None, **more: Any) -> dict[str, Any]:
         }
     else:
         told = {"method": _owners_mark(method)}
-    return {**told, **settings_of(link), **more}
+    links = {"": link} if not isinstance(link, Mapping) else link
+    settings = {
+        f"{name}{of and ' of '}{of}": value
+        for of, one in links.items()
+        for name, value in settings_of(one).items()
+    }
+    return {**told, **settings, **more}
 
 
 def _owners_mark(method: Any) -> str:
@@ -338,13 +363,7 @@ def _cut_once(
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
-    if mesh.size > 1:
-        told = (owners.owner.numpy(), owners.before) if owners else None
-        owner, before = collectives.broadcast_object(told, mesh.world)
-        owners = Partition.from_owner(owner, mesh.size, data.num_nodes)
-        owners = owners.refined_from(before)
-    assert owners is not None
-    return owners
+    return _broadcast(owners, mesh)
 
 
 def _check_fit(owners: Partition, data: Data, mesh: Mesh) -> None:
@@ -372,32 +391,6 @@ def _cut(
         train_mask=mask if isinstance(mask, Tensor) and mask.dim() == 1 else None,
         refine=refine,
         grid=mesh.grid,
-    )
-
-
-def _share_of(
-    data: Data, kinds: dict[str, Any], owners: Partition, rank: int
-) -> PartShare:
-    assert data.edge_index is not None
-    node_gid = owners.gids(rank)
-    edge_index = data.edge_index.cpu()
-    edge_gid = (owners.owner_of(edge_index[1]) == rank).nonzero().view(-1)
-    parts: dict[str, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
-    picks = {"node": node_gid, "edge": edge_gid}
-    for name, kind in kinds.items():
-        value = data[name]
-        if kind != "graph":
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[picks[kind].to(value.device)]
-        parts[kind][name] = value
-    return PartShare(
-        partition=owners,
-        part=rank,
-        num_edges_global=edge_index.size(1),
-        node_gid=node_gid,
-        edge_gid=edge_gid,
-        edge_index=edge_index[:, edge_gid],
-        **parts,
     )
 
 
@@ -517,11 +510,13 @@ def load_partition(
     *,
     verify: Verify = "checksums",
     oblivious: bool = False,
-    link: LinkPolicy | None = None,
+    link: LinkPolicy | Mapping[Any, LinkPolicy | None] | None = None,
     memory: int | str | None = None,
     merge: bool = False,
-) -> Data:
+) -> Any:
     """Returns this rank's share of a partitioned folder, reading nothing else of it.
+
+    It is a Data, or a HeteroData where the folder holds nodes and edges of several types.
 
     With `merge`, a run goes on with fewer ranks than there are parts: rank k of P reads the
     parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, in whose order they were cut.
@@ -550,10 +545,15 @@ def load_partition(
         parts = open_folder(folder, verify)
         share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
+        kinds = None if share.types is None else share.types.edges
+        if kinds is not None:
+            links = partitioning_hetero.links_of(link, kinds)
+        elif (wrong := link_problem(link)) is not None:
+            raise wrong
     except (TypeError, ValueError, OSError) as error:
         problem = error if isinstance(error, (TypeError, ValueError)) else None
         problem = problem or ValueError(f"cannot read {folder}: {error}")
-    _agree(link_problem(link) or memory_problem(memory) or problem, mesh)
+    _agree(memory_problem(memory) or problem, mesh)
     assert share is not None
     owners = {parts.about.name: hashlib.sha256(meta).hexdigest()}
     owners["owners of nodes"] = _mark(share.partition.owner)
@@ -566,6 +566,10 @@ def load_partition(
     _agree_same(asked | counts | names | plain, mesh, "load_partition")
     _draw_alike(mesh)
     tell(mesh.rank, "read %r of %s", share, folder)
+    if share.types is not None:
+        return partitioning_hetero.assemble_hetero(
+            share, mesh, oblivious, links, memory
+        )
     return _linked(_assemble(share, mesh, oblivious, memory), link)
 
 

@@ -1,53 +1,65 @@
-"""Cuts a PyG HeteroData: a share of a graph whose nodes and edges have types."""
+"""Assembles the share of a HeteroData, whose nodes and edges have types, from one part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.policy import link_problem
 from pyg_distcomm.kernels.memory import MemoryCap
-from pyg_distcomm.partition.cutters import check_edge_index, cut
-from pyg_distcomm.partition.folder import batch_kind, labels_pairs
+from pyg_distcomm.partition.part_share import EdgeType, PartShare, key_parts
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 
-def check_hetero(data: HeteroData) -> None:
-    """Refuses a graph that cannot be shared out, naming the type."""
-    if not data.node_stores:
-        raise ValueError("the HeteroData has no nodes of any type")
-    for store in data.node_stores:
-        if store.num_nodes is None:
-            raise ValueError(
-                f"node type {store._key!r}: num_nodes is not known; set it"
-            )
+def refuse_share(data: HeteroData) -> None:
+    """Refuses a graph that has been cut already."""
     for store in data.edge_stores:
-        source, _, target = store._key
-        edges = store.get("edge_index")
-        if isinstance(edges, DistEdgeIndex):
+        if isinstance(store.get("edge_index"), DistEdgeIndex):
             raise TypeError("this is a share already; partition takes the whole graph")
-        if not isinstance(edges, Tensor):
-            raise TypeError(
-                f"edge type {store._key}: edge_index is {type(edges).__name__}; partition "
-                "needs the [2, num_edges] tensor"
+
+
+def links_of(link: Any, kinds: Iterable[EdgeType]) -> dict[EdgeType, Any]:
+    """Returns the link of each edge type.
+
+    Args:
+        link: one for all; or a dictionary of links by edge type, "author__writes__paper", or
+            the name of a relation, "writes". Types without one exchange exactly.
+        kinds: the edge types of the graph.
+
+    Raises:
+        TypeError: for what is no link. ValueError: for a name that no edge type has, or two
+            that name one edge type.
+    """
+    several = isinstance(link, Mapping)
+    for one in link.values() if several else [link]:
+        if (problem := link_problem(one)) is not None:
+            raise problem
+    if not several:
+        return dict.fromkeys(kinds, link)
+    found: dict[EdgeType, Any] = dict.fromkeys(kinds)
+    names: dict[EdgeType, Any] = {}
+    for name, one in link.items():
+        meant = [kind for kind in found if name in (kind, "__".join(kind), kind[1])]
+        if not meant:
+            raise ValueError(
+                f"link has {name!r}, but the edge types are {list(found)}; name one, or the "
+                "relation in its middle"
             )
-        sizes = [int(data[end].num_nodes) for end in (source, target)]
-        try:
-            check_edge_index(edges, max(sizes))
-            for end in (0, 1):
-                check_edge_index(edges[end].expand(2, -1), sizes[end])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"edge type {store._key}: {error}") from None
+        for kind in meant:
+            if kind in names:
+                raise ValueError(
+                    f"link gives edge type {kind} two links, by {names[kind]!r} and {name!r}; "
+                    "leave one out"
+                )
+            names[kind], found[kind] = name, one
+    return found
 
 
 def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]:
@@ -62,150 +74,46 @@ def hetero_marks(data: HeteroData, mark: Callable[[Any], str]) -> dict[str, Any]
     return told
 
 
-def cut_hetero(
-    data: HeteroData, parts: int, method: Any, seed: int, refine: bool = False
-) -> dict[str, Partition]:
-    """Shares out the nodes of all types: as one graph, or by a vector for each type.
-
-    As one graph, "ldg" and "metis" spread nodes, in-edges, train nodes, and the nodes of each
-    type.
-    """
-    sizes = {store._key: int(store.num_nodes) for store in data.node_stores}
-    if isinstance(method, Mapping):
-        if refine:
-            raise ValueError(
-                "refine=True moves nodes of a graph that is cut here; give the name of a "
-                "method, or leave refine out where the owners are given"
-            )
-        _check_names(method, sizes)
-        return {
-            name: _given(method[name], parts, count) for name, count in sizes.items()
-        }
-    if not isinstance(method, str):
-        raise TypeError(
-            "the owners of a HeteroData are a dictionary of one vector for each node "
-            f"type, got {type(method).__name__}"
-        )
-    begin, total = {}, 0
-    for name, count in sizes.items():
-        begin[name] = total
-        total += count
-    edges, train = [torch.empty(2, 0).long()], torch.zeros(total, dtype=torch.bool)
-    for store in data.edge_stores:
-        source, _, target = store._key
-        shift = torch.tensor([[begin[source]], [begin[target]]])
-        edges.append(store.edge_index.cpu().long() + shift)
-    for store in data.node_stores:
-        mask = store.get("train_mask")
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 1:
-            train[begin[store._key] : begin[store._key] + len(mask)] = mask.cpu()
-    mask = train if bool(train.any()) else None
-    kinds = torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
-    whole = cut(
-        torch.cat(edges, 1),
-        total,
-        parts,
-        method,
-        seed=seed,
-        train_mask=mask,
-        refine=refine,
-        kinds=kinds if len(sizes) > 1 and total else None,
-    )
-    return {
-        name: Partition.from_owner(
-            whole.owner[begin[name] : begin[name] + count].clone(), parts, count
-        )
-        for name, count in sizes.items()
-    }
-
-
-def share_hetero(
-    data: HeteroData,
-    owners: dict[str, Partition],
+def assemble_hetero(
+    share: PartShare,
     mesh: Mesh,
     oblivious: bool,
-    link: LinkPolicy | None,
-    memory: MemoryCap | None = None,
+    links: dict[EdgeType, Any],
+    memory: int | str | None = None,
 ) -> HeteroData:
-    """Returns this rank's share: each type's nodes, and the edges into them."""
-    out = HeteroData()
-    nodes = {}
-    for name, owner in owners.items():
-        gid = owner.gids(mesh.rank)
-        nodes[name] = Rows(gid, owner.num_nodes, mesh, owner, memory=memory)
-    for store in data.node_stores:
-        rows, name = nodes[store._key], store._key
-        _fill(data, store, out[name], rows, int(store.num_nodes))
-        out[name].num_nodes = rows.total
-    for store in data.edge_stores:
-        source, _, target = store._key
-        ends = store.edge_index.cpu()
-        mine = (owners[target].owner_of(ends[1]) == mesh.rank).nonzero().view(-1)
-        edges = Rows(mine, ends.size(1), mesh, None)
+    """Returns this rank's share: each type's nodes, and the edges into them; collective."""
+    types, parts = share.types, share.partition.num_parts
+    assert types is not None
+    cap = None if memory is None else MemoryCap(memory)
+    if cap is not None:
+        cap.keep(*share.node.values(), *share.edge.values(), share.edge_index)
+    out, rows = HeteroData(), {}
+    places = types.slices("node", share.part)
+    for name, (begin, end) in types.ranges("node").items():
+        own = Partition.from_owner(share.partition.owner[begin:end].clone(), parts)
+        gid = share.node_gid[places[name]] - begin
+        rows[name] = Rows(gid, end - begin, mesh, own, memory=cap)
+        out[name].num_nodes = end - begin
+    nodes, places = dict(rows), types.slices("edge", share.part)
+    for kind, (begin, end) in types.ranges("edge").items():
+        source, _, target = kind
+        gid = share.edge_gid[places[kind]] - begin
+        edges = Rows(gid, end - begin, mesh, None)
         if source == target:
-            edges = rows_of_edges(mine, ends.size(1), nodes[target])
-        out[store._key].edge_index = DistEdgeIndex.build(
-            ends[:, mine],
+            edges = rows_of_edges(gid, end - begin, nodes[target])
+        first = [[types.ranges("node")[name][0]] for name in (source, target)]
+        out[kind].edge_index = DistEdgeIndex.build(
+            share.edge_index[:, places[kind]] - torch.tensor(first),
             nodes[target],
             edges,
             oblivious=oblivious,
             sources=nodes[source],
-        ).with_link(link)
-        _fill(data, store, out[store._key], edges, ends.size(1))
-    for name, value in data._global_store.items():
-        out[name] = value
+        ).with_link(links[kind])
+        rows[kind] = edges
+    for key, value in (*share.node.items(), *share.edge.items()):
+        kind, name = key_parts(key)
+        out[kind][name] = DistTensor.wrap(value, rows[kind])
+    for key, value in share.graph.items():
+        kind, name = key_parts(key)
+        (out if kind is None else out[kind])[name] = value
     return out
-
-
-def broadcast_owners(
-    owners: dict[str, Partition] | None, mesh: Mesh
-) -> dict[str, Partition]:
-    """Returns rank 0's owners on all ranks."""
-    if mesh.size > 1:
-        plain = {k: p.owner.numpy() for k, p in owners.items()} if owners else None
-        found = collectives.broadcast_object(
-            plain if mesh.rank == 0 else None, mesh.world
-        )
-        owners = {k: Partition.from_owner(v, mesh.size) for k, v in found.items()}
-    assert owners is not None
-    return owners
-
-
-def _fill(data: HeteroData, store: Any, out: Any, rows: Rows, count: int) -> None:
-    """Cuts the attributes that have a row for each node or edge; passes the others on."""
-    for name, value in store.items():
-        if name in ("edge_index", "num_nodes"):
-            continue
-        whole = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
-        if (
-            whole
-            and len(value) == count
-            and not labels_pairs(store, name)
-            and name != "ptr"
-            and not name.endswith("_ptr")
-            and batch_kind(data, store, name) != "graph"
-            and store._parent().__cat_dim__(name, value, store) in (0, -value.ndim)
-        ):
-            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            value = value.detach()[rows.gid.to(value.device)]
-            out[name] = DistTensor.wrap(value, rows)
-            if rows.memory is not None:
-                rows.memory.keep(value)
-        else:
-            out[name] = value
-
-
-def _check_names(method: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    if set(method) != set(sizes):
-        raise ValueError(
-            f"owners are given for the node types {sorted(method)}, but the graph has "
-            f"{sorted(sizes)}; give one vector for each"
-        )
-
-
-def _given(owner: Any, parts: int, count: int) -> Partition:
-    if isinstance(owner, Partition):
-        if owner.num_parts != parts or owner.num_nodes != count:
-            raise ValueError(f"{owner} does not fit {count} nodes on {parts} ranks")
-        return owner
-    return Partition.from_owner(owner, parts, count)

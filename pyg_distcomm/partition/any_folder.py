@@ -13,8 +13,9 @@ from pyg_distcomm.partition.dgl_folder import (
     read_dgl_folder,
     read_dgl_partition,
 )
-from pyg_distcomm.partition.folder import PartShare, read_part
+from pyg_distcomm.partition.folder import read_part
 from pyg_distcomm.partition.layout import META, Verify, folder_meta
+from pyg_distcomm.partition.part_share import PartShare
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import Meta, load_json
+from pyg_distcomm.partition.part_share import PartShare
 from pyg_distcomm.partition.partition import Partition
 
 __all__ = [

@@ -26,7 +26,7 @@ from pyg_distcomm.partition.edge_files import (
     RowReader,
     torch_name,
 )
-from pyg_distcomm.partition.folder import Kind, graph_meta, shape_kinds
+from pyg_distcomm.partition.folder import graph_meta, shape_kinds
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
@@ -36,6 +36,7 @@ from pyg_distcomm.partition.layout import (
     write_array,
     write_meta,
 )
+from pyg_distcomm.partition.part_share import Kind
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,

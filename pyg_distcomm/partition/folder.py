@@ -10,24 +10,33 @@
         node__NAME.npy     [n_i, ...], in the order of node_gid
         edge__NAME.npy     [e_i, ...], in the order of edge_gid
 
-An edge and its attributes live with the owner of its target.
+An edge and its attributes live with the owner of its target. Of a HeteroData, nodes and edges
+are those of all types, and META.json counts them by type: [Note: several types] in
+`partition/part_share.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_distcomm.partition.atomic import sync
+from pyg_distcomm.partition.hetero import (
+    OwnersByType,
+    check_hetero,
+    owners_of_all,
+    part_of_hetero,
+    report_of_hetero,
+)
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
@@ -43,6 +52,16 @@ from pyg_distcomm.partition.layout import (
     write_array,
     write_meta,
 )
+from pyg_distcomm.partition.part_share import (
+    GraphTypes,
+    Kind,
+    PartShare,
+    batch_kind,
+    key_parts,
+    labels_pairs,
+    types_from_meta,
+    types_to_meta,
+)
 from pyg_distcomm.partition.partition import (
     Grid,
     Partition,
@@ -53,108 +72,21 @@ from pyg_distcomm.partition.partition import (
 from pyg_distcomm.partition.report import report
 
 __all__ = [
-    "PartShare",
     "read_part",
     "verify_folder",
     "write_folder",
 ]
 
-Kind = Literal["node", "edge", "graph"]
 
 STRUCTURE = ("edge_index", "num_nodes")
 NODE_NAMES = ("x", "y", "pos", "batch")
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 
 
-@dataclass(frozen=True, eq=False)
-class PartShare:
-    """Holds one part of a graph as it is on disk (n_i nodes, e_i edges).
-
-    node_gid   [n_i] int64, ascending
-    edge_gid   [e_i] int64: places in the edge_index of the whole graph
-    edge_index [2, e_i] int64, node ids of the whole graph; targets are this part's
-    node, edge attributes with a row per own node or edge
-    graph      attributes of the whole graph: tensors and plain values
-    """
-
-    part: int
-    partition: Partition
-    num_edges_global: int
-    node_gid: Tensor
-    edge_gid: Tensor
-    edge_index: Tensor
-    node: dict[str, Tensor]
-    edge: dict[str, Tensor]
-    graph: dict[str, Any]
-
-    def __repr__(self) -> str:
-        return (
-            f"PartShare({self.part}/{self.partition.num_parts}, "
-            f"{self.node_gid.numel()} of {self.partition.num_nodes} nodes, "
-            f"{self.edge_gid.numel()} of {self.num_edges_global} edges, "
-            f"node={list(self.node)}, edge={list(self.edge)}, graph={list(self.graph)})"
-        )
-
-
-def merged(parts: list[PartShare], num_parts: int) -> PartShare:
-    """Joins parts that follow one another into one of fewer, even ones: see `load_partition`.
-
-    Rows ascend by node id, and edges by their place in the whole graph, as in one part.
-
-    Args:
-        parts: those from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
-        num_parts: P.
-
-    Raises:
-        ValueError: if one part has rows of another name, width or dtype than the first.
-    """
-    first = parts[0]
-    for other in parts[1:]:
-        _check_alike(first, other)
-    before = first.partition.num_parts
-    if num_parts == before:
-        return first
-    place = torch.arange(before)
-    cuts = torch.tensor([k * before // num_parts for k in range(1, num_parts)])
-    home = torch.bucketize(place, cuts, right=True) if num_parts > 1 else 0 * place
-    owner = home[first.partition.owner.long()]
-    node, node_order = torch.cat([part.node_gid for part in parts]).sort()
-    edge, edge_order = torch.cat([part.edge_gid for part in parts]).sort()
-
-    def rows(kind: str, order: Tensor) -> dict[str, Tensor]:
-        held = [getattr(part, kind) for part in parts]
-        return {n: torch.cat([each[n] for each in held])[order] for n in held[0]}
-
-    return PartShare(
-        part=int(home[first.part]),
-        partition=Partition.from_owner(owner, num_parts, first.partition.num_nodes),
-        num_edges_global=first.num_edges_global,
-        node_gid=node,
-        edge_gid=edge,
-        edge_index=torch.cat([part.edge_index for part in parts], 1)[:, edge_order],
-        node=rows("node", node_order),
-        edge=rows("edge", edge_order),
-        graph=first.graph,
-    )
-
-
-def _check_alike(first: PartShare, other: PartShare) -> None:
-    for kind in ("node", "edge"):
-        one, two = (
-            {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
-            for held in (getattr(first, kind), getattr(other, kind))
-        )
-        if one != two:
-            raise ValueError(
-                f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
-                f"are {one} and {two}"
-            )
-
-
 def write_folder(
     out: str | Path,
-    data: Data,
-    partition: Partition,
+    data: Data | HeteroData,
+    partition: Partition | OwnersByType,
     *,
     node_attrs: Iterable[str] = (),
     edge_attrs: Iterable[str] = (),
@@ -164,20 +96,28 @@ def write_folder(
     """Writes every part of `data` into the new folder `out`, or nothing at all.
 
     All is written beside `out`, flushed, and renamed at the end. `force` replaces an
-    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. Needs one
-    part in memory next to the graph.
+    earlier partition folder. `grid` (r, s, p) adds figures of its blocks. Of a HeteroData,
+    `partition` has the owners by node type, or of all nodes, as `cut_hetero` returns them.
+    Needs one part in memory next to the graph.
     Raises ValueError for a graph that does not fit the partition, for attributes that
     `attribute_kinds` refuses, and where `out` exists; TypeError for an attribute that
     is neither a dense tensor nor a plain value.
     """
     out = Path(out)
     check_target(out, force)
-    kinds = attribute_kinds(data, node_attrs, edge_attrs)
-    source = _Source(data, _edges(data, partition), partition, kinds)
-    figures = report(source.edge_index, partition, _train_mask(source), grid)
+    if isinstance(data, HeteroData):
+        parts = _parts_of_hetero(data, partition, [*node_attrs, *edge_attrs], grid)
+    else:
+        if not isinstance(partition, Partition):
+            raise TypeError(
+                "the nodes of a Data are owned by a Partition, got "
+                f"{type(partition).__name__}; build one with Partition.from_owner or cut"
+            )
+        kinds = attribute_kinds(data, node_attrs, edge_attrs)
+        parts = _parts_of(data, partition, kinds, grid)
     with new_folder(out, force) as aside:
-        _write_all(aside, source, figures)
-    return figures
+        _write_all(aside, parts)
+    return parts.figures
 
 
 def read_part(
@@ -220,10 +160,13 @@ def _files_of(meta: Meta, part: int) -> list[str]:
 def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
     here = folder / part_name(part)
     nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
+    types = types_from_meta(meta)
     rows: dict[Kind, dict[str, Tensor]] = {"node": {}, "edge": {}, "graph": {}}
     for name, attr in meta["attributes"].items():
         kind: Kind = attr["kind"]
         count = {"node": nodes, "edge": edges}.get(kind)
+        if types is not None and kind != "graph":
+            count = types.of(kind)[key_parts(name)[0]][part]
         shape = attr["shape"] if count is None else [count, *attr["shape"][1:]]
         path = (folder if count is None else here) / file_name(kind, name)
         rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
@@ -237,6 +180,7 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
         node=rows["node"],
         edge=rows["edge"],
         graph={**rows["graph"], **meta["values"]},
+        types=types,
     )
 
 
@@ -309,30 +253,144 @@ def _wrong_ids(share: PartShare, here: Path) -> Iterator[str]:
         yield f"{here / 'edge_index.npy'}: a node id is out of range"
     elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
         yield f"{here / 'edge_index.npy'}: a target is owned by another part"
+    elif share.types is not None:
+        yield from _wrong_types(share, share.types, here)
+
+
+def _wrong_types(share: PartShare, types: GraphTypes, here: Path) -> Iterator[str]:
+    """Yields edges that are not of the types that META.json says."""
+    nodes, ids = types.ranges("node"), types.ranges("edge")
+    for kind, place in types.slices("edge", share.part).items():
+        name, gid = ".".join(kind), share.edge_gid[place]
+        if bool(((gid < ids[kind][0]) | (gid >= ids[kind][1])).any()):
+            yield f"{here / 'edge_gid.npy'}: an edge of {name} is of another type"
+        for end, of_type in enumerate((kind[0], kind[2])):
+            begin, after = nodes[of_type]
+            ends = share.edge_index[end, place]
+            if bool(((ends < begin) | (ends >= after)).any()):
+                yield (
+                    f"{here / 'edge_index.npy'}: an edge of {name} has an end that is no "
+                    f"{of_type}"
+                )
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
-    data: Data
-    edge_index: Tensor
+class _Parts:
+    """The parts of a graph in memory: its partition, its figures, and how to take one."""
+
     partition: Partition
-    kinds: dict[str, Kind]
+    figures: PartitionReport
+    take: Callable[[int], PartShare]
+    types: GraphTypes | None = None
 
 
-def _write_all(out: Path, source: _Source, figures: PartitionReport) -> None:
-    partition = source.partition
-    attributes, values = _describe(source.data, source.kinds)
+def _parts_of(
+    data: Data, partition: Partition, kinds: dict[str, Kind], grid: Grid | None
+) -> _Parts:
+    edges = _edges(data, partition)
+    mask = data["train_mask"] if kinds.get("train_mask") == "node" else None
+    mask = None if mask is None else torch.as_tensor(mask)
+    if mask is not None and (mask.dim() != 1 or mask.dtype != torch.bool):
+        mask = None
+    figures = report(edges, partition, mask, grid)
+    home = partition.owner[edges[1].long()]
+    return _Parts(
+        partition, figures, lambda part: part_of(data, kinds, partition, part, home)
+    )
+
+
+def _parts_of_hetero(
+    data: HeteroData,
+    partition: Partition | OwnersByType,
+    declared: list[str],
+    grid: Grid | None,
+) -> _Parts:
+    check_hetero(data)
+    if declared or grid is not None:
+        what = "node_attrs and edge_attrs are" if declared else "grid is"
+        raise ValueError(
+            f"{what} for a Data; the attributes of a HeteroData have the type that they "
+            "are of, and its rows travel between all ranks: leave them out"
+        )
+    if not isinstance(partition, Partition):
+        known = [own for own in partition.values() if isinstance(own, Partition)]
+        if not known:
+            raise TypeError(
+                "the owners of a HeteroData are a dictionary of a Partition for each node "
+                f"type, got {partition!r}; build them with Partition.from_owner"
+            )
+        partition = owners_of_all(data, known[0].num_parts, partition)
+    count = sum(int(store.num_nodes) for store in data.node_stores)
+    if partition.num_nodes != count:
+        raise ValueError(
+            f"the graph has {count} nodes of all types, the partition "
+            f"{partition.num_nodes}; cut this graph"
+        )
+    figures, types = report_of_hetero(data, partition)
+    owners = partition
+    return _Parts(
+        owners, figures, lambda part: part_of_hetero(data, owners, types, part), types
+    )
+
+
+def part_of(
+    data: Data,
+    kinds: Mapping[str, Kind],
+    partition: Partition,
+    part: int,
+    home: Tensor | None = None,
+) -> PartShare:
+    """Takes one part of a graph in memory: its nodes, and the edges into them.
+
+    Args:
+        data: the whole graph.
+        kinds: of its attributes, as `attribute_kinds` returns them.
+        partition: the owners of its nodes.
+        part: the number of the part.
+        home: the part of each edge, where it is known.
+    """
+    assert data.edge_index is not None
+    edge_index = data.edge_index.detach().as_subclass(Tensor).cpu()
+    home = partition.owner_of(edge_index[1]) if home is None else home
+    gid = {"node": partition.gids(part), "edge": (home == part).nonzero().view(-1)}
+    rows: dict[Kind, dict[str, Any]] = {"node": {}, "edge": {}, "graph": {}}
+    for name, kind in kinds.items():
+        value = data[name]
+        if kind != "graph":
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            value = value.detach()[gid[kind].to(value.device)]
+        rows[kind][name] = value
+    return PartShare(
+        part=part,
+        partition=partition,
+        num_edges_global=edge_index.size(1),
+        node_gid=gid["node"],
+        edge_gid=gid["edge"],
+        edge_index=edge_index[:, gid["edge"]],
+        node=rows["node"],
+        edge=rows["edge"],
+        graph=rows["graph"],
+    )
+
+
+def _write_all(out: Path, parts: _Parts) -> None:
+    partition, shares = parts.partition, range(parts.partition.num_parts)
     files = {OWNER: write_array(out / OWNER, partition.owner)}
-    for name, attr in attributes.items():
-        if attr["kind"] == "graph":
-            file = file_name("graph", name)
-            files[file] = write_array(out / file, torch.as_tensor(source.data[name]))
-    home = partition.owner[source.edge_index[1].long()]
-    for part in tqdm(range(partition.num_parts), "writing parts", disable=None):
-        files |= _write_part(out, source, home, part)
-    num_edges = source.edge_index.size(1)
-    meta = graph_meta(partition, num_edges, attributes, values, figures, files)
-    write_meta(out, meta)
+    attributes: Meta = {}
+    values: Meta = {}
+    for part in tqdm(shares, "writing parts", disable=None):
+        share = parts.take(part)
+        if not part:
+            attributes, values = _describe(share, parts.types)
+            for name, attr in attributes.items():
+                if attr["kind"] == "graph":
+                    file = file_name("graph", name)
+                    tensor = _dense(name, share.graph[name])
+                    files[file] = write_array(out / file, tensor)
+        files |= _write_part(out, share)
+    num_edges = sum(parts.figures.edges)
+    told = attributes, values, parts.figures, files
+    write_meta(out, graph_meta(partition, num_edges, *told, parts.types))
 
 
 def graph_meta(
@@ -342,9 +400,11 @@ def graph_meta(
     values: Meta,
     figures: PartitionReport,
     files: Meta,
+    types: GraphTypes | None = None,
 ) -> Meta:
     """Returns what META.json says of a graph, for `write_meta`."""
-    return {
+    several = {} if types is None else {"types": types_to_meta(types)}
+    return several | {
         "num_nodes": partition.num_nodes,
         "num_edges": num_edges,
         "num_parts": partition.num_parts,
@@ -356,42 +416,42 @@ def graph_meta(
     }
 
 
-def _write_part(
-    out: Path, source: _Source, home: Tensor, part: int
-) -> dict[str, dict[str, str | int]]:
-    folder = part_name(part)
+def _write_part(out: Path, share: PartShare) -> dict[str, dict[str, str | int]]:
+    folder = part_name(share.part)
     (out / folder).mkdir()
-    node_gid = source.partition.gids(part)
-    edge_gid = (home == part).nonzero().view(-1)
-    files = {}
-
-    def write(name: str, tensor: Tensor) -> None:
-        files[f"{folder}/{name}"] = write_array(out / folder / name, tensor)
-
-    write("node_gid.npy", node_gid)
-    write("edge_gid.npy", edge_gid)
-    write("edge_index.npy", source.edge_index[:, edge_gid].to(torch.int64))
-    for name, kind in source.kinds.items():
-        if kind != "graph":
-            rows = torch.as_tensor(source.data[name])
-            gid = node_gid if kind == "node" else edge_gid
-            write(file_name(kind, name), rows[gid.to(rows.device)])
+    arrays = {
+        "node_gid.npy": share.node_gid,
+        "edge_gid.npy": share.edge_gid,
+        "edge_index.npy": share.edge_index.to(torch.int64),
+        **{file_name("node", name): rows for name, rows in share.node.items()},
+        **{file_name("edge", name): rows for name, rows in share.edge.items()},
+    }
+    files = {
+        f"{folder}/{name}": write_array(out / folder / name, _dense(name, array))
+        for name, array in arrays.items()
+    }
     sync(out / folder)
     return files
 
 
-def _describe(data: Data, kinds: dict[str, Kind]) -> tuple[Meta, Meta]:
+def _describe(share: PartShare, types: GraphTypes | None) -> tuple[Meta, Meta]:
     """Sorts attributes into arrays (kind, dtype and shape) and plain values."""
     attributes: Meta = {}
     values: Meta = {}
-    for name, kind in kinds.items():
-        value = data[name]
-        if _is_plain(value):
-            values[name] = value
-            continue
-        tensor = _dense(name, value)
-        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
-        attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
+    totals: Any = {"node": share.partition.num_nodes, "edge": share.num_edges_global}
+    kinds: tuple[Kind, ...] = ("node", "edge", "graph")
+    for kind in kinds:
+        for name, value in getattr(share, kind).items():
+            if _is_plain(value):
+                values[name] = value
+                continue
+            tensor = _dense(name, value)
+            dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
+            if kind != "graph":
+                shape[0] = totals[kind]
+                if types is not None:
+                    shape[0] = sum(types.of(kind)[key_parts(name)[0]])
+            attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
     return attributes, values
 
 
@@ -428,13 +488,6 @@ def _edges(data: Data, partition: Partition) -> Tensor:
         )
     edge_index: Tensor = data.edge_index
     return edge_index.detach().as_subclass(Tensor).cpu()
-
-
-def _train_mask(source: _Source) -> Tensor | None:
-    if source.kinds.get("train_mask") != "node":
-        return None
-    mask = torch.as_tensor(source.data["train_mask"])
-    return mask if mask.dim() == 1 and mask.dtype == torch.bool else None
 
 
 def attribute_kinds(
@@ -518,43 +571,6 @@ def _kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{_what(data[name])}; make it as long, or rename it to keep it as it is"
         )
     return "graph"
-
-
-def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
-    """Returns whose rows an attribute of a PyG Batch has, or None where that is not known.
-
-    Args:
-        data: the Batch; of anything else nothing is known.
-        store: the Batch, or one of its stores.
-        name: that of the attribute, which PyG joined graph after graph.
-    """
-    every = getattr(data, "_slice_dict", {}) if isinstance(data, Batch) else {}
-    key = getattr(store, "_key", None)
-    slices = every if key is None else every.get(key, {})
-    found, value = slices.get(name), store[name]
-    if not isinstance(found, Tensor) or found.dim() != 1 or not hasattr(value, "shape"):
-        return None
-    if not len(value.shape) or len(value) != int(found[-1]):
-        return None  # it has been replaced since
-    own: dict[Kind, Any] = {"node": store.get("ptr"), "edge": slices.get("edge_index")}
-    fits = [k for k, v in own.items() if v is not None and torch.equal(found, v.cpu())]
-    if len(fits) > 1:
-        return None
-    return fits[0] if fits else "graph"
-
-
-def labels_pairs(store: Any, name: str) -> bool:
-    """Tells whether an attribute has a row for each column of its own `[2, k]` index.
-
-    Args:
-        store: a Data, or one of its stores.
-        name: that of the attribute, as edge_label, beside which is edge_label_index.
-    """
-    index = f"{name}_index"
-    if index not in store or index in STRUCTURE:
-        return False
-    shape, own = (tuple(getattr(store[key], "shape", ())) for key in (index, name))
-    return len(shape) == 2 and shape[0] == 2 and own[:1] == shape[1:]
 
 
 def _length(data: Data, name: str) -> int | None:

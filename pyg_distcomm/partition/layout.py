@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def part_name(part: int) -> str:
 
 def file_name(kind: str, name: str) -> str:
     """Names the file of an attribute; odd characters are percent-encoded."""
-    return f"{kind}__{quote(name, safe='')}.npy"
+    return f"{kind}__{quote(name, safe=',')}.npy"
 
 
 def is_folder(folder: str | Path) -> bool:
@@ -229,8 +229,14 @@ def _problems(meta: Meta) -> Iterator[str]:
         if not isinstance(meta[name], kind):
             yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
     yield from _wrong_report(meta)
+    if "types" in meta:
+        problem = next(_wrong_types(meta["types"], meta), None)
+        if problem is not None:  # the attributes are read by them
+            yield problem
+            return
     for name, value in meta["values"].items():
-        if name in _STRUCTURE or name in meta["attributes"]:
+        last = name.rpartition(",")[2] if "types" in meta else name
+        if last in _STRUCTURE or name in meta["attributes"]:
             yield f"values.{name} is {str(value)[:80]}, but {name!r} has a file"
     for name, attr in meta["attributes"].items():
         yield from _wrong_attribute(name, attr, meta)
@@ -291,6 +297,48 @@ def _wrong_blocks(where: str, report: dict[str, Any], parts: int) -> Iterator[st
             yield f"{got}, wanted {wanted} counts for the grid {grid}"
 
 
+def _wrong_types(types: Any, meta: Meta) -> Iterator[str]:
+    nodes = types.get("nodes") if isinstance(types, dict) else None
+    edges = types.get("edges") if isinstance(types, dict) else None
+    if not isinstance(nodes, dict) or not isinstance(edges, list):
+        yield f"types is {str(types)[:80]}, wanted nodes and edges by type"
+        return
+    parts, totals = meta["num_parts"], {"nodes": [0] * meta["num_parts"]}
+    totals |= {"edges": [0] * parts, "halo_rows": [0] * parts}
+    found = [("nodes", f"types.nodes.{name}", nodes[name]) for name in nodes]
+    for place, one in enumerate(edges):
+        where = f"types.edges[{place}]"
+        kind: Any = one.get("type") if isinstance(one, dict) else None
+        if not isinstance(kind, list) or [*map(type, kind)] != [str] * 3:
+            yield f"{where} is {str(one)[:80]}, wanted a type of three names"
+            return
+        if kind[0] not in nodes or kind[2] not in nodes:
+            yield f"{where} is of {kind}, but types.nodes has {list(nodes)}"
+        found += [
+            (what, f"{where}.{what}", one[what]) for what in ("edges", "halo_rows")
+        ]
+    if len({tuple(one["type"]) for one in edges}) < len(edges):
+        yield "types.edges names a type twice"
+    for what, where, counts in found:
+        if not _are_counts(counts, parts):
+            yield f"{where} is {str(counts)[:80]}, wanted {parts} counts"
+            return
+        totals[what] = [a + b for a, b in zip(totals[what], counts, strict=True)]
+    for what, counts in totals.items():
+        if counts != meta["report"][what]:
+            yield f"types have {what} {counts}, but the report has {meta['report'][what]}"
+
+
+def _rows_of_type(name: str, kind: str, meta: Meta) -> int | None:
+    """Returns how many nodes or edges an attribute of a HeteroData has rows of."""
+    *steps, _ = map(unquote, name.split(","))
+    nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
+    known = [([name], nodes[name]) for name in nodes]
+    if kind == "edge":
+        known = [(each["type"], each["edges"]) for each in edges]
+    return next((sum(counts) for found, counts in known if found == steps), None)
+
+
 def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
     if not isinstance(attr, dict):
         yield f"attributes.{name} is {attr!r}, wanted a dict"
@@ -303,6 +351,10 @@ def _wrong_attribute(name: str, attr: Any, meta: Meta) -> Iterator[str]:
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         yield f"attributes.{name}.shape is {shape!r}, wanted sizes of at least 0"
     rows = {"node": meta["num_nodes"], "edge": meta["num_edges"]}.get(kind)
+    if "types" in meta and kind in ("node", "edge"):
+        rows = _rows_of_type(name, kind, meta)
+        if rows is None:
+            yield f"attributes has {name!r}, which is of no {kind} type of the graph"
     if rows is not None and shape[:1] != [rows]:
         yield f"attributes.{name}.shape is {shape}, wanted {rows} rows"
 

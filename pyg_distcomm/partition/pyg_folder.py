@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.partition.folder import PartShare
 from pyg_distcomm.partition.layout import META, Meta, load_json
+from pyg_distcomm.partition.part_share import PartShare
 from pyg_distcomm.partition.partition import Partition
 
 __all__ = [

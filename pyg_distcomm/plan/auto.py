@@ -32,12 +32,12 @@ from pyg_distcomm.partition.cutters import (
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE
+from pyg_distcomm.plan.arguments import check_options
 from pyg_distcomm.plan.calibrate import calibrate, once
 from pyg_distcomm.plan.codecs import Asked, codings
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.planner import (
-    check_options,
     dtype_of,
     edges_of,
     plan,

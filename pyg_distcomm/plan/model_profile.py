@@ -197,7 +197,7 @@ def _run(model: Module, num_features: int, trained: bool, visit: _Recorder) -> N
     x = torch.zeros(2, num_features, dtype=dtype)
     data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 0]]))
     data.edge_weight = torch.ones(2, dtype=dtype)
-    mesh = _observed(visit.note_sum)
+    mesh = observed(visit.note_sum)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
     visit.x = share.x.requires_grad_(trained)
     edges = share.edge_index.topology
@@ -224,7 +224,7 @@ def _recording(add_rows: Any, visit: _Recorder) -> Any:
     return run
 
 
-def _observed(observer: Callable[[Tensor, bool], None]) -> Mesh:
+def observed(observer: Callable[[Tensor, bool], None]) -> Mesh:
     """Returns a mesh of one rank that reports what more ranks would sum."""
     mesh = alone((1, 1, 1), 0, torch.device("cpu"))
     parts = {f.name: getattr(mesh, f.name) for f in fields(mesh)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm.mesh import ALGORITHMS, Grid, Mesh
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
@@ -22,9 +20,17 @@ from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.pipeline.schedule import BUBBLE, fewest_chunks
+from pyg_distcomm.plan.arguments import (
+    check_hetero_options,
+    check_options,
+    check_width,
+    grid_of,
+    ranks_of,
+)
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, adds_on_grid, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
+from pyg_distcomm.plan.hetero import plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
@@ -37,91 +43,6 @@ from pyg_distcomm.plan.training import (
     training_of,
     training_of_model,
 )
-
-
-def ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
-    """Returns how many ranks to plan for."""
-    if ranks is None:
-        if mesh is not None:
-            return mesh.size
-        if isinstance(partition, Partition):
-            return partition.num_parts
-        raise ValueError("plan needs ranks=P, or the mesh whose ranks it is for")
-    size = _integer(ranks)
-    if size is None or size < 1:
-        raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
-    if mesh is not None and mesh.size != size:
-        raise ValueError(
-            f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
-        )
-    return size
-
-
-def grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
-    """Returns the grid that alone is asked for."""
-    if grid is None:
-        return None
-    sides = [_integer(n) for n in grid] if isinstance(grid, (tuple, list)) else []
-    if len(sides) != 3 or any(n is None or n < 1 for n in sides):
-        raise ValueError(
-            f"grid={grid!r} must be three whole numbers above 0: (row, col, fiber)"
-        )
-    if algorithm is not None:
-        raise ValueError(
-            f"grid={tuple(grid)} and algorithm={algorithm!r} both choose the grids; give "
-            "one of them"
-        )
-    r, s, p = sides
-    if r * s * p != size:  # type: ignore[operator]
-        raise ValueError(f"grid={tuple(grid)} does not have {size} ranks")
-    return r, s, p  # type: ignore[return-value]
-
-
-def _integer(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-
-
-def check_options(
-    machine: Any,
-    memory: Any,
-    stages: tuple[bool, Any, Any, Any],
-    grids: tuple[Grid | None, str | None],
-) -> None:
-    """Refuses options of wrong types, and those that would be ignored."""
-    if not isinstance(machine, (Machine, type(None))):
-        raise TypeError(
-            "machine must be a pdc.Machine, as pdc.Machine.load(path) returns, got "
-            f"{machine!r}"
-        )
-    number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if memory is not None and not number:
-        raise TypeError(
-            f"memory must be a number of bytes, as 24 * 2**30, got {memory!r}"
-        )
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
-    pipeline, chunks, most, skips = stages
-    if pipeline and grids != (None, None):
-        raise ValueError(
-            "pipeline=True plans for stages beside all grids; leave algorithm and grid out"
-        )
-    if not pipeline and (chunks is not None or skips != 0 or most != BUBBLE):
-        raise ValueError("chunks, bubble and skips are of stages; add pipeline=True")
-
-
-def check_width(graph: Any, first: int, inputs: str) -> None:
-    """Refuses widths that do not begin with that of the features, where these go in."""
-    x = graph.x if isinstance(graph, Data) else None
-    if not isinstance(x, Tensor) or x.dim() != 2 or inputs != "constant":
-        return
-    if first != x.size(1):
-        raise ValueError(
-            f"widths begin with {first}, and data.x has {x.size(1)} features; if they go "
-            'through something else first, say inputs="changing"'
-        )
 
 
 def training_asked(
@@ -220,7 +141,7 @@ def plan(
 ) -> LoaderPlans: ...
 @overload
 def plan(
-    graph: Data | Tensor | RandomGraph,
+    graph: Data | HeteroData | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
     ranks: int | None = None,
     *,
@@ -242,7 +163,7 @@ def plan(
     dtype: torch.dtype | None = None,
 ) -> Plans: ...
 def plan(
-    graph: Data | Tensor | RandomGraph,
+    graph: Data | HeteroData | Tensor | RandomGraph,
     widths: Sequence[int] | None = None,
     ranks: int | None = None,
     *,
@@ -271,7 +192,9 @@ def plan(
     third epoch on, when products of constant inputs are kept); means for a `RandomGraph`.
 
     Args:
-        graph: the whole graph, its edge_index, or a `RandomGraph` by size and law.
+        graph: the whole graph, its edge_index, or a `RandomGraph` by size and law. Of a
+            HeteroData the plan has the bytes of each edge type (`relation_bytes`); widths
+            are then those of hidden layers and the output.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; a mesh is only counted.
         model: instead of widths, or its layers as `Pipeline` takes them; run on two nodes.
@@ -304,19 +227,39 @@ def plan(
     staged = pipeline, chunks, bubble, skips
     check_options(machine, memory, staged, (grid, algorithm))
     size = ranks_of(ranks, mesh, partition)
+    machine, cutting = machine or Machine(), (graph, size, partition, seed)
+    read = widths, model, layers, inputs, dtype
+    if isinstance(graph, HeteroData):
+        check_hetero_options(loader, pipeline, codecs, grid, algorithm, size)
+        return plan_hetero(cutting, read, machine, memory)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
-        asked = loader, machine or Machine(), memory
-        return _loader_plans((graph, size, partition, seed), others, asked)
+        return _loader_plans(cutting, others, (loader, machine, memory))
+    return _graph_plans(
+        cutting, read, staged, (machine, memory, grid, algorithm, codecs)
+    )
+
+
+def _graph_plans(
+    cutting: tuple[Any, int, Any, int],
+    read: tuple[Any, Any, Any, str, torch.dtype | None],
+    staged: tuple[bool, int | None, float, int],
+    how: tuple[Machine, float | None, Any, str | None, Sequence[Asked]],
+) -> Plans:
+    """Returns the plans of all grids, and of stages."""
+    (graph, size, partition, seed), (machine, memory, grid, algorithm, codecs) = (
+        cutting,
+        how,
+    )
+    widths, model, layers, inputs, dtype = read
     grid = grid_of(grid, algorithm, size)
     dtype = dtype_of(graph, model, dtype)
     training = training_asked(graph, widths, model, layers, inputs, dtype)
-    machine, cutting = machine or Machine(), (graph, size, partition, seed)
     source, words, owners = _source(*cutting, grid)
     found, links = [], codings(codecs)
-    if pipeline:
-        read = (model, graph, staged), (source, partition, seed)
-        found += _pipelines(*read, training, machine, size, links, dtype)
+    if staged[0]:
+        stages = (model, graph, staged), (source, partition, seed)
+        found += _pipelines(*stages, training, machine, size, links, dtype)
     grids = _grids(size, algorithm, grid)
     found += _on_grids(grids, cutting, source, training, machine, links, dtype)
     ranked, refused = _ranked(found, training, machine, memory)

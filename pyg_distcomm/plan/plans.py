@@ -49,6 +49,7 @@ class Plan:
         remark: how a pipeline compares with graph parallelism.
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
+        relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
     """
 
     grid: Grid
@@ -72,6 +73,7 @@ class Plan:
     balance: tuple[int, ...] = ()
     remark: str = ""
     missing: str = ""
+    relation_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -141,6 +143,7 @@ class Plan:
             "balance": list(self.balance),
             "remark": self.remark,
             "missing": self.missing,
+            "relation_bytes": dict(self.relation_bytes),
         }
 
 
@@ -238,6 +241,11 @@ class Plans(Sequence[Plan]):
             parts.append(
                 f"the best of each grid; {left} more are predicted to be slower"
             )
+        parts += [
+            f"{name:<32} {show_bytes(count)} in all"
+            for plan in shown
+            for name, count in plan.relation_bytes.items()
+        ]
         parts += _remarks(shown, self.machine)
         parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()

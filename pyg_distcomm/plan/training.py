@@ -14,7 +14,7 @@ from torch_geometric.nn import GCN2Conv, GCNConv, SAGEConv
 
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.product_cache import MultiplyOrder
-from pyg_distcomm.plan.model_profile import Round, Visited, bare, is_layer, visited
+from pyg_distcomm.plan.model_profile import Round, bare, is_layer, visited
 
 INPUTS = ("constant", "changing", "trained")
 KINDS = ("gcn", "sage", "halo")
@@ -248,7 +248,7 @@ def training_of_model(
     layers: list[LayerShape] = []
     try:
         calls, norms, sums = visited(model, num_features, inputs == "trained")
-        layers = [_layer_called(call) for call in calls]
+        layers = [layer_called(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
         missing += [
             f"rows that {type(call.conv).__name__} reads against the edges"
@@ -296,7 +296,7 @@ def features_of(model: torch.nn.Module) -> int:
     )
 
 
-def _layer_called(call: Visited) -> LayerShape:
+def layer_called(call: Any) -> LayerShape:
     """Reads a layer, and what a run has shown of it."""
     conv, (kind, fresh) = call.conv, _kind_of(call.conv)
     read = LayerShape(kind, call.width, call.out, fresh)

@@ -421,7 +421,7 @@ def _put_pairs(x: RowShardedTensor, ids: Any, columns: Any, value: Any) -> None:
 
 def _places(x: RowShardedTensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the local places of ids that are here, and which of them are."""
-    ids = torch.where(ids < 0, ids + x.rows.count, ids).cpu()
+    ids = _checked_ids(ids, x.rows.count)
     place, order = x.rows.place.sort()
     if not len(place):
         return ids[:0], torch.zeros_like(ids, dtype=torch.bool)

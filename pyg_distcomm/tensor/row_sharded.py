@@ -197,9 +197,10 @@ def fit_plain(
     Raises:
         TypeError: if it has another number of rows.
     """
-    if value.dim() < width or value.size(0) == 1:
-        return value
     rows = like if isinstance(like, Rows) else like.rows
+    known = rows.total if rows.whole else vars(rows).get("count", rows.known)
+    if value.dim() < width or (value.size(0) == 1 and known != 1):
+        return value
     inside = rows.mesh.local_sizes if isinstance(like, Rows) else like.reads_local
     count = value.size(0)
     if value.dim() == width:

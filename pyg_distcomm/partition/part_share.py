@@ -1,0 +1,268 @@
+"""Holds one part of a graph, of one type of nodes and edges or of several, and merges parts.
+
+[Note: several types] Nodes of all types are numbered one after another, in the order of the
+HeteroData, and so are its edges. The ids of one type are then a range, and a part that lists
+its nodes and edges in ascending order has those of each type side by side. An attribute of a
+type goes by a key that names both, as "author,writes,paper,time".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch
+
+from pyg_distcomm.partition.partition import Counts, Partition
+
+EdgeType = tuple[str, str, str]
+NodeOrEdgeType = str | EdgeType
+Level = Literal["node", "edge"]
+Kind = Literal["node", "edge", "graph"]  # whose rows an attribute has
+
+
+def attribute_key(kind: NodeOrEdgeType | None, name: str) -> str:
+    """Names an attribute of a type, or of the whole HeteroData if the type is None."""
+    steps = [] if kind is None else [kind] if isinstance(kind, str) else [*kind]
+    return ",".join(quote(step, safe=" ") for step in (*steps, name))
+
+
+def key_parts(key: str) -> tuple[NodeOrEdgeType | None, str]:
+    """Returns the type and the name of an attribute.
+
+    Raises:
+        ValueError: for what `attribute_key` did not return.
+    """
+    *steps, name = map(unquote, key.split(","))
+    if not steps:
+        return None, name
+    if len(steps) == 1:
+        return steps[0], name
+    if len(steps) != 3:
+        raise ValueError(f"{key!r} names no attribute of a node or edge type")
+    return (steps[0], steps[1], steps[2]), name
+
+
+@dataclass(frozen=True)
+class GraphTypes:
+    """Names the types of a graph, and counts what each part owns of them.
+
+    nodes  by node type, the nodes of each part
+    edges  by edge type, the edges of each part
+    halo   by edge type, the distinct sources of each part that other parts own; may be
+           empty where nobody has counted them
+    """
+
+    nodes: dict[str, Counts]
+    edges: dict[EdgeType, Counts]
+    halo: dict[EdgeType, Counts] = field(default_factory=dict)
+
+    def of(self, level: Level) -> Mapping[Any, Counts]:
+        """Returns the counts of nodes or of edges."""
+        return self.nodes if level == "node" else self.edges
+
+    def ranges(self, level: Level) -> dict[Any, tuple[int, int]]:
+        """Returns where the ids of each type begin and end."""
+        counts = self.of(level)
+        ends = [0, *itertools.accumulate(map(sum, counts.values()))]
+        return dict(zip(counts, itertools.pairwise(ends), strict=True))
+
+    def slices(self, level: Level, part: int) -> dict[Any, slice]:
+        """Returns where the nodes or edges of each type stand in the list of a part."""
+        counts = self.of(level)
+        ends = [0, *itertools.accumulate(each[part] for each in counts.values())]
+        pairs = itertools.pairwise(ends)
+        return {kind: slice(*pair) for kind, pair in zip(counts, pairs, strict=True)}
+
+    def merged(self, home: list[int], num_parts: int) -> GraphTypes:
+        """Returns the counts of fewer parts; `home` has the new part of each."""
+
+        def summed(counts: Counts) -> Counts:
+            totals = [0] * num_parts
+            for part, count in zip(home, counts, strict=True):
+                totals[part] += count
+            return tuple(totals)
+
+        return GraphTypes(
+            {kind: summed(counts) for kind, counts in self.nodes.items()},
+            {kind: summed(counts) for kind, counts in self.edges.items()},
+        )
+
+
+def types_to_meta(types: GraphTypes) -> dict[str, Any]:
+    """Returns what META.json says of the types of a graph."""
+    edges = [
+        {"type": [*kind], "edges": [*counts], "halo_rows": [*types.halo[kind]]}
+        for kind, counts in types.edges.items()
+    ]
+    return {"nodes": {kind: [*n] for kind, n in types.nodes.items()}, "edges": edges}
+
+
+def types_from_meta(meta: Mapping[str, Any]) -> GraphTypes | None:
+    """Reads the types from META.json, which has been checked; None of a Data."""
+    if "types" not in meta:
+        return None
+    nodes, edges = meta["types"]["nodes"], meta["types"]["edges"]
+
+    def by_type(what: str) -> dict[EdgeType, Counts]:
+        return {tuple(each["type"]): tuple(each[what]) for each in edges}
+
+    return GraphTypes(
+        {kind: tuple(counts) for kind, counts in nodes.items()},
+        by_type("edges"),
+        by_type("halo_rows"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PartShare:
+    """Holds one part of a graph as it is on disk (n_i nodes, e_i edges).
+
+    node_gid   [n_i] int64, ascending
+    edge_gid   [e_i] int64: places in the edge_index of the whole graph
+    edge_index [2, e_i] int64, node ids of the whole graph; targets are this part's
+    node, edge attributes with a row per own node or edge
+    graph      attributes of the whole graph: tensors and plain values
+    types      of a HeteroData, whose ids and attributes follow [Note: several types]
+    """
+
+    part: int
+    partition: Partition
+    num_edges_global: int
+    node_gid: Tensor
+    edge_gid: Tensor
+    edge_index: Tensor
+    node: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    graph: dict[str, Any]
+    types: GraphTypes | None = None
+
+    def gid_of(self, level: Level, key: str) -> Tensor:
+        """Returns the ids of the nodes or edges that an attribute has rows of."""
+        gid = self.node_gid if level == "node" else self.edge_gid
+        if self.types is None:
+            return gid
+        return gid[self.slices(level)[key_parts(key)[0]]]
+
+    def slices(self, level: Level) -> dict[Any, slice]:
+        """Returns where the nodes or edges of each type stand; none of a Data."""
+        return {} if self.types is None else self.types.slices(level, self.part)
+
+    def sources(self) -> list[Tensor]:
+        """Lists the sources of the edges of each type, whose rows travel by themselves."""
+        if self.types is None:
+            return [self.edge_index[0]]
+        return [self.edge_index[0, place] for place in self.slices("edge").values()]
+
+    def __repr__(self) -> str:
+        kinds = ""
+        if self.types is not None:
+            kinds = f"{len(self.types.nodes)} node types, {len(self.types.edges)} edge types, "
+        return (
+            f"PartShare({self.part}/{self.partition.num_parts}, {kinds}"
+            f"{self.node_gid.numel()} of {self.partition.num_nodes} nodes, "
+            f"{self.edge_gid.numel()} of {self.num_edges_global} edges, "
+            f"node={list(self.node)}, edge={list(self.edge)}, graph={list(self.graph)})"
+        )
+
+
+def merged(parts: list[PartShare], num_parts: int) -> PartShare:
+    """Joins parts that follow one another into one of fewer, even ones: see `load_partition`.
+
+    Rows ascend by node id, and edges by their place in the whole graph, as in one part.
+
+    Args:
+        parts: those from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
+        num_parts: P.
+
+    Raises:
+        ValueError: if one part has rows of another name, width or dtype than the first.
+    """
+    first = parts[0]
+    for other in parts[1:]:
+        _check_alike(first, other)
+    before = first.partition.num_parts
+    if num_parts == before:
+        return first
+    place = torch.arange(before)
+    cuts = torch.tensor([k * before // num_parts for k in range(1, num_parts)])
+    home = torch.bucketize(place, cuts, right=True) if num_parts > 1 else 0 * place
+    owner = home[first.partition.owner.long()]
+    edge_gid, edge_order = torch.cat([part.edge_gid for part in parts]).sort()
+
+    def rows(level: Level) -> dict[str, Tensor]:
+        found = {}
+        for key in getattr(first, level):
+            order = torch.cat([part.gid_of(level, key) for part in parts]).argsort()
+            held = [getattr(part, level)[key] for part in parts]
+            found[key] = torch.cat(held)[order]
+        return found
+
+    types = first.types
+    return PartShare(
+        part=int(home[first.part]),
+        partition=Partition.from_owner(owner, num_parts, first.partition.num_nodes),
+        num_edges_global=first.num_edges_global,
+        node_gid=torch.cat([part.node_gid for part in parts]).sort()[0],
+        edge_gid=edge_gid,
+        edge_index=torch.cat([part.edge_index for part in parts], 1)[:, edge_order],
+        node=rows("node"),
+        edge=rows("edge"),
+        graph=first.graph,
+        types=None if types is None else types.merged(home.tolist(), num_parts),
+    )
+
+
+def _check_alike(first: PartShare, other: PartShare) -> None:
+    for kind in ("node", "edge"):
+        one, two = (
+            {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
+            for held in (getattr(first, kind), getattr(other, kind))
+        )
+        if one != two:
+            raise ValueError(
+                f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
+                f"are {one} and {two}"
+            )
+
+
+def labels_pairs(store: Any, name: str) -> bool:
+    """Tells whether an attribute has a row for each column of its own `[2, k]` index.
+
+    Args:
+        store: a Data, or one of its stores.
+        name: that of the attribute, as edge_label, beside which is edge_label_index.
+    """
+    index = f"{name}_index"
+    if index not in store or index in ("edge_index", "num_nodes"):
+        return False
+    shape, own = (tuple(getattr(store[key], "shape", ())) for key in (index, name))
+    return len(shape) == 2 and shape[0] == 2 and own[:1] == shape[1:]
+
+
+def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
+    """Returns whose rows an attribute of a PyG Batch has, or None where that is not known.
+
+    Args:
+        data: the Batch; of anything else nothing is known.
+        store: the Batch, or one of its stores.
+        name: that of the attribute, which PyG joined graph after graph.
+    """
+    every = getattr(data, "_slice_dict", {}) if isinstance(data, Batch) else {}
+    key = getattr(store, "_key", None)
+    slices = every if key is None else every.get(key, {})
+    found, value = slices.get(name), store[name]
+    if not isinstance(found, Tensor) or found.dim() != 1 or not hasattr(value, "shape"):
+        return None
+    if not len(value.shape) or len(value) != int(found[-1]):
+        return None  # it has been replaced since
+    own: dict[Kind, Any] = {"node": store.get("ptr"), "edge": slices.get("edge_index")}
+    fits = [k for k, v in own.items() if v is not None and torch.equal(found, v.cpu())]
+    if len(fits) > 1:
+        return None
+    return fits[0] if fits else "graph"
