@@ -79,10 +79,9 @@ def partition(
             and receives fewer rows; never to a worse partition.
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
         link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly.
-        memory: the bytes that layers may take on this rank, or "8GiB" say: what is more goes
-            to memory-mapped files, halos come in stages, and layers that keep messages run
-            on chunks of nodes, again in the backward pass. Same numbers and same bytes.
-            None is without a cap.
+        memory: the bytes that layers may take on a rank, "8GiB" say: what is more goes to
+            files, halos come in stages, and messages are made in chunks of targets, twice.
+            Same numbers, same bytes. None is without a cap.
         node_attrs: attributes to take as node-level where sizes are ambiguous.
         edge_attrs: attributes to take as edge-level where sizes are ambiguous.
 
@@ -106,18 +105,17 @@ def partition(
     _agree_same(asked | _marks(data, kinds), mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
-    if planned:
-        share = _share_of(data, kinds, mesh.owners, mesh.rank)
-        out = _as_planned(_assemble(share, mesh, oblivious, memory), oblivious)
-        return _with_sparse(_linked(out, link), weight, looped)
-    owners = _cut_once(data, mesh, "metis" if method is None else method, seed, refine)
-    share = _share_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
+    if planned:
+        owners = mesh.owners
+    else:
+        owners = _cut_once(data, mesh, how if method is None else method, seed, refine)
+    share = _share_of(data, kinds, owners, mesh.rank)
+    out = _assemble(share, mesh, oblivious, memory)
+    out = _as_planned(out, oblivious) if planned else out
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return _with_sparse(
-        _linked(_assemble(share, mesh, oblivious, memory), link), weight, looped
-    )
+    return _with_sparse(_linked(out, link), weight, looped)
 
 
 def _linked(share: Any, link: LinkPolicy | None) -> Any:
