@@ -82,8 +82,8 @@ def partition(
         memory: the bytes that layers may take on a rank, "8GiB" say: what is more goes to
             files, halos come in stages, and messages are made in chunks of targets, twice.
             Same numbers, same bytes. None is without a cap.
-        node_attrs: attributes to take as node-level where sizes are ambiguous.
-        edge_attrs: attributes to take as edge-level where sizes are ambiguous.
+        node_attrs, edge_attrs: attributes to take as of nodes, or of edges, where sizes
+            are ambiguous.
 
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
@@ -103,7 +103,6 @@ def partition(
     flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
     asked = _asked(method, link, seed=seed, **flags)
     _agree_same(asked | _marks(data, kinds), mesh)
-    assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
     if planned:
