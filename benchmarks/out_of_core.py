@@ -156,13 +156,21 @@ def measured(folder: Path, layer: str, limit: int | None, args) -> dict | str:
                 (inside / "cgroup.procs").write_text(str(os.getpid()))
 
         command = [sys.executable, __file__, "--worker", json.dumps(call)]
-        command += ["--ranks", str(args.ranks)]
-        done = subprocess.run(
-            command, preexec_fn=join, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            return f"ended with {done.returncode}: {done.stderr.strip()[-300:]}"
-        out = json.loads(done.stdout.splitlines()[-1])
+        world = {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(20_000 + time.time_ns() % 20_000)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = []
+        for rank in range(args.ranks):
+            names = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env = names if args.ranks > 1 else dict(os.environ)
+            one = subprocess.Popen(command, preexec_fn=join, env=env, **pipes)
+            ranks.append(one)
+        told = [one.communicate() for one in ranks]
+        for one, (_, errors) in zip(ranks, told, strict=True):
+            if one.returncode:
+                return f"ended with {one.returncode}: {errors.strip()[-300:]}"
+        every = [json.loads(text.splitlines()[-1]) for text, _ in told]
+        out = every[0] | {"anonymous": sum(each["anonymous"] for each in every)}
         held = ("memory.max_usage_in_bytes", "memory.peak")
         found = [inside / name for name in held] if inside is not None else []
         out["group"] = next((int(f.read_text()) for f in found if f.exists()), None)
@@ -185,9 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         call = json.loads(args.worker)
-        order = ("folder", "layer", "memory", "epochs", "hidden")
-        found = pdc.launch(train, args.ranks, *(call[name] for name in order))
-        print(json.dumps(found[0] | {"anonymous": sum(f["anonymous"] for f in found)}))
+        print(json.dumps(train(**call)))
         return
     size = args.gib * GIB
     with tempfile.TemporaryDirectory() as aside:

@@ -84,12 +84,11 @@ def partition(
         oblivious: exchange whole blocks, not rows: the baseline of [Tripathy20].
         link: how the rows of layers travel, `pdc.VARCO(...)` say; None is exactly. Of a
             HeteroData also a dictionary: by edge type, or by the name of a relation.
-        memory: the bytes that layers may take on this rank, or "8GiB" say: what is more goes
-            to memory-mapped files, halos come in stages, and layers that keep messages run
-            on chunks of nodes, again in the backward pass. Same numbers and same bytes.
-            None is without a cap.
-        node_attrs: attributes to take as node-level where sizes are ambiguous.
-        edge_attrs: attributes to take as edge-level where sizes are ambiguous.
+        memory: the bytes that layers may take on a rank, "8GiB" say: what is more goes to
+            files, halos come in stages, and messages are made in chunks of targets, twice.
+            Same numbers, same bytes. None is without a cap.
+        node_attrs, edge_attrs: attributes to take as of nodes, or of edges, where sizes
+            are ambiguous.
 
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
@@ -112,17 +111,17 @@ def partition(
     _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
-    if planned:
-        share = part_of(data, kinds, mesh.owners, mesh.rank)
-        out = _as_planned(_assemble(share, mesh, oblivious, memory), oblivious)
-        return _with_sparse(_linked(out, link), weight, looped)
-    owners = _cut_once(data, mesh, method, seed, refine)
-    share = part_of(data, kinds, owners, mesh.rank)
     how = "metis" if method is None else method if isinstance(method, str) else "owner"
+    if planned:
+        owners = mesh.owners
+    else:
+        owners = _cut_once(data, mesh, method, seed, refine)
+    share = part_of(data, kinds, owners, mesh.rank)
+    out = _assemble(share, mesh, oblivious, memory)
+    out = _as_planned(out, oblivious) if planned else out
+    out = partitioning_batch.as_batch(out, whole)
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    out = _assemble(share, mesh, oblivious, memory)
-    out = partitioning_batch.as_batch(out, whole)
     return _with_sparse(_linked(out, link), weight, looped)
 
 

@@ -139,6 +139,7 @@ class HaloVisit:
             stack.enter_context(RngGuard(self.scene.layer))
             before = _running.set(self)
             stack.callback(_running.reset, before)
+            stack.callback(self.fetched.clear)
             yield
 
     def outcome(self, value: Any) -> Any:

@@ -120,6 +120,8 @@ def arguments_of(
         elif isinstance(value, Tensor):
             original = given[name]
             sharded = isinstance(original, RowShardedTensor)
+            if sharded and original.rows is edges.scene.nodes:
+                return None
             if sharded and original.rows.same_as(edges.rows):
                 found.append(Argument(name, "edge", wrap=type(original).wrap))
             elif sharded or (value.dim() and len(value) > 1):
@@ -235,6 +237,8 @@ class NodeChunks:
         first = torch.cat([count.new_zeros(1), count.cumsum(0)])
         self._first = [int(first[b]) for b in self.bounds]
         self._order = self.cap.moved(torch.argsort(target, stable=True))
+        gid = torch.cat([scene.sources.gid, scene.here.ghost_gid.cpu()])
+        self._gid = self.cap.moved(gid)
         return True
 
     def __len__(self) -> int:
@@ -250,17 +254,16 @@ class NodeChunks:
         source, lid = torch.unique(self.ends[0, edge], return_inverse=True)
         ends = torch.stack([lid, self.ends[1, edge] - begin])
         whole, mesh = self.edges.scene, self.mesh
-        every = torch.cat([whole.sources.gid, whole.here.ghost_gid.cpu()])
         rows: Any = (
             Rows(gid, total, mesh, None, whole=False)  # type: ignore[arg-type]
             for gid, total in (
                 (whole.nodes.gid[begin:end], whole.nodes.total),
-                (every[source.cpu()], whole.sources.total),
+                (self._gid[source.cpu()], whole.sources.total),
                 (self.edges.rows.gid[edge.cpu()], self.edges.rows.total),
             )
         )
         nodes, sources, of_edges = rows
-        none = every[:0]
+        none = self._gid[:0]
         here = LocalGraph(ends[0], ends[1], none, whole.here.halo, end - begin)
         scene = Scene(whole.layer, nodes, sources, here, whole.source, whole.link)
         oriented = ends if whole.source == 0 else ends.flip(0)
