@@ -390,7 +390,7 @@ def _share_of(
         num_edges_global=edge_index.size(1),
         node_gid=node_gid,
         edge_gid=edge_gid,
-        edge_index=edge_index[:, edge_gid],
+        edge_index=edge_index[:, edge_gid].to(data.edge_index.device),
         **parts,
     )
 

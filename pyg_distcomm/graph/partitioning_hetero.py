@@ -142,7 +142,7 @@ def share_hetero(
         if source == target:
             edges = rows_of_edges(mine, ends.size(1), nodes[target])
         out[store._key].edge_index = DistEdgeIndex.build(
-            ends[:, mine],
+            ends[:, mine].to(store.edge_index.device),
             nodes[target],
             edges,
             oblivious=oblivious,
