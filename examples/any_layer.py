@@ -72,17 +72,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
     torch.set_default_dtype(torch.float64)
 
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     whole = load_node_data(args.dataset)
     whole.x = whole.x.double()
+    whole = whole.to(mesh.device)
     data = pdc.partition(whole, mesh)
     fits = []
     for name, (make, distribute) in MODELS.items():
         torch.manual_seed(0)
-        single = make(whole.num_features, num_outputs(whole.y))
+        single = make(whole.num_features, num_outputs(whole.y)).to(mesh.device)
         model = pdc.replicate(distribute(copy.deepcopy(single)), mesh)
         mesh.ledger.reset()
         loss, accuracy = fit(model, data, args.epochs)

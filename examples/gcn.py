@@ -74,11 +74,12 @@ def main():
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--single", action="store_true", help="float32, not float64")
     parser.add_argument("--trace", help="write a timeline of one epoch to this file")
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
     # in float64 rounding stays small over hundreds of steps: what differs would be wrong
     torch.set_default_dtype(torch.float32 if args.single else torch.float64)
 
-    mesh = pdc.init(args.algorithm)
+    mesh = pdc.init(args.algorithm, device=args.device)
     say = print if mesh.rank == 0 else lambda *_: None
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
     whole = load_node_data(name)
@@ -86,9 +87,10 @@ def main():
     sizes = whole.num_features, args.hidden, num_outputs(whole.y)
 
     say(f"{name}: {whole.num_nodes:,} nodes, {whole.num_edges:,} edges; {mesh}")
+    whole = whole.to(mesh.device)
     data = pdc.partition(whole, mesh)
     torch.manual_seed(0)
-    model = pdc.replicate(GCN(DistGCNConv, *sizes), mesh)
+    model = pdc.replicate(GCN(DistGCNConv, *sizes).to(mesh.device), mesh)
     out, accuracy, loss, seconds, optimizer = fit(model, data, args.epochs, say)
     out = out.full_tensor()
 
@@ -103,7 +105,7 @@ def main():
         for threads in sorted({1, torch.get_num_threads() * mesh.size}):
             torch.set_num_threads(threads)
             torch.manual_seed(0)
-            model = GCN(torch_geometric.nn.GCNConv, *sizes)
+            model = GCN(torch_geometric.nn.GCNConv, *sizes).to(mesh.device)
             tries.append((*fit(model, whole, args.epochs, lambda _: None), threads))
         want, accuracy, loss, seconds, _, threads = min(tries, key=lambda a: a[3])
         head = ("", "test accuracy", "last loss", "ms/epoch", "bytes/epoch")

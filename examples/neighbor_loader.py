@@ -20,11 +20,12 @@ from pyg_distcomm.loader import DistNeighborLoader as NeighborLoader
 from pyg_distcomm.loader import shared
 
 
-def train(model, loader, optimizer):
+def train(model, loader, optimizer, device):
     """Trains one epoch; returns its mean loss, and how many seeds this rank had."""
     model.train()
     total, seeds = 0.0, 0
     for batch in loader:
+        batch = batch.to(device)
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index)[: batch.batch_size]
         loss = node_loss(out, batch.y[: batch.batch_size])
@@ -38,10 +39,10 @@ def train(model, loader, optimizer):
 
 
 @torch.no_grad()
-def test(model, data, loader):
+def test(model, data, loader, device):
     """Evaluates layer by layer, all neighbours of all nodes."""
     model.eval()
-    out, y = model.inference(loader), data.y
+    out, y = model.inference(loader, device), data.y
     return [node_score(out[m], y[m]) for m in (data.train_mask, data.test_mask)]
 
 
@@ -50,9 +51,10 @@ def main():
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     torch.manual_seed(0)
     data = shared(lambda: load_node_data(args.dataset))  # once a host, not once a rank
     loader = NeighborLoader(
@@ -67,15 +69,15 @@ def main():
     whole = NeighborLoader(data, num_neighbors=[-1], batch_size=512, split=False)
 
     model = GraphSAGE(data.num_features, 64, 2, num_outputs(data.y), dropout=0.3)
-    replica = pdc.replicate(model, mesh)
+    replica = pdc.replicate(model.to(mesh.device), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     rows = []
     for epoch in range(args.epochs):
         start = time.perf_counter()
-        loss, seeds = train(replica, loader, optimizer)
+        loss, seeds = train(replica, loader, optimizer, mesh.device)
         seconds = time.perf_counter() - start
         if mesh.rank == 0:
-            accuracies = (f"{a:.4f}" for a in test(model, data, whole))
+            accuracies = (f"{a:.4f}" for a in test(model, data, whole, mesh.device))
             rows.append((epoch, f"{loss:.4f}", *accuracies, seeds, f"{seconds:.3f}"))
     if mesh.rank == 0:
         print(f"{args.dataset}, {mesh.size} ranks, {len(loader)} batches each")

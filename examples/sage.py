@@ -64,6 +64,7 @@ def main():
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/sage"))
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--every", type=int, default=20, help="epochs per checkpoint")
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
     size = os.environ.get("WORLD_SIZE", "1")
@@ -72,13 +73,14 @@ def main():
         whole = load_node_data(args.dataset)
         edges, n, mask = whole.edge_index, whole.num_nodes, whole.train_mask
         print(write_folder(folder, whole, cut(edges, n, int(size), train_mask=mask)))
-    mesh = pdc.init()  # the other ranks wait here, until the folder is written
+    mesh = pdc.init(device=args.device)  # others wait here, until the folder is written
     say = print if mesh.rank == 0 else lambda *_: None
 
-    data = pdc.load_partition(folder, mesh)
+    data = pdc.load_partition(folder, mesh).to(mesh.device)
     say(f"\nrank 0 reads {folder}/part_00000: {data}")
     torch.manual_seed(0)
-    model = pdc.replicate(SAGE(data.num_features, 64, num_outputs(data.y)), mesh)
+    model = SAGE(data.num_features, 64, num_outputs(data.y)).to(mesh.device)
+    model = pdc.replicate(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     done = 0

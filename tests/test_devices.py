@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import types
+from pathlib import Path
 
 import pytest
 import tiers
@@ -149,3 +151,30 @@ def test_an_unchanged_layer_names_what_is_misplaced():
     conv = HaloConv(GATConv(7, 4).to("meta"))
     with pytest.raises(ValueError, match=r"GATConv.att_src lies on meta"):
         conv(share.x, share.edge_index)
+
+
+def benchmark():
+    """The module benchmarks/cuda.py, under a name that torch does not look for."""
+    path = Path(__file__).parents[1] / "benchmarks" / "cuda.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_cuda", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without CUDA")
+def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys):
+    assert benchmark().main(["--report", str(tmp_path / "report.md")]) == 1
+    assert "no CUDA device" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@tiers.rare
+@pytest.mark.filterwarnings("ignore")
+def test_the_benchmark_runs_on_tiny_graphs(tmp_path):
+    report = tmp_path / "report.md"
+    assert benchmark().main(["--smoke", "--report", str(report)]) == 0
+    text = report.read_text()
+    assert "Failed" not in text
+    for part in ("SpMM", "GraphSAGE", "synchronisations", "Quantise", "trains"):
+        assert part in text

@@ -76,14 +76,9 @@ class DistEdgeIndex(torch.Tensor):
                 layers then take a pair (x_source, x_target).
         """
         local = edge_index.long().cpu()
-        topology = Topology(
-            local[0],
-            local[1],
-            nodes,
-            edges,
-            "blocks" if oblivious else "auto",
-            sources=None if sources is nodes else sources,
-        )
+        halo = "blocks" if oblivious else "auto"
+        own, device = None if sources is nodes else sources, edge_index.device
+        topology = Topology(local[0], local[1], nodes, edges, halo, device, own)
         return _wrap(edge_index, topology)
 
     @staticmethod

@@ -116,13 +116,18 @@ def partition(
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    share = part_of(data, kinds, owners, mesh.rank)
+    share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
     out = partitioning_batch.as_batch(out, whole)
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return _with_sparse(_linked(out, link), weight, looped)
+
+
+def _placed(share: PartShare, edge_index: Tensor) -> PartShare:
+    """Returns a part whose edges are on the device of the whole graph's."""
+    return replace(share, edge_index=share.edge_index.to(edge_index.device))
 
 
 def _draw_alike(mesh: Mesh) -> None:
@@ -216,6 +221,8 @@ def _partition_hetero(
     _agree(problem, mesh)
     owners = _broadcast(owners, mesh)
     share = part_of_hetero(data, owners, types_of(data, owners), mesh.rank)
+    for store in data.edge_stores[:1]:
+        share = _placed(share, store.edge_index)
     return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)
 
 

@@ -101,9 +101,10 @@ def assemble_hetero(
         edges = Rows(gid, end - begin, mesh, None)
         if source == target:
             edges = rows_of_edges(gid, end - begin, nodes[target])
+        ends = share.edge_index[:, places[kind]]
         first = [[types.ranges("node")[name][0]] for name in (source, target)]
         out[kind].edge_index = DistEdgeIndex.build(
-            share.edge_index[:, places[kind]] - torch.tensor(first),
+            ends - torch.tensor(first, device=ends.device),
             nodes[target],
             edges,
             oblivious=oblivious,
