@@ -28,6 +28,7 @@ from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
     RowShardedTensor,
+    advice,
     first_sharded,
     fit_plain,
     refuse_loader,
@@ -448,8 +449,8 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
     refuse_loader()
     raise TypeError(
-        "make edges sparse by T.ToSparseTensor, or before pdc.partition, which takes "
-        "data.adj_t: torch's own sparse tensors are whole on every rank"
+        f"{advice()}make edges sparse by T.ToSparseTensor, or before pdc.partition, which "
+        "takes data.adj_t: torch's own sparse tensors are whole on every rank"
     )
 
 
