@@ -166,7 +166,7 @@ class Spreader:
             if value is edges or not value.dim() or value.layout != torch.strided:
                 continue
             of_edges = whole and len(value) == count and (count != n or "edge" in name)
-            if of_edges or len(value) == n:
+            if of_edges or (len(value) == n and (whole or "edge" not in name)):
                 data[name] = value
                 named["edge" if of_edges else "node"].append(name)
         share = pdc.partition(

@@ -103,10 +103,13 @@ def partition(
     if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
         out = _as_planned(_assemble(share, mesh, oblivious), oblivious)
+        out = partitioning_batch.as_batch(out, whole)
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    how = "metis" if method is None else method if isinstance(method, str) else "owner"
+    how = (
+        method if isinstance(method, str) else "default" if method is None else "owner"
+    )
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     out = partitioning_batch.as_batch(_assemble(share, mesh, oblivious), whole)
@@ -209,8 +212,9 @@ def _partition_hetero(
     _agree_same(asked | partitioning_hetero.hetero_marks(data, _mark), mesh)
     try:
         if mesh.rank == 0:
+            method = _cutter(method, data, mesh.size, refine)
             owners = partitioning_hetero.cut_hetero(
-                data, mesh.size, _cutter(method, data, mesh.size), seed, refine
+                data, mesh.size, method, seed, refine
             )
     except (TypeError, ValueError) as error:
         problem = error
@@ -321,10 +325,10 @@ def _owners_mark(method: Any) -> str:
     )
 
 
-def _cutter(method: Any, data: Any, parts: int) -> Any:
+def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
     if method is None:
-        return partitioning_batch.default_method(data, parts)
+        return "metis" if refine else partitioning_batch.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
         return partitioning_batch.graph_owners(data, parts)[0]
     return method
@@ -342,7 +346,8 @@ def _cut_once(
         if isinstance(method, Partition):
             _check_fit(method, data, mesh)
         if mesh.rank == 0:
-            owners = _cut(data, mesh, _cutter(method, data, mesh.size), seed, refine)
+            method = _cutter(method, data, mesh.size, refine)
+            owners = _cut(data, mesh, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
