@@ -876,9 +876,9 @@ on many, with `torch_geometric.nn` and `.loader` replaced by `pyg_distcomm`'s,
 `DataLoader`). float64, {args.epochs} epochs, no dropout, data sets at hand or generated.
 *Exact*: all parameters, buffers, gradients and printed numbers are those of PyG's own run on
 one process, to {args.tolerance:g} of the largest. Minibatches: with all neighbours, in order;
-P ranks with B seeds each are compared with one process with P B, in parameters and
-gradients. *needed*: what a user writes beside these lines. *bytes*: what all ranks of the
-last column sent.
+P ranks with B seeds each are compared with one process with P B, in parameters and gradients.
+*needed*: what a user writes beside these lines. *bytes*: what all ranks of the last column
+sent.
 
 {len(good)} of {len(rows)} exact, {len(alone)} of them by these lines alone.
 """

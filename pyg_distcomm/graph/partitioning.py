@@ -7,6 +7,7 @@ import hashlib
 import random
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def partition(
     _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
-    how = "metis" if method is None else method if isinstance(method, str) else "owner"
+    how = (
+        method if isinstance(method, str) else "default" if method is None else "owner"
+    )
     if planned:
         owners = mesh.owners
     else:
@@ -214,7 +217,7 @@ def _partition_hetero(
     _draw_alike(mesh)
     try:
         if mesh.rank == 0:
-            how = _cutter(method, data, mesh.size)
+            how = _cutter(method, data, mesh.size, refine)
             owners = cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
@@ -344,10 +347,10 @@ def _owners_mark(method: Any) -> str:
     )
 
 
-def _cutter(method: Any, data: Any, parts: int) -> Any:
+def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:
     """Returns a method of cutting, or owners, where None or "graphs" stands for them."""
     if method is None:
-        return partitioning_batch.default_method(data, parts)
+        return "metis" if refine else partitioning_batch.default_method(data, parts)
     if isinstance(method, str) and method == "graphs":
         return partitioning_batch.graph_owners(data, parts)[0]
     return method
@@ -365,7 +368,8 @@ def _cut_once(
         if isinstance(method, Partition):
             _check_fit(method, data, mesh)
         if mesh.rank == 0:
-            owners = _cut(data, mesh, _cutter(method, data, mesh.size), seed, refine)
+            method = _cutter(method, data, mesh.size, refine)
+            owners = _cut(data, mesh, method, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)

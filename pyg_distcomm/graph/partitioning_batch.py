@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, HeteroData
 
-UNEVEN = (
-    1.1  # the most work of a rank over the mean, at which whole graphs are still taken
-)
+UNEVEN = 1.1  # the most work of a rank over the mean at which graphs stay whole
 
 
 def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
@@ -48,9 +46,11 @@ def graph_owners(data: Any, parts: int) -> tuple[Any, float]:
 
 def default_method(data: Any, parts: int) -> Any:
     """Returns the owners of whole graphs, where these spread evenly, or "metis"."""
-    if parts == 1 or not isinstance(data, Batch) or data.num_graphs < parts:
+    if parts == 1 or not isinstance(data, Batch):
         return "metis"
     try:
+        if data.num_graphs < parts:
+            return "metis"
         owners, uneven = graph_owners(data, parts)
     except ValueError:  # joined without a batch vector
         return "metis"

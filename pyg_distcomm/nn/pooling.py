@@ -64,6 +64,9 @@ class DistFilterEdges(FilterEdges):
     Shapes: edge_index `[2, e_i]` -> `[2, e'_i]`, edge_attr `[e_i, F]` -> `[e'_i, F]`,
     batch `[n_i]` -> `[k_i]`.
     Price: the k ids of nodes, and the number of each edge that stays, to all ranks.
+
+    Raises:
+        ValueError: on all ranks, for rows of other nodes, or edges that carry weights.
     """
 
     def forward(
@@ -77,8 +80,17 @@ class DistFilterEdges(FilterEdges):
         chosen = select_output.node_index
         if not isinstance(edge_index, DistEdgeIndex) or not _is_sharded(chosen):
             return super().forward(select_output, edge_index, edge_attr, batch)
+        edge_index.topology.check_one_kind()
+        total = edge_index.nodes.total
+        if select_output.num_nodes != total or edge_index.weight is not None:
+            raise ValueError(
+                f"give a pool a row for each of the {total} nodes, an edge_index, and its "
+                f"weights as edge_attr; got {select_output.num_nodes} rows"
+                + ", and edges of an adjacency with weights"
+                * (edge_index.weight is not None)
+            )
         ids = _whole(chosen).to(edge_index.device)
-        number = ids.new_full((edge_index.nodes.total,), -1)
+        number = ids.new_full((total,), -1)
         number[ids] = torch.arange(len(ids), device=ids.device)
         ends = number[edge_index.to_local()]
         keep = (ends >= 0).all(0)

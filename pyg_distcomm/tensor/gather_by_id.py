@@ -380,6 +380,9 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     target, index = given["input"], given["index"]
     source = given.get("src", given.get("source", given.get("value")))
     op = _reduction(name, given)
+    spread = [v for v in given.values() if isinstance(v, RowShardedTensor)]
+    if op == "replace" and any(v.reads_local for v in spread):
+        raise unsupported_op(f"{name}() that replaces rows, inside a layer,")
     if op in ("prod", "replace"):
         return _gathered(func, given)
     if not isinstance(index, RowShardedTensor):

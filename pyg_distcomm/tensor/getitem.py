@@ -354,6 +354,10 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         value = _cut_for(value, x, x.rows, rest)
     elif isinstance(first, (Tensor, slice)):
         if isinstance(first, RowShardedTensor):  # of which a rank has some
+            if x.reads_local:
+                raise unsupported_op(
+                    "x[ids] = value at row-sharded ids, inside a layer,"
+                )
             agree("setitem", x, (x, first, value))
             if isinstance(value, Tensor) and value.dim():
                 value = _in_order_of(first, value)

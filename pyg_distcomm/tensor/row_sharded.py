@@ -148,6 +148,11 @@ def advice() -> str:
                 f"take {kind} from pyg_distcomm.nn, or convert the model by "
                 "pdc.convert(model): "
             )
+        if home.startswith("torch_geometric.nn.pool.") and owner is not None:
+            return (
+                f"give {type(owner).__name__} all rows (x.full_tensor(), "
+                "edge_index.full_tensor()), if it merges nodes: "
+            )
         if home.startswith(_WHOLE_GRAPHS) and not code.startswith("<"):
             name = code
             if home.startswith("torch_geometric.transforms"):
