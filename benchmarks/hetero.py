@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -239,14 +241,11 @@ def main() -> None:
     names = [
         n for n in graphs(args.data, args.share) if not args.only or n in args.only
     ]
-    rows = [
-        pdc.launch(measure, ranks, name, str(args.data), args.share, kind, args.rounds)[
-            0
-        ]
-        for name in names
-        for kind in ("rgcn", "hgt")
-        for ranks in args.ranks
-    ]
+    rows = []
+    for name, kind, ranks in itertools.product(names, ("rgcn", "hgt"), args.ranks):
+        given = name, str(args.data), args.share, kind, args.rounds
+        rows.append(pdc.launch(measure, ranks, *given)[0])
+        print(rows[-1], file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return

@@ -1,7 +1,8 @@
 """Reads folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
 
 They hold x, edge_attr and time, under the node ids of the original graph; y, masks and
-other attributes were never written, and must come from elsewhere.
+other attributes were never written, and must come from elsewhere. Those of a HeteroData are
+read by type.
 """
 
 from __future__ import annotations
