@@ -251,3 +251,39 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
     pdc.save_checkpoint(tmp_path / "run", mesh, net, own)
     with pytest.raises(ValueError, match="give the optimizer of this model"):
         pdc.load_checkpoint(tmp_path / "run", mesh, net, other)
+
+
+class _Partly(torch.nn.Module):
+    """Has a layer that a loss never reads, as the last layers of typed graphs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.unread = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.read(x)
+
+
+def test_parameters_without_gradients_are_resumed_without_state(tmp_path):
+    mesh, x = worlds.mesh(), torch.rand(4, 3)
+
+    def trained(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    def made():
+        torch.manual_seed(0)
+        model = _Partly()
+        return model, torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    whole, first, again = made(), made(), made()
+    trained(*whole, 5)
+    trained(*first, 2)
+    pdc.save_checkpoint(tmp_path / "one", mesh, *first)
+    pdc.load_checkpoint(tmp_path / "one", mesh, *again)
+    assert len(again[1].state) == 2  # weight and bias of the layer that is read
+    trained(*again, 3)
+    for one, two in zip(again[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(one, two)

@@ -32,6 +32,7 @@ from pyg_distcomm.partition.folder import (
     verify_folder,
     write_folder,
 )
+from pyg_distcomm.partition.hetero import part_of_hetero, types_of
 from pyg_distcomm.partition.layout import META, folder_meta, is_folder, write_meta
 from pyg_distcomm.partition.pyg_folder import (
     is_pyg_folder,
@@ -888,16 +889,37 @@ def test_pygs_folder_is_read_under_original_ids(by_pyg, with_attr, timed):
         assert (share.num_edges_global, share.graph) == (E, {})
 
 
-def test_pygs_heterogeneous_folder_is_refused(by_pyg):
+def test_pygs_heterogeneous_folder_is_read_by_type(by_pyg):
     data = HeteroData()
     data["a"].x, data["b"].x = torch.randn(9, 2), torch.randn(8, 2)
-    data["a", "to", "b"].edge_index = torch.randint(0, 8, (2, 30), generator=rng())
-    data["b", "to", "a"].edge_index = torch.randint(0, 8, (2, 30), generator=rng())
+    for source, target in (("a", "b"), ("b", "a"), ("b", "b")):
+        edges = data[source, "to", target]
+        edges.edge_index = torch.randint(0, 8, (2, 30), generator=rng(ord(source)))
+        edges.edge_attr = torch.randn(30, 3)
     folder = by_pyg(data, 2)
-    assert (folder / "node_map" / "a.pt").is_file()
-    with pytest.raises(
-        ValueError, match=r"META.json: a heterogeneous graph .*'a', 'b'"
-    ):
+    partition = read_pyg_partition(folder)
+    types = types_of(data, partition)
+    for part in range(2):
+        share = read_pyg_folder(folder, part)
+        want = part_of_hetero(data, partition, types, part)
+        same(share.node_gid, want.node_gid)
+        same(share.edge_gid, want.edge_gid)
+        same(share.edge_index, want.edge_index)
+        assert share.types == types
+        for level in ("node", "edge"):
+            rows = getattr(share, level)
+            assert rows.keys() == getattr(want, level).keys()
+            for key, value in getattr(want, level).items():
+                same(rows[key], value)
+    file = torch.load(folder / "part_0" / "graph.pt")
+    file["a", "to", "b"]["col"][0] = 99
+    torch.save(file, folder / "part_0" / "graph.pt")
+    with pytest.raises(ValueError, match=r"part_0/graph.pt: a node id is out of range"):
+        read_pyg_folder(folder, 0)
+    meta = json.loads((folder / META).read_text())
+    meta["node_types"][0] = "../a"
+    (folder / META).write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="its node_types and edge_types are"):
         read_pyg_folder(folder, 0)
 
 

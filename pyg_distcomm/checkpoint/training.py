@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import warnings
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,39 @@ def load_checkpoint(
     saved = _shard_like(state["model"], _model_state(model))
     set_model_state_dict(model, {**saved, **{n: _local(saved[n]) for n in shards}})
     if optimizer is not None:
-        saved = _shard_like(state["optimizer"], _optimizer_state(model, optimizer))
-        saved["state"] |= {
-            n: _local(v) for n, v in saved["state"].items() if n in shards
-        }
-        set_optimizer_state_dict(model, optimizer, saved)
+        _fill_optimizer(model, optimizer, state["optimizer"], shards)
     mesh.load_state_dict(state["mesh"])
     inputs_of(mesh).expect(state["mesh"]["inputs"])
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
     return {name: state["extra"][name] for name in extra}
+
+
+def _fill_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    shards: Iterable[str],
+) -> None:
+    """Fills an optimizer; parameters that had no state when it was saved have none again."""
+    now = _optimizer_state(model, optimizer)
+    alike = {name: now["state"][name] for name in saved["state"]}
+    filled = _shard_like(saved, {**now, "state": alike})
+    every = {**now["state"], **filled["state"]}
+    filled["state"] = {n: _local(v) if n in shards else v for n, v in every.items()}
+    set_optimizer_state_dict(model, optimizer, filled)
+    for name, parameter in model.named_parameters():
+        if name in now["state"] and name not in alike:
+            optimizer.state.pop(parameter, None)
+
+
+def _drop_unsaved(state: dict[str, Any], keys: Collection[str]) -> None:
+    """Leaves out parameters of an optimizer that had no gradient before it was saved."""
+    held = state.get("optimizer", {"state": {}})["state"]
+    if not any(key.startswith("optimizer.") for key in keys):
+        return  # saved without one, which is told
+    for name in [*held]:
+        if not any(f"optimizer.state.{name}.{key}" in keys for key in held[name]):
+            del held[name]
 
 
 def _link_file(mesh: Mesh, rank: int | None = None) -> str:
@@ -232,9 +257,11 @@ def _try_load(folder: Path, state: dict[str, Any]) -> str | None:
             return f"cannot load checkpoint {folder}: {problem}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            reader = _MetadataReader(str(folder))
+            _drop_unsaved(state, reader.read_metadata().state_dict_metadata)
             dcp.load(  # type: ignore[attr-defined]
                 state,
-                storage_reader=_MetadataReader(str(folder)),
+                storage_reader=reader,
                 planner=_Planner(),
                 no_dist=True,
             )

@@ -132,7 +132,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
     """Shows a folder that another library wrote, part by part."""
-    about, partition = f"{folder.writer}, homogeneous", folder.partition
+    partition = folder.partition
     assert partition is not None
     parts, problems = [], []
     for part in range(partition.num_parts):
@@ -140,6 +140,8 @@ def _inspect_foreign(folder: AnyFolder, as_json: bool) -> int:
             parts.append(folder.read(part))
         except ValueError as error:
             problems.append(str(error))
+    typed = bool(parts) and parts[0].types is not None
+    about = f"{folder.writer}, {'heterogeneous' if typed else 'homogeneous'}"
     if as_json:
         sizes = [[len(part.node_gid), len(part.edge_gid)] for part in parts]
         nodes = {"num_nodes": partition.num_nodes, "num_parts": partition.num_parts}

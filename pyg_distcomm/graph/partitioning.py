@@ -451,13 +451,16 @@ def count_masks(data: Any, mesh: Mesh) -> None:
         mask._counts = mask._version, known[0] if mask.dim() == 1 else known
 
 
-def partition_report(data: Data) -> PartitionReport:
+def partition_report(data: Data | HeteroData) -> PartitionReport:
     """Returns the figures of the partition a share belongs to; collective.
 
     Edge cut, halo rows, the busiest sender, imbalance, `bytes(width)` of one exchange,
     what the blocks of the mesh's grid hold, send and receive, and, where the partition
-    was refined, the figures before.
+    was refined, the figures before. Of a HeteroData, rows are those of all edge types, which
+    travel one by one, as in `load_partition`'s folders.
     """
+    if isinstance(data, HeteroData):
+        return partitioning_hetero.report_of_share(data)
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")

@@ -18,7 +18,7 @@ are those of all types, and META.json counts them by type: [Note: several types]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ from pyg_distcomm.partition.part_share import (
     labels_pairs,
     types_from_meta,
     types_to_meta,
+    wrong_ids,
 )
 from pyg_distcomm.partition.partition import (
     Grid,
@@ -142,7 +143,7 @@ def read_part(
     for name in tqdm(_files_of(meta, part), "checking files", disable=off, leave=False):
         check_file(folder, meta, name, verify)
     share = _read(folder, meta, part, mmap)
-    for problem in _wrong_ids(share, folder / part_name(part)):
+    for problem in wrong_ids(share, folder / part_name(part)):
         raise ValueError(f"{problem}; write the folder again")
     return share
 
@@ -227,7 +228,7 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
         for part in range(meta["num_parts"]):
             share, here = _read(folder, meta, part), folder / part_name(part)
-            problems += _wrong_ids(share, here)
+            problems += wrong_ids(share, here)
             if out_of_range(share.edge_gid, seen.numel()) is not None:
                 continue
             if bool(seen[share.edge_gid].any()):
@@ -238,40 +239,6 @@ def _inconsistencies(folder: Path, meta: Meta) -> list[str]:
     except ValueError as error:
         return [*problems, str(error)]
     return problems
-
-
-def _wrong_ids(share: PartShare, here: Path) -> Iterator[str]:
-    """Yields the faults in the ids of one part, each naming a file below `here`."""
-    partition, part = share.partition, share.part
-    if not torch.equal(share.node_gid, partition.gids(part)):
-        yield f"{here / 'node_gid.npy'}: not the nodes that owner.npy gives to {part}"
-    if out_of_range(share.edge_gid, share.num_edges_global) is not None:
-        yield f"{here / 'edge_gid.npy'}: an edge id is out of range"
-    elif bool((share.edge_gid.diff() <= 0).any()):
-        yield f"{here / 'edge_gid.npy'}: edge ids do not ascend"
-    if out_of_range(share.edge_index, partition.num_nodes) is not None:
-        yield f"{here / 'edge_index.npy'}: a node id is out of range"
-    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
-        yield f"{here / 'edge_index.npy'}: a target is owned by another part"
-    elif share.types is not None:
-        yield from _wrong_types(share, share.types, here)
-
-
-def _wrong_types(share: PartShare, types: GraphTypes, here: Path) -> Iterator[str]:
-    """Yields edges that are not of the types that META.json says."""
-    nodes, ids = types.ranges("node"), types.ranges("edge")
-    for kind, place in types.slices("edge", share.part).items():
-        name, gid = ".".join(kind), share.edge_gid[place]
-        if bool(((gid < ids[kind][0]) | (gid >= ids[kind][1])).any()):
-            yield f"{here / 'edge_gid.npy'}: an edge of {name} is of another type"
-        for end, of_type in enumerate((kind[0], kind[2])):
-            begin, after = nodes[of_type]
-            ends = share.edge_index[end, place]
-            if bool(((ends < begin) | (ends >= after)).any()):
-                yield (
-                    f"{here / 'edge_index.npy'}: an edge of {name} has an end that is no "
-                    f"{of_type}"
-                )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,16 +9,16 @@ type goes by a key that names both, as "author,writes,paper,time".
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch
 
-from pyg_distcomm.partition.partition import Counts, Partition
+from pyg_distcomm.partition.partition import Counts, Partition, out_of_range
 
 EdgeType = tuple[str, str, str]
 NodeOrEdgeType = str | EdgeType
@@ -253,7 +253,7 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
         store: the Batch, or one of its stores.
         name: that of the attribute, which PyG joined graph after graph.
     """
-    every = getattr(data, "_slice_dict", {}) if isinstance(data, Batch) else {}
+    every = getattr(data, "_slice_dict", None) or {}  # a Batch alone has it
     key = getattr(store, "_key", None)
     slices = every if key is None else every.get(key, {})
     found, value = slices.get(name), store[name]
@@ -266,3 +266,41 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
     if len(fits) > 1:
         return None
     return fits[0] if fits else "graph"
+
+
+def wrong_ids(
+    share: PartShare,
+    here: Path,
+    files: tuple[str, str, str] = ("node_gid.npy", "edge_gid.npy", "edge_index.npy"),
+) -> Iterator[str]:
+    """Yields the faults in the ids of one part, each naming a file below `here`."""
+    nodes, edges, ends = (here / name for name in files)
+    partition, part = share.partition, share.part
+    if not torch.equal(share.node_gid, partition.gids(part)):
+        yield f"{nodes}: not the nodes that owner.npy gives to {part}"
+    if out_of_range(share.edge_gid, share.num_edges_global) is not None:
+        yield f"{edges}: an edge id is out of range"
+    elif bool((share.edge_gid.diff() <= 0).any()):
+        yield f"{edges}: edge ids do not ascend"
+    if out_of_range(share.edge_index, partition.num_nodes) is not None:
+        yield f"{ends}: a node id is out of range"
+    elif bool((partition.owner_of(share.edge_index[1]) != part).any()):
+        yield f"{ends}: a target is owned by another part"
+    elif share.types is not None:
+        yield from _wrong_types(share, share.types, edges, ends)
+
+
+def _wrong_types(
+    share: PartShare, types: GraphTypes, edges: Path, file: Path
+) -> Iterator[str]:
+    """Yields edges that are not of the types that META.json says."""
+    nodes, ids = types.ranges("node"), types.ranges("edge")
+    for kind, place in types.slices("edge", share.part).items():
+        name, gid = ".".join(kind), share.edge_gid[place]
+        if bool(((gid < ids[kind][0]) | (gid >= ids[kind][1])).any()):
+            yield f"{edges}: an edge of {name} is of another type"
+        for end, of_type in enumerate((kind[0], kind[2])):
+            begin, after = nodes[of_type]
+            ends = share.edge_index[end, place]
+            if bool(((ends < begin) | (ends >= after)).any()):
+                yield (f"{file}: an edge of {name} has an end that is no {of_type}")

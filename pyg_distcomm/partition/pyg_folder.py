@@ -1,7 +1,8 @@
 """Reads folders that PyG's own `torch_geometric.distributed.Partitioner` wrote (2.5 on).
 
 They hold x, edge_attr and time, under the node ids of the original graph; y, masks and
-other attributes were never written, and must come from elsewhere.
+other attributes were never written, and must come from elsewhere. Those of a HeteroData are
+read by type.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.partition.layout import META, Meta, load_json
-from pyg_distcomm.partition.part_share import PartShare
+from pyg_distcomm.partition.part_share import (
+    EdgeType,
+    GraphTypes,
+    PartShare,
+    attribute_key,
+    wrong_ids,
+)
 from pyg_distcomm.partition.partition import Partition
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
 # edge_feats.pt is a defaultdict, which torch refuses to fill with weights_only=True; so
 # it is unpickled with these names and no others
 _NAMES = {
+    ("__builtin__", "dict"): dict,  # of a defaultdict, as pickles of protocol 2 name it
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
@@ -66,45 +74,67 @@ def is_pyg_folder(folder: str | Path) -> bool:
 def pyg_folder_meta(folder: str | Path) -> Meta:
     """Reads PyG's META.json.
 
-    Raises ValueError, naming the file, when it is missing or damaged, or when the graph
-    is heterogeneous.
+    Raises ValueError, naming the file, when it is missing or damaged.
     """
     path = Path(folder) / META
     meta = load_json(path)
     if not is_pyg_folder(folder) or not isinstance(meta["num_parts"], int):
         raise ValueError(f"{path}: not one that PyG's Partitioner wrote")
     if meta["is_hetero"]:
-        raise ValueError(
-            f"{path}: a heterogeneous graph (nodes {meta.get('node_types')}); only "
-            "homogeneous folders can be read, so partition data.to_homogeneous()"
-        )
+        names = meta.get("node_types"), meta.get("edge_types")
+        found: list[list[Any]] = [n if isinstance(n, list) else [None] for n in names]
+        nodes, edges = found
+        kinds = [[name] for name in nodes] + edges
+        steps = [step for kind in kinds for step in (kind or [None])]
+        # names are those of files, which are below the folder
+        known = all(isinstance(s, str) and Path(s).name == s for s in steps)
+        known = known and all(isinstance(k, list) and len(k) == 3 for k in edges)
+        if not known or not {k[e] for k in edges for e in (0, 2)} <= set(nodes):
+            raise ValueError(f"{path}: its node_types and edge_types are {names}")
     return meta
 
 
 def read_pyg_partition(folder: str | Path) -> Partition:
     """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     folder = Path(folder)
-    num_parts = pyg_folder_meta(folder)["num_parts"]
+    meta = pyg_folder_meta(folder)
+    if meta["is_hetero"]:
+        maps = [_owners(folder, "node", name, meta) for name in meta["node_types"]]
+        owner = torch.cat([torch.empty(0, dtype=torch.int64), *maps])
+        return Partition.from_owner(owner, meta["num_parts"])
     path = folder / "node_map.pt"
     try:
-        return Partition.from_owner(_tensor(_load(path), path), num_parts)
+        return Partition.from_owner(_tensor(_load(path), path), meta["num_parts"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _owners(folder: Path, level: str, name: str, meta: Meta) -> Tensor:
+    """Reads the part of each node or edge of a type."""
+    path = folder / f"{level}_map" / f"{name}.pt"
+    try:
+        found = Partition.from_owner(_tensor(_load(path), path), meta["num_parts"])
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        raise ValueError(text if str(path) in text else f"{path}: {text}") from None
+    return found.owner.long()
 
 
 def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
     """Reads one part, nodes ascending by id and edges in their original order.
 
     Raises ValueError, naming the file, for one that is missing, damaged, or at odds
-    with the others, and for a heterogeneous graph.
+    with the others.
     """
     folder = Path(folder)
-    partition = read_pyg_partition(folder)
+    meta, partition = pyg_folder_meta(folder), read_pyg_partition(folder)
     if not 0 <= part < partition.num_parts:
         raise ValueError(
             f"{folder}: got part {part}, but its parts are 0 .. "
             f"{partition.num_parts - 1}"
         )
+    if meta["is_hetero"]:
+        return _typed_part(folder, meta, partition, part)
     here = folder / f"part_{part}"
     node_gid, node = _nodes(here / "node_feats.pt", partition, part)
     edge_map = _tensor(_load(folder / "edge_map.pt"), folder / "edge_map.pt")
@@ -124,6 +154,86 @@ def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
         edge=_edge_attrs(here / "edge_feats.pt", edge_gid, order),
         graph={},
     )
+
+
+def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> PartShare:
+    """Reads one part of a HeteroData, whose ids PyG numbers type after type, too."""
+    kinds: list[EdgeType] = [(a, b, c) for a, b, c in meta["edge_types"]]
+    homes = {
+        **{n: _owners(folder, "node", n, meta) for n in meta["node_types"]},
+        **{k: _owners(folder, "edge", "__".join(k), meta) for k in kinds},
+    }
+    counts = {
+        k: tuple(torch.bincount(home, minlength=partition.num_parts).tolist())
+        for k, home in homes.items()
+    }
+    types = GraphTypes(
+        {name: counts[name] for name in meta["node_types"]},
+        {kind: counts[kind] for kind in kinds},
+    )
+    first = {name: begin for name, (begin, _) in types.ranges("node").items()}
+    here = folder / f"part_{part}"
+    node: dict[str, Tensor] = {}
+    edge: dict[str, Tensor] = {}
+    files = [here / f"{name}.pt" for name in ("node_feats", "graph", "edge_feats")]
+    node_feats, graph, edge_feats = map(_load, files)
+    gids: dict[str, list[Tensor]] = {"node": [], "edge": []}
+    for name in meta["node_types"]:
+        file = _of_type(node_feats, name, files[0])
+        gid, order = _entry(file, "global_id", files[0]).sort()
+        rows = _feats(file, order, files[0])
+        if "time" in file:  # every part has that of all nodes of the type
+            own, count = gid - first[name], len(homes[name])
+            rows["time"] = _rows(file, "time", own, count, files[0])
+        node |= {attribute_key(name, key): value for key, value in rows.items()}
+        gids["node"].append(gid)
+    none = torch.empty(0, dtype=torch.int64)
+    node_gid = torch.cat([none, *gids["node"]])
+    if not torch.equal(node_gid, partition.gids(part)):
+        raise ValueError(
+            f"{files[0]}: not the nodes that node_map gives to part {part}"
+        )
+    ends = [torch.empty(2, 0, dtype=torch.int64)]
+    for kind, (begin, _) in types.ranges("edge").items():
+        file = _of_type(graph, kind, files[1])
+        gid, order = _entry(file, "edge_id", files[1]).sort()
+        if not torch.equal(gid - begin, (homes[kind] == part).nonzero().view(-1)):
+            raise ValueError(f"{files[1]}: not the edges that edge_map gives it")
+        pair = [_rows(file, end, order, len(order), files[1]) for end in ("row", "col")]
+        ends.append(
+            torch.stack(pair) + torch.tensor([[first[kind[0]]], [first[kind[2]]]])
+        )
+        rows = {}
+        if kind in edge_feats:
+            feats = edge_feats[kind]
+            rows = _feats(feats, order, files[2])
+            if "edge_time" in feats:
+                rows["edge_time"] = _rows(
+                    feats, "edge_time", order, len(order), files[2]
+                )
+        edge |= {attribute_key(kind, key): value for key, value in rows.items()}
+        gids["edge"].append(gid)
+    share = PartShare(
+        part=part,
+        partition=partition,
+        num_edges_global=sum(map(sum, types.edges.values())),
+        node_gid=node_gid,
+        edge_gid=torch.cat([none, *gids["edge"]]),
+        edge_index=torch.cat(ends, 1),
+        node=node,
+        edge=edge,
+        graph={},
+        types=types,
+    )
+    for problem in wrong_ids(share, here, ("node_feats.pt", "graph.pt", "graph.pt")):
+        raise ValueError(problem)
+    return share
+
+
+def _of_type(file: Any, kind: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(file, dict) or not isinstance(file.get(kind), dict):
+        raise ValueError(f"{path}: has nothing of the type {kind!r}")
+    return file[kind]  # type: ignore[no-any-return]
 
 
 def _nodes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import os
 from pathlib import Path
@@ -78,13 +79,15 @@ class TensorBoardWriter:
         """Writes a row."""
         if self._writer is None:
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                board: Any = importlib.import_module("torch.utils.tensorboard")
             except ImportError as error:
                 raise ImportError(
                     "TensorBoardWriter takes tensorboard: pip install tensorboard"
                 ) from error
             # TensorBoard leaves out what an earlier start wrote of this epoch and later
-            self._writer = SummaryWriter(str(self.folder), purge_step=row["epoch"])
+            self._writer = board.SummaryWriter(
+                str(self.folder), purge_step=row["epoch"]
+            )
         for name, value in flat(row).items():
             if name not in ("epoch", "start"):
                 self._writer.add_scalar(name.replace(" ", "_"), value, row["epoch"])
