@@ -248,15 +248,6 @@ EDITS = {
             "    edge_index=train_data.edge_index.full_tensor(),",
         ),
     ),
-    "lightgcn": changed(
-        "labels from all edges, `.full_tensor()`",
-        (
-            "mask = data.edge_index[0] < data.edge_index[1]\n"
-            "train_edge_label_index = data.edge_index[:, mask]",
-            "edges = data.edge_index.full_tensor()\n"
-            "train_edge_label_index = edges[:, edges[0] < edges[1]]",
-        ),
-    ),
     "ogc": changed(
         "a mask for a diagonal matrix; add the identity before the cut",
         (

@@ -12,7 +12,7 @@ import torch_geometric.nn
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
-from problems import GRAPHS
+from problems import GRAPHS, undirected
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
@@ -154,6 +154,33 @@ def _written_by_mask(nn, d):
     return d.x[mask], rows
 
 
+def weighed(d):
+    d.edge_weight = (d.edge_index[0] % 5 + 1).to(d.x.dtype)
+    return d
+
+
+def _around(nn, d):
+    """Nodes of a subgraph, their layer on relabelled edges, and weights of its edges."""
+    found = []
+    for flow, directed in (("source_to_target", False), ("target_to_source", True)):
+        nodes, edges, place, mask = U.k_hop_subgraph(
+            [1, 2], 2, d.edge_index, True, d.num_nodes, flow=flow, directed=directed
+        )
+        weight = weighed(copy.copy(d)).edge_weight[mask]
+        out = seeded(nn.GCNConv, 7, 4)(d.x[nodes], edges, weight)
+        found += [nodes, place, mask.sum(), out]
+    return found
+
+
+def _written_by_id(nn, d):
+    """Of several rows for one id, the last stays."""
+    number, rows, mark = d.y.clone(), d.x.clone(), d.y > 9
+    number[d.edge_index[1]] = d.edge_index[0]
+    rows[d.edge_index[0]] = d.x[d.edge_index[1]]
+    mark[d.edge_index[0]] = True
+    return [number, rows, mark]
+
+
 CASES = {
     "AddSelfLoops": through(T.AddSelfLoops()),
     "GCNNorm": through(T.GCNNorm()),
@@ -211,6 +238,28 @@ CASES = {
         f"autocast of {name}": under_autocast(name)
         for name in ("GCNConv", "SAGEConv", "GATConv", "GraphConv", "TAGConv", "SGConv")
     },
+    "SIGN": lambda nn, d: T.SIGN(2)(copy.copy(d)).x2,
+    "FeaturePropagation": lambda nn, d: (
+        T.FeaturePropagation(torch.arange(d.x.numel()).view(d.x.shape) % 3 == 0, 5)(
+            copy.copy(d)
+        ).x
+    ),
+    "AddRemainingSelfLoops": through(
+        T.Compose([weighed, T.AddRemainingSelfLoops("edge_weight", 2.0), T.GCNNorm()])
+    ),
+    "is_undirected": lambda nn, d: torch.tensor(
+        [U.is_undirected(e) for e in (d.edge_index, U.to_undirected(d.edge_index))]
+    ),
+    "remove_isolated_nodes": lambda nn, d: gcn(
+        nn, d, U.remove_isolated_nodes(d.edge_index, num_nodes=d.num_nodes)[0]
+    ),
+    "k_hop_subgraph": _around,
+    "runs of rows": lambda nn, d: [*d.x.split([25, 35]), *d.y.chunk(7)],
+    "rows of an edge_index": lambda nn, d: [
+        d.x[d.edge_index].sum(0),
+        d.y[d.edge_index],
+    ],
+    "written by id": _written_by_id,
     "DataLoader": _batches,
     "written by mask": _written_by_mask,
 }
@@ -246,6 +295,41 @@ def compared():
 @pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
 def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
+
+
+def solved_and_refused():
+    """What solves for eigenvalues is alike on all ranks; what can't be cut says so."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        data, mesh = undirected(140, 300), worlds.mesh()
+        del data.edge_weight, data.edge_attr
+        share = pdc.partition(data, mesh, "random")
+        found = T.AddLaplacianEigenvectorPE(3, "pe", is_undirected=True)(share)
+        edges, weight = U.get_laplacian(
+            data.edge_index, None, "sym", num_nodes=data.num_nodes
+        )
+        dense = U.to_dense_adj(edges, None, weight, data.num_nodes)[0]
+        pe = found.pe.full_tensor()
+        values = (pe * (dense @ pe)).sum(0)  # of unit vectors
+        torch.testing.assert_close(dense @ pe, pe * values)
+        edge = T.LaplacianLambdaMax("sym", True)(share).lambda_max
+        assert edge == pytest.approx(T.LaplacianLambdaMax("sym", True)(data).lambda_max)
+        for transform in (T.ToDense(), T.TwoHop(), T.VirtualNode(), T.GDC()):
+            name = type(transform).__name__
+            with pytest.raises(TypeError, match=rf"{name}.*before pdc\.partition"):
+                transform(share)
+        if mesh.size > 1:
+            with pytest.raises(TypeError, match=r"to_torch_coo.*before pdc\.partition"):
+                U.to_torch_coo_tensor(share.edge_index)
+        with pytest.raises(IndexError):
+            share.y.clone()[torch.tensor([140])] = 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+def test_transforms_of_whole_graphs_agree_or_refuse(size):
+    worlds.run(solved_and_refused, size)
 
 
 def sparse():

@@ -69,7 +69,7 @@ def check_same(idx: Tensor, rows: Rows) -> None:
     marks = collectives.all_gather_counts(mark, rows.mesh.world)
     if any(other != marks[0] for other in marks):
         raise ValueError(
-            "plain ids and edges mean the same on all ranks, but the ranks gave lists "
+            "plain ids, or edges, mean the same ids on all ranks, but the ranks gave lists "
             f"that differ (lengths {[m[0] for m in marks]}); build them from a "
             "shared seed (torch_geometric.seed_everything, as PyG draws negative edges by "
             "Python's random, too), or use a mask, which costs nothing"
