@@ -15,7 +15,7 @@ import worlds
 from problems import GRAPHS, undirected
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_distcomm as pdc
@@ -297,6 +297,29 @@ def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
 
 
+def _typed(mesh):
+    """Edges of two types, turned around, are cut by what are their targets now."""
+    data = HeteroData()
+    for kind, count in (("a", 20), ("b", 13)):
+        data[kind].x = torch.randn(count, 4)
+    ends = torch.randint(0, 20, (50,)), torch.randint(0, 13, (50,))
+    data["a", "to", "b"].edge_index = torch.stack(ends)
+    data["a", "to", "b"].edge_weight = torch.rand(50)
+    found = []
+    for nn, d in (
+        (torch_geometric.nn, data),
+        (pyg_distcomm.nn, pdc.partition(data, mesh, "random")),
+    ):
+        turned = T.ToUndirected()(copy.copy(d))
+        back, x = turned["b", "rev_to", "a"], (turned["b"].x, turned["a"].x)
+        found += listed(
+            seeded(nn.GraphConv, 4, 5)(x, back.edge_index, back.edge_weight)
+        )
+    torch.testing.assert_close(found[1], found[0])
+    with pytest.raises(TypeError, match=r"RemoveIsolatedNodes.*before pdc\.partition"):
+        T.RemoveIsolatedNodes()(d)
+
+
 def solved_and_refused():
     """What solves for eigenvalues is alike on all ranks; what can't be cut says so."""
     torch.set_default_dtype(torch.float64)
@@ -323,6 +346,7 @@ def solved_and_refused():
                 U.to_torch_coo_tensor(share.edge_index)
         with pytest.raises(IndexError):
             share.y.clone()[torch.tensor([140])] = 1
+        _typed(mesh)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -22,7 +22,7 @@ from pyg_distcomm.ops.grid_plan import check_halo
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import cut_as, joined, kept
+from pyg_distcomm.tensor.gather_by_id import cut_as, kept
 from pyg_distcomm.tensor.op_tables import FACTS, NEW, SIZES, WHOLE, base_name
 from pyg_distcomm.tensor.row_sharded import (
     advice,
@@ -31,6 +31,7 @@ from pyg_distcomm.tensor.row_sharded import (
     refuse_loader,
     tree_map,
 )
+from pyg_distcomm.tensor.shape_ops import joined
 
 
 @eager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 import zlib
@@ -26,7 +25,6 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
-from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.folder import attribute_kinds, part_of
@@ -99,7 +97,7 @@ def partition(
         options = seed, refine, oblivious, link, memory
         share = _partition_hetero(data, mesh, method, *options)
         return partitioning_batch.as_batch(share, data)
-    whole, (data, weight) = data, _from_sparse(data)
+    whole, (data, weight) = data, transforms.from_sparse(data)
     problem, kinds = _checked(data, node_attrs, edge_attrs)
     problem = link_problem(link) or memory_problem(memory) or problem
     planned = method is None and not refine and _is_planned(data, mesh)
@@ -125,7 +123,7 @@ def partition(
     out = partitioning_batch.as_batch(out, whole)
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return _with_sparse(_linked(out, link), weight, looped)
+    return transforms.with_sparse(_linked(out, link), weight, looped)
 
 
 def _placed(share: PartShare, edge_index: Tensor) -> PartShare:
@@ -149,30 +147,6 @@ def _draw_alike(mesh: Mesh) -> None:
 
 def _linked(share: Any, link: Any) -> Any:
     share.edge_index = share.edge_index.with_link(link)
-    return share
-
-
-def _from_sparse(data: Any) -> tuple[Any, Tensor | None]:
-    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
-    if not isinstance(data, Data) or data.edge_index is not None:
-        return data, None
-    value, count, sparse = None, data.num_nodes, data.get("adj_t")
-    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
-    if sparse is not None:
-        edge_index, value = coo_of(sparse)
-        value = torch.empty(0) if value is None else value
-    data = copy.copy(data)
-    data.pop("adj_t", None)
-    data.edge_index, data.num_nodes = edge_index, count
-    return data, value
-
-
-def _with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
-    """Gives a share the adj_t that its data had."""
-    if weight is not None:
-        edges: Any = share.edge_index
-        share.adj_t = edges.carrying(weight if len(weight) else None)
-        share.adj_t.looped = looped
     return share
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch_geometric.transforms
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms.add_positional_encoding import add_node_attr
 from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, scatter, sort_edge_index
@@ -22,7 +22,9 @@ from torch_geometric.utils import coalesce, scatter, sort_edge_index
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
+from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.shape_ops import Stacked
 
 Transform = Callable[..., Any]
 
@@ -107,6 +109,28 @@ def _propagate_features(self: Any, data: Any) -> Any:
     return data
 
 
+def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
+    """Cuts reversed edges between two node types by what are their targets now."""
+    rows: dict[str, Any] = {}
+    data = forward(self, data)
+    for store in data.edge_stores:
+        edges = store.get("edge_index")
+        if isinstance(edges, DistEdgeIndex) and isinstance(store._key, tuple):
+            source, _, target = store._key
+            rows |= {source: edges.sources, target: edges.nodes}
+    for store in data.edge_stores:
+        if isinstance(store.get("edge_index"), Stacked):
+            source, _, target = store._key
+            ends = torch.stack([end.full_tensor() for end in store.edge_index])
+            store.edge_index = DistEdgeIndex.cut(ends, rows[target], rows[source])
+    return data
+
+
+def _remove_isolated(self: Any, data: Any, forward: Transform) -> Any:
+    """Removes nodes of one type; those of several have no numbering that is cut."""
+    return _refuse(self, data) if isinstance(data, HeteroData) else forward(self, data)
+
+
 def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
     """Runs PyG's transform on all edges, gathered on every rank; rank 0's answer counts.
 
@@ -143,7 +167,10 @@ _RUN: dict[str, Transform] = {
     "AddRandomWalkPE": _on_all_edges,
     "AddLaplacianEigenvectorPE": _on_all_edges,
     "LaplacianLambdaMax": _on_all_edges,
+    "ToUndirected": _to_undirected,
+    "RemoveIsolatedNodes": _remove_isolated,
 }
+_AROUND = (_on_all_edges, _to_undirected, _remove_isolated)  # take PyG's forward
 
 # these make another graph, or a dense matrix of the graph
 _REFUSED = """ToDense TwoHop LineGraph GDC RootedEgoNets RootedRWSubgraph VirtualNode HalfHop
@@ -168,7 +195,7 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
     def either(self: Any, data: Any) -> Any:
         if _share_of(data) is None:
             return forward(self, data)
-        return run(self, data, forward) if run is _on_all_edges else run(self, data)
+        return run(self, data, forward) if run in _AROUND else run(self, data)
 
     return either
 
@@ -179,3 +206,27 @@ def register() -> None:
         kind = getattr(torch_geometric.transforms, name, None)
         if kind is not None:  # PyG's versions differ
             kind.forward = _of_shares(kind.forward, _RUN.get(name, _refuse))
+
+
+def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
+    """Returns a Data with an edge_index in the place of its adj_t, and what that holds."""
+    if not isinstance(data, Data) or data.edge_index is not None:
+        return data, None
+    value, count, sparse = None, data.num_nodes, data.get("adj_t")
+    edge_index = data.get("train_pos_edge_index")  # as PyG splits edges
+    if sparse is not None:
+        edge_index, value = coo_of(sparse)
+        value = torch.empty(0) if value is None else value
+    data = copy.copy(data)
+    data.pop("adj_t", None)
+    data.edge_index, data.num_nodes = edge_index, count
+    return data, value
+
+
+def with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
+    """Gives a share the adj_t that its data had."""
+    if weight is not None:
+        edges: Any = share.edge_index
+        share.adj_t = edges.carrying(weight if len(weight) else None)
+        share.adj_t.looped = looped
+    return share

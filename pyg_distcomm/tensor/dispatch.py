@@ -39,6 +39,8 @@ from pyg_distcomm.tensor.shape_ops import (
     SHAPING,
     Stacked,
     UnsupportedOp,
+    check_product,
+    joined,
     multiplied,
     transposed,
 )
@@ -346,14 +348,14 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
     if name in _PRODUCTS and (found := multiplied(name, args, kwargs)) is not None:
         return found
     if name in _PRODUCTS:
-        _check_product(name, args)
+        check_product(name, args)
     if name not in _JOINS:
         args, kwargs, _, _ = _alike(func, args, kwargs)
     first = first_sharded(args, kwargs)
     if name in _JOINS:
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         if name != "stack" and dim % first.dim() == 0 and not first.reads_local:
-            return gather_by_id.joined(list(args[0] if args else kwargs["tensors"]))
+            return joined(list(args[0] if args else kwargs["tensors"]))
         args, kwargs, rows, _ = _alike(func, args, kwargs)
         first = first_sharded(args, kwargs)
         if (
@@ -435,21 +437,6 @@ def _unwrapped(value: Any) -> Any:
     return value.to_local() if isinstance(value, RowShardedTensor) else value
 
 
-def _check_product(name: str, args: Any) -> None:
-    bias, left, right = args if len(args) == 3 else (None, *args[-2:])
-    if isinstance(right, RowShardedTensor) and not _batched(left, right):
-        raise unsupported_op(f"{name}() that sums over rows")
-    if not isinstance(left, RowShardedTensor):
-        raise unsupported_op(f"{name}() that sums over rows")
-    if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
-        raise unsupported_op(f"{name}() with a row-sharded bias of {bias.dim()} dims")
-
-
-def _batched(left: Any, right: Any) -> bool:
-    """Whether a product multiplies the matrices of each row."""
-    return isinstance(left, RowShardedTensor) and left.dim() == right.dim() > 2
-
-
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
     x, name, rows = (
@@ -483,13 +470,8 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 
 
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
-    raise sparse_refusal()
-
-
-def sparse_refusal() -> TypeError:
-    """Returns the error for a sparse tensor of torch's made of row-sharded parts."""
     refuse_loader()
-    return TypeError(
+    raise TypeError(
         f"{advice()}make edges sparse by T.ToSparseTensor, or before pdc.partition, which "
         "takes data.adj_t: torch's own sparse tensors are whole on every rank"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,20 +143,3 @@ for _name, _function in _OPERATORS.items():
     setattr(DistTensor, f"__{_name}__", _operator(_function, swapped=False))
     if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(DistTensor, f"__r{_name}__", _operator(_function, swapped=True))
-
-
-def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a constructor of torch refuse row-sharded tensors, of which it would see a part."""
-
-    @functools.wraps(make)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if getattr(type(value), "_spread", False):
-                raise dispatch.sparse_refusal()
-        return make(*args, **kwargs)
-
-    return refuse
-
-
-# asks no subclass of Tensor; CSR needs pointers, which a row-sharded tensor refuses to be
-torch.sparse_coo_tensor = _refusing(torch.sparse_coo_tensor)

@@ -296,34 +296,6 @@ def gather(x: RowShardedTensor, ids: RowShardedTensor) -> RowShardedTensor:
     return x.wrap(plan_of(ids, x.rows).gather(x.to_local()), ids.rows)
 
 
-def joined(tensors: list[Any]) -> RowShardedTensor:
-    """Returns tensors one after the other, each rank with its rows of each.
-
-    Ordinary tensors among them are cut into equal blocks.
-    """
-    like = next(t for t in tensors if isinstance(t, RowShardedTensor))
-    mesh, device = like.rows.mesh, like.device
-    parts: list[Tensor] = []
-    gids: list[Tensor] = []
-    before = 0
-    for t in tensors:
-        if isinstance(t, RowShardedTensor):
-            parts.append(t.to_local())
-            gids.append(before + t.rows.place)
-            before += t.rows.count
-        else:
-            block = Rows.blocks(t.size(0), mesh)
-            parts.append(t[block.gid.to(t.device)].to(device))
-            gids.append(before + block.gid)
-            before += t.size(0)
-    of = next(
-        (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
-        like.rows,
-    )
-    rows = Rows(torch.cat(gids), before, mesh, None, nodes=of.nodes, stacked=of.stacked)
-    return like.wrap(torch.cat(parts), rows)
-
-
 def cut_as(x: RowShardedTensor, rows: Rows) -> Tensor | None:
     """Returns the rows here of `x`, cut as other rows; None if their number is another.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import autograd
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.op_tables import FACTS, SIZES, base_name
@@ -401,3 +402,47 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         cut = left.index_select(-1, right.rows.place.to(left.device))
         return autograd.all_reduce(cut @ right.to_local(), right.rows.mesh.world)
     return None
+
+
+def joined(tensors: list[Any]) -> RowShardedTensor:
+    """Returns tensors one after the other, each rank with its rows of each.
+
+    Ordinary tensors among them are cut into equal blocks.
+    """
+    like = next(t for t in tensors if isinstance(t, RowShardedTensor))
+    mesh, device = like.rows.mesh, like.device
+    parts: list[Tensor] = []
+    gids: list[Tensor] = []
+    before = 0
+    for t in tensors:
+        if isinstance(t, RowShardedTensor):
+            parts.append(t.to_local())
+            gids.append(before + t.rows.place)
+            before += t.rows.count
+        else:
+            block = Rows.blocks(t.size(0), mesh)
+            parts.append(t[block.gid.to(t.device)].to(device))
+            gids.append(before + block.gid)
+            before += t.size(0)
+    of = next(
+        (t.rows for t in tensors if isinstance(t, RowShardedTensor) and t.rows.nodes),
+        like.rows,
+    )
+    rows = Rows(torch.cat(gids), before, mesh, None, nodes=of.nodes, stacked=of.stacked)
+    return like.wrap(torch.cat(parts), rows)
+
+
+def check_product(name: str, args: Any) -> None:
+    """Refuses products that sum over rows."""
+    bias, left, right = args if len(args) == 3 else (None, *args[-2:])
+    if isinstance(right, RowShardedTensor) and not _batched(left, right):
+        raise unsupported_op(f"{name}() that sums over rows")
+    if not isinstance(left, RowShardedTensor):
+        raise unsupported_op(f"{name}() that sums over rows")
+    if isinstance(bias, RowShardedTensor) and bias.dim() < left.dim():
+        raise unsupported_op(f"{name}() with a row-sharded bias of {bias.dim()} dims")
+
+
+def _batched(left: Any, right: Any) -> bool:
+    """Whether a product multiplies the matrices of each row."""
+    return isinstance(left, RowShardedTensor) and left.dim() == right.dim() > 2
