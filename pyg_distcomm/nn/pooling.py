@@ -36,7 +36,7 @@ class DistSelectTopK(SelectTopK):
     def forward(self, x: Tensor, batch: Any = None) -> SelectOutput:
         """Selects nodes."""
         out = super().forward(x, batch)
-        if not isinstance(x, DistTensor) or x.rows.mesh.size == 1:
+        if not isinstance(x, DistTensor):
             return out
         chosen = _whole(out.node_index)
         owners = x.rows.owners.owner_of(chosen.cpu())
@@ -78,7 +78,9 @@ class DistFilterEdges(FilterEdges):
     ) -> ConnectOutput:
         """Returns the pooled graph."""
         chosen = select_output.node_index
-        if not isinstance(edge_index, DistEdgeIndex) or not _is_sharded(chosen):
+        if not isinstance(edge_index, DistEdgeIndex) or not isinstance(
+            chosen, DistTensor
+        ):
             return super().forward(select_output, edge_index, edge_attr, batch)
         edge_index.topology.check_one_kind()
         total = edge_index.nodes.total
@@ -102,10 +104,6 @@ class DistFilterEdges(FilterEdges):
             values = DistTensor.wrap(values[keep], edges)
         nodes = None if batch is None else batch[chosen]
         return ConnectOutput(pooled, values, nodes)
-
-
-def _is_sharded(chosen: Tensor) -> bool:
-    return isinstance(chosen, DistTensor) and chosen.rows.mesh.size > 1
 
 
 def _whole(ids: Tensor) -> Tensor:

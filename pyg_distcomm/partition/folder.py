@@ -80,8 +80,6 @@ __all__ = [
 
 
 STRUCTURE = ("edge_index", "num_nodes")
-NODE_NAMES = ("x", "y", "pos", "batch")
-EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 
 
 def write_folder(

@@ -23,6 +23,8 @@ from pyg_distcomm.partition.partition import Counts, Partition, out_of_range
 EdgeType = tuple[str, str, str]
 NodeOrEdgeType = str | EdgeType
 Level = Literal["node", "edge"]
+NODE_NAMES = ("x", "y", "pos", "batch")
+EDGE_NAMES = ("edge_attr", "edge_weight", "edge_type")
 Kind = Literal["node", "edge", "graph"]  # whose rows an attribute has
 
 
@@ -263,9 +265,10 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
         return None  # it has been replaced since
     own: dict[Kind, Any] = {"node": store.get("ptr"), "edge": slices.get("edge_index")}
     fits = [k for k, v in own.items() if v is not None and torch.equal(found, v.cpu())]
-    if len(fits) > 1:
+    single = torch.equal(found, torch.arange(len(found)))  # a row for each graph
+    if len(fits) > 1 and not (single and name not in (*NODE_NAMES, *EDGE_NAMES)):
         return None
-    return fits[0] if fits else "graph"
+    return fits[0] if len(fits) == 1 else "graph"
 
 
 def wrong_ids(
