@@ -60,7 +60,8 @@ def partition(
 
     Every rank passes the same `data`. Rank 0 cuts; the others learn the owners. An edge
     and its attributes live with the owner of its target. Local rows ascend by global
-    id; nothing is renumbered for the user.
+    id; nothing is renumbered for the user. From here on, ranks draw by Python's random what
+    rank 0 does, as PyG does for negative edges.
 
     Args:
         data: the whole graph; every attribute with a row per node or per edge travels.

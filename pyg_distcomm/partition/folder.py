@@ -53,6 +53,8 @@ from pyg_distcomm.partition.layout import (
     write_meta,
 )
 from pyg_distcomm.partition.part_share import (
+    EDGE_NAMES,
+    NODE_NAMES,
     GraphTypes,
     Kind,
     PartShare,
