@@ -46,12 +46,13 @@ def train(model, data, optimizer):
 
 def run(whole, mesh, cutter, oblivious, epochs):
     """Trains; returns words predicted and counted in one epoch, and the loss."""
+    whole = whole.to(mesh.device)
     data = pdc.partition(whole, mesh, cutter, oblivious=oblivious)
     # the formula counts every product, also that with x, which is kept otherwise
     data.edge_index = data.edge_index.with_ordering(keep_inputs=False)
     torch.manual_seed(0)
     model = pdc.convert(GCN(whole.num_features, HIDDEN, 2, num_outputs(whole.y)))
-    model = pdc.replicate(model, mesh)
+    model = pdc.replicate(model.to(mesh.device), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loss = train(model, data, optimizer)  # plans, compiles
     mesh.ledger.reset()
@@ -71,14 +72,15 @@ def main():
     parser.add_argument("--nodes", type=int, help="a generated graph of this size")
     parser.add_argument("--cutter", default="metis", help="metis ldg random block")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
     whole = load_node_data(f"generated-{args.nodes}" if args.nodes else args.dataset)
     n, (forward, backward) = whole.num_nodes, widths_of(whole)
-    size = pdc.init().size
+    size = pdc.init(device=args.device).size
     rows = []
     for grid in grids(size):
-        mesh = pdc.init(grid=grid)
+        mesh = pdc.init(grid=grid, device=args.device)
         bound = sum(dense_words(n, f, grid) for f in forward + backward)
         for oblivious in (True, False):
             cutter = "random" if oblivious else args.cutter

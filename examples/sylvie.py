@@ -57,7 +57,7 @@ def begin(whole, mesh, owners, link, args):
     torch.manual_seed(0)
     classes = num_outputs(whole.y)
     model = GCN(whole.num_features, args.hidden, 3, classes)
-    model = pdc.replicate(pdc.convert(model), mesh)
+    model = pdc.replicate(pdc.convert(model.to(mesh.device)), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     return model, data, optimizer
 
@@ -94,10 +94,11 @@ def main():
     parser.add_argument("--dataset", default="digits", help="or generated-5000, say")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
-    whole = load_node_data(args.dataset)
+    mesh = pdc.init(device=args.device)
+    whole = load_node_data(args.dataset).to(mesh.device)
     owners = pdc.partition(whole, mesh, "random").edge_index.nodes.partition
     rows = []
     for setting, make in SETTINGS.items():

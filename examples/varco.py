@@ -48,7 +48,7 @@ def fit(whole, mesh, owners, link, args):
     torch.manual_seed(args.seed)
     classes = num_outputs(whole.y)
     model = GraphSAGE(whole.num_features, args.hidden, args.layers, classes)
-    model = pdc.replicate(pdc.convert(model), mesh)
+    model = pdc.replicate(pdc.convert(model.to(mesh.device)), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     mesh.ledger.reset()
     for _ in range(args.epochs):
@@ -70,11 +70,12 @@ def main():
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--budget", type=float, default=0.25, help="a share of exact")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
-    whole = load_node_data(name)
+    whole = load_node_data(name).to(mesh.device)
     owners = pdc.partition(whole, mesh, args.cutter).edge_index.nodes.partition
     rows = []
 

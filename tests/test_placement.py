@@ -16,10 +16,13 @@ import torch_geometric.nn as pyg
 import worlds
 from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, make, problem
 from layers import F as WIDTH
+from pipelines import loss_of, stack_of
 from problems import GRAPHS, owners
+from torch_geometric.data import HeteroData
 from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
+from pyg_distcomm.loader import NeighborLoader
 
 LAYERS = {
     "GCNConv": (lambda: pyg.GCNConv(WIDTH, OUT), W),
@@ -210,3 +213,96 @@ def algebra():
 @tiers.parametrize("size", [1, 2, 3], [])
 def test_algebra(size):
     worlds.run(algebra, size)
+
+
+def link_run(link, where):
+    mesh, data = worlds.mesh(), GRAPHS["undirected"]()
+    cut = owners("random", data, mesh.size)
+    share = pdc.partition(data.to(where), mesh, cut, link=link)
+    torch.manual_seed(0)
+    model = pdc.convert(pyg.GCN(7, 6, 2, 4).double()).to(where)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(share.x, share.edge_index)
+        loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
+        loss.backward()
+        optimizer.step()
+        link.step()
+        losses.append(loss.item())
+    assert out.device == where
+    return losses
+
+
+LINKS = {
+    "VARCO": lambda: pdc.VARCO(3),
+    "Sylvie": lambda: pdc.Sylvie(bits=1),
+    "PipeGCN": pdc.PipeGCN,
+    "BNS": lambda: pdc.BNS(0.5),
+    "SANCUS": lambda: pdc.SANCUS(0.5),
+}
+
+
+def links():
+    device = second_device.device()
+    for name, link in LINKS.items():
+        want = link_run(link(), torch.device("cpu"))
+        found = link_run(link(), device)
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=0, msg=name)
+
+
+def pipelines():
+    device, losses, grads = second_device.device(), [], []
+    for where in (torch.device("cpu"), device):
+        mesh, data = worlds.mesh(), GRAPHS["undirected"]()
+        share = pdc.partition(data, mesh).to(where)
+        stack = stack_of("gcn")
+        pipe = pdc.Pipeline(
+            [layer.to(where) for layer in stack], mesh, chunks=3, seed=1
+        )
+        losses += [pipe.train_step(share, loss_of).cpu() for _ in range(2)]
+        assert all(p.grad.device == where for p in pipe.parameters())
+        assert pipe(share).device == where
+        grads.append([p.grad.cpu() for p in pipe.parameters()])
+    torch.testing.assert_close(losses[2:], losses[:2], **CLOSE)
+    torch.testing.assert_close(*grads, **CLOSE)
+
+
+def node_types():
+    found, device = [], second_device.device()
+    for where in (torch.device("cpu"), device):
+        g = torch.Generator().manual_seed(0)
+        data = HeteroData()
+        data["a"].x, data["b"].x = (torch.randn(n, 4, generator=g) for n in (20, 10))
+        ends = [torch.randint(n, (40,), generator=g) for n in (20, 10)]
+        data["a", "to", "b"].edge_index = torch.stack(ends)
+        data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
+        torch.manual_seed(0)
+        conv = pdc.convert(pyg.HGTConv(4, 4, data.metadata(), heads=2)).to(where)
+        share = pdc.partition(data.to(where), worlds.mesh())
+        out = conv(share.x_dict, share.edge_index_dict)["a"]
+        assert out.device == where
+        found.append(out.full_tensor().detach().cpu())
+    torch.testing.assert_close(*found)
+
+
+def minibatches():
+    data, device = GRAPHS["undirected"](), second_device.device()
+    model = pdc.convert(pyg.GraphSAGE(7, 6, 2, 4).double())
+    plain = copy.deepcopy(model)
+    model = model.to(device)
+    for batch in NeighborLoader(data, [3, 2], batch_size=9):
+        want = plain(batch.x, batch.edge_index)
+        batch = batch.to(device)
+        out = model(batch.x, batch.edge_index)
+        assert out.device == device
+        seeds = slice(batch.batch_size)  # the rows that are read
+        torch.testing.assert_close(out[seeds].cpu(), want[seeds], **CLOSE)
+
+
+@builds
+@tiers.parametrize("size", [1, 2], [])
+@pytest.mark.parametrize("part", [links, node_types, pipelines, minibatches])
+def test_parts(part, size):
+    worlds.run(part, size)

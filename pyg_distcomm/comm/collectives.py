@@ -137,7 +137,7 @@ def _owns_blocks(x: Tensor, axis: Axis) -> bool:
 
 
 def reduce_scatter_begin(
-    x: Tensor, counts: Sequence[int], own: int, axis: Axis, most: int | None
+    x: Tensor, counts: Sequence[int], own: int, axis: Axis
 ) -> Pending | None:
     """Starts to add up the rows that ranks have for each other's blocks, as NCCL does.
 
@@ -145,7 +145,7 @@ def reduce_scatter_begin(
         x: rows for rank 0, then rank 1, ..., none for this rank.
         counts: how many for each.
         own: how many rows this rank's block has.
-        axis, most: as in `all_to_all`.
+        axis: the ranks.
 
     Shapes (this rank): x [sum(counts), f], return [own, f], the sums of the other ranks.
     Returns None where rows must go one by one: blocks differ in size, or no NCCL is there.

@@ -123,7 +123,10 @@ class StreamedWorks:
         """Watches an exchange until it has ended."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph is recorded, and nothing runs
-        with self._lock:
+        with (
+            self._lock
+        ):  # those that ended are let go, and what they received with them
+            self._works = [w for w in self._works if not w[0].is_completed()]
             self._works.append((work, doing, time.monotonic()))
             if not self._running:
                 self._running = True

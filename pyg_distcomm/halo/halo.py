@@ -166,7 +166,7 @@ class Halo(Link):
             return lambda out: out
         op = "reduce_scatter" if self.dense else "halo_transpose"
         if self.dense:
-            block = g.flatten(1), self.recv_counts, self.num_local, self.axis, self.most
+            block = g.flatten(1), self.recv_counts, self.num_local, self.axis
             sums = collectives.reduce_scatter_begin(*block)
             if sums is not None:
                 return lambda out: _added(out, sums.wait())
