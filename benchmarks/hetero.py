@@ -5,7 +5,8 @@
 Trains on DBLP and AMiner, where the folder has them (PyG writes to it), and on a generated
 graph of the types and proportions of ogbn-mag. RGCN is a HeteroConv of SAGEConv, a weight for
 each relation. PyG's epoch, on rank 0 while the others wait, and ours take turns; a rank has one
-thread. Bytes are the ledger's, of the third epoch or later, beside those of `pdc.plan`.
+thread. Seconds are a processor's, on the busiest rank, which other programs disturb less than a
+clock's. Bytes are the ledger's, of the third epoch or later, beside those of `pdc.plan`.
 """
 
 from __future__ import annotations
@@ -181,13 +182,16 @@ def trainer(model: torch.nn.Module, data: Any, target: str) -> Callable[[], floa
 def timed(
     epoch: Callable[[], float], mesh: pdc.Mesh, alone: bool
 ) -> tuple[float, float]:
-    """Runs an epoch on all ranks, or on rank 0 while the others wait; seconds and loss."""
+    """Runs an epoch on all ranks, or on rank 0 while the others wait.
+
+    Returns the processor seconds of the busiest rank, and the loss.
+    """
     collectives.all_gather_counts([0], mesh.control)
-    begin, loss = time.perf_counter(), 0.0
+    begin, loss = time.process_time(), 0.0
     if not alone or mesh.rank == 0:
         loss = epoch()
-    collectives.all_gather_counts([0], mesh.control)
-    return time.perf_counter() - begin, loss
+    mine = round(1e6 * (time.process_time() - begin))
+    return max(collectives.all_gather_counts([mine], mesh.control))[0] / 1e6, loss
 
 
 def measure(name: str, folder: str, share: int, kind: str, rounds: int) -> Row:

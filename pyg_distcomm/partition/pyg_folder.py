@@ -159,7 +159,7 @@ def read_pyg_folder(folder: str | Path, part: int) -> PartShare:
 def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> PartShare:
     """Reads one part of a HeteroData, whose ids PyG numbers type after type, too."""
     kinds: list[EdgeType] = [(a, b, c) for a, b, c in meta["edge_types"]]
-    homes = {
+    homes: dict[Any, Tensor] = {
         **{n: _owners(folder, "node", n, meta) for n in meta["node_types"]},
         **{k: _owners(folder, "edge", "__".join(k), meta) for k in kinds},
     }
@@ -171,55 +171,16 @@ def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> Pa
         {name: counts[name] for name in meta["node_types"]},
         {kind: counts[kind] for kind in kinds},
     )
-    first = {name: begin for name, (begin, _) in types.ranges("node").items()}
     here = folder / f"part_{part}"
-    node: dict[str, Tensor] = {}
-    edge: dict[str, Tensor] = {}
-    files = [here / f"{name}.pt" for name in ("node_feats", "graph", "edge_feats")]
-    node_feats, graph, edge_feats = map(_load, files)
-    gids: dict[str, list[Tensor]] = {"node": [], "edge": []}
-    for name in meta["node_types"]:
-        file = _of_type(node_feats, name, files[0])
-        gid, order = _entry(file, "global_id", files[0]).sort()
-        rows = _feats(file, order, files[0])
-        if "time" in file:  # every part has that of all nodes of the type
-            own, count = gid - first[name], len(homes[name])
-            rows["time"] = _rows(file, "time", own, count, files[0])
-        node |= {attribute_key(name, key): value for key, value in rows.items()}
-        gids["node"].append(gid)
-    none = torch.empty(0, dtype=torch.int64)
-    node_gid = torch.cat([none, *gids["node"]])
-    if not torch.equal(node_gid, partition.gids(part)):
-        raise ValueError(
-            f"{files[0]}: not the nodes that node_map gives to part {part}"
-        )
-    ends = [torch.empty(2, 0, dtype=torch.int64)]
-    for kind, (begin, _) in types.ranges("edge").items():
-        file = _of_type(graph, kind, files[1])
-        gid, order = _entry(file, "edge_id", files[1]).sort()
-        if not torch.equal(gid - begin, (homes[kind] == part).nonzero().view(-1)):
-            raise ValueError(f"{files[1]}: not the edges that edge_map gives it")
-        pair = [_rows(file, end, order, len(order), files[1]) for end in ("row", "col")]
-        ends.append(
-            torch.stack(pair) + torch.tensor([[first[kind[0]]], [first[kind[2]]]])
-        )
-        rows = {}
-        if kind in edge_feats:
-            feats = edge_feats[kind]
-            rows = _feats(feats, order, files[2])
-            if "edge_time" in feats:
-                rows["edge_time"] = _rows(
-                    feats, "edge_time", order, len(order), files[2]
-                )
-        edge |= {attribute_key(kind, key): value for key, value in rows.items()}
-        gids["edge"].append(gid)
+    node = _typed_nodes(here / "node_feats.pt", types, homes, part)
+    edge_gid, edge_index, edge = _typed_edges(here, types, homes, part)
     share = PartShare(
         part=part,
         partition=partition,
         num_edges_global=sum(map(sum, types.edges.values())),
-        node_gid=node_gid,
-        edge_gid=torch.cat([none, *gids["edge"]]),
-        edge_index=torch.cat(ends, 1),
+        node_gid=partition.gids(part),
+        edge_gid=edge_gid,
+        edge_index=edge_index,
         node=node,
         edge=edge,
         graph={},
@@ -228,6 +189,55 @@ def _typed_part(folder: Path, meta: Meta, partition: Partition, part: int) -> Pa
     for problem in wrong_ids(share, here, ("node_feats.pt", "graph.pt", "graph.pt")):
         raise ValueError(problem)
     return share
+
+
+def _typed_nodes(
+    path: Path, types: GraphTypes, homes: dict[Any, Tensor], part: int
+) -> dict[str, Tensor]:
+    """Reads the rows of the nodes of each type, ascending by id."""
+    node: dict[str, Tensor] = {}
+    found = _load(path)
+    for name, (begin, _) in types.ranges("node").items():
+        file = _of_type(found, name, path)
+        gid, order = _entry(file, "global_id", path).sort()
+        if not torch.equal(gid - begin, (homes[name] == part).nonzero().view(-1)):
+            raise ValueError(
+                f"{path}: not the nodes that node_map gives to part {part}"
+            )
+        rows = _feats(file, order, path)
+        if "time" in file:  # every part has that of all nodes of the type
+            rows["time"] = _rows(file, "time", gid - begin, len(homes[name]), path)
+        node |= {attribute_key(name, key): value for key, value in rows.items()}
+    return node
+
+
+def _typed_edges(
+    here: Path, types: GraphTypes, homes: dict[Any, Tensor], part: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Reads ids, ends and rows of the edges of each type, ascending by id."""
+    path, rows_path = here / "graph.pt", here / "edge_feats.pt"
+    graph, found = _load(path), _load(rows_path)
+    edge: dict[str, Tensor] = {}
+    first = {name: begin for name, (begin, _) in types.ranges("node").items()}
+    gids, ends = [torch.empty(0).long()], [torch.empty(2, 0).long()]
+    for kind, (begin, _) in types.ranges("edge").items():
+        file = _of_type(graph, kind, path)
+        gid, order = _entry(file, "edge_id", path).sort()
+        if not torch.equal(gid - begin, (homes[kind] == part).nonzero().view(-1)):
+            raise ValueError(
+                f"{path}: not the edges that edge_map gives to part {part}"
+            )
+        pair = [_rows(file, end, order, len(order), path) for end in ("row", "col")]
+        gids.append(gid)
+        ends.append(
+            torch.stack(pair) + torch.tensor([[first[kind[k]]] for k in (0, 2)])
+        )
+        feats = found.get(kind, {}) if isinstance(found, dict) else {}
+        rows = _feats(feats, order, rows_path)
+        if "edge_time" in feats:
+            rows["edge_time"] = _rows(feats, "edge_time", order, len(order), rows_path)
+        edge |= {attribute_key(kind, key): value for key, value in rows.items()}
+    return torch.cat(gids), torch.cat(ends, 1), edge
 
 
 def _of_type(file: Any, kind: Any, path: Path) -> dict[str, Any]:
