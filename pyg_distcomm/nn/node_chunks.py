@@ -183,7 +183,7 @@ class NodeChunks:
 
     Args:
         arguments: of the call.
-        params: of the layer, which learn.
+        params: of the layer, which learn; in a run those that the call makes use of.
         counters: of the layer, which count batches.
         cap: the memory cap.
         edges: of the call, all of them on this rank.
@@ -327,6 +327,10 @@ class NodeChunks:
         mesh, state = self.edges.scene.nodes.mesh, torch.get_rng_state()
         step, counted = mesh.step, [(x, x.clone()) for x in self.counters]
         try:
+            if self.params and torch.is_grad_enabled():
+                first = self.call(0, tensors, [x.requires_grad for x in tensors])[0]
+                self.params = _reached(first, self.params)
+                del first
             out = _Chunked.apply(self, *tensors, *self.params)
         except NotInChunksError:
             torch.set_rng_state(state)
@@ -402,6 +406,19 @@ class _Chunked(torch.autograd.Function):
                         found[k] += add
         each = iter(p if used else None for p, used in zip(found, seen, strict=True))
         return None, *sums, *(next(each) if on else None for on in learnt)
+
+
+def _reached(out: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """Returns the parameters that an outcome was made of: others get no gradient, not 0."""
+    queue, seen, found = [out.grad_fn], {out.grad_fn}, set()
+    while queue:
+        node: Any = queue.pop()
+        found.add(id(getattr(node, "variable", None)))
+        for after, _ in () if node is None else node.next_functions:
+            if after not in seen:
+                seen.add(after)
+                queue.append(after)
+    return [p for p in params if id(p) in found]
 
 
 def _add(total: Tensor, part: Tensor, where: Tensor | slice | None) -> None:
