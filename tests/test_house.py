@@ -78,7 +78,7 @@ STATE = {
     "__init__.sys.modules[__name__].__class__",  # loads public names late
     "process.PROCESS",
     "kernels.threads._executors",
-    "tensor.dist_tensor.torch.sparse_coo_tensor",  # PyG's own, imported by that name
+    "tensor.dist_tensor.torch.sparse_coo_tensor",  # refuses row-sharded tensors
 }
 CHANGES = set("add append clear discard extend insert pop popitem remove".split())
 CHANGES |= set("setdefault update subtract appendleft popleft".split())
