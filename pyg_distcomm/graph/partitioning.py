@@ -94,12 +94,27 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     mesh = given_mesh(mesh, "pdc.partition")
+    options: Any = (seed, refine, oblivious, link, memory)
     if isinstance(data, HeteroData):
-        options = seed, refine, oblivious, link, memory
         share = _partition_hetero(data, mesh, method, *options)
         return partitioning_batch.as_batch(share, data)
+    attrs = node_attrs, edge_attrs
+    return _partition_data(data, mesh, method, *options, attrs)
+
+
+def _partition_data(
+    data: Data,
+    mesh: Mesh,
+    method: Any,
+    seed: int,
+    refine: bool,
+    oblivious: bool,
+    link: Any,
+    memory: int | str | None,
+    attrs: tuple[Iterable[str], Iterable[str]],
+) -> Data:
     whole, (data, weight) = data, transforms.from_sparse(data)
-    problem, kinds = _checked(data, node_attrs, edge_attrs)
+    problem, kinds = _checked(data, *attrs)
     problem = link_problem(link) or memory_problem(memory) or problem
     planned = method is None and not refine and _is_planned(data, mesh)
     if planned and seed and problem is None:
