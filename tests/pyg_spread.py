@@ -61,6 +61,8 @@ class Spreader:
         kind = type(module)
         outermost = not self.deep and kind.__module__.startswith("torch_geometric.nn")
         outermost = outermost and not torch.compiler.is_compiling()
+        # a layer that is computed again in a backward pass was judged in the forward pass
+        outermost = outermost and torch._C._current_graph_task_id() == -1
         if not outermost or (self.only and kind.__name__ not in self.only):
             return PLAIN(module, *args, **kwargs)
         self.deep += 1
@@ -111,7 +113,10 @@ class Spreader:
                     if dtype is not torch.float32:  # in which PyG runs it
                         continue
                     raise Skipped(f"PyG's own run with gradients: {error}") from None
-                spread = leaves(self.spread(given))
+                try:
+                    spread = leaves(self.spread(given))
+                except (ValueError, KeyError) as error:
+                    raise Skipped(f"not the rows of one graph: {error}") from None
                 try:
                     twin = pdc.convert(copy.deepcopy(one))
                     generators(state)
