@@ -94,7 +94,7 @@ def partition(
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
     mesh = given_mesh(mesh, "pdc.partition")
-    options: Any = (seed, refine, oblivious, link, memory)
+    options = seed, refine, oblivious, link, memory
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
         return partitioning_batch.as_batch(share, data)
