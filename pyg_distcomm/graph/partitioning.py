@@ -72,8 +72,8 @@ def partition(
             Batch whole, each on one rank), the owner of each node, or a Partition; for a
             HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"
             where pymetis is not installed. None is "metis", or as planned where
-            `init("auto")` has planned this graph; of a Batch it is "graphs", unless that
-            gives a rank a tenth more than the mean. The share of a Batch is a Batch.
+            `init("auto")` has planned this graph; of a Batch "graphs", unless that gives a
+            rank a tenth more than the mean. The share of a Batch is a Batch.
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.
@@ -98,7 +98,6 @@ def partition(
     _agree(problem, mesh)
     flags = {"seed": seed, "refine": bool(refine), "oblivious": bool(oblivious)}
     _agree_same(_asked(method, link, **flags) | _marks(data, kinds), mesh)
-    assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
     if planned:
         share = _share_of(data, kinds, mesh.owners, mesh.rank)
@@ -107,9 +106,7 @@ def partition(
         return _with_sparse(_linked(out, link), weight, looped)
     owners = _cut_once(data, mesh, method, seed, refine)
     share = _share_of(data, kinds, owners, mesh.rank)
-    how = (
-        method if isinstance(method, str) else "default" if method is None else "owner"
-    )
+    how = (method or "default") if isinstance(method, str | None) else "owner"
     about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     out = partitioning_batch.as_batch(_assemble(share, mesh, oblivious), whole)
