@@ -76,8 +76,8 @@ def partition(
             Batch whole, each on one rank), the owner of each node, or a Partition; for a
             HeteroData also a dictionary of owners by node type. METIS falls back to "ldg"
             where pymetis is not installed. None is "metis", or as planned where
-            `init("auto")` has planned this graph; of a Batch it is "graphs", unless that
-            gives a rank a tenth more than the mean. The share of a Batch is a Batch.
+            `init("auto")` has planned this graph; of a Batch "graphs", unless that gives a
+            rank a tenth more than the mean. The share of a Batch is a Batch.
         seed: the seed of the cutter.
         refine: move nodes, from whatever `method` gives, until the busiest rank sends
             and receives fewer rows; never to a worse partition.

@@ -153,9 +153,8 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     """Answers for a tensor inside a layer, which counts as this rank's rows."""
     found, rows = call_local(func, args, kwargs), args[0].rows
-    if (
-        not rows.whole or rows.mesh.size == 1
-    ):  # all rows may be here, and none elsewhere
+    # where all rows are here, ranks without any still count as this one does
+    if not rows.whole or rows.mesh.size == 1:
         return found
     if isinstance(found, torch.Size):
         return torch.Size((NumRows.of(rows), *found[1:]))
