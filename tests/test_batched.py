@@ -274,7 +274,6 @@ def _cases(how, sizes, edges):
         (2, "within", SIZES, EDGES),
         *((size, how, SIZES, EDGES) for size in (1, 3, 4) for how in ("within", None)),
         *((2, how, SIZES, EDGES) for how in ("graphs", "one rank")),
-        (2, "within", (1,) * GRAPHS, (1,) * GRAPHS),  # as many nodes, edges and graphs
     ],
     slice(1),
 )
