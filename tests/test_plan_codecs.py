@@ -23,6 +23,7 @@ from pyg_distcomm.halo.codecs import (
     RowSample,
 )
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.training import training_of
 
 WIDTHS = (7, 6, 5, 4)
@@ -168,3 +169,9 @@ def test_the_command_takes_codecs(tmp_path, capsys):
     flags = ["--widths", "7", "6", "5", "4", "--ranks", "4", "--codec", "1 bit"]
     assert main(["plan", str(tmp_path / "graph.pt"), *flags]) == 0
     assert "1 bit *" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("widths", "idle"), [([8, 4, 3], True), ([8, 4, 4, 3], False)])
+def test_a_codec_that_has_nothing_to_code_is_told(widths, idle):
+    found = str(pdc.plan(RandomGraph(200, 2000), widths, 4, codecs=["1 bit"]))
+    assert ("1 bit: no plan sends less than the leanest without it" in found) is idle

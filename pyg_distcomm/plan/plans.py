@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -246,7 +247,7 @@ class Plans(Sequence[Plan]):
             for plan in shown
             for name, count in plan.relation_bytes.items()
         ]
-        parts += _remarks(shown, self.machine)
+        parts += _remarks(shown, self.machine) + _nothing_coded(self.ranked)
         parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
@@ -312,6 +313,21 @@ def _table(plans: Sequence[Plan]) -> str:
 
 def _sign(plan: Plan) -> str:
     return ">= " if plan.missing else "" if plan.sized else "<= "
+
+
+def _nothing_coded(ranked: Sequence[Plan]) -> list[str]:
+    """Names the codecs by which the leanest plan sends no fewer bytes than without."""
+    least: dict[str, float] = {}
+    for plan in ranked:
+        best = least.get(plan.codec, math.inf)
+        least[plan.codec] = min(best, plan.exchange_bytes)
+    plain = least.pop("plain", 0.0)
+    return [
+        f"{name}: no plan sends less than the leanest without it: products of constant inputs "
+        "are kept, and the last exchange is exact; take three layers, or exact_last=False"
+        for name, count in least.items()
+        if 0 < plain <= count
+    ]
 
 
 def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
