@@ -342,7 +342,7 @@ def _indexing(cutter):
     with pytest.raises(IndexError, match="50 rows"):
         share.x[torch.tensor([50])]
     if share.x.rows.mesh.size > 1:
-        with pytest.raises(ValueError, match="the same on all ranks"):
+        with pytest.raises(ValueError, match="same ids on all ranks"):
             share.x[torch.tensor([share.x.rows.mesh.rank])]
 
 

@@ -300,6 +300,7 @@ class Averager:
             if p.requires_grad
             and p not in self._leaves
             and p not in self._elsewhere
+            and not hasattr(p, "is_shard")
             and self._will_reach(p)
         ]
 

@@ -133,9 +133,11 @@ class DistEmbedding(torch.nn.Module):
     def shard(self) -> torch.nn.Parameter:
         """Returns the parameter: this rank's rows `[n_i, dim]`."""
         try:
-            return self._parameters["weight"]  # type: ignore[return-value]
+            shard: Any = self._parameters["weight"]
         except KeyError:
             raise AttributeError("the embedding has no rows yet") from None
+        shard.is_shard = True  # other ranks' are others: see `Averager`
+        return shard  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from the standard normal distribution, as one process does."""

@@ -255,7 +255,10 @@ def batch_kind(data: Any, store: Any, name: str) -> Kind | None:
         store: the Batch, or one of its stores.
         name: that of the attribute, which PyG joined graph after graph.
     """
-    every = getattr(data, "_slice_dict", None) or {}  # a Batch alone has it
+    try:
+        every = data._slice_dict or {}
+    except (AttributeError, KeyError):  # no Batch
+        return None
     key = getattr(store, "_key", None)
     slices = every if key is None else every.get(key, {})
     found, value = slices.get(name), store[name]
