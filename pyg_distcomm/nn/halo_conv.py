@@ -16,7 +16,7 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.nn import EGConv, FAConv, MessagePassing
 
 from pyg_distcomm.comm.gradient_averaging import meet
-from pyg_distcomm.comm.mesh import latest_mesh
+from pyg_distcomm.comm.mesh import Mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
@@ -272,9 +272,7 @@ def _through_halo(
     how = context.topology, context.exchange(), at_work, whole
     visit = HaloVisit(conv, *how)
     mesh = edge_index.nodes.mesh
-    for parameter in conv.parameters():  # some meet what is local without a trace
-        if not is_lazy(parameter):
-            meet(parameter, mesh)
+    hooks = _meeting(conv, mesh)
     for where in (given, extra):
         for name, value in list(where.items()):
             if where is given and name == "kwargs" and extra:
@@ -287,7 +285,36 @@ def _through_halo(
         if visit.scene.layer in str(error):
             raise
         raise TypeError(f"{visit.scene.layer}, run distributed: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     return tree_map(visit.outcome, out)
+
+
+def _meeting(conv: MessagePassing, mesh: Mesh) -> list[Any]:
+    """Has parameters meet row-sharded data; some work on what is local without a trace.
+
+    Returns:
+        The hooks by which those of lazy modules do, once their shapes are known.
+    """
+    hooks = []
+    for module in conv.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if any(map(is_lazy, own)):
+            hooks.append(module.register_forward_pre_hook(_met_by(mesh)))
+            continue
+        for parameter in own:
+            meet(parameter, mesh)
+    return hooks
+
+
+def _met_by(mesh: Mesh) -> Callable[..., None]:
+    def before(module: torch.nn.Module, _: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not is_lazy(parameter):
+                meet(parameter, mesh)
+
+    return before
 
 
 def _take_weight(
