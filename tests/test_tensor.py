@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, owners
+from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import random
@@ -580,3 +581,30 @@ def _ends_of_edges():
 
 def test_only_ids_of_edges_become_edges_when_transposed():
     worlds.run(_ends_of_edges, 2)
+
+
+def _moves_and_writes():
+    mesh = worlds.mesh()
+    torch.manual_seed(0)
+    data = Data(x=torch.randn(6, 3), edge_index=torch.randint(0, 6, (2, 9)))
+    share = pdc.partition(data, mesh, torch.tensor([0, 1, 1, 0, 0, 1]))
+    x = share.x
+    assert x.to(dtype=torch.float64).dtype == torch.float64
+    assert x.to(copy=True).data_ptr() != x.data_ptr()
+    assert x.to(x.double()).dtype == torch.float64
+    for rows, columns in (([0, 1], [0, 1]), (torch.tensor([0, 1, 2]), [0, 1, 2])):
+        z, want = x.clone(), data.x.clone()
+        z[rows, columns] = want[rows, columns] = 7
+        assert torch.equal(z.full_tensor(), want)
+    with pytest.raises(TypeError, match="list of columns"):
+        x.clone()[2:6, [0, 1]] = 7
+    capped = pdc.partition(data, mesh, "block", memory=1000)
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    h = F.linear(capped.x, weight)
+    h.register_hook(lambda g: g * 0)
+    h.square().sum().backward()
+    assert not weight.grad.any()
+
+
+def test_moves_by_keyword_writes_at_lists_and_hooks_under_a_cap():
+    worlds.run(_moves_and_writes, 2)

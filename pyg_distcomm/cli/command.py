@@ -228,7 +228,7 @@ def _plan_what(parser: _Parser) -> None:
         "--widths",
         type=whole(1),
         nargs="+",
-        help="of a full graph's model, as 602 16 41",
+        help="of a full graph's model, as 602 16 41; of a typed graph without those of x",
     )
     what.add_argument(
         "--num-neighbors",

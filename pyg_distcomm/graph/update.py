@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
@@ -66,6 +66,11 @@ def update(
             "update takes a Data that pdc.partition returned, with an edge_index; got "
             f"{type(data).__name__} with {type(edge_index).__name__}; a graph that is not "
             "spread is changed before pdc.partition"
+        )
+    if isinstance(data, Batch):
+        raise TypeError(
+            "update takes a graph, not a Batch of several: make a new Batch, and cut it by "
+            "pdc.partition"
         )
     mesh = edge_index.nodes.mesh
     problem, added = None, None

@@ -165,6 +165,9 @@ def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
+    kinds = (kind.__module__.split(".")[0] for kind in type(layer).__mro__)
+    if next(k for k in kinds if k != "pyg_distcomm") != "torch_geometric":
+        return False  # a layer of the user's own may count rows, or its calls
     if any(len(p._backward_hooks or ()) > ours for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []

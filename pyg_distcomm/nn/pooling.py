@@ -42,7 +42,7 @@ class DistSelectTopK(SelectTopK):
         owners = x.rows.owners.owner_of(chosen.cpu())
         partition = Partition.from_owner(owners, x.rows.mesh.size)
         gid = partition.gids(x.rows.mesh.rank)
-        rows = Rows(gid, len(chosen), x.rows.mesh, partition)
+        rows = Rows(gid, len(chosen), x.rows.mesh, partition, memory=x.rows.memory)
         weight = out.weight
         if isinstance(weight, DistTensor):
             weight = DistTensor.wrap(recut(weight, rows), rows)

@@ -57,8 +57,10 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     check_writes(func, args)
     if kwargs.get("out") is not None and name not in ROWWISE:
         return _into(kwargs["out"], func, args, kwargs)
-    if name in ("type_as", "to") and isinstance(args[-1], RowShardedTensor):
-        return args[0].to(args[-1].device, args[-1].dtype)
+    if name in ("type_as", "to") and isinstance((*args, None)[1], RowShardedTensor):
+        return args[0].to(args[1].device, args[1].dtype, **kwargs)
+    if name in _SILENT:  # hooks of saved tensors would hand it others
+        return _applied(name, func, args, kwargs)
     with first_sharded(args, kwargs).rows.spilling():
         return _applied(name, func, *_met(name, args, kwargs))
 
@@ -81,19 +83,22 @@ def _met(name: str, args: Any, kwargs: Any) -> Any:
     """Tells the ranks which plain tensors meet row-sharded ones (`gradient_averaging.py`)."""
     found = first_sharded(args, kwargs)
     mesh = found.rows.mesh
-    if mesh.size == 1 or name in _SILENT:
+    if mesh.size == 1:
         return args, kwargs
     return meet_all(found, name, args, kwargs)
 
 
 # autograd's own, and what does not look at the values of its plain operands
 _SILENT = frozenset(
-    "requires_grad= grad grad= backward register_hook zeros_like ones_like empty_like".split()
+    """requires_grad= requires_grad requires_grad_ grad grad= backward register_hook retain_grad
+    register_post_accumulate_grad_hook zeros_like ones_like empty_like""".split()
 )
 
 
 def _into(out: Any, func: Callable, args: Any, kwargs: Any) -> Any:
     """Writes what an operation returns to the tensor that it was given as `out`."""
+    if not isinstance(out, Tensor):
+        raise unsupported_op(f"{base_name(func)}(out=...) of several tensors")
     given = {key: value for key, value in kwargs.items() if key != "out"}
     found = func(*args, **given)
     if not isinstance(out, RowShardedTensor):

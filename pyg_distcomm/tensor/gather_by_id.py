@@ -377,41 +377,6 @@ def scattered(func: Callable, given: dict[str, Any]) -> Any:
     )
 
 
-def put_at(x: RowShardedTensor, ids: RowShardedTensor, value: Any) -> None:
-    """Writes rows to the rows that ids name; of several for one, the last stays.
-
-    Price: two exchanges of a number and one of a row, for each distinct id on each rank.
-
-    Raises:
-        TypeError: if there is not one value, or one for each id.
-    """
-    local, numbers = ids.to_local(), ids.dtype in (torch.int64, torch.int32)
-    if not numbers:
-        raise unsupported_op(f"x[ids] = value with ids of {ids.dtype}")
-    if isinstance(value, Tensor) and value.dim():
-        value = _source_rows(value, ids, x, "setitem")
-    start = x.to_local()
-    if x.rows.mesh.size == 1:
-        out = start.index_put((local.long(),), torch.as_tensor(value).to(start))
-    else:
-        out = _last_written(start, plan_of(ids, x.rows), ids.rows, value)
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.copy_(x, out)
-
-
-def _last_written(start: Tensor, plan: IdPlan, ids: Rows, value: Any) -> Tensor:
-    place = ids.place.to(start.device)
-    none = place.new_full((len(start),), -1)
-    last = plan.scatter_extreme(place, none, "amax")
-    hit = (last >= 0).view(-1, *([1] * (start.dim() - 1)))
-    if not isinstance(value, Tensor) or not value.dim():
-        return torch.where(hit, torch.as_tensor(value).to(start), start)
-    mine = (plan.gather(last) == place).view(-1, *([1] * (value.dim() - 1)))
-    kind = torch.uint8 if start.dtype == torch.bool else start.dtype
-    sent = torch.where(mine, value.to(kind), 0)
-    return torch.where(hit, plan.scatter_add(sent).to(start.dtype), start)
-
-
 def _reduction(name: str, given: dict[str, Any]) -> str:
     op = given.get("reduce")
     if op is None:

@@ -329,6 +329,9 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
     if isinstance(first, (list, int, np.ndarray, np.integer)):
         first = torch.as_tensor(first).view(-1) if type(first) is not bool else first
+    rest = tuple(
+        torch.as_tensor(r) if isinstance(r, (list, np.ndarray)) else r for r in rest
+    )
     masked = (
         isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() == 1
     )
@@ -352,6 +355,8 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         first = fit_plain(first, x, 1, "x[mask]") if plain else first.to_local()
     elif isinstance(first, slice) and first == slice(None):
         value = _cut_for(value, x, x.rows, rest)
+    elif isinstance(first, slice) and any(isinstance(r, Tensor) for r in rest):
+        raise unsupported_op("x[begin:end, columns] = value with a list of columns")
     elif isinstance(first, (Tensor, slice)):
         if isinstance(first, RowShardedTensor):  # of which a rank has some
             if x.reads_local:
@@ -365,9 +370,6 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         ids = ids_of(first, x.rows.count)
         compare_plain(x, ids, "setitem")
         first, value = _here(x, ids, value)
-    elif isinstance(first, RowShardedTensor) and first.dim() == 1 and not rest:
-        gather_by_id.put_at(x, first, value)
-        return
     else:
         raise unsupported_op(
             "x[key] = value, unless key is a mask, ids or [:, columns],"

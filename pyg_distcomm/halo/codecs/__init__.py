@@ -77,7 +77,7 @@ def codec_of(wire: str | Codec | None) -> Codec:
     if wire not in known_codecs():
         raise ValueError(
             f"codec {wire!r} is not known; choose one of {', '.join(known_codecs())}, a "
-            "Codec, or None to send rows unchanged"
+            "Codec, or Plain() to send rows unchanged"
         )
     found = plugins.load(plugins.CODECS, wire)
     try:
