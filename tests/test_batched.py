@@ -352,7 +352,7 @@ def train(lib, loaders, epochs=2):
 
 
 def _trained():
-    worlds.mesh()
+    mesh = worlds.mesh()
     got, mine = train(nn, pyg_distcomm.loader)
     want, theirs = train(pyg, torch_geometric.loader)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -360,6 +360,12 @@ def _trained():
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     batch = next(iter(pyg_distcomm.loader.DataLoader(graphs(), 3)))
     assert hasattr(batch.x, "full_tensor")
+    torch.manual_seed(mesh.rank)  # a script without a seed
+    for _ in range(2):
+        loader = pyg_distcomm.loader.DataLoader(graphs(), 2, shuffle=True)
+        assert sum(batch.num_graphs for batch in loader) == len(graphs())
+    with pytest.raises(ValueError, match="the ranks have"):
+        next(iter(pyg_distcomm.loader.DataLoader(graphs()[mesh.rank :], 2)))
 
 
 @pytest.mark.parametrize("size", [2, tiers.rarely(3)])
