@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +127,11 @@ class _Added:
                 "update takes a graph of one node type, without an adj_t; partition the new "
                 "graph instead"
             )
+        if not isinstance(edges, (Mapping, Tensor, Sequence, np.ndarray, type(None))):
+            raise TypeError(
+                "new_edges must be node ids [2, e'], or a dictionary with them as edge_index, "
+                f"got {type(edges).__name__}"
+            )
         given = edges if isinstance(edges, Mapping) else {"edge_index": edges}
         more = given.get("edge_index")
         more = torch.empty(2, 0, dtype=torch.int64) if more is None else _plain(more)
@@ -146,7 +151,14 @@ class _Added:
         node = _rows(held, names["node"], rows_of_node, count, "node")
         partition = known.nodes.partition
         assert partition is not None
-        check_edge_index(more, known.nodes.total + count)
+        try:
+            check_edge_index(more, known.nodes.total + count)
+        except ValueError as error:
+            raise ValueError(
+                f"new_edges: {error} as new_nodes".replace(
+                    "set data.num_nodes", "give them"
+                )
+            ) from None
         if owner is None:
             homes = _owners(partition, more.cpu().long(), count)
         else:

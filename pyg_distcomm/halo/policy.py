@@ -545,8 +545,9 @@ def link_problem(link: Any) -> TypeError | None:
     if link is None or isinstance(link, LinkPolicy):
         return None
     return TypeError(
-        "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), or None for the "
-        f"exact one, got {link!r}"
+        "link must be a LinkPolicy, such as pdc.Sylvie(), pdc.VARCO(epochs) or "
+        f"pdc.LinkPolicy('bf16'), or None for the exact one, got {link!r}; links by relation "
+        "are for a HeteroData"
     )
 
 

@@ -22,7 +22,9 @@ def ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
             return mesh.size
         if isinstance(partition, Partition):
             return partition.num_parts
-        raise ValueError("plan needs ranks=P, or the mesh whose ranks it is for")
+        raise ValueError(
+            "plan needs ranks=P (--ranks P), or the mesh whose ranks it is for"
+        )
     size = _integer(ranks)
     if size is None or size < 1:
         raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
@@ -96,7 +98,7 @@ def check_width(graph: Any, first: int, inputs: str) -> None:
     if first != x.size(1):
         raise ValueError(
             f"widths begin with {first}, and data.x has {x.size(1)} features; if they go "
-            'through something else first, say inputs="changing"'
+            'through something else first, say inputs="changing" (--inputs changing)'
         )
 
 
