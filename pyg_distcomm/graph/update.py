@@ -154,11 +154,9 @@ class _Added:
         try:
             check_edge_index(more, known.nodes.total + count)
         except ValueError as error:
-            raise ValueError(
-                f"new_edges: {error} as new_nodes".replace(
-                    "set data.num_nodes", "give them"
-                )
-            ) from None
+            hint = "set data.num_nodes if there are more"
+            text = str(error).replace(hint, "give new ones by new_nodes")
+            raise ValueError(f"new_edges: {text}") from None
         if owner is None:
             homes = _owners(partition, more.cpu().long(), count)
         else:
