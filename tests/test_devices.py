@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import time
 import types
 from pathlib import Path
@@ -154,9 +156,9 @@ def test_an_unchanged_layer_names_what_is_misplaced():
 
 
 def benchmark():
-    """The module benchmarks/cuda.py, under a name that torch does not look for."""
-    path = Path(__file__).parents[1] / "benchmarks" / "cuda.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_cuda", path)
+    """The module that benchmarks/cuda.py runs."""
+    path = Path(__file__).parents[1] / "benchmarks" / "one_device.py"
+    spec = importlib.util.spec_from_file_location("one_device", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -167,6 +169,20 @@ def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys):
     assert benchmark().main(["--report", str(tmp_path / "report.md")]) == 1
     assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_benchmarks_leave_torch_the_package_that_it_looks_for(tmp_path):
+    """torch imports `cuda.bindings`, and each script of benchmarks/ has cuda.py beside it."""
+    bindings = tmp_path / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    (bindings / "__init__.py").write_text("found = True\n")
+    program = "import sys; sys.path.insert(0, {!r}); sys.path.append({!r}); "
+    program += "from cuda.bindings import found; assert found; import cuda"
+    folder = Path(__file__).parents[1] / "benchmarks"
+    program = program.format(str(folder), str(tmp_path))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    help_text = [sys.executable, str(folder / "cuda.py"), "--help"]
+    subprocess.run(help_text, check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
 @tiers.rare
