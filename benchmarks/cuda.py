@@ -2,7 +2,7 @@
 
 python benchmarks/cuda.py --report benchmarks/reports/cuda.md
 
-Each script of this folder has the folder on its path, before any package that is installed. torch
+Each script of this folder has the folder on its path, before any installed package. torch
 imports `cuda.bindings` where it is to be had, and would find this file.
 """
 
