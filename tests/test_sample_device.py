@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import tiers
 import torch
 from test_sample_kernels import graph, request, same
+from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
+from pyg_distcomm.loader import LinkNeighborLoader, NeighborLoader
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -20,13 +23,6 @@ def on_host(found):
     lists = found.node, found.tree, found.edge_index, found.edge
     moved = [t if t is None else [a.cpu() for a in t] for t in lists]
     return Minibatch(*moved, found.nodes_per_hop, found.edges_per_hop)
-
-
-def equal(g, wanted, device="cpu", pinned=False):
-    sampler = DeviceSampler(g, torch.device(device), pinned)
-    found = sampler(wanted)
-    assert all(t.device.type == device for t in [*found.node, *found.edge_index])
-    same(on_host(found), Sampler(g)(wanted))
 
 
 RULES = {
@@ -84,3 +80,176 @@ def test_device_equals_cpu(
                 continue
             found = DeviceSampler(g, torch.device(device))(wanted)
             same(on_host(found), theirs)
+
+
+def data(seed=0, n=70, edges=500):
+    g = torch.Generator().manual_seed(seed)
+    found = Data(
+        x=torch.randn(n, 5, generator=g),
+        edge_index=torch.randint(n, (2, edges), generator=g),
+        edge_attr=torch.randn(edges, 3, generator=g),
+        y=torch.randint(4, (n,), generator=g),
+        train_mask=torch.rand(n, generator=g) < 0.5,
+        weight=torch.rand(edges, generator=g),
+        time=torch.randint(9, (n,), generator=g),
+        edge_time=torch.randint(9, (edges,), generator=g),
+    )
+    found.half, found.note = found.x.half(), "kept"
+    found.odd = torch.randint(9, (n, 3), generator=g).to(torch.uint8)
+    return found
+
+
+def typed(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    found = HeteroData()
+    for kind, n in (("a", 40), ("b", 25)):
+        found[kind].x = torch.randn(n, 4, generator=g)
+        found[kind].time = torch.randint(9, (n,), generator=g)
+    for one, other in (("a", "b"), ("b", "a"), ("a", "a")):
+        high = torch.tensor([[found[one].num_nodes], [found[other].num_nodes]])
+        store = found[one, f"{one}{other}", other]
+        store.edge_index = (torch.rand(2, 200, generator=g) * high).long()
+        store.edge_attr = torch.randn(200, 2, generator=g)
+        store.weight = torch.rand(200, generator=g)
+    return found
+
+
+def alike(one, other, device):
+    one, other = one.to_dict(), other.to_dict()
+    assert str(one.keys()) == str(other.keys())
+    for name, value in one.items():
+        match(value, other[name], device, name)
+
+
+def match(a, b, device, name):
+    if isinstance(a, dict):
+        assert list(a) == list(b), name
+        for key in a:
+            match(a[key], b[key], device, (name, key))
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert b.device.type == device, name
+        assert torch.equal(a, b.cpu()), name
+    else:
+        assert a == b, name
+
+
+LOADS = {
+    "plain": {},
+    "replace": {"replace": True},
+    "weighted": {"weight_attr": "weight", "replace": True},
+    "exponential": {"weight_attr": "weight"},
+    "by node time": {"time_attr": "time", "disjoint": True},
+    "latest": {"time_attr": "time", "disjoint": True, "temporal_strategy": "last"},
+    "disjoint": {"disjoint": True},
+    "induced": {"subgraph_type": "induced"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+    "labor": {"rule": "labor"},
+    "prefetch": {"prefetch": 2, "bulk_size": 3, "shuffle": True},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "hollow num_nodes": {"bulk_size": 2, "prefetch": 0},
+}
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Lets device="cpu" take the way of devices."""
+    monkeypatch.setattr("pyg_distcomm.loader.placement.HOST", frozenset())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+@tiers.parametrize("name", list(LOADS), slice(0, None, 4))
+def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forced):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = typed() if hetero else data()
+    if name == "hollow num_nodes" and not hetero:
+        del graph.x, graph.half, graph.odd
+    if hetero and options.get("subgraph_type") == "bidirectional":
+        pytest.skip("PyG asks for reverse edge types")
+    kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else graph.train_mask}
+    if links:
+        kind = LinkNeighborLoader
+        ends = ("a", "ab", "b")
+        some = (graph[ends] if hetero else graph).edge_index[:, :40]
+        seeds = {"edge_label_index": (ends, some) if hetero else some}
+        seeds["neg_sampling"] = "binary"
+        if "time_attr" in options:
+            seeds["edge_label_time"] = torch.arange(40) % 9
+    host = list(kind(graph, **options, **seeds))
+    there = list(kind(graph, **options, **seeds, device=device))
+    assert len(host) == len(there) > 2
+    for one, other in zip(host, there, strict=True):
+        alike(one, other, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_go_from_one_device_to_another(device, forced):
+    def loader(place):
+        return NeighborLoader(
+            data(), [3, 2], batch_size=9, shuffle=True, seed=5, device=place
+        )
+
+    wanted = list(loader(None))
+    for first, second in ((None, device), (device, None)):
+        left, right = loader(first), loader(second)
+        begun = iter(left)
+        for batch, _ in zip(wanted[:2], begun, strict=False):
+            assert batch is not None
+        state = left.state_dict()
+        del begun
+        right.load_state_dict(state)
+        rest = list(right)
+        assert len(rest) == len(wanted) - state["batches"]
+        for one, other in zip(wanted[state["batches"] :], rest, strict=True):
+            alike(one, other, (second or "cpu"))
+
+
+def test_rows_that_change_are_placed_again(forced):
+    graph = data()
+    loader = NeighborLoader(graph, [3], batch_size=70, seed=1, device="cpu")
+    next(iter(loader))
+    graph.x += 1
+    graph.y = graph.y + 1
+    batch = next(iter(loader))
+    assert torch.equal(batch.x, graph.x[batch.n_id])
+    assert torch.equal(batch.y, graph.y[batch.n_id])
+
+
+def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
+    graph, file = data(), tmp_path / "x.npy"
+    np.save(file, graph.x.numpy())
+    mapped = data()
+    mapped.x = np.load(file, mmap_mode="r")
+    options = {"num_neighbors": [3, 2], "batch_size": 9, "seed": 1}
+    for one, other in zip(
+        NeighborLoader(graph, **options),
+        NeighborLoader(mapped, **options, device="cpu"),
+        strict=True,
+    ):
+        assert torch.equal(one.x, other.x)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 1}, "leave num_workers out"),
+        ({"backend": "pyg-lib"}, "leave one out"),
+        ({"neighbor_sampler": object()}, "leave one out"),
+        ({"graph_on": "disk"}, "must be one of"),
+        ({"device": "nowhere"}, "must name a device"),
+        ({"graph_on": "pinned"}, "leave graph_on and rows_on out"),
+    ],
+)
+def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
+    with pytest.raises(ValueError, match=said):
+        NeighborLoader(data(), [2], **({"device": "cpu"} | options))
+
+
+def test_pinned_memory_without_a_device_is_refused():
+    with pytest.raises(ValueError, match="give device='cuda'"):
+        NeighborLoader(data(), [2], rows_on="pinned")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+            NeighborLoader(data(), [2], device="cuda")

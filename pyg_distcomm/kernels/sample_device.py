@@ -210,9 +210,7 @@ class _Drawing:
         for seen in self.seen:
             seen.ends.append(len(seen.node))
 
-    def _expand(
-        self, number: int, hop: int, fan_out: int, begin: int, end: int
-    ) -> int:
+    def _expand(self, number: int, hop: int, fan_out: int, begin: int, end: int) -> int:
         """Draws for the nodes that a hop has found; returns how many edges."""
         relation = self.graph.relations[number]
         target = self.seen[relation.target]
@@ -438,9 +436,7 @@ def _uniform(streams: Tensor, draw: Tensor) -> Tensor:
     return _shift(words, 11).double() * UNIT
 
 
-def _uniform_picks(
-    streams: Tensor, size: Tensor, draws: int, replaced: bool
-) -> Tensor:
+def _uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
     """Draws places in 0 .. size-1; without replacement by Floyd's method ([Bentley87])."""
     steps = torch.arange(draws, device=size.device)
     top = size[:, None] if replaced else size[:, None] - draws + steps + 1

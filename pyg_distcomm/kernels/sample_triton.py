@@ -28,16 +28,12 @@ def read_pinned(values: Tensor, index: Tensor) -> Tensor:
     Shapes: values [n, ...], contiguous; index any, int64; returns [*index.shape, ...].
     """
     shape = values.shape[1:]
-    out = torch.empty(
-        (*index.shape, *shape), dtype=values.dtype, device=index.device
-    )
+    out = torch.empty((*index.shape, *shape), dtype=values.dtype, device=index.device)
     width, total = shape.numel(), out.numel()
     if total:
         given = index.contiguous()
         # of bool, which Triton loads as a bit
         byte = values.dtype == torch.bool
         a, b = (t.view(torch.uint8) if byte else t for t in (values, out))
-        copy_rows[(triton.cdiv(total, BLOCK),)](
-            a, given, b, total, width, BLOCK=BLOCK
-        )
+        copy_rows[(triton.cdiv(total, BLOCK),)](a, given, b, total, width, BLOCK=BLOCK)
     return out
