@@ -11,10 +11,12 @@ import torch
 from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm.kernels import sample_device
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
 from pyg_distcomm.loader import LinkNeighborLoader, NeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -23,6 +25,13 @@ def on_host(found):
     lists = found.node, found.tree, found.edge_index, found.edge
     moved = [t if t is None else [a.cpu() for a in t] for t in lists]
     return Minibatch(*moved, found.nodes_per_hop, found.edges_per_hop)
+
+
+def outcome(sampler, wanted):
+    try:
+        return sampler(wanted)
+    except UnweightedNode as error:
+        return str(error), error.relation
 
 
 RULES = {
@@ -70,16 +79,14 @@ def test_device_equals_cpu(
                 latest=latest,
                 **options,
             )
-            try:
-                theirs = Sampler(g)(wanted)
-            except UnweightedNode as error:
-                with pytest.raises(UnweightedNode) as found:
-                    DeviceSampler(g, torch.device(device))(wanted)
-                assert str(found.value) == str(error)
-                assert found.value.relation == error.relation
-                continue
-            found = DeviceSampler(g, torch.device(device))(wanted)
-            same(on_host(found), theirs)
+            theirs, ours = (
+                outcome(sampler, wanted)
+                for sampler in (Sampler(g), DeviceSampler(g, torch.device(device)))
+            )
+            if isinstance(theirs, tuple):
+                assert ours == theirs
+            else:
+                same(on_host(ours), theirs)
 
 
 def data(seed=0, n=70, edges=500):
@@ -127,7 +134,7 @@ def match(a, b, device, name):
         for key in a:
             match(a[key], b[key], device, (name, key))
     elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert b.device.type == device, name
         assert torch.equal(a, b.cpu()), name
     else:
@@ -178,7 +185,10 @@ def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forc
         if "time_attr" in options:
             seeds["edge_label_time"] = torch.arange(40) % 9
     host = list(kind(graph, **options, **seeds))
-    there = list(kind(graph, **options, **seeds, device=device))
+    loader = kind(graph, **options, **seeds, device=device)
+    assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
+    there = list(loader)
+    assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
     assert len(host) == len(there) > 2
     for one, other in zip(host, there, strict=True):
         alike(one, other, device)
@@ -253,3 +263,61 @@ def test_pinned_memory_without_a_device_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="sees 0 CUDA devices"):
             NeighborLoader(data(), [2], device="cuda")
+
+
+# Triton --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("replaced", [False, True])
+@tiers.parametrize(
+    ("rows", "draws"),
+    list(itertools.product([0, 1, 127, 128, 300], [1, 2, 7, 25])),
+    slice(3, None, 5),
+)
+def test_triton_draws_what_is_defined(rows, draws, replaced, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_triton")
+    g = torch.Generator().manual_seed(draws)
+    ends = torch.iinfo(torch.int64)
+    streams = torch.randint(ends.min, ends.max, (rows,), generator=g)
+    size = torch.randint(1, 9, (rows,), generator=g) + (0 if replaced else draws)
+    size[::7] = 2**40  # no more than rounding of one product may decide
+    wanted = sample_device._uniform_picks(streams, size, draws, replaced)
+    assert bool((wanted >= 0).all() & (wanted < size[:, None]).all())
+    given = streams.to(device), size.to(device)
+    found = triton_kernels.uniform_picks(*given, draws, replaced)
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("shape", "dtype"),
+    list(
+        itertools.product(
+            [(9,), (9, 1), (9, 3), (9, 2, 5), (9, 513), (9, 0)],
+            [torch.bool, torch.uint8, torch.half, torch.int32, torch.float64],
+        )
+    ),
+    slice(0, None, 4),
+)
+def test_rows_are_read_from_pinned_memory(shape, dtype, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_triton")
+    values = (torch.arange(torch.Size(shape).numel()).view(shape) % 5).to(dtype)
+    for index in (torch.tensor([8, 0, 3, 3]), torch.tensor([[1], [2]]), torch.empty(0)):
+        for part in (values, values[1:]):
+            index = index.long() % len(part)
+            given = part if device == "cpu" else part.pin_memory()
+            found = triton_kernels.read_pinned(given, index.to(device))
+            assert torch.equal(found.cpu(), part[index])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LOADS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+def test_loaders_read_pinned_memory(name, rows_on):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = data()
+    place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
+    host = NeighborLoader(graph, **options)
+    for one, other in zip(host, NeighborLoader(graph, **options, **place), strict=True):
+        alike(one, other, "cuda")

@@ -13,6 +13,8 @@ are new, and a running count of them gives their ids. No order of threads change
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +112,12 @@ def read(values: Tensor, index: Tensor) -> Tensor:
     from pyg_distcomm.kernels.sample_triton import read_pinned
 
     return read_pinned(values, index)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Returns whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Nodes:
@@ -292,7 +300,12 @@ class _Drawing:
         if weighted:
             picks = self._by_weight(number, streams, low, size, fan_out)
         else:
-            picks = _uniform_picks(streams, size, fan_out, replaced)
+            draw = _uniform_picks
+            if low.is_cuda and has_triton():
+                from pyg_distcomm.kernels import sample_triton
+
+                draw = sample_triton.uniform_picks
+            picks = draw(streams, size, fan_out, replaced)
         steps = torch.arange(fan_out, device=low.device)
         entry[start[:, None] + steps] = low[:, None] + picks
         return owner, entry

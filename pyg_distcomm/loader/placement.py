@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,9 +163,7 @@ def _check_pinned(device: torch.device) -> None:
     if device.type != "cuda":
         wrong = f"device={str(device)!r} is none of CUDA"
     else:
-        try:
-            import triton  # noqa: F401
-        except ModuleNotFoundError:
+        if importlib.util.find_spec("triton") is None:
             wrong = "Triton is not installed (pip install triton)"
     if wrong is not None:
         raise ValueError(

@@ -166,7 +166,7 @@ class KeyedNeighborSampler(NeighborSampler):
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
         self.rule = check_rule(rule, replace)
-        self._place = {} if device is None else {"device": device, "pinned": pinned}
+        self._place = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         backward = sample_direction == "backward"
@@ -343,7 +343,7 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def _drawn(self, request: Request) -> Minibatch:
         if self._draw is None:
-            self._draw = kernels.neighbor_sampler(self._topology.graph, **self._place)
+            self._draw = kernels.neighbor_sampler(self._topology.graph, *self._place)
         try:
             minibatch: Minibatch = self._draw(request)
         except UnweightedNode as error:
