@@ -11,7 +11,8 @@ import torch
 from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
-from pyg_distcomm.kernels import sample_device
+import pyg_distcomm as pdc
+from pyg_distcomm.kernels import sample_ops
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
@@ -257,6 +258,12 @@ def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
 
 
+def test_a_share_is_refused(forced):
+    share = pdc.partition(data(), pdc.init())
+    with pytest.raises(ValueError, match="give each rank the whole graph"):
+        NeighborLoader(share, [2], device="cpu")
+
+
 def test_pinned_memory_without_a_device_is_refused():
     with pytest.raises(ValueError, match="give device='cuda'"):
         NeighborLoader(data(), [2], rows_on="pinned")
@@ -276,13 +283,13 @@ def test_pinned_memory_without_a_device_is_refused():
     slice(3, None, 5),
 )
 def test_triton_draws_what_is_defined(rows, draws, replaced, device):
-    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_triton")
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
     g = torch.Generator().manual_seed(draws)
     ends = torch.iinfo(torch.int64)
     streams = torch.randint(ends.min, ends.max, (rows,), generator=g)
     size = torch.randint(1, 9, (rows,), generator=g) + (0 if replaced else draws)
     size[::7] = 2**40  # no more than rounding of one product may decide
-    wanted = sample_device._uniform_picks(streams, size, draws, replaced)
+    wanted = sample_ops.uniform_picks.definition(streams, size, draws, replaced)
     assert bool((wanted >= 0).all() & (wanted < size[:, None]).all())
     given = streams.to(device), size.to(device)
     found = triton_kernels.uniform_picks(*given, draws, replaced)
@@ -301,13 +308,13 @@ def test_triton_draws_what_is_defined(rows, draws, replaced, device):
     slice(0, None, 4),
 )
 def test_rows_are_read_from_pinned_memory(shape, dtype, device):
-    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_triton")
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
     values = (torch.arange(torch.Size(shape).numel()).view(shape) % 5).to(dtype)
     for index in (torch.tensor([8, 0, 3, 3]), torch.tensor([[1], [2]]), torch.empty(0)):
         for part in (values, values[1:]):
             index = index.long() % len(part)
             given = part if device == "cpu" else part.pin_memory()
-            found = triton_kernels.read_pinned(given, index.to(device))
+            found = triton_kernels.read_rows(given, index.to(device))
             assert torch.equal(found.cpu(), part[index])
 
 

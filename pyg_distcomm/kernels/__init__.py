@@ -42,6 +42,7 @@ from pyg_distcomm.kernels.matrix_ops import (
     weighted_sampler,
 )
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
+from pyg_distcomm.kernels.sample_ops import read_rows
 
 __all__ = [
     "coo_to_csr",
@@ -112,15 +113,6 @@ def neighbor_sampler(
     else:
         sampler = _load("sample_device").DeviceSampler(graph, device, pinned)
     return sampler
-
-
-def read_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Returns rows by index, on its device; from pinned host memory where they lie there.
-
-    Shapes: values [n, ...], contiguous; index any, int64; returns [*index.shape, ...].
-    """
-    rows: Tensor = _load("sample_device").read(values, index)
-    return rows
 
 
 def warm_up() -> None:

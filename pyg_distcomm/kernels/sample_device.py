@@ -13,8 +13,6 @@ are new, and a running count of them gives their ids. No order of threads change
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.core_ops import _mix, _shift, _signed
 from pyg_distcomm.kernels.minibatch import (
     Minibatch,
     Relation,
@@ -32,9 +29,14 @@ from pyg_distcomm.kernels.minibatch import (
     UnweightedNode,
     hop_key,
 )
+from pyg_distcomm.kernels.sample_ops import (
+    UNIT,
+    read_rows,
+    streams_of,
+    uniform,
+    uniform_picks,
+)
 
-GOLDEN = 0x9E3779B97F4A7C15
-UNIT = 2.0**-53  # the grain of uniform numbers
 TABLE = 1 << 30  # bytes of a slot for each node, beyond which those found are sorted
 _FREE = torch.iinfo(torch.int64).max  # a slot that no node has
 
@@ -101,23 +103,6 @@ class DeviceSampler:
             UnweightedNode: if weights do not say what to draw.
         """
         return _Drawing(self, request).run()
-
-
-def read(values: Tensor, index: Tensor) -> Tensor:
-    """Returns elements or rows of a tensor, which may be pinned where the index is not."""
-    if values.device == index.device:
-        return values.index_select(0, index.reshape(-1)).view(
-            *index.shape, *values.shape[1:]
-        )
-    from pyg_distcomm.kernels.sample_triton import read_pinned
-
-    return read_pinned(values, index)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Returns whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 class _Nodes:
@@ -226,7 +211,7 @@ class _Drawing:
         latest = fan_out if self.request.latest and fan_out > 0 else -1
         low, high = self._bounds(number, node, name, latest)
         owner, entry = self._draw(number, hop, fan_out, node, name, low, high)
-        source = read(relation.row, entry * relation.stride).long()
+        source = read_rows(relation.row, entry * relation.stride).long()
         label = self.seen[relation.source].label(source, name[owner])
         self.parts[number].append((label, owner + begin, self._ids(relation, entry)))
         return len(entry)
@@ -236,8 +221,8 @@ class _Drawing:
     ) -> tuple[Tensor, Tensor]:
         """Returns which entries nodes may draw from; the latest few, unless that is -1."""
         relation = self.graph.relations[number]
-        low = read(relation.colptr, node).long()
-        high = read(relation.colptr, node + 1).long()
+        low = read_rows(relation.colptr, node).long()
+        high = read_rows(relation.colptr, node + 1).long()
         clock = self.graph.time[relation.source]
         time = clock if relation.time is None else relation.time
         if self.limits is None or time is None:
@@ -249,8 +234,8 @@ class _Drawing:
             middle = torch.where(open_, (first + high) // 2, 0)
             timed = middle
             if relation.time is None:
-                timed = read(relation.row, middle * relation.stride).long()
-            early = read(time, timed) <= limit
+                timed = read_rows(relation.row, middle * relation.stride).long()
+            early = read_rows(time, timed) <= limit
             first = torch.where(open_ & early, middle + 1, first)
             high = torch.where(open_ & ~early, middle, high)
         if latest >= 0:
@@ -289,7 +274,7 @@ class _Drawing:
             return owner, entry
         key = hop_key(request.key, number, relation, hop, request.labor)
         low, size, start = low[some], size[some], start[some]
-        streams = _streams(key, name[some], node[some])
+        streams = streams_of(key, name[some], node[some])
         if request.labor or (weighted and not replaced):
             labor_key = key if request.labor else None
             place, found = self._by_clock(
@@ -300,12 +285,7 @@ class _Drawing:
         if weighted:
             picks = self._by_weight(number, streams, low, size, fan_out)
         else:
-            draw = _uniform_picks
-            if low.is_cuda and has_triton():
-                from pyg_distcomm.kernels import sample_triton
-
-                draw = sample_triton.uniform_picks
-            picks = draw(streams, size, fan_out, replaced)
+            picks = uniform_picks(streams, size, fan_out, replaced)
         steps = torch.arange(fan_out, device=low.device)
         entry[start[:, None] + steps] = low[:, None] + picks
         return owner, entry
@@ -314,14 +294,14 @@ class _Drawing:
         """Counts the entries of positive weight."""
         assert relation.weight is not None
         owner, within, _ = _spread(size)
-        positive = (read(relation.weight, low[owner] + within) > 0).long()
+        positive = (read_rows(relation.weight, low[owner] + within) > 0).long()
         return torch.zeros_like(size).index_add_(0, owner, positive)
 
     def _by_weight(
         self, number: int, streams: Tensor, low: Tensor, size: Tensor, fan_out: int
     ) -> Tensor:
         """Draws with replacement: where the running sum of weights exceeds a number."""
-        u = _uniform(streams[:, None], torch.arange(fan_out, device=low.device))
+        u = uniform(streams[:, None], torch.arange(fan_out, device=low.device))
         last = (size - 1)[:, None]
         if self.request.latest:  # few entries, not from a node's first one on
             weight = self.graph.relations[number].weight
@@ -330,19 +310,19 @@ class _Drawing:
             sums = []
             for k in range(fan_out):
                 entry = low + torch.clamp(size - 1, max=k)
-                sums.append(total + read(weight, entry) * (k < size))
+                sums.append(total + read_rows(weight, entry) * (k < size))
                 total = sums[-1]
             goal = u * total[:, None]
             picks = sum((s[:, None] <= goal).long() for s in sums)
             return torch.minimum(torch.as_tensor(picks), last)
         running = self.sampler.running(number)
-        goal = u * read(running, low + size - 1)[:, None]
+        goal = u * read_rows(running, low + size - 1)[:, None]
         first, high = torch.zeros_like(goal, dtype=torch.int64), last + 1
         high = high.expand_as(first)
         for _ in range(self.sampler.steps[number]):
             open_ = first < high
             middle = torch.where(open_, (first + high) // 2, 0)
-            below = read(running, low[:, None] + middle) <= goal
+            below = read_rows(running, low[:, None] + middle) <= goal
             first = torch.where(open_ & below, middle + 1, first)
             high = torch.where(open_ & ~below, middle, high)
         return torch.minimum(first, last)
@@ -362,17 +342,17 @@ class _Drawing:
         owner, within, _ = _spread(size)
         entry, weight = low[owner] + within, None
         if relation.weight is not None:
-            weight = read(relation.weight, entry)
+            weight = read_rows(relation.weight, entry)
             if not self.sampler.positive[number]:
                 kept = (weight > 0).nonzero().view(-1)
                 owner, entry, weight = owner[kept], entry[kept], weight[kept]
         if labor_key is None:
-            u = _uniform(streams[owner], self._ids(relation, entry))
+            u = uniform(streams[owner], self._ids(relation, entry))
         else:
-            source = read(relation.row, entry * relation.stride).long()
-            stream = _streams(labor_key, torch.zeros_like(source), source)
+            source = read_rows(relation.row, entry * relation.stride).long()
+            stream = streams_of(labor_key, torch.zeros_like(source), source)
             pair = owner * self.graph.sizes[relation.source] + source
-            u = _uniform(stream, _repeats(pair))
+            u = uniform(stream, _repeats(pair))
         clock = u if weight is None else -torch.log(u + 0.5 * UNIT) / weight
         order = torch.argsort(clock, stable=True)
         order = order[torch.argsort(owner[order], stable=True)]
@@ -390,7 +370,7 @@ class _Drawing:
         low, high = self._bounds(number, target.node, target.tree, -1)
         owner, within, _ = _spread(high - low)
         entry = low[owner] + within
-        row = read(relation.row, entry * relation.stride).long()
+        row = read_rows(relation.row, entry * relation.stride).long()
         label = source.find(row, target.tree[owner])
         kept = (label != _FREE).nonzero().view(-1)
         return label[kept], owner[kept], self._ids(relation, entry[kept])
@@ -399,7 +379,7 @@ class _Drawing:
     def _ids(relation: Relation, entry: Tensor) -> Tensor:
         if relation.stride == 1:
             return entry
-        return read(relation.row, 2 * entry + 1).long()
+        return read_rows(relation.row, 2 * entry + 1).long()
 
     def _result(self) -> Minibatch:
         ends = [torch.tensor([0, *seen.ends]) for seen in self.seen]
@@ -435,28 +415,3 @@ def _repeats(values: Tensor) -> Tensor:
     place = torch.arange(len(values), device=values.device)
     begin = torch.searchsorted(ranked, ranked)
     return torch.empty_like(order).scatter_(0, order, place - begin)
-
-
-def _streams(key: int, tree: Tensor, node: Tensor) -> Tensor:
-    """Returns the generator of each node in its tree."""
-    gamma = _signed(GOLDEN)
-    return _mix(_mix(_mix(tree + gamma) ^ key) ^ _mix(node + gamma))
-
-
-def _uniform(streams: Tensor, draw: Tensor) -> Tensor:
-    """Returns numbers of generators, in [0, 1)."""
-    words = _mix(streams + (draw + 1) * _signed(GOLDEN))
-    return _shift(words, 11).double() * UNIT
-
-
-def _uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
-    """Draws places in 0 .. size-1; without replacement by Floyd's method ([Bentley87])."""
-    steps = torch.arange(draws, device=size.device)
-    top = size[:, None] if replaced else size[:, None] - draws + steps + 1
-    picks = (_uniform(streams[:, None], steps) * top).long()
-    if replaced:
-        return picks
-    for k in range(1, draws):
-        again = (picks[:, :k] == picks[:, k : k + 1]).any(1)
-        picks[:, k] = torch.where(again, top[:, k] - 1, picks[:, k])
-    return picks

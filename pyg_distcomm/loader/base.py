@@ -52,6 +52,8 @@ def chosen_sampler(
     **options: Any,
 ) -> Any:
     """Returns the sampler of a loader: the one given, PyG's by a backend, or ours."""
+    if placement is not None:
+        placement.check(data, given, backend, dataloader)
     if given is not None:
         if backend is not None:
             raise ValueError(

@@ -158,10 +158,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         partitioned = PartitionedOptions(
             topology, replication, sample_at, features, embedding
         )
-        shared = partitioned.wanted(data)
-        if self.placement is not None:
-            self.placement.check(data, shared, neighbor_sampler, backend, kwargs)
-        if shared:
+        if partitioned.wanted(data, self.placement):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 type(self).__qualname__,
@@ -177,15 +174,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
+            chosen = seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(
-                neighbor_sampler,
-                data,
-                num_neighbors,
-                seed,
-                kwargs,
-                backend,
-                self.placement,
-                **options,
+                neighbor_sampler, data, num_neighbors, *chosen, **options
             )
         super().__init__(
             whole,
@@ -286,10 +277,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         partitioned = PartitionedOptions(
             topology, replication, sample_at, features, embedding
         )
-        shared = partitioned.wanted(data)
-        if self.placement is not None:
-            self.placement.check(data, shared, neighbor_sampler, backend, kwargs)
-        if shared:
+        if partitioned.wanted(data, self.placement):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
@@ -308,15 +296,9 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
+            chosen = seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(
-                neighbor_sampler,
-                data,
-                num_neighbors,
-                seed,
-                kwargs,
-                backend,
-                self.placement,
-                **options,
+                neighbor_sampler, data, num_neighbors, *chosen, **options
             )
         super().__init__(
             whole,

@@ -78,7 +78,6 @@ class Placement:
     def check(
         self,
         data: Any,
-        partitioned: bool,
         sampler: Any,
         backend: str | None,
         dataloader: dict[str, Any],
@@ -89,15 +88,8 @@ class Placement:
             ValueError: with what to leave out.
         """
         wrong = None
-        if partitioned:
-            wrong = (
-                "a partitioned graph is sampled on the hosts of all ranks; leave device "
-                "out and move minibatches by .to(device), or load a graph that each rank "
-                "holds whole"
-            )
-        elif sampler is not None:
-            wrong = "neighbor_sampler was given, which samples in a way of its own"
-            wrong += "; leave one out"
+        if sampler is not None:
+            wrong = "neighbor_sampler samples in a way of its own; leave one out"
         elif backend is not None:
             wrong = f"backend={backend!r} samples on the host; leave one out"
         elif not isinstance(data, (Data, HeteroData)):

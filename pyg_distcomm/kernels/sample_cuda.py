@@ -1,4 +1,4 @@
-"""Holds kernels of `sample_device` in Triton: uniform draws, and reads of pinned memory."""
+"""Runs `sample_ops` on CUDA, by kernels in Triton: draws, and reads of pinned memory."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_distcomm.kernels import sample_ops
 from pyg_distcomm.kernels.core_triton import mix
 
 BLOCK = 128  # one thread a node: what it has written it reads again
@@ -18,7 +19,7 @@ WORDS = 1024
 def draw_rows(
     stream, size, out, rows, draws, REPLACED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Draws places in 0 .. size-1 for BLOCK nodes; see `sample_device._uniform_picks`."""
+    """Draws places in 0 .. size-1 for BLOCK nodes; see `sample_ops.uniform_picks`."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = r < rows
     generator = tl.load(stream + r, mask=live, other=0).to(tl.uint64)
@@ -49,7 +50,7 @@ def copy_rows(values, index, out, total, width, BLOCK: tl.constexpr):
 
 
 def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
-    """Runs `sample_device._uniform_picks`, one thread a node."""
+    """Runs `sample_ops.uniform_picks`, one thread a node."""
     out = torch.empty((len(size), draws), dtype=torch.int64, device=size.device)
     if out.numel():
         with torch.cuda.device_of(size):
@@ -62,12 +63,13 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
     return out
 
 
-def read_pinned(values: Tensor, index: Tensor) -> Tensor:
-    """Returns rows of a tensor in pinned memory, on the device of the index.
+def read_rows(values: Tensor, index: Tensor) -> Tensor:
+    """Runs `sample_ops.read_rows`; by a kernel where the rows are in pinned host memory.
 
     A pointer to pinned memory is good on CUDA devices, too (unified virtual addresses).
-    Shapes: values [n, ...], contiguous; index any, int64; returns [*index.shape, ...].
     """
+    if values.is_cuda:
+        return sample_ops.read_rows.definition(values, index)
     shape = values.shape[1:]
     out = torch.empty((*index.shape, *shape), dtype=values.dtype, device=index.device)
     if not out.numel():
