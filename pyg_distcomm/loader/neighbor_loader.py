@@ -143,7 +143,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         self.placement = Placement.of(device, graph_on, rows_on)
         kwargs = unused_arguments(kwargs)
-        options = {
+        options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
             "disjoint": disjoint,
@@ -259,7 +259,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
         self.placement = Placement.of(device, graph_on, rows_on)
         kwargs = unused_arguments(kwargs)
-        options = {
+        options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
             "disjoint": disjoint,
@@ -290,9 +290,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             )
             edge_label = self.spread.plain(edge_label, "edge_label")
             edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
-            edge_label_index, neg_sampling = self.spread.links(
-                edge_label_index, neg_sampling, neighbor_sampler
-            )
+            links = self.spread.links(edge_label_index, neg_sampling, neighbor_sampler)
+            edge_label_index, neg_sampling = links
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
