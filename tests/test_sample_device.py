@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import second_device
 import tiers
 import torch
 from test_sample_kernels import graph, request, same
@@ -16,7 +17,7 @@ from pyg_distcomm.kernels import sample_ops
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
-from pyg_distcomm.loader import LinkNeighborLoader, NeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, LinkNeighborLoader, NeighborLoader
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -258,6 +259,12 @@ def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
 
 
+def test_other_loaders_refuse_devices():
+    with pytest.raises(ValueError, match="move them by .to"):
+        DistLayerLoader(data(), [4], batch_size=5, device="cuda")
+    assert len(DistLayerLoader(data(), [4], batch_size=5, device="cpu"))
+
+
 def test_a_share_is_refused(forced):
     share = pdc.partition(data(), pdc.init())
     with pytest.raises(ValueError, match="give each rank the whole graph"):
@@ -328,3 +335,27 @@ def test_loaders_read_pinned_memory(name, rows_on):
     host = NeighborLoader(graph, **options)
     for one, other in zip(host, NeighborLoader(graph, **options, **place), strict=True):
         alike(one, other, "cuda")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_nothing_of_the_host_meets_the_device(hetero, links):
+    """On a device that is none of the host's, though its memory is."""
+    place, graph = second_device.device(), typed() if hetero else data()
+    for more in LOADS.values():
+        options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | more
+        if options.get("subgraph_type") == "bidirectional":
+            continue
+        kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else None}
+        if links:
+            kind, ends = LinkNeighborLoader, ("a", "ab", "b")
+            some = (graph[ends] if hetero else graph).edge_index[:, :40]
+            seeds = {"edge_label_index": (ends, some) if hetero else some}
+            if "time_attr" in options:
+                seeds["edge_label_time"] = torch.arange(40) % 9
+        host = kind(graph, **options, **seeds)
+        there = kind(graph, **options, **seeds, device=place)
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
