@@ -340,17 +340,28 @@ def minibatches(device: Device) -> Iterator[Table]:
     given: dict[str, Any] = {"num_neighbors": fan_out, "batch_size": size}
     given |= {"input_nodes": data.train_mask, "shuffle": True}
     makers: dict[str, Callable[[], Any]] = {
-        "this package": lambda: NeighborLoader(data, **given),
+        "this package, on the host": lambda: NeighborLoader(data, **given),
         "PyG, pinned": lambda: torch_geometric.loader.NeighborLoader(
             data, **given, pin_memory=device.cuda, num_workers=0 if device.smoke else 8
         ),
     }
+    if device.cuda:
+        places = (
+            ("on the device", "device", "device"),
+            ("graph through UVA", "pinned", "device"),
+            ("graph and rows through UVA", "pinned", "pinned"),
+        )
+        for where, graph_on, rows_on in places:
+            place = {"device": "cuda", "graph_on": graph_on, "rows_on": rows_on}
+            makers[f"this package, {where}"] = lambda place=place: NeighborLoader(
+                data, **given, **place
+            )
     lines, phases = [], []
     for name, make in makers.items():
         torch.manual_seed(0)
         model = Net(pyg.SAGEConv, (100, *[256] * (len(fan_out) - 1), 47))
         model = model.to(device.home)
-        model = pdc.convert(model) if name == "this package" else model
+        model = pdc.convert(model) if name.startswith("this package") else model
         optimizer = torch.optim.Adam(model.parameters())
         spent = dict.fromkeys(("draw", "copy", "train"), 0.0)
         count, batches = 0, None
@@ -385,9 +396,8 @@ def minibatches(device: Device) -> Iterator[Table]:
         lines.append([name, f"{size * count / total:,.0f}"])
         phases.append([name, *(spent[k] * 1e3 / max(count, 1) for k in spent)])
     lines.append(["GraphBolt on the device", _graphbolt()])
-    lines.append(
-        ["on the device or through UVA, here", "not built: sampling is the host's"]
-    )
+    if not device.cuda:
+        lines.append(["on the device or through UVA", "not measured: no CUDA device"])
     about = f"minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges"
     yield about, ["by", "seeds a second"], lines
     yield "a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases

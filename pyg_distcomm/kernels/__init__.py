@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels.core_ops import (
@@ -41,6 +42,7 @@ from pyg_distcomm.kernels.matrix_ops import (
     weighted_sampler,
 )
 from pyg_distcomm.kernels.minibatch import Minibatch, Request, SampleGraph
+from pyg_distcomm.kernels.sample_ops import read_rows
 
 __all__ = [
     "coo_to_csr",
@@ -60,6 +62,7 @@ __all__ = [
     "normalize_rows",
     "place_pairs",
     "rank_select_index",
+    "read_rows",
     "scatter_add_rows",
     "sddmm",
     "segment_max",
@@ -96,12 +99,19 @@ def rank_select_index(gid: Tensor, total: int) -> Callable[[Tensor], Tensor]:
     return index
 
 
-def neighbor_sampler(graph: SampleGraph) -> Callable[[Request], Minibatch]:
+def neighbor_sampler(
+    graph: SampleGraph, device: torch.device | None = None, pinned: bool = False
+) -> Callable[[Request], Minibatch]:
     """Returns a function that draws minibatches of a graph; see `Request`.
 
-    It may be called by several threads at once, and holds 8 bytes a node for each.
+    It may be called by several threads at once, and holds 8 bytes a node for each. On a
+    device it draws the same minibatches; see `sample_device.DeviceSampler`.
     """
-    sampler: Callable[[Request], Minibatch] = _load("sample_cpu").Sampler(graph)
+    sampler: Callable[[Request], Minibatch]
+    if device is None:
+        sampler = _load("sample_cpu").Sampler(graph)
+    else:
+        sampler = _load("sample_device").DeviceSampler(graph, device, pinned)
     return sampler
 
 

@@ -33,6 +33,7 @@ from pyg_distcomm.loader.options import (
     digest,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
 from pyg_distcomm.sampling import KeyedNeighborSampler
@@ -47,9 +48,12 @@ def chosen_sampler(
     seed: int | None,
     dataloader: dict[str, Any],
     backend: str | None,
+    placement: Placement | None,
     **options: Any,
 ) -> Any:
     """Returns the sampler of a loader: the one given, PyG's by a backend, or ours."""
+    if placement is not None:
+        placement.check(data, given, backend, dataloader)
     if given is not None:
         if backend is not None:
             raise ValueError(
@@ -64,6 +68,8 @@ def chosen_sampler(
     if backend is not None:
         return library_sampler(backend, data, num_neighbors, **options)
     seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
+    if placement is not None:
+        options |= {"device": placement.device, "pinned": placement.graph_pinned}
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
 
 
@@ -77,6 +83,12 @@ class BulkLoading(_PyGLoader):
     """
 
     def __init__(self, *args: Any, shuffle: bool | None = None, **kwargs: Any) -> None:
+        device = kwargs.pop("device", None)  # of a loader that does not take it
+        if device is not None and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"device={str(device)!r}: {type(self).__qualname__} makes minibatches on the "
+                "host; leave device out, and move them by .to(device)"
+            )
         # `Epochs` shuffles; torch's own sampler refuses a rank that has no inputs
         own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
         kwargs |= {"shuffle": shuffle} if own else {}
@@ -136,6 +148,7 @@ class BulkLoading(_PyGLoader):
             self._describe()
         self._join()
 
+    placement: Placement | None = None  # on a device, if not on the host
     spread: PartitionedSource | None = None  # for a graph that is spread over the ranks
     batch_bytes = 0  # of a minibatch, once one is known
     #: where the time of the epoch under way, or the last one, has gone; see `Phases`

@@ -27,6 +27,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import carry, known
 from pyg_distcomm.kernels import memory
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling import KeyedNeighborSampler
 
 WORTH = 1 << 20  # bytes below which fresh memory is as good
@@ -109,6 +110,7 @@ class Collator:
         self._bare = copy.copy(loader)
         self._bare.transform = self._bare.transform_sampler_output = None
         self._rows: list[Attribute] = []
+        self._placement: Placement | None = loader.placement
         self._spread: Any = loader.spread
         if self._spread is not None:
             self.threads, self._rows = True, self._spread.attributes
@@ -137,8 +139,10 @@ class Collator:
             if isinstance(rows.values, np.ndarray):
                 found = [_ids(rows, out) for out in outs]
                 ids = [i[i >= 0] for i in found if i is not None]
-                wanted = torch.cat([torch.empty(0).long(), *ids]).unique()
-                read = torch.from_numpy(np.take(rows.values, wanted.numpy(), axis=0))
+                none = torch.empty(0, dtype=torch.int64)
+                wanted = torch.cat(ids).unique() if ids else self._put(none)
+                taken = np.take(rows.values, wanted.cpu().numpy(), axis=0)
+                read = self._put(torch.from_numpy(taken))
                 pools[k] = partial(torch.searchsorted, wanted), read
         return pools
 
@@ -163,14 +167,24 @@ class Collator:
                 pools = self.fetch([out]) if pools is None else pools
                 find, values = pools[k]
                 ids = find(ids)
-            found = _gather(values, ids, self._buffers)
+            elif self._placement is not None:
+                values = self._placement.rows((rows.store, rows.name), values)
+            if self._placement is not None:
+                found = kernels.read_rows(values, ids)
+            else:
+                found = _gather(values, ids, self._buffers)
             if len(found) < len(every):
                 found = found.new_zeros(len(every), *found.shape[1:]).index_put_(
                     (real,), found
                 )
             store[rows.name] = found
+        if self._placement is not None:
+            batch = batch.to(self._placement.device)
         _carry(batch, out)
         return batch
+
+    def _put(self, t: Tensor) -> Tensor:
+        return t if self._placement is None else self._placement.put(t)
 
     def _ends(self, out: Any) -> Tensor | None:
         """Returns the edges `[2, e]` of which row and col are the rows, if they are."""
@@ -199,7 +213,10 @@ class Collator:
                 if data.__cat_dim__(name, value, store) != 0:
                     continue
                 self._rows.append(Attribute(store._key, name, value, of_edges))
-                empty[name] = hollow_rows(len(value))
+                empty[name] = self._put(hollow_rows(len(value)))
+            edges = store.get("edge_index")
+            if self._placement is not None and type(edges) is Tensor:
+                empty["edge_index"] = self._placement.shape_of(store._key, edges)
         return hollow
 
 

@@ -18,6 +18,7 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.placement import Placement
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -84,6 +85,14 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             the bulk, so that a step moves rows and gradients alone.
         backend: "pyg-lib" or "torch-sparse" to sample a graph that each rank holds by PyG's
             own compiled libraries, where they are installed; their draws are not keyed.
+        device: where minibatches are sampled, relabelled and their rows gathered, and where
+            they lie: the same minibatches as on the host (None), bit for bit, in bulks made
+            on a stream of their own while the last one trains. Of a Data or a HeteroData
+            that each rank holds whole, on the host; not with workers. A state of one device
+            is good on another. Memory there: the topology, 8 bytes an edge more for draws
+            by weight, and the rows.
+        graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
+            pinned host memory, where a CUDA device reads them by Triton; or "device".
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
             `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
             warning if they have no use here.
@@ -126,11 +135,15 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         features: DistFeatureStore | None = None,
         embedding: Any = None,
         backend: str | None = None,
+        device: Any = None,
+        graph_on: str = "device",
+        rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        self.placement = Placement.of(device, graph_on, rows_on)
         kwargs = unused_arguments(kwargs)
-        options = {
+        options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
             "disjoint": disjoint,
@@ -145,7 +158,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         partitioned = PartitionedOptions(
             topology, replication, sample_at, features, embedding
         )
-        if partitioned.wanted(data):
+        if partitioned.wanted(data, self.placement):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 type(self).__qualname__,
@@ -161,8 +174,9 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
+            chosen = seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, seed, kwargs, backend, **options
+                neighbor_sampler, data, num_neighbors, *chosen, **options
             )
         super().__init__(
             whole,
@@ -199,7 +213,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
         rule, bulk_size, seed, even_batches, prefetch, split, topology, replication,
-        sample_at, features, embedding, backend, **kwargs: as in `DistNeighborLoader`.
+        sample_at, features, embedding, backend, device, graph_on, rows_on, **kwargs: as in
+        `DistNeighborLoader`.
     """
 
     def __init__(
@@ -236,11 +251,15 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         features: DistFeatureStore | None = None,
         embedding: Any = None,
         backend: str | None = None,
+        device: Any = None,
+        graph_on: str = "device",
+        rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
         loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
+        self.placement = Placement.of(device, graph_on, rows_on)
         kwargs = unused_arguments(kwargs)
-        options = {
+        options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
             "disjoint": disjoint,
@@ -258,7 +277,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         partitioned = PartitionedOptions(
             topology, replication, sample_at, features, embedding
         )
-        if partitioned.wanted(data):
+        if partitioned.wanted(data, self.placement):
             partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
             self.spread, neighbor_sampler = partitioned.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
@@ -271,14 +290,14 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             )
             edge_label = self.spread.plain(edge_label, "edge_label")
             edge_label_time = self.spread.plain(edge_label_time, "edge_label_time")
-            edge_label_index, neg_sampling = self.spread.links(
-                edge_label_index, neg_sampling, neighbor_sampler
-            )
+            links = self.spread.links(edge_label_index, neg_sampling, neighbor_sampler)
+            edge_label_index, neg_sampling = links
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
+            chosen = seed, kwargs, backend, self.placement
             neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, seed, kwargs, backend, **options
+                neighbor_sampler, data, num_neighbors, *chosen, **options
             )
         super().__init__(
             whole,

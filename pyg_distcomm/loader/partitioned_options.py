@@ -14,6 +14,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.graph_block import is_share
 from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
@@ -61,9 +62,15 @@ class PartitionedOptions:
         own["embedding"] = types
         return {**options, **loading, **vars(loader_options), **own}
 
-    def wanted(self, data: Any) -> bool:
-        """Tells whether a graph is spread; refuses options that need one that is."""
+    def wanted(self, data: Any, placement: Placement | None = None) -> bool:
+        """Tells whether a graph is spread; refuses options that need one that is, or not."""
         if is_share(data):
+            if placement is not None:
+                raise ValueError(
+                    f"device={str(placement.device)!r}: a partitioned graph is sampled on "
+                    "the hosts of all ranks; leave device out and move minibatches by "
+                    ".to(device), or give each rank the whole graph"
+                )
             return True
         if isinstance(data, (Data, HeteroData)) and any(
             isinstance(value, DistTensor) for s in data.stores for value in s.values()

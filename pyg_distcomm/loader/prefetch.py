@@ -23,6 +23,7 @@ from pyg_distcomm.comm.ledger import Ledger
 from pyg_distcomm.kernels import threads
 from pyg_distcomm.loader.collate import Collator
 from pyg_distcomm.loader.epoch import ASSEMBLE, FETCH, SAMPLE, Numbered, Phases
+from pyg_distcomm.loader.placement import Placement, SideStream
 from pyg_distcomm.loader.registry import World
 
 _SLICE = 0.2  # seconds between looks at whether to stop
@@ -225,8 +226,13 @@ class BulkBuilder:
         asked = loader._loader_options.prefetch
         idle = threads.spare(World.now().size)
         waits = self._spread is not None or self._assembly.pooled
+        place: Placement | None = loader.placement
+        self._side = SideStream(place.device) if place and place.cuda else None
+        waits = waits or self._side is not None
         self.ahead = int(idle > 0 or waits) if asked == "auto" else int(asked)
-        self._width = threads.width() if ours and not own else 1
+        # work on a device is put on the stream of one thread
+        several = ours and not own and self._side is None
+        self._width = threads.width() if several else 1
         if self.ahead:
             self._width = max(1, min(self._width, idle))
 
@@ -240,7 +246,17 @@ class BulkBuilder:
             stages = [self._sampled, self._assembled]
         if self._spread is not None:
             stages = [self._reporting(stage) for stage in stages]
+        if self._side is not None:
+            stages = [self._streamed(self._side, stage) for stage in stages]
         return stages
+
+    @staticmethod
+    def _streamed(side: SideStream, stage: Stage) -> Stage:
+        def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+            with side.use():
+                return side.sent(stage(bulk, stopped))
+
+        return work
 
     def size(self, stopped: Callable[[], bool]) -> int:
         """Returns the size of the next bulk: as asked, or what the budget holds.
@@ -273,7 +289,9 @@ class BulkBuilder:
             return (
                 self._width if self._spread is None else max(self._width, FIRST_SPREAD)
             )
-        room = min(BUDGET, _free_memory() // 8)
+        place = self._loader.placement
+        free = None if place is None else place.free_memory()
+        room = min(BUDGET, (_free_memory() if free is None else free) // 8)
         # beside those that wait: one in use, one in the making, and the rows for it
         beside = 2 if self._spread is None else 3
         fits = room // (size * (self.ahead + beside))
@@ -379,6 +397,8 @@ class BulkBuilder:
 
     def finish(self, out: Any) -> Any:
         """Runs the script's own functions, in the thread that iterates."""
+        if self._side is not None:
+            out = self._side.received(out)
         if self._spread is None:
             return self._finished(out)
         with self._report_failure():
@@ -392,7 +412,8 @@ class BulkBuilder:
             data = out
         else:
             data = loader.filter_fn(out)
-        if loader.pin_memory and torch.cuda.is_available():
+        pinned = loader.pin_memory and loader.placement is None
+        if pinned and torch.cuda.is_available():
             return pin_memory(data)
         return data
 

@@ -133,6 +133,8 @@ class KeyedNeighborSampler(NeighborSampler):
             its in-edges with the least -log(u_s) / w, u_s being one random number of
             source s. What a node draws has one distribution by both rules.
         seed: of all draws (default: taken from torch's generator).
+        device: where to sample, and what is sampled lies; None for the host.
+        pinned: whether a device reads the graph from pinned host memory.
 
     Raises:
         ValueError: for a fan-out below -1, bad ids, weights or times, an unknown rule, and
@@ -156,12 +158,15 @@ class KeyedNeighborSampler(NeighborSampler):
         *,
         rule: str = "neighbor",
         seed: int | None = None,
+        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         # PyG's __init__ sorts the edges its own way, and stops without pyg-lib where
         # times or weights are asked for; what it would set is set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
         self.rule = check_rule(rule, replace)
+        self._place = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
         backward = sample_direction == "backward"
@@ -338,7 +343,7 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def _drawn(self, request: Request) -> Minibatch:
         if self._draw is None:
-            self._draw = kernels.neighbor_sampler(self._topology.graph)
+            self._draw = kernels.neighbor_sampler(self._topology.graph, *self._place)
         try:
             minibatch: Minibatch = self._draw(request)
         except UnweightedNode as error:

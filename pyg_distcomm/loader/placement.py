@@ -1,0 +1,222 @@
+"""Places the graph and the rows of a loader on a device, where its minibatches are made."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+PLACES = DEVICE, PINNED = "device", "pinned"
+HOST = frozenset({"cpu"})  # types of devices that mean the host's own sampler
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Says on which device minibatches are made, and where what they are made of lies.
+
+    Args:
+        device: of the minibatches.
+        graph_pinned, rows_pinned: whether the graph, and the rows of nodes and edges, stay
+            in pinned host memory, which the device reads.
+    """
+
+    device: torch.device
+    graph_pinned: bool = False
+    rows_pinned: bool = False
+    _rows: dict[Any, tuple[Tensor, int, Tensor]] = field(
+        default_factory=dict, repr=False
+    )
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    @staticmethod
+    def of(device: Any, graph_on: str, rows_on: str) -> Placement | None:
+        """Checks the arguments of a loader; returns None for the host.
+
+        Raises:
+            ValueError: for no such device or place.
+        """
+        for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
+            if place not in PLACES:
+                raise ValueError(f"{name} must be one of {PLACES}, got {place!r}")
+        try:
+            found = torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"device must name a device, as 'cuda', got {device!r}"
+            ) from error
+        pinned = PINNED in (graph_on, rows_on)
+        if found.type in HOST:
+            if pinned:
+                raise ValueError(
+                    f"graph_on={graph_on!r}, rows_on={rows_on!r} say what a device reads "
+                    f"from pinned memory, got device={device!r}; give device='cuda', or "
+                    "leave them out"
+                )
+            return None
+        if found.type == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            index = found.index
+            if index is None and count:
+                index = torch.cuda.current_device()
+            if not count or index >= count:
+                raise ValueError(
+                    f"device={device!r}: this process sees {count} CUDA devices; leave "
+                    "device out to sample on the host"
+                )
+            found = torch.device("cuda", index)
+        if pinned:
+            _check_pinned(found)
+        return Placement(found, graph_on == PINNED, rows_on == PINNED)
+
+    def check(
+        self,
+        data: Any,
+        sampler: Any,
+        backend: str | None,
+        dataloader: dict[str, Any],
+    ) -> None:
+        """Refuses what is not made on a device.
+
+        Raises:
+            ValueError: with what to leave out.
+        """
+        wrong = None
+        if sampler is not None:
+            wrong = "neighbor_sampler samples in a way of its own; leave one out"
+        elif backend is not None:
+            wrong = f"backend={backend!r} samples on the host; leave one out"
+        elif not isinstance(data, (Data, HeteroData)):
+            wrong = (
+                "the rows of stores are fetched on the host; give a Data or a HeteroData, "
+                "or leave device out"
+            )
+        elif data.is_cuda:
+            wrong = "the data lies on a device; give it on the host, by .cpu()"
+        elif dataloader.get("num_workers", 0):
+            wrong = (
+                f"num_workers={dataloader['num_workers']}: other processes do not share "
+                "the graph on a device; leave num_workers out"
+            )
+        if wrong is not None:
+            raise ValueError(f"device={str(self.device)!r}: {wrong}")
+
+    @property
+    def cuda(self) -> bool:
+        """Returns whether the device is one of CUDA, with streams."""
+        return self.device.type == "cuda"
+
+    def rows(self, key: Any, values: Tensor) -> Tensor:
+        """Returns an attribute where the device reads it; a copy made anew if it changed."""
+        pinned = self.rows_pinned
+        return self._kept(
+            key, values, lambda t: t.pin_memory() if pinned else self.put(t)
+        )
+
+    def shape_of(self, key: Any, edges: Tensor) -> Tensor:
+        """Returns edges of the shape of others, on the device, between their last nodes.
+
+        PyG puts a minibatch's edges where the data's are, and reads no more of these than
+        how many nodes there are. It takes 16 bytes.
+        """
+
+        def last(t: Tensor) -> Tensor:
+            ends = t.amax(1, keepdim=True) if t.numel() else t.new_zeros(len(t), 1)
+            return self.put(ends).expand(t.shape)
+
+        return self._kept((key, "edge_index"), edges, last)
+
+    def _kept(
+        self, key: Any, values: Tensor, make: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        with self._lock:
+            kept = self._rows.get(key)
+            if kept is None or kept[0] is not values or kept[1] != values._version:
+                kept = self._rows[key] = values, values._version, make(values.detach())
+            return kept[2]
+
+    def put(self, t: Tensor) -> Tensor:
+        """Returns a tensor on the device."""
+        return t.to(self.device)
+
+    def free_memory(self) -> int | None:
+        """Returns the bytes that are free on the device, if that is known."""
+        return int(torch.cuda.mem_get_info(self.device)[0]) if self.cuda else None
+
+
+def _check_pinned(device: torch.device) -> None:
+    wrong = None
+    if device.type != "cuda":
+        wrong = f"device={str(device)!r} is none of CUDA"
+    else:
+        if importlib.util.find_spec("triton") is None:
+            wrong = "Triton is not installed (pip install triton)"
+    if wrong is not None:
+        raise ValueError(
+            f"pinned memory is read by a kernel in Triton, on CUDA, and {wrong}; leave "
+            "graph_on and rows_on out"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """A minibatch that a device may still be making.
+
+    Args:
+        out: the minibatch, or what was sampled for it.
+        event: recorded behind the work that makes it.
+    """
+
+    out: Any
+    event: Any
+
+
+class SideStream:
+    """Makes minibatches on a CUDA stream of its own, while others train on theirs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Puts the work of this thread on the stream."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def sent(self, outs: list[Any]) -> list[Any]:
+        """Returns what was made, each with an event behind all work so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return [Arriving(out, event) for out in outs]
+
+    def received(self, arriving: Arriving) -> Any:
+        """Lets the stream that is current wait for a minibatch, and use its memory."""
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(arriving.event)
+        for t in tensors_of(arriving.out):
+            if t.is_cuda:
+                t.record_stream(current)
+        return arriving.out
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a minibatch, in what was sampled, or in lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Data, HeteroData)):
+        for store in value.stores:
+            yield from tensors_of(dict(store))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif hasattr(value, "metadata") and hasattr(value, "node"):
+        yield from tensors_of(vars(value))

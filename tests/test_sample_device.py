@@ -1,0 +1,361 @@
+"""The sampler of devices draws the minibatches of the CPU's, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import second_device
+import tiers
+import torch
+from test_sample_kernels import graph, request, same
+from torch_geometric.data import Data, HeteroData
+
+import pyg_distcomm as pdc
+from pyg_distcomm.kernels import sample_ops
+from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
+from pyg_distcomm.kernels.sample_cpu import Sampler
+from pyg_distcomm.kernels.sample_device import DeviceSampler
+from pyg_distcomm.loader import DistLayerLoader, LinkNeighborLoader, NeighborLoader
+from pyg_distcomm.sampling import KeyedNeighborSampler
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def on_host(found):
+    lists = found.node, found.tree, found.edge_index, found.edge
+    moved = [t if t is None else [a.cpu() for a in t] for t in lists]
+    return Minibatch(*moved, found.nodes_per_hop, found.edges_per_hop)
+
+
+def outcome(sampler, wanted):
+    try:
+        return sampler(wanted)
+    except UnweightedNode as error:
+        return str(error), error.relation
+
+
+RULES = {
+    "plain": {},
+    "replace": {"replace": True},
+    "weighted": {"weighted": True},
+    "weighted, replace": {"weighted": True, "replace": True},
+    "labor": {"labor": True},
+    "weighted labor": {"weighted": True, "labor": True},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("hetero", "rule", "timed", "latest", "disjoint", "induced", "table"),
+    [
+        case
+        for case in itertools.product(
+            [False, True],
+            RULES,
+            [(), ("node",), ("edge",)],
+            *[[False, True]] * 4,
+        )
+        if case[2] or not case[3]
+    ],
+    slice(0, None, 9),
+)
+def test_device_equals_cpu(
+    hetero, rule, timed, latest, disjoint, induced, table, device, monkeypatch
+):
+    if not table:
+        monkeypatch.setattr("pyg_distcomm.kernels.sample_device.TABLE", 0)
+    options = dict(RULES[rule])
+    weighted = options.pop("weighted", False)
+    for pairs, dtype in ((True, torch.int32), (False, torch.int64)):
+        g = graph(hetero, pairs=pairs, dtype=dtype, weighted=weighted, timed=timed)
+        for key, fan_out in enumerate([(4, 3, 2), (-1, 2), (0, 5), (60, 1), (1,)]):
+            wanted = request(
+                g,
+                fan_out,
+                2**62 + key,
+                disjoint=disjoint,
+                induced=induced,
+                timed=bool(timed),
+                latest=latest,
+                **options,
+            )
+            theirs, ours = (
+                outcome(sampler, wanted)
+                for sampler in (Sampler(g), DeviceSampler(g, torch.device(device)))
+            )
+            if isinstance(theirs, tuple):
+                assert ours == theirs
+            else:
+                same(on_host(ours), theirs)
+
+
+def data(seed=0, n=70, edges=500):
+    g = torch.Generator().manual_seed(seed)
+    found = Data(
+        x=torch.randn(n, 5, generator=g),
+        edge_index=torch.randint(n, (2, edges), generator=g),
+        edge_attr=torch.randn(edges, 3, generator=g),
+        y=torch.randint(4, (n,), generator=g),
+        train_mask=torch.rand(n, generator=g) < 0.5,
+        weight=torch.rand(edges, generator=g),
+        time=torch.randint(9, (n,), generator=g),
+        edge_time=torch.randint(9, (edges,), generator=g),
+    )
+    found.half, found.note = found.x.half(), "kept"
+    found.odd = torch.randint(9, (n, 3), generator=g).to(torch.uint8)
+    return found
+
+
+def typed(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    found = HeteroData()
+    for kind, n in (("a", 40), ("b", 25)):
+        found[kind].x = torch.randn(n, 4, generator=g)
+        found[kind].time = torch.randint(9, (n,), generator=g)
+    for one, other in (("a", "b"), ("b", "a"), ("a", "a")):
+        high = torch.tensor([[found[one].num_nodes], [found[other].num_nodes]])
+        store = found[one, f"{one}{other}", other]
+        store.edge_index = (torch.rand(2, 200, generator=g) * high).long()
+        store.edge_attr = torch.randn(200, 2, generator=g)
+        store.weight = torch.rand(200, generator=g)
+    return found
+
+
+def alike(one, other, device):
+    one, other = one.to_dict(), other.to_dict()
+    assert str(one.keys()) == str(other.keys())
+    for name, value in one.items():
+        match(value, other[name], device, name)
+
+
+def match(a, b, device, name):
+    if isinstance(a, dict):
+        assert list(a) == list(b), name
+        for key in a:
+            match(a[key], b[key], device, (name, key))
+    elif isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert b.device.type == device, name
+        assert torch.equal(a, b.cpu()), name
+    else:
+        assert a == b, name
+
+
+LOADS = {
+    "plain": {},
+    "replace": {"replace": True},
+    "weighted": {"weight_attr": "weight", "replace": True},
+    "exponential": {"weight_attr": "weight"},
+    "by node time": {"time_attr": "time", "disjoint": True},
+    "latest": {"time_attr": "time", "disjoint": True, "temporal_strategy": "last"},
+    "disjoint": {"disjoint": True},
+    "induced": {"subgraph_type": "induced"},
+    "bidirectional": {"subgraph_type": "bidirectional"},
+    "labor": {"rule": "labor"},
+    "prefetch": {"prefetch": 2, "bulk_size": 3, "shuffle": True},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "hollow num_nodes": {"bulk_size": 2, "prefetch": 0},
+}
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Lets device="cpu" take the way of devices."""
+    monkeypatch.setattr("pyg_distcomm.loader.placement.HOST", frozenset())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+@tiers.parametrize("name", list(LOADS), slice(0, None, 4))
+def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forced):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = typed() if hetero else data()
+    if name == "hollow num_nodes" and not hetero:
+        del graph.x, graph.half, graph.odd
+    if hetero and options.get("subgraph_type") == "bidirectional":
+        pytest.skip("PyG asks for reverse edge types")
+    kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else graph.train_mask}
+    if links:
+        kind = LinkNeighborLoader
+        ends = ("a", "ab", "b")
+        some = (graph[ends] if hetero else graph).edge_index[:, :40]
+        seeds = {"edge_label_index": (ends, some) if hetero else some}
+        seeds["neg_sampling"] = "binary"
+        if "time_attr" in options:
+            seeds["edge_label_time"] = torch.arange(40) % 9
+    host = list(kind(graph, **options, **seeds))
+    loader = kind(graph, **options, **seeds, device=device)
+    assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
+    there = list(loader)
+    assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
+    assert len(host) == len(there) > 2
+    for one, other in zip(host, there, strict=True):
+        alike(one, other, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_go_from_one_device_to_another(device, forced):
+    def loader(place):
+        return NeighborLoader(
+            data(), [3, 2], batch_size=9, shuffle=True, seed=5, device=place
+        )
+
+    wanted = list(loader(None))
+    for first, second in ((None, device), (device, None)):
+        left, right = loader(first), loader(second)
+        begun = iter(left)
+        for batch, _ in zip(wanted[:2], begun, strict=False):
+            assert batch is not None
+        state = left.state_dict()
+        del begun
+        right.load_state_dict(state)
+        rest = list(right)
+        assert len(rest) == len(wanted) - state["batches"]
+        for one, other in zip(wanted[state["batches"] :], rest, strict=True):
+            alike(one, other, (second or "cpu"))
+
+
+def test_rows_that_change_are_placed_again(forced):
+    graph = data()
+    loader = NeighborLoader(graph, [3], batch_size=70, seed=1, device="cpu")
+    next(iter(loader))
+    graph.x += 1
+    graph.y = graph.y + 1
+    batch = next(iter(loader))
+    assert torch.equal(batch.x, graph.x[batch.n_id])
+    assert torch.equal(batch.y, graph.y[batch.n_id])
+
+
+def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
+    graph, file = data(), tmp_path / "x.npy"
+    np.save(file, graph.x.numpy())
+    mapped = data()
+    mapped.x = np.load(file, mmap_mode="r")
+    options = {"num_neighbors": [3, 2], "batch_size": 9, "seed": 1}
+    for one, other in zip(
+        NeighborLoader(graph, **options),
+        NeighborLoader(mapped, **options, device="cpu"),
+        strict=True,
+    ):
+        assert torch.equal(one.x, other.x)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 1}, "leave num_workers out"),
+        ({"backend": "pyg-lib"}, "leave one out"),
+        ({"neighbor_sampler": object()}, "leave one out"),
+        ({"graph_on": "disk"}, "must be one of"),
+        ({"device": "nowhere"}, "must name a device"),
+        ({"graph_on": "pinned"}, "leave graph_on and rows_on out"),
+    ],
+)
+def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
+    with pytest.raises(ValueError, match=said):
+        NeighborLoader(data(), [2], **({"device": "cpu"} | options))
+
+
+def test_other_loaders_refuse_devices():
+    with pytest.raises(ValueError, match="leave device out, and move them"):
+        DistLayerLoader(data(), [4], batch_size=5, device="cuda")
+    assert len(DistLayerLoader(data(), [4], batch_size=5, device="cpu"))
+
+
+def test_a_share_is_refused(forced):
+    share = pdc.partition(data(), pdc.init())
+    with pytest.raises(ValueError, match="give each rank the whole graph"):
+        NeighborLoader(share, [2], device="cpu")
+
+
+def test_pinned_memory_without_a_device_is_refused():
+    with pytest.raises(ValueError, match="give device='cuda'"):
+        NeighborLoader(data(), [2], rows_on="pinned")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+            NeighborLoader(data(), [2], device="cuda")
+
+
+# Triton --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("replaced", [False, True])
+@tiers.parametrize(
+    ("rows", "draws"),
+    list(itertools.product([0, 1, 127, 128, 300], [1, 2, 7, 25])),
+    slice(3, None, 5),
+)
+def test_triton_draws_what_is_defined(rows, draws, replaced, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    g = torch.Generator().manual_seed(draws)
+    ends = torch.iinfo(torch.int64)
+    streams = torch.randint(ends.min, ends.max, (rows,), generator=g)
+    size = torch.randint(1, 9, (rows,), generator=g) + (0 if replaced else draws)
+    size[::7] = 2**40  # no more than rounding of one product may decide
+    wanted = sample_ops.uniform_picks.definition(streams, size, draws, replaced)
+    assert bool((wanted >= 0).all() & (wanted < size[:, None]).all())
+    given = streams.to(device), size.to(device)
+    found = triton_kernels.uniform_picks(*given, draws, replaced)
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("shape", "dtype"),
+    list(
+        itertools.product(
+            [(9,), (9, 1), (9, 3), (9, 2, 5), (9, 513), (9, 0)],
+            [torch.bool, torch.uint8, torch.half, torch.int32, torch.float64],
+        )
+    ),
+    slice(0, None, 4),
+)
+def test_rows_are_read_from_pinned_memory(shape, dtype, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    values = (torch.arange(torch.Size(shape).numel()).view(shape) % 5).to(dtype)
+    for index in (torch.tensor([8, 0, 3, 3]), torch.tensor([[1], [2]]), torch.empty(0)):
+        for part in (values, values[1:]):
+            index = index.long() % len(part)
+            given = part if device == "cpu" else part.pin_memory()
+            found = triton_kernels.read_rows(given, index.to(device))
+            assert torch.equal(found.cpu(), part[index])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LOADS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+def test_loaders_read_pinned_memory(name, rows_on):
+    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
+    graph = data()
+    place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
+    host = NeighborLoader(graph, **options)
+    for one, other in zip(host, NeighborLoader(graph, **options, **place), strict=True):
+        alike(one, other, "cuda")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("hetero", [False, True])
+def test_nothing_of_the_host_meets_the_device(hetero, links):
+    """On a device that is none of the host's, though its memory is."""
+    place, graph = second_device.device(), typed() if hetero else data()
+    for more in LOADS.values():
+        options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | more
+        if options.get("subgraph_type") == "bidirectional":
+            continue
+        kind, seeds = NeighborLoader, {"input_nodes": "a" if hetero else None}
+        if links:
+            kind, ends = LinkNeighborLoader, ("a", "ab", "b")
+            some = (graph[ends] if hetero else graph).edge_index[:, :40]
+            seeds = {"edge_label_index": (ends, some) if hetero else some}
+            if "time_attr" in options:
+                seeds["edge_label_time"] = torch.arange(40) % 9
+        host = kind(graph, **options, **seeds)
+        there = kind(graph, **options, **seeds, device=place)
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
