@@ -4,7 +4,8 @@
 event, its last neighbours, and the messages that wait for it. So a rank makes the messages to
 its own nodes, aggregates them and updates their rows without asking anybody, but for one
 thing: a message holds the memory of both ends, and the other end's row is fetched, each once.
-Events come to the owners of their ends, once each, when the memory is told of them.
+When the memory is told of events, all ranks learn their ends and times, and the owners of
+these what else they hold.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class TGNMemory(PygTGNMemory):
     Shapes (this rank): memory [k_i, memory_dim] and last update [k_i], of k = len(n_id) rows.
 
     Price: `memory(n_id)` in training, and `update_state`, bring the memory of the h distinct
-    other ends of messages that lie on other ranks, h memory_dim words, after their ids and
-    2 (P - 1) words and a flag of counts. `update_state` brings each event of other ranks that
-    has an end here once: 4 int64 and raw_msg_dim words. Gradients are those of parameters
-    alone, unless the memory is not detached.
+    other ends of messages that lie on other ranks, h memory_dim words, after their ids.
+    `update_state` also brings 4 int64 of each event of other ranks, and the raw_msg_dim
+    words of those with an end here. In the backward pass gradients of parameters alone
+    travel, if the memory was detached.
 
     Raises:
         ValueError: on all ranks, if ids repeat, differ between ranks or are no nodes, or if
@@ -152,19 +153,16 @@ class TGNMemory(PygTGNMemory):
         if self.rows is None:
             super().update_state(src, dst, t, raw_msg)
             return
-        number, src, dst, t, raw = self._at_owners(src, dst, t, raw_msg)
+        src, dst, t, raw, *orders = self._at_owners(src, dst, t, raw_msg)
         rank, size = self.rows.mesh.rank, self.rows.mesh.size
         nodes = torch.cat([src, dst]).unique()
         lid = _lid(nodes[nodes % size == rank], self.rows)
         if self.training:
             self._write(lid)
-        for store, (near, far) in (
-            (self.msg_s_store, (src, dst)),
-            (self.msg_d_store, (dst, src)),
-        ):
-            here = near % size == rank
-            events = _Messages(_lid(near, self.rows), far, t, number, raw)
-            _keep(store, events.at(here.nonzero().view(-1)))
+        stores, ends = (self.msg_s_store, self.msg_d_store), ((src, dst), (dst, src))
+        for store, (near, far), order in zip(stores, ends, orders, strict=True):
+            events = _Messages(_lid(near, self.rows), far, t, order, raw)
+            _keep(store, events.at((near % size == rank).nonzero().view(-1)))
         if not self.training:
             self._write(lid)
 
@@ -201,10 +199,7 @@ class TGNMemory(PygTGNMemory):
         far = plan.gather(memory).split([len(m.far) for m in waiting])
         modules = self.msg_s_module, self.msg_d_module
         msg = torch.cat(
-            [
-                self._made(*one)
-                for one in zip(modules, waiting, far, strict=True)
-            ]
+            [self._made(*one) for one in zip(modules, waiting, far, strict=True)]
         )
         t = torch.cat([m.t for m in waiting])
         index = places[torch.cat([m.near for m in waiting])]
@@ -243,46 +238,55 @@ class TGNMemory(PygTGNMemory):
         return msg.to_local()
 
     def _at_owners(self, *events: Tensor) -> list[Tensor]:
-        """Sends events to the owners of their ends, and numbers them; collective.
+        """Sends events to the owners of their ends; collective.
 
         Returns:
-            Number, source, target, time and features of those with an end here, in order.
+            Source, target, time and features of those with an end here, in order, and their
+            places among all events so far, sorted by sources and by targets as PyG does.
         """
         assert self.rows is not None
-        mesh, first = self.rows.mesh, self._seen
-        (src, dst, t, raw), order, count = _cut_alike(events, mesh)
-        problem = self._problem(src, dst, t, raw)
-        number = order.to(src.device) + first
-        owners = src % mesh.size, dst % mesh.size
-        wanted = [
-            ((owners[0] == r) | (owners[1] == r)).nonzero().view(-1)
-            for r in range(mesh.size)
-        ]
-        sent = [0 if problem else len(places) for places in wanted]
-        table = torch.tensor([sent, [int(problem is not None)] * mesh.size]).t()
-        ones = [1] * mesh.size
-        came = collectives.all_to_all(
-            table.contiguous(), ones, ones, mesh.world, "plan", 1
-        ).wait()
-        if bool(came[:, 1].any()):
+        mesh, rank, size = self.rows.mesh, self.rows.mesh.rank, self.rows.mesh.size
+        found, rows, problem = _cut_alike(events, mesh)
+        problem = problem or self._problem(*found)
+        facts = [0 if problem else len(rows), int(problem is not None)]
+        every = collectives.all_gather_counts(facts, mesh.world)
+        if any(row[1] for row in every):
             collectives.agree(problem, mesh.control)
-        coming, places = came[:, 0].tolist(), torch.cat(wanted)
-        whole = torch.stack([number, src, dst, t], 1)[places]
-        got = [
-            collectives.all_to_all(x, sent, coming, mesh.world, "events")
-            for x in (whole, raw[places])
+        counts = [row[0] for row in every]
+        *ends, raw = found
+        ends.append(rows.place.to(raw.device))
+        table = collectives.all_gather_rows(
+            torch.stack(ends, 1), counts, mesh.world, op="events"
+        )
+        wants = (
+            table[:, :2].unsqueeze(2) % size == torch.arange(size).to(raw.device)
+        ).any(1)
+        origin = torch.arange(size).repeat_interleave(torch.tensor(counts))
+        coming = torch.bincount(origin[wants[:, rank].cpu()], minlength=size).tolist()
+        asked = wants[(origin == rank).to(raw.device)].t().nonzero()
+        sent = torch.bincount(asked[:, 0], minlength=size).tolist()
+        raw = collectives.all_to_all(
+            raw[asked[:, 1]], sent, coming, mesh.world, "events"
+        ).wait()
+        here = table[wants[:, rank]]
+        order = here[:, 3].argsort()
+        src, dst, t, place = here[order].unbind(1)
+        table = table[table[:, 3].argsort()]
+        first, self._seen = self._seen, self._seen + len(table)
+        # PyG's sort is not stable: ties fall as they do there, where all are sorted, too
+        sorted_by = [
+            table[:, k].contiguous().sort().indices.argsort()[place] for k in (0, 1)
         ]
-        whole, raw = (pending.wait() for pending in got)
-        order = whole[:, 0].argsort()
-        self._seen = first + count
-        return [*whole[order].unbind(1), raw[order]]
+        return [src, dst, t, raw[order], *(first + places for places in sorted_by)]
 
     def _problem(self, src: Tensor, dst: Tensor, t: Tensor, raw: Tensor) -> str | None:
         """Says what is wrong with this rank's events."""
         n = self.num_nodes
         for name, ids in (("src", src), ("dst", dst)):
             if ids.dtype != torch.int64 or ids.dim() != 1:
-                return f"give {name} as int64 [events], got {ids.dtype}{list(ids.shape)}"
+                return (
+                    f"give {name} as int64 [events], got {ids.dtype}{list(ids.shape)}"
+                )
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n:
                 bad = int(ids[(ids < 0) | (ids >= n)][0])
                 return f"the memory has nodes 0 .. {n - 1}, but {name} names node {bad}"
@@ -323,8 +327,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
     On several ranks a node's owner keeps its neighbours and the numbers of their events, as
     `TGNMemory` does. A call takes ids that are the same on all ranks, and returns all ids
     that are needed, on all ranks, a DistEdgeIndex between their places, and the numbers of
-    its events, cut as it is. On one rank, and before `pdc.init`, it is PyG's own, but for
-    nodes with more events in a batch than are kept, of which it keeps the same on any number.
+    its events, cut as it is. On one rank, and before `pdc.init`, it is PyG's own.
 
     Args:
         num_nodes, size, device: as in PyG.
@@ -333,7 +336,7 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
     Shapes (this rank): neighbors, e_id [n_i, size].
 
     Price: a call brings `size` int64 for each id whose node another rank owns, and two
-    words of each rank; `insert` both ends of events of other ranks.
+    words of each rank; `insert` 3 int64 for each event of other ranks.
 
     Raises:
         ValueError: on all ranks, if ids differ between ranks or are no nodes.
@@ -390,15 +393,17 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
             src, dst = (_same_nodes(end, self.rows) for end in (src, dst))
         number = torch.arange(self.cur_e_id, self.cur_e_id + len(src)).to(src.device)
         self.cur_e_id += len(src)
-        nodes, near, events = torch.cat([dst, src]), torch.cat([src, dst]), number.repeat(2)
+        nodes, order = torch.cat(
+            [dst, src]
+        ).sort()  # of all, so that ties fall as in PyG
         mine = nodes % mesh.size == mesh.rank
-        lid, order = _lid(nodes[mine], self.rows).sort(stable=True)
-        near, events = near[mine][order], events[mine][order]
+        lid, order = _lid(nodes[mine], self.rows), order[mine]
+        near, events = torch.cat([src, dst])[order], number.repeat(2)[order]
         here, run, counts = lid.unique_consecutive(
             return_inverse=True, return_counts=True
         )
         slot = counts.cumsum(0)[run] - 1 - torch.arange(len(lid), device=lid.device)
-        new = slot < self.size  # PyG's, too, keeps the last ones of this order
+        new = slot < self.size
         shape = len(here), self.size
         new_events, new_near = events.new_full(shape, -1), near.new_full(shape, -1)
         new_events[run[new], slot[new]] = events[new]
@@ -468,22 +473,18 @@ def _keep(store: dict[int, Any], events: _Messages) -> None:
     """Lets the messages of nodes take the place of those that they had before."""
     lid, order = events.near.sort(stable=True)
     lid, counts = lid.unique_consecutive(return_counts=True)
-    for node, places in zip(
-        lid.tolist(), order.split(counts.tolist()), strict=True
-    ):
+    for node, places in zip(lid.tolist(), order.split(counts.tolist()), strict=True):
         store[node] = events.at(places)
 
 
 def _cut_alike(
     events: Sequence[Tensor], mesh: Mesh
-) -> tuple[list[Tensor], Tensor, int]:
-    """Returns the rows here of tensors of events, their places, and how many there are.
-
-    Raises:
-        ValueError: on all ranks, if their numbers differ.
-    """
+) -> tuple[list[Tensor], Rows, str | None]:
+    """Returns the rows here of tensors of events, which rows, and what is wrong with them."""
     spread = [x for x in events if isinstance(x, DistTensor)]
     rows = spread[0].rows if spread else Rows.blocks(len(events[0]), mesh)
+    if not spread:
+        check_same(events[0], rows)
     found: list[Any] = []
     for x in events:
         if isinstance(x, DistTensor):
@@ -491,12 +492,10 @@ def _cut_alike(
         else:
             same = len(x) == rows.count
             found.append(x[rows.place.to(x.device)] if same else None)
-    if any(x is None for x in found):
-        sizes = [x.size(0) for x in events]
-        raise ValueError(f"give as many src, dst, t and raw_msg; got {sizes}")
-    if not spread:
-        check_same(events[0], rows)
-    return found, rows.place, rows.count
+    if all(x is not None for x in found):
+        return found, rows, None
+    sizes = [x.size(0) for x in events]
+    return [], rows, f"give as many src, dst, t and raw_msg; got {sizes}"
 
 
 def _check_aggregator(module: Any) -> None:
