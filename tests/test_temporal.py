@@ -11,12 +11,12 @@ import torch_geometric.loader
 import torch_geometric.nn
 import torch_geometric.nn.models.tgn
 import worlds
+from pyg_distcomm.nn.models import tgn
 from torch_geometric.data import TemporalData
 
 import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn
-from pyg_distcomm.nn.models import tgn
 
 NODES, EVENTS, BATCH, MSG, DIM, TIME, KEPT = 17, 58, 9, 3, 4, 2, 3  # 58 = 6 * 9 + 4
 
@@ -176,3 +176,89 @@ def _on_ranks(kind, name, sizes, wanted):
 def test_trains_as_one_process(size, kind, name, sizes):
     wanted = script(PYG, kind, AGGREGATORS[name], *sizes)
     worlds.run(_on_ranks, size, kind, name, sizes, wanted)
+
+
+# What it moves, and what it refuses -----------------------------------------------------
+
+
+def _bytes():
+    mesh = worlds.mesh()
+    data, size, rank = stream(), mesh.size, mesh.rank
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
+    waiting: tuple[dict, dict] = ({}, {})
+    for batch in OURS.loader.TemporalDataLoader(data, BATCH):
+        n_id, far = batch.n_id, set()
+        mesh.ledger.reset()
+        neighbors(n_id)
+        away = int((n_id % size != rank).sum())
+        assert mesh.ledger.words("neighbors") == away * KEPT
+        memory(n_id)
+        for store in waiting:
+            for node in n_id[n_id % size == rank].tolist():
+                far |= {v for v in store.get(node, ()) if v % size != rank}
+        assert mesh.ledger.words("halo") == len(far) * DIM
+        mesh.ledger.reset()
+        events = batch.src, batch.dst, batch.t, batch.msg
+        memory.update_state(*events)
+        src, dst = (full(end) for end in events[:2])
+        sent = torch.ones(len(src), dtype=torch.bool)
+        sent[batch.src.rows.gid] = False
+        wanted = (src % size == rank) | (dst % size == rank)
+        words = 4 * int(sent.sum()) + MSG * int((sent & wanted).sum())
+        assert mesh.ledger.words("events") == words
+        for store, near, ends in ((waiting[0], src, dst), (waiting[1], dst, src)):
+            for node in near.unique().tolist():
+                store[node] = ends[near == node].tolist()
+
+
+def test_bytes_are_as_said():
+    worlds.run(_bytes, 3)
+
+
+def _refused():
+    mesh = worlds.mesh()
+    data = stream()
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
+    src, dst, t, msg = data.src, data.dst, data.t, data.msg
+    apart = torch.arange(3) + mesh.rank
+    events = memory.update_state
+    for call, words in (
+        (lambda: memory(torch.tensor([0, NODES])), "nodes 0 .. 16, got 17"),
+        (lambda: memory(torch.tensor([1, 1])), "n_id.unique"),
+        (lambda: memory(apart), "same ids on all ranks"),
+        (lambda: neighbors(apart), "same ids on all ranks"),
+        (lambda: events(src, dst + 9, t, msg), "dst names node"),
+        (lambda: events(src, dst, t.double(), msg), "times as int64"),
+        (lambda: events(src, dst, t, msg[:, :2]), "raw_msg_dim"),
+        (lambda: events(src, dst, t[:5], msg), "as many src"),
+        (lambda: events(src, dst, t, msg.clone().requires_grad_()), "raw_msg.detach"),
+        (
+            lambda: next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank]))),
+            "all",
+        ),
+        (lambda: pdc.convert(pyg_memory()), "pyg_distcomm.nn"),
+        (lambda: OURS.nn.TGNMemory(1, 1, 1, 1, None, torch.nn.Dropout()), "Dropout"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            call()
+    events(src, dst, t, msg)  # and goes on as before
+    assert int(memory.last_update.max()) == 0
+    assert int(memory(torch.arange(NODES))[1].max()) == int(t.max())
+
+
+def pyg_memory():
+    return torch_geometric.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    )
+
+
+def test_refuses_on_all_ranks():
+    worlds.run(_refused, 2)
