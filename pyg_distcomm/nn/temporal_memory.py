@@ -83,6 +83,7 @@ class TGNMemory(PygTGNMemory):
     """
 
     rows: Rows | None
+    memory: Any
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class TGNMemory(PygTGNMemory):
         if self.rows is None:
             super()._reset_message_store()
             return
-        self.msg_s_store, self.msg_d_store = {}, {}
+        self.msg_s_store: dict[int, Any] = {}
+        self.msg_d_store: dict[int, Any] = {}
         self._seen = 0  # events so far
 
     def detach(self) -> None:
@@ -343,6 +345,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
     """
 
     rows: Rows | None
+    neighbors: Any
+    e_id: Any
 
     def __init__(
         self, num_nodes: int, size: int, device: Any = None, *, mesh: Mesh | None = None
@@ -388,7 +392,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
             return
         mesh = self.rows.mesh
         if isinstance(src, DistTensor) and isinstance(dst, DistTensor):
-            src, dst = torch.stack([src, dst], 1).full_tensor().unbind(1)
+            both: Any = torch.stack([src, dst], 1)
+            src, dst = both.full_tensor().unbind(1)
         else:
             src, dst = (_same_nodes(end, self.rows) for end in (src, dst))
         number = torch.arange(self.cur_e_id, self.cur_e_id + len(src)).to(src.device)
