@@ -67,8 +67,8 @@ hetero/bipartite_sage explain/gnn_explainer explain/gnn_explainer_ba_shapes
 explain/gnn_explainer_link_pred explain/graphmask_explainer contrib/rbcd_attack
 """.split()
 
-# many graphs in batches of DataLoader, each of which is cut
-MANY = "mutag_gin proteins_topk_pool proteins_gmt ppi film pna".split()
+# batches of DataLoader or TemporalDataLoader, each of which is cut
+MANY = "mutag_gin proteins_topk_pool proteins_gmt ppi film pna tgn".split()
 
 # all of one graph is there at every step, and labels or edges come in batches
 BATCHED = "sign lightgcn lpformer".split()
@@ -87,7 +87,6 @@ OTHER_LOADERS = {
     "shadow": "ShaDowKHopSampler",
     "ogbn_proteins_deepgcn": "RandomNodeLoader",
     "rev_gnn": "RandomNodeLoader",
-    "tgn": "TemporalDataLoader",
 }
 
 # run by processes that can import torch-sparse; the others run without

@@ -78,6 +78,8 @@ class Uniform(ast.NodeTransformer):
             if word.arg in self.SHORT:
                 word.value = self._capped(word.value)
             word.value = self._alone(word.arg, word.value)
+        if name == "set" and "parameters()" in ast.unparse(node):  # in their order
+            node.func = ast.parse("dict.fromkeys", mode="eval").body
         if isinstance(node.func, ast.Attribute) and node.func.attr == "float":
             if not node.args and not node.keywords:
                 node.func.attr = "double"
@@ -262,6 +264,17 @@ def module(name, **names):
         setattr(sys.modules[parent], child, home)
 
 
+def last_messages(original):
+    """Has TGN's nodes without messages take none, as they do with torch-scatter."""
+
+    def argmax(src, index, dim, dim_size):
+        found = original(src, index, dim=dim, dim_size=dim_size)
+        count = torch.bincount(index, minlength=dim_size)
+        return found.masked_fill(count == 0, len(src))
+
+    return argmax
+
+
 def adjust(seed, columns):
     """Adjusts torch, PyG and what scripts plot and log with."""
     warnings.simplefilter("ignore")
@@ -275,6 +288,8 @@ def adjust(seed, columns):
         torch_geometric.typing.WITH_SPLINE = True
         spline.spline_basis, spline.spline_weighting = spline_basis, spline_weighting
 
+    tgn = torch_geometric.nn.models.tgn
+    tgn.scatter_argmax = last_messages(tgn.scatter_argmax)
     get, item = InMemoryDataset.get, torch_geometric.data.Dataset.__getitem__
     InMemoryDataset.get = lambda self, idx: at_hand(get(self, idx), columns)
     # what a transform has made
@@ -799,7 +814,8 @@ def harvest(names, watch):
                 value = value.module
             for kind in (value.named_parameters(), value.named_buffers()):
                 for key, tensor in kind:
-                    if not torch.nn.parameter.is_lazy(tensor):
+                    scratch = key.endswith("_assoc")  # of a memory's last call
+                    if not scratch and not torch.nn.parameter.is_lazy(tensor):
                         kept[f"{name}.{key}"] = whole(tensor)
         explains = type(value).__name__ in ("Explanation", "HeteroExplanation")
         if explains and name != "data":  # as ExplainerDataset has it

@@ -1,8 +1,8 @@
 """Provides every name of `torch_geometric.loader`, with loaders that run on many ranks.
 
 NeighborLoader and LinkNeighborLoader are DistNeighborLoader and DistLinkNeighborLoader;
-loaders of subgraphs, DataLoader and ImbalancedSampler are classes of PyG's names. All else is
-PyG's own.
+loaders of subgraphs, DataLoader, TemporalDataLoader and ImbalancedSampler are classes of PyG's
+names. All else is PyG's own.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ from pyg_distcomm.loader.subgraphs import (
 from pyg_distcomm.loader.subgraphs import (
     ShaDowKHopSampler as ShaDowKHopSampler,
 )
+from pyg_distcomm.loader.temporal import (
+    TemporalDataLoader as TemporalDataLoader,
+)
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 
 LinkNeighborLoader = DistLinkNeighborLoader
@@ -60,7 +63,7 @@ _OURS = """ClusterData ClusterLoader DataLoader DistFeatureStore DistLayerLoader
 DistLinkNeighborLoader DistNeighborLoader GraphSAINTEdgeSampler GraphSAINTNodeSampler
 GraphSAINTRandomWalkSampler GraphSAINTSampler HGTLoader ImbalancedSampler
 LinkNeighborLoader NeighborLoader Phases RandomNodeLoader ShaDowKHopSampler
-plot_phases shared""".split()
+TemporalDataLoader plot_phases shared""".split()
 __all__ = sorted({*_OURS, *_pyg.__all__})
 _mirror(__name__, _pyg.__name__)
 

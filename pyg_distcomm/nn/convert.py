@@ -15,6 +15,7 @@ from torch_geometric.nn import (
     SAGEConv,
 )
 
+from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.adapted_layers import REWRITTEN
 from pyg_distcomm.nn.batch_norm import DistBatchNorm, InstanceNorm
@@ -102,10 +103,20 @@ def _converted(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module
     return out
 
 
+def _ranks() -> int:
+    mesh = latest_mesh()
+    return 1 if mesh is None else mesh.size
+
+
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
     ours = *_MATRIX.values(), HaloConv, HaloExecution, DistBatchNorm
     if isinstance(module, ours):
         return module
+    if type(module) is pyg.TGNMemory and _ranks() > 1:
+        raise TypeError(
+            "import TGNMemory from pyg_distcomm.nn, after pdc.init(): PyG's keeps the memory "
+            "of all nodes on one rank, and what it holds is not cut afterwards"
+        )
     if type(module) in _MATRIX:
         module.__class__ = _MATRIX[type(module)]
         return module

@@ -163,9 +163,23 @@ def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[An
         args[0], RowShardedTensor
     ):  # it may hold anything, as out may
         return (args[0], *tree_map(met, args[1:])), kwargs
+    if name == "getitem" and _relabels(args[0]):
+        return (args[0], *tree_map(met, args[1:])), kwargs
     kept = {"out": kwargs["out"]} if "out" in kwargs else {}
     args, kwargs = tree_map(met, (args, {k: kwargs[k] for k in kwargs if k != "out"}))
     return args, {**kwargs, **kept}
+
+
+def _relabels(table: Any) -> bool:
+    """Whether an ordinary table may number nodes anew: it has values for some of them alone.
+
+    As in `assoc = torch.empty(n); assoc[n_id] = torch.arange(len(n_id))`.
+    """
+    return (
+        not isinstance(table, RowShardedTensor)
+        and table.dim() == 1
+        and table.dtype == torch.int64
+    )
 
 
 def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:

@@ -1,0 +1,264 @@
+"""Event streams: TGN's memory, sharded over ranks, trains as PyG's does on one process."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import tiers
+import torch
+import torch_geometric.loader
+import torch_geometric.nn
+import torch_geometric.nn.models.tgn
+import worlds
+from pyg_distcomm.nn.models import tgn
+from torch_geometric.data import TemporalData
+
+import pyg_distcomm as pdc
+import pyg_distcomm.loader
+import pyg_distcomm.nn
+
+NODES, EVENTS, BATCH, MSG, DIM, TIME, KEPT = 17, 58, 9, 3, 4, 2, 3  # 58 = 6 * 9 + 4
+
+PYG = types.SimpleNamespace(
+    nn=torch_geometric.nn,
+    loader=torch_geometric.loader,
+    tgn=torch_geometric.nn.models.tgn,
+)
+OURS = types.SimpleNamespace(nn=pyg_distcomm.nn, loader=pyg_distcomm.loader, tgn=tgn)
+
+
+def stream(events=EVENTS, nodes=NODES, seed=0):
+    """Events with loops, repeats, equal times, busy nodes, and nodes without any."""
+    g = torch.Generator().manual_seed(seed)
+    src = torch.randint(0, nodes - 3, (events,), generator=g)
+    dst = torch.randint(0, nodes - 2, (events,), generator=g)
+    src[10:16], dst[12:17] = 4, 4  # more in a batch than are kept, loops among them
+    t = torch.randint(0, 40, (events,), generator=g).sort().values
+    msg = torch.randn(events, MSG, generator=g, dtype=torch.float64)
+    return TemporalData(src, dst, t, msg, y=torch.arange(events) % 2)
+
+
+class Message(torch.nn.Module):
+    """Learns, normalises over all messages, and shares a weight with nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_channels = 5
+        self.lin = torch.nn.Linear(2 * DIM + MSG + TIME, 5)
+        self.norm = torch.nn.BatchNorm1d(5, track_running_stats=False)
+
+    def forward(self, z_src, z_dst, raw_msg, t_enc):
+        h = self.lin(torch.cat([z_src, z_dst, raw_msg, t_enc], dim=-1))
+        return self.norm(h).relu() if len(h) > 1 else h
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, lib, time_enc):
+        super().__init__()
+        self.time_enc = time_enc
+        width = MSG + time_enc.out_channels
+        self.conv = lib.nn.TransformerConv(DIM, DIM // 2, heads=2, edge_dim=width)
+
+    def forward(self, x, last_update, edge_index, t, msg):
+        rel_t_enc = self.time_enc((last_update[edge_index[0]] - t).to(x.dtype))
+        return self.conv(x, edge_index, torch.cat([rel_t_enc, msg], dim=-1))
+
+
+class Predictor(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin_src = torch.nn.Linear(DIM, DIM)
+        self.lin_dst = torch.nn.Linear(DIM, DIM)
+        self.lin_final = torch.nn.Linear(DIM, 1)
+
+    def forward(self, z_src, z_dst):
+        return self.lin_final((self.lin_src(z_src) + self.lin_dst(z_dst)).relu())
+
+
+def full(x):
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.detach().clone()
+
+
+def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH):
+    """The loop of PyG's example, and what it computes on the way."""
+    torch.manual_seed(3)
+    data, seen = stream(events), []
+    halves = data[: 2 * events // 3], data[2 * events // 3 :]
+    train_loader, test_loader = (
+        lib.loader.TemporalDataLoader(half, batch_size, neg_sampling_ratio=1.0)
+        for half in halves
+    )
+    neighbor_loader = lib.tgn.LastNeighborLoader(NODES, size=KEPT)
+    message = Message() if kind == "learnt" else tgn.IdentityMessage(MSG, DIM, TIME)
+    memory = lib.nn.TGNMemory(NODES, MSG, DIM, TIME, message, aggregator())
+    gnn, link_pred = Attention(lib, memory.time_enc), Predictor()
+    for module in (memory, gnn, link_pred):
+        module.double()
+    parameters = list(
+        dict.fromkeys(
+            [*memory.parameters(), *gnn.parameters(), *link_pred.parameters()]
+        )
+    )
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
+    criterion = torch.nn.BCEWithLogitsLoss()
+    assoc = torch.empty(NODES, dtype=torch.long)
+
+    def scores(batch):
+        n_id, edge_index, e_id = neighbor_loader(batch.n_id)
+        assoc[n_id] = torch.arange(n_id.size(0))
+        z, last_update = memory(n_id)
+        seen.extend([n_id, full(edge_index), full(e_id), full(z), full(last_update)])
+        z = gnn(z, last_update, edge_index, data.t[e_id], data.msg[e_id])
+        pos_out = link_pred(z[assoc[batch.src]], z[assoc[batch.dst]])
+        return pos_out, link_pred(z[assoc[batch.src]], z[assoc[batch.neg_dst]])
+
+    def update(batch):
+        memory.update_state(batch.src, batch.dst, batch.t, batch.msg)
+        neighbor_loader.insert(batch.src, batch.dst)
+
+    for _ in range(2):
+        for module in (memory, gnn, link_pred):
+            module.train()
+        memory.reset_state()
+        neighbor_loader.reset_state()
+        for batch in train_loader:
+            optimizer.zero_grad()
+            pos_out, neg_out = scores(batch)
+            loss = criterion(pos_out, torch.ones_like(pos_out))
+            loss = loss + criterion(neg_out, torch.zeros_like(neg_out))
+            update(batch)
+            loss.backward()
+            seen.extend(p.grad.clone() for p in parameters if p.grad is not None)
+            optimizer.step()
+            memory.detach()
+            seen.append(loss.detach() * batch.num_events)
+        with torch.no_grad():
+            for module in (memory, gnn, link_pred):
+                module.eval()
+            for batch in test_loader:
+                pos_out, neg_out = scores(batch)
+                seen.append(full(torch.cat([pos_out, neg_out], dim=0).sigmoid().cpu()))
+                update(batch)
+        seen.extend([full(memory.memory), full(memory.last_update)])
+        seen.append(full(neighbor_loader.e_id))
+    return seen
+
+
+def assert_same(found, wanted):
+    assert len(found) == len(wanted)
+    for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a.shape == b.shape, (k, a.shape, b.shape)
+        if a.is_floating_point():
+            torch.testing.assert_close(
+                a, b, rtol=0, atol=1e-9, msg=lambda m, k=k: f"{k}: {m}"
+            )
+        else:
+            assert torch.equal(a, b), (k, a, b)
+
+
+AGGREGATORS = {"last": tgn.LastAggregator, "mean": tgn.MeanAggregator}
+
+
+def _on_ranks(kind, name, sizes, wanted):
+    worlds.mesh()
+    assert_same(script(OURS, kind, AGGREGATORS[name], *sizes), wanted)
+
+
+@tiers.cover(
+    "size,kind,name,sizes",
+    [2, 3, 4, 1],
+    ["identity", "learnt"],
+    ["last", "mean"],
+    [(58, 9), (500, 150)],  # with more events, PyG's sorts are not stable
+)
+def test_trains_as_one_process(size, kind, name, sizes):
+    wanted = script(PYG, kind, AGGREGATORS[name], *sizes)
+    worlds.run(_on_ranks, size, kind, name, sizes, wanted)
+
+
+# What it moves, and what it refuses -----------------------------------------------------
+
+
+def _bytes():
+    mesh = worlds.mesh()
+    data, size, rank = stream(), mesh.size, mesh.rank
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
+    waiting: tuple[dict, dict] = ({}, {})
+    for batch in OURS.loader.TemporalDataLoader(data, BATCH):
+        n_id, far = batch.n_id, set()
+        mesh.ledger.reset()
+        neighbors(n_id)
+        away = int((n_id % size != rank).sum())
+        assert mesh.ledger.words("neighbors") == away * KEPT
+        memory(n_id)
+        for store in waiting:
+            for node in n_id[n_id % size == rank].tolist():
+                far |= {v for v in store.get(node, ()) if v % size != rank}
+        assert mesh.ledger.words("halo") == len(far) * DIM
+        mesh.ledger.reset()
+        events = batch.src, batch.dst, batch.t, batch.msg
+        memory.update_state(*events)
+        src, dst = (full(end) for end in events[:2])
+        sent = torch.ones(len(src), dtype=torch.bool)
+        sent[batch.src.rows.gid] = False
+        wanted = (src % size == rank) | (dst % size == rank)
+        words = 4 * int(sent.sum()) + MSG * int((sent & wanted).sum())
+        assert mesh.ledger.words("events") == words
+        for store, near, ends in ((waiting[0], src, dst), (waiting[1], dst, src)):
+            for node in near.unique().tolist():
+                store[node] = ends[near == node].tolist()
+
+
+def test_bytes_are_as_said():
+    worlds.run(_bytes, 3)
+
+
+def _refused():
+    mesh = worlds.mesh()
+    data = stream()
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    neighbors = tgn.LastNeighborLoader(NODES, KEPT)
+    src, dst, t, msg = data.src, data.dst, data.t, data.msg
+    apart = torch.arange(3) + mesh.rank
+    events = memory.update_state
+    for call, words in (
+        (lambda: memory(torch.tensor([0, NODES])), "nodes 0 .. 16, got 17"),
+        (lambda: memory(torch.tensor([1, 1])), "n_id.unique"),
+        (lambda: memory(apart), "same ids on all ranks"),
+        (lambda: neighbors(apart), "same ids on all ranks"),
+        (lambda: events(src, dst + 9, t, msg), "dst names node"),
+        (lambda: events(src, dst, t.double(), msg), "times as int64"),
+        (lambda: events(src, dst, t, msg[:, :2]), "raw_msg_dim"),
+        (lambda: events(src, dst, t[:5], msg), "as many src"),
+        (lambda: events(src, dst, t, msg.clone().requires_grad_()), "raw_msg.detach"),
+        (
+            lambda: next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank]))),
+            "all",
+        ),
+        (lambda: pdc.convert(pyg_memory()), "pyg_distcomm.nn"),
+        (lambda: OURS.nn.TGNMemory(1, 1, 1, 1, None, torch.nn.Dropout()), "Dropout"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            call()
+    events(src, dst, t, msg)  # and goes on as before
+    assert int(memory.last_update.max()) == 0
+    assert int(memory(torch.arange(NODES))[1].max()) == int(t.max())
+
+
+def pyg_memory():
+    return torch_geometric.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, tgn.IdentityMessage(MSG, DIM, TIME), tgn.LastAggregator()
+    )
+
+
+def test_refuses_on_all_ranks():
+    worlds.run(_refused, 2)
