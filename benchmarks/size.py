@@ -38,7 +38,7 @@ WAYS = (
     "none",
     "Sylvie, 1 bit, now",
     "Sylvie, 1 bit, late",
-    "PipeGCN",
+    "late",
     "VARCO, slope 1",
     "fixed 16",
     "node-wise",
@@ -82,13 +82,15 @@ def alone(name: str, data: Data, args: argparse.Namespace, seed: int) -> float:
         "seed": seed,
     }
     if name == "node-wise":
-        loader = DistNeighborLoader(data, list(FAN_OUT), **options)
+        loader = DistNeighborLoader(data, list(FAN_OUT[: args.layers]), **options)
         model = GraphSAGE(*sizes)
         whole: tuple[Any, ...] = (data.edge_index,)
-    else:
-        loader = DistLayerLoader(data, list(DRAWN), "ladies", **options)
+    elif name == "LADIES":
+        loader = DistLayerLoader(data, list(DRAWN[: args.layers]), "ladies", **options)
         model = GCN(*sizes, normalize=False, add_self_loops=False)
         whole = averaged(data)
+    else:
+        raise ValueError(f"no way to train is called {name!r}")
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     def passes() -> None:
@@ -124,8 +126,10 @@ def best(
     return 100 * found[1]
 
 
-def spread(name: str, args: argparse.Namespace, seed: int) -> tuple[float, int, float]:
-    """Runs on a rank: trains one setting of `links.py`, from one seed."""
+def spread(
+    name: str, args: argparse.Namespace, seed: int
+) -> tuple[float, float, int, float]:
+    """Runs on a rank: trains one setting of `links.py`; returns what its `train` does."""
     torch.set_num_threads(1)
     mesh = pdc.init()
     whole = links.graph(args.graph, args.root, args.features, args.labels)
@@ -143,7 +147,10 @@ def spread(name: str, args: argparse.Namespace, seed: int) -> tuple[float, int, 
 def run(name: str, args: argparse.Namespace, seed: int) -> list[float]:
     """Trains one way from one seed; returns accuracy in % and bytes."""
     if name in links.SETTINGS:
-        return pdc.launch(spread, args.ranks, name, args, seed, threads=1)[0][:2]
+        accuracy, _, moved, _ = pdc.launch(
+            spread, args.ranks, name, args, seed, threads=1
+        )[0]
+        return [accuracy, moved]
     data = links.graph(args.graph, args.root, args.features, args.labels)
     return [alone(name, data, args, seed), 0]
 
