@@ -2,8 +2,8 @@
 
 python benchmarks/cuda.py --report benchmarks/reports/cuda.md
 
-Each script of this folder has the folder on its path, before any package that is installed. torch
-imports `cuda.bindings` where it is to be had, and would find this file.
+Each script of this folder has the folder on its path, before any package that is installed.
+torch imports `cuda.bindings` where it is to be had, and would find this file.
 """
 
 import sys

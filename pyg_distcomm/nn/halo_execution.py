@@ -237,7 +237,10 @@ class HaloVisit:
         z = self.topology.add_rows(local, matrix.weight, matrix.kind, wide)
         if AGGREGATIONS[type(layer.aggr_module)] == "mean":
             target = edges.plain()[1 - self.source]
-            count = torch.bincount(target, minlength=len(z)).clamp(min=1)
+            count = target.new_zeros(len(z)).index_add_(
+                0, target, torch.ones_like(target)
+            )
+            count = count.clamp(min=1)
             z = z / count.to(z.dtype).unsqueeze(1)
         return z
 
@@ -432,7 +435,7 @@ class HaloVisit:
         if not whole or not value.dim() or value.size(0) != nodes.total:
             return value
         value = meet(value, nodes.mesh) if value.is_leaf else value
-        return LayerTensor.wrap(value[nodes.gid.to(value.device)], nodes)
+        return LayerTensor.wrap(value[nodes.gid_on(value.device)], nodes)
 
     def _rows_of_nodes(self, name: str, value: Any, nodes: Rows) -> Tensor:
         """The local rows of a tensor that propagate looks up by node."""

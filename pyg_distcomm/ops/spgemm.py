@@ -23,6 +23,7 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
     Back ends:
         own: ours. Sums run in the order of Q's and A's entries, so the bits depend on
             neither threads nor neighbouring rows; integers are exact (int64, which wraps).
+            It runs on the host: blocks on a device are copied there, and the result back.
         torch: `torch.sparse` (MKL's CSR product where torch has it, otherwise COO).
         torch_sparse: the package torch-sparse.
 
@@ -50,10 +51,14 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
 
 
 def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
-    p, o = q.pattern, a.pattern
-    left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)
+    p, o, home = q.pattern, a.pattern, q.pattern.col.device
+    left, right = (
+        tuple(None if t is None else t.cpu() for t in (b.rowptr, b.col, value))
+        for b, value in ((p, q.value), (o, a.value))
+    )
     rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
-    return CSR(Pattern(rowptr, col, o.num_cols), value.to(dtype))
+    pattern = Pattern(rowptr.to(home), col.to(home), o.num_cols)
+    return CSR(pattern, value.to(home, dtype))
 
 
 def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
