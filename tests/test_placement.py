@@ -334,7 +334,7 @@ def shares():
 
 
 def folders(folder):
-    """Reads a folder, trains on the device, and saves and loads what was trained."""
+    """Reads a folder, and trains on the device."""
     device, mesh, data = second_device.device(), worlds.mesh(), GRAPHS["undirected"]()
     cut = pdc.Partition.from_owner(owners("empty_rank", data, mesh.size), mesh.size)
     if mesh.rank == 0:
@@ -342,21 +342,10 @@ def folders(folder):
     collectives.barrier(mesh.world)
     share = pdc.load_partition(f"{folder}/{mesh.size}", mesh).to(device)
     assert devices(share.to_dict()) == {device}
-    torch.manual_seed(0)
     model = pdc.convert(pyg.GAT(7, 4, 2, 3).double()).to(device)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(share.x, share.edge_index).sum().backward()
-    optimizer.step()
-    want = [p.detach().clone() for p in model.parameters()]
-    there = f"{folder}/run{mesh.size}"
-    pdc.save_checkpoint(there, mesh, model=model, optimizer=optimizer)
-    optimizer.step()
-    pdc.load_checkpoint(there, mesh, model=model, optimizer=optimizer)
-    for found, p in zip(model.parameters(), want, strict=True):
-        assert found.device == device
-        torch.testing.assert_close(found.cpu(), p.cpu(), rtol=0, atol=0)
-    held = [v for state in optimizer.state.values() for v in state.values()]
-    assert devices([v for v in held if v.dim()]) == {device}
+    out = model(share.x, share.edge_index)
+    out.sum().backward()
+    assert devices([out, *(p.grad for p in model.parameters())]) == {device}
 
 
 def stores():
