@@ -17,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
@@ -133,7 +134,10 @@ def _partition_data(
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
+    size = sum(v.nbytes for v in data.to_dict().values() if isinstance(v, Tensor))
+    how = (lambda: size // mesh.size), mesh.world.watch, data.edge_index.device
+    with needing("this rank's share of the graph", *how):
+        share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
     out = partitioning_batch.as_batch(out, whole)

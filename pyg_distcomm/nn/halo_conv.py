@@ -279,7 +279,7 @@ def _through_halo(
                 continue
             where[name] = _argument(conv, name, value, edge_index, visit, carry)
     try:
-        with visit.running():
+        with visit.running(), visit.within_room(given):
             out = forward(*bound.args, **bound.kwargs)
     except TypeError as error:
         if visit.scene.layer in str(error):

@@ -15,11 +15,13 @@ import torch
 import torch_geometric.backend
 import torch_geometric.nn.aggr.base
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import HeteroLinear, MessagePassing
 from torch_geometric.nn.conv import dna_conv
 from torch_geometric.typing import WITH_SEGMM
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
@@ -141,6 +143,26 @@ class HaloVisit:
             stack.callback(_running.reset, before)
             stack.callback(self.fetched.clear)
             yield
+
+    def within_room(
+        self, given: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a block that says what the layer, given arguments, lacks memory for."""
+        rows = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
+
+        def size() -> int:
+            widths = [
+                v[:1].to_local().numel() * v.element_size() for v in rows if v.dim()
+            ]
+            many = (
+                len(self.topology.edges) + self.here.halo.num_ghosts + len(self.nodes)
+            )
+            return many * max(widths, default=8)
+
+        edges = f"{len(self.topology.edges):,} edges"
+        what = f"{self.scene.layer}, with messages of {edges} and its halo,"
+        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        return needing(what, size, watch, self.topology.device)
 
     def outcome(self, value: Any) -> Any:
         """Returns one output of the layer: own rows, or edges in global ids."""
