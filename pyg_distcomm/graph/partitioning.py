@@ -127,21 +127,20 @@ def _partition_data(
     _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
-    how = (
-        method if isinstance(method, str) else "default" if method is None else "owner"
-    )
+    name = method if isinstance(method, str) else "owner"
+    name = "default" if method is None else name
     if planned:
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
     size = sum(v.nbytes for v in data.to_dict().values() if isinstance(v, Tensor))
-    how = (lambda: size // mesh.size), mesh.world.watch, data.edge_index.device
-    with needing("this rank's share of the graph", *how):
+    how = mesh.world.watch, data.edge_index.device
+    with needing("a rank's share of the graph", lambda: size // mesh.size, *how):
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
     out = partitioning_batch.as_batch(out, whole)
-    about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
+    about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return transforms.with_sparse(_linked(out, link), weight, looped)
 

@@ -148,12 +148,11 @@ class HaloVisit:
         self, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         """Returns a block that says what the layer, given arguments, lacks memory for."""
-        rows = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
+        found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
+        local = [v.to_local() for v in found]
 
         def size() -> int:
-            widths = [
-                v[:1].to_local().numel() * v.element_size() for v in rows if v.dim()
-            ]
+            widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
             many = (
                 len(self.topology.edges) + self.here.halo.num_ghosts + len(self.nodes)
             )

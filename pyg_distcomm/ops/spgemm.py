@@ -52,10 +52,9 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
 
 def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
     p, o, home = q.pattern, a.pattern, q.pattern.col.device
-    left, right = (
-        tuple(None if t is None else t.cpu() for t in (b.rowptr, b.col, value))
-        for b, value in ((p, q.value), (o, a.value))
-    )
+    values = (None if v is None else v.cpu() for v in (q.value, a.value))
+    left = p.rowptr.cpu(), p.col.cpu(), next(values)
+    right = o.rowptr.cpu(), o.col.cpu(), next(values)
     rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
     pattern = Pattern(rowptr.to(home), col.to(home), o.num_cols)
     return CSR(pattern, value.to(home, dtype))
