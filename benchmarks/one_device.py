@@ -32,6 +32,7 @@ import torch_geometric.loader
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
@@ -50,7 +51,10 @@ BACK_TO_HOST = (
     "nonzero",
     "masked_select",
     "_unique2",
+    "unique_dim",
+    "unique_consecutive",
     "bincount",
+    "equal",
 )
 
 
@@ -259,21 +263,34 @@ def epochs(device: Device) -> Iterator[Table]:
 
 
 class Synchronisations(TorchDispatchMode):
-    """Counts operations for which the host waits for the device."""
+    """Counts operations for which the host waits for the device.
 
-    def __init__(self) -> None:
+    Args:
+        device: whether what lies on the CPU alone is left out.
+    """
+
+    def __init__(self, device: bool = True) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.device, self.found = device, []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in BACK_TO_HOST:
-            self.found.append(name)
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        if name == "_to_copy" and out.device.type != args[0].device.type:
+            out = func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        there = [t for t in given if not (self.device and t.is_cpu)]
+        waits = name in BACK_TO_HOST
+        if name == "repeat_interleave":
+            waits = kwargs.get("output_size") is None
+        if name in ("index", "index_put_", "_index_put_impl_"):  # by a mask
+            waits = any(
+                t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
+            )
+        if name in ("_to_copy", "copy_"):
+            waits = len({t.device.type for t in given}) > 1
+        if waits and there:
             self.found.append(name)
         return out
 
@@ -287,7 +304,7 @@ def synchronisations(device: Device) -> Iterator[Table]:
         conv = pdc.convert(kind(100, 64).to(device.home))
         for _ in range(3):
             conv(share.x, share.edge_index).sum().backward()
-        with Synchronisations() as mode:
+        with Synchronisations(device.cuda) as mode:
             out = conv(share.x, share.edge_index)
             forward = len(mode.found)
             out.to_local().sum().backward()

@@ -41,7 +41,7 @@ def accuracy_of(out, data):
 
 def graph_parallel(whole, model, args):
     """The usual way: every layer on every rank, whose rows travel before each of them."""
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     data = pdc.partition(whole, mesh)
     model = pdc.replicate(pdc.convert(model), mesh)
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -62,7 +62,7 @@ def graph_parallel(whole, model, args):
 
 def pipelined(whole, model, args):
     """The same loop; `train_step` is forward and backward."""
-    mesh = pdc.init(stages=args.stages)
+    mesh = pdc.init(stages=args.stages, device=args.device)
     data = pdc.partition(whole, mesh)
     pipe = pdc.Pipeline(model, mesh, chunks=args.chunks)
     opt = torch.optim.Adam(pipe.parameters(), lr=0.01)
@@ -89,13 +89,16 @@ def main():
     parser.add_argument("--stages", type=int, help="one a rank; fewer: the hybrid")
     parser.add_argument("--chunks", type=int, help="else as few as the bubble allows")
     parser.add_argument("--epochs", type=int, default=10)
-    args, world = parser.parse_args(), pdc.init()
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
+    args = parser.parse_args()
+    world = pdc.init(device=args.device)
     size, args.stages = world.size, args.stages or world.size
     whole = load_node_data(f"generated-{args.nodes}" if args.nodes else args.dataset)
+    whole = whole.to(world.device)
     n, d, classes = whole.num_nodes, args.hidden, num_outputs(whole.y)
     rows = []
     for way, stages in ((pipelined, args.stages), (graph_parallel, 1)):
-        model = gcnii(whole.num_features, d, classes, args.layers)
+        model = gcnii(whole.num_features, d, classes, args.layers).to(world.device)
         weights = sum(p.numel() for p in model.parameters())
         mesh, data, train, test = way(whole, model, args)
         start = time.perf_counter()

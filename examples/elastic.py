@@ -70,17 +70,19 @@ def main():
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="epochs to a checkpoint")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds, of waits")
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds, each epoch")
     args = parser.parse_args()
     args.parts = args.parts or args.folder / "parts"
     args.folder.mkdir(parents=True, exist_ok=True)
     prepare(args)
 
-    with pdc.init(timeout=args.timeout) as mesh:
+    with pdc.init(timeout=args.timeout, device=args.device) as mesh:
         # ranks meet in init, so that the parts are there now
-        data = pdc.load_partition(args.parts, mesh, merge=True)
+        data = pdc.load_partition(args.parts, mesh, merge=True).to(mesh.device)
         torch.manual_seed(0)
         model = GCN(data.num_features, args.hidden, int(data.y.max()) + 1)
+        model = model.to(mesh.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
 
         last, begin = args.folder / "checkpoint", 0
@@ -111,7 +113,7 @@ def main():
         accuracy = test(model, data)
         if mesh.rank == 0:
             bits = torch.cat([p.detach().flatten() for p in model.parameters()])
-            digest = hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
+            digest = hashlib.sha256(bits.cpu().numpy().tobytes()).hexdigest()[:16]
             print(f"{mesh.size} ranks ended at epoch {epoch}, accuracy {accuracy:.4f}")
             print(f"sha256 of the parameters {digest}", flush=True)
 

@@ -34,11 +34,12 @@ def with_operator(data):
     return out
 
 
-def train(model, loader, optimizer):
+def train(model, loader, optimizer, device):
     """Trains one epoch; returns how many distinct nodes, and edges, each batch had."""
     model.train()
     sizes = []
     for batch in loader:
+        batch = batch.to(device)
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index, batch.get("edge_weight"))
         seeds = slice(batch.batch_size)  # they come first
@@ -61,14 +62,16 @@ def test(model, share):
 
 def fit(model, loader, share, mesh, epochs):
     """Trains; returns accuracy, seconds of an epoch, nodes and edges of a minibatch."""
-    model = pdc.convert(model)  # takes minibatches as before, and shares besides
+    model = pdc.convert(
+        model.to(mesh.device)
+    )  # takes minibatches as before, and shares besides
     replica = pdc.replicate(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     seconds = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)  # the same minibatches, whichever model takes them
         start = time.perf_counter()
-        sizes = train(replica, loader, optimizer)
+        sizes = train(replica, loader, optimizer, mesh.device)
         seconds.append(time.perf_counter() - start)
     nodes, edges = (round(mean(size)) for size in zip(*sizes, strict=True))
     return f"{test(model, share):.4f}", f"{median(seconds):.3f}", nodes, edges
@@ -84,14 +87,15 @@ def main():
     parser.add_argument("--whole", action="store_true", help="no share is sampled")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
     whole = load_node_data(name)
-    share = pdc.partition(whole, mesh)
+    share = pdc.partition(whole, mesh).to(mesh.device)
     same = share.edge_index.nodes.partition
-    operator = pdc.partition(with_operator(whole), mesh, same)
+    operator = pdc.partition(with_operator(whole), mesh, same).to(mesh.device)
     data = whole if args.whole else share  # what is sampled from
     options = {"input_nodes": data.train_mask, "shuffle": True, "seed": 0}
     options["batch_size"] = args.batch_size

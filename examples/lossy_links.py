@@ -75,19 +75,20 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
-    whole = load_node_data(args.dataset)
+    mesh = pdc.init(device=args.device)
+    whole = load_node_data(args.dataset).to(mesh.device)
     sizes = whole.num_features, args.hidden, args.layers, num_outputs(whole.y)
 
     def model(seed):
         torch.manual_seed(seed)
         kind = {"gcn": GCN, "sage": GraphSAGE}[args.model]
-        return kind(*sizes, dropout=args.dropout)
+        return kind(*sizes, dropout=args.dropout).to(mesh.device)
 
     owner = pdc.partition(whole, mesh, args.cutter).edge_index.nodes.partition.owner
-    source, target = owner.long()[whole.edge_index]
+    source, target = owner.long().to(mesh.device)[whole.edge_index]
     alone = copy.copy(whole)
     alone.edge_index = whole.edge_index[:, source == target]
     share, lonely = (pdc.partition(d, mesh, owner) for d in (whole, alone))

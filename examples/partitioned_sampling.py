@@ -25,10 +25,11 @@ from pyg_distcomm.loader import DistFeatureStore, DistNeighborLoader
 from pyg_distcomm.loader.epoch import plot_phases
 
 
-def train(model, loader, optimizer):
+def train(model, loader, optimizer, device):
     """Trains one epoch: PyG's loop, but for the minibatches that are repeats."""
     model.train()
     for batch in loader:
+        batch = batch.to(device)
         optimizer.zero_grad()
         out = model(batch.x, batch.edge_index)[: batch.batch_size]
         loss = node_loss(out, batch.y[: batch.batch_size])
@@ -59,12 +60,14 @@ def main():
     parser.add_argument("--plot", help="a file for a plot of the phases")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--device", help="cuda, or cuda:1; else as pdc.init chooses")
     args = parser.parse_args()
 
-    mesh = pdc.init()
+    mesh = pdc.init(device=args.device)
     torch.manual_seed(0)
     name = f"generated-{args.nodes}" if args.nodes else args.dataset
     share = pdc.partition(load_node_data(name), mesh)  # the whole graph is let go
+    share = share.to(mesh.device)
     sampling = {"num_neighbors": [10, 5], "batch_size": args.batch_size}
     features = DistFeatureStore.from_data(
         share,
@@ -88,13 +91,13 @@ def main():
     classes = num_outputs(share.y)  # over all nodes, as every reduction of a share
     # converted layers take minibatches as they did, and shares besides
     model = pdc.convert(GraphSAGE(share.num_features, 64, 2, classes, dropout=0.3))
-    replica = pdc.replicate(model, mesh)
+    replica = pdc.replicate(model.to(mesh.device), mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     rows = []
     for epoch in range(args.epochs):
         mesh.ledger.reset()
         start = time.perf_counter()
-        train(replica, loader, optimizer)
+        train(replica, loader, optimizer, mesh.device)
         seconds = time.perf_counter() - start
         sent = str(mesh.ledger)
         rows.append(

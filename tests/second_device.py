@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 
 import torch
+
+
+class _Stream:
+    """A stream of the device, whose operations have ended when they return."""
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
 
 
 class _Module:
@@ -32,8 +43,12 @@ class _Module:
         pass
 
     @staticmethod
-    def current_stream():
-        return None
+    def current_stream(device=None):
+        return _Stream()
+
+    @staticmethod
+    def stream(stream):
+        return contextlib.nullcontext()
 
 
 def can_build():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import second_device
 import tiers
 import worlds
 
@@ -70,8 +74,39 @@ def example(name):
 def test_an_example_is_short_and_imports_the_package_alone(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 130
+    assert any('"--device"' in line for line in lines)
+    assert sum("pdc.init(" in line for line in lines) == sum(
+        "device=args.device" in line for line in lines
+    )
     assert lines[0].startswith("# torchrun --nproc-per-node ")
     assert lines[1].startswith('"""')
+
+
+# the second device has neither pinned memory, for checkpoints, nor deep copies of parameters
+LACKING = "any_layer", "elastic", "sage", "sylvie"
+ON_DEVICE = [path for path in EXAMPLES if path.stem not in LACKING]
+DEVICE = {
+    "deep_pipeline": ("--layers", "4"),
+    "lossy_links": ("--seeds", "1"),
+}
+
+
+def _on_the_second_device(path, folder, *flags):
+    os.chdir(folder)
+    sys.argv = [str(path), "--device", str(second_device.device()), *flags]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@tiers.rare
+@pytest.mark.subprocess
+@pytest.mark.parametrize("path", ON_DEVICE, ids=lambda path: path.stem)
+def test_an_example_runs_on_a_device(path, tmp_path):
+    flags = DEVICE.get(path.stem, ())
+    given = path, str(tmp_path), "--epochs", "2", *flags
+    assert "Traceback" not in worlds.anew(_on_the_second_device, 1, *given)[0]
 
 
 @pytest.mark.subprocess

@@ -18,11 +18,16 @@ from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, make, problem
 from layers import F as WIDTH
 from pipelines import loss_of, stack_of
 from problems import GRAPHS, owners
+from torch_geometric import transforms as T
 from torch_geometric.data import HeteroData
 from torch_geometric.utils import scatter
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.loader import DistFeatureStore, NeighborLoader
+from pyg_distcomm.ops import CSR, Pattern
+from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.partition.folder import write_folder
 
 LAYERS = {
     "GCNConv": (lambda: pyg.GCNConv(WIDTH, OUT), W),
@@ -99,7 +104,7 @@ SOME = ("GCNConv", "SAGEConv", "GATv2Conv edges", "GINConv", "PNAConv", "GCN2Con
     ],
 )
 def test_layers(size, grid, names):
-    assert worlds.run(layers, size, names, grid) == [[]] * size
+    assert worlds.anew(layers, size, names, grid) == [[]] * size
 
 
 def set_masked(x, mask):
@@ -212,7 +217,7 @@ def algebra():
 @builds
 @tiers.parametrize("size", [1, 2, 3], [])
 def test_algebra(size):
-    worlds.run(algebra, size)
+    worlds.anew(algebra, size)
 
 
 def link_run(link, where):
@@ -301,8 +306,99 @@ def minibatches():
         torch.testing.assert_close(out[seeds].cpu(), want[seeds], **CLOSE)
 
 
+def devices(values):
+    """Where the tensors of a Data, a dictionary or a list lie."""
+    values = values.values() if hasattr(values, "values") else values
+    return {v.device for v in values if isinstance(v, torch.Tensor)}
+
+
+def shares():
+    """Cuts, updates and transforms a graph on the device."""
+    device, mesh = second_device.device(), worlds.mesh()
+    data = GRAPHS["undirected"]().to(device)
+    cut = owners("random", data.cpu(), mesh.size)
+    share = pdc.partition(data.to(device), mesh, cut)
+    ends = torch.tensor([[1, 2], [3, 4]], device=device)
+    kinds = [k for k in share.edge_attrs() if k != "edge_index"]
+    more = {k: share[k].to_local().new_ones(2, *share[k].shape[1:]) for k in kinds}
+    given = {"new_edges": {"edge_index": ends, **more}}
+    of_nodes = [k for k in share.node_attrs() if len(share[k]) == data.num_nodes]
+    rows = {k: share[k].to_local().new_ones(1, *share[k].shape[1:]) for k in of_nodes}
+    given["new_nodes"] = rows
+    steps = [T.AddSelfLoops(), T.NormalizeFeatures(), T.LocalDegreeProfile()]
+    found = [share, pdc.update(share, **given)]
+    found += [T.Compose(steps)(copy.copy(share)), *T.RandomLinkSplit()(share)]
+    pdc.partition_report(share)
+    for each in found:
+        assert devices(each.to_dict()) == {device}, each
+
+
+def folders(folder):
+    """Reads a folder, and trains on the device."""
+    device, mesh, data = second_device.device(), worlds.mesh(), GRAPHS["undirected"]()
+    cut = pdc.Partition.from_owner(owners("empty_rank", data, mesh.size), mesh.size)
+    if mesh.rank == 0:
+        write_folder(f"{folder}/{mesh.size}", data, cut)
+    collectives.barrier(mesh.world)
+    share = pdc.load_partition(f"{folder}/{mesh.size}", mesh).to(device)
+    assert devices(share.to_dict()) == {device}
+    model = pdc.convert(pyg.GAT(7, 4, 2, 3).double()).to(device)
+    out = model(share.x, share.edge_index)
+    out.sum().backward()
+    assert devices([out, *(p.grad for p in model.parameters())]) == {device}
+
+
+def stores():
+    """Fetches rows by ids on the device, which come there; learns rows there."""
+    device, mesh, data = second_device.device(), worlds.mesh(), GRAPHS["undirected"]()
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size)).to(device)
+    store = DistFeatureStore.from_data(share, mesh, cache=5)
+    ids = torch.tensor([4, 1, 9], device=device)
+    mask = torch.zeros(data.num_nodes, dtype=torch.bool, device=device)
+    mask[ids] = True
+    for index in (ids, mask):
+        rows = store.get_tensor(group_name=None, attr_name="x", index=index)
+        assert rows.device == device
+        torch.testing.assert_close(rows.cpu(), data.x[index.cpu()])
+    assert store.get_tensor(group_name=None, attr_name="x", index=ids.cpu()).is_cpu
+    whole = DistFeatureStore.from_replicated(data.x.to(device), mesh)
+    torch.testing.assert_close(whole[ids].cpu(), data.x[ids.cpu()])
+    table = pdc.DistEmbedding(data.num_nodes, 4, like=share).to(device)
+    every, some = table(), table(ids)
+    (every.sum() + some.sum()).backward()
+    norm = pdc.clip_grad_norm_(table, 1.0)
+    assert devices([every, some, table.shard.grad, norm, table.weight]) == {device}
+    loader = NeighborLoader(share, [2, 2], batch_size=4, input_nodes=share.train_mask)
+    for batch in loader:
+        assert devices(batch.to(device).to_dict()) == {device}
+
+
+def blocks():
+    """Multiplies sparse blocks by rows, and by each other."""
+    device, found = second_device.device(), []
+    row, col = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([1, 0, 2, 1, 1])
+    for where in (torch.device("cpu"), device):
+        pattern, perm = Pattern.build(row.to(where), col.to(where), (3, 3))
+        a = CSR(pattern, torch.arange(5.0, device=where))
+        x, square = torch.ones(3, 2, device=where), spgemm(a, a)
+        out = [perm, a.matmul(x), a.value_gradient(x, x), a.transposed.value]
+        out += [square.value, square.pattern.col, square.pattern.rowptr]
+        assert devices(out) == {where}
+        found.append([t.cpu() for t in out])
+    torch.testing.assert_close(*found)
+
+
 @builds
 @tiers.parametrize("size", [1, 2], [])
-@pytest.mark.parametrize("part", [links, node_types, pipelines, minibatches])
+def test_folders(size, tmp_path):
+    worlds.anew(folders, size, str(tmp_path))
+
+
+PARTS = [links, node_types, pipelines, minibatches, shares, stores, blocks]
+
+
+@builds
+@tiers.parametrize("size", [1, 2], [])
+@pytest.mark.parametrize("part", PARTS)
 def test_parts(part, size):
-    worlds.run(part, size)
+    worlds.anew(part, size)

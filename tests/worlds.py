@@ -49,6 +49,15 @@ def run(fn, size, *args, deadline=DEADLINE):
         pool.signal(signal.SIGSTOP)  # threads of gloo wake a hundred times a second
 
 
+def anew(fn, size, *args, deadline=DEADLINE):
+    """Runs on new ranks, none of which has asked autograd for a thread of a device yet."""
+    pool = _Pool(size)
+    try:
+        return pool.run(fn, args, deadline)
+    finally:
+        pool.close()
+
+
 def script(path, size, folder, *flags):
     """Runs a script on new ranks, as torchrun does; returns what rank 0 printed."""
     pool = _Pool(size)

@@ -409,6 +409,8 @@ def _alike(note: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _rebuilt(note: dict[str, Any]) -> BaseException:
     kind = getattr(builtins, note["kind"], None)
+    if note["kind"] == "OutOfMemoryError":
+        kind = torch.OutOfMemoryError
     usable = isinstance(kind, type) and issubclass(kind, Exception)
     if not usable or kind in (UnicodeDecodeError, UnicodeEncodeError, KeyError):
         kind = RankError
@@ -417,9 +419,86 @@ def _rebuilt(note: dict[str, Any]) -> BaseException:
         f"--- traceback of rank {note['rank']} ---\n{note['traceback']}"
     )
     try:
-        return kind(message)  # type: ignore[no-any-return, misc]
+        error: Any = kind(message)  # type: ignore[misc]
     except TypeError:  # an exception that wants more than a text
         return RankError(message)
+    error.told = True
+    return error  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def needing(
+    part: str,
+    size: Callable[[], int],
+    watch: FailureMonitor | None,
+    device: torch.device,
+    smaller: str = "",
+) -> Iterator[None]:
+    """Says of an allocation that fails in a block what needed how much, on all ranks.
+
+    The other ranks raise where they wait; the mesh is over.
+
+    Args:
+        part: what the block computes.
+        size: returns the bytes that it needs on this rank, roughly.
+        watch: tells the other ranks; None where there are none.
+        device: where.
+        smaller: a further choice that needs less.
+
+    Raises:
+        OutOfMemoryError, MemoryError: with part, bytes and choices that fit.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        kind = MemoryError if device.type == "cpu" else torch.OutOfMemoryError
+        rank, ranks = (0, 1) if watch is None else (watch.rank, watch.size)
+        ways = _smaller(size(), _free(device), ranks)
+        ways += [smaller] if smaller else []
+        full: Any = kind(
+            f"out of memory on {device} of rank {rank}: {part} needs about {size():,} bytes "
+            f"there, and {_free(device):,} are free; what needs less: {'; '.join(ways)}. "
+            f"It was: {str(error).splitlines()[0]}"
+        )
+        full.told = True
+        if watch is not None:
+            watch.fail(full)
+        raise full from error
+
+
+_FULL = re.compile("out of memory|can't allocate memory|not enough memory", re.I)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Says whether an allocation failed on this rank, and nobody has said in what part."""
+    if isinstance(error, RankError) or getattr(error, "told", False):
+        return False
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(
+        _FULL.search(str(error))
+    )
+
+
+def _free(device: torch.device) -> int:
+    """Returns the bytes that are free on a device; 0 where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _smaller(size: int, free: int, ranks: int) -> list[str]:
+    """Names choices that need less than `size` bytes a rank, and fit in what is free."""
+    parts = max(2, -(-size // max(free, size // 1024, 1)))
+    more = f"{parts * ranks} ranks, about {size // parts:,} bytes on each"
+    cap = min(free or size, size) // 2
+    capped = f"pdc.partition(..., memory={max(cap, 1)}), which computes in stages"
+    ways = [more, capped]
+    if size // 2 <= free:
+        ways.append(f"rows in bfloat16 (torch.autocast), {size // 2:,} bytes")
+    return ways
 
 
 def break_off_all() -> None:

@@ -61,6 +61,29 @@ class Rows:
             return self.known
         return consistency.count_rows(len(self), self.mesh)
 
+    def gid_on(self, device: torch.device) -> Tensor:
+        """Returns `gid` on a device; a copy is made once."""
+        if self.gid.device == device:
+            return self.gid
+        if device not in self.derived:
+            self.derived[device] = self.gid.to(device)
+        return self.derived[device]  # type: ignore[no-any-return]
+
+    def place_on(self, device: torch.device) -> Tensor:
+        """Returns `place` on a device; a copy is made once."""
+        if self.whole:
+            return self.gid_on(device)
+        if self.place.device == device:
+            return self.place
+        if ("place", device) not in self.derived:
+            self.derived["place", device] = self.place.to(device)
+        return self.derived["place", device]  # type: ignore[no-any-return]
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """Returns what was computed from these rows, and is kept as long as they are."""
+        return {}
+
     @cached_property
     def plans(self) -> OrderedDict[Any, Any]:
         """Returns the cache of exchanges planned for lists of ids (`gather_by_id.py`)."""

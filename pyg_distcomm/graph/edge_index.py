@@ -255,7 +255,7 @@ class DistEdgeIndex(torch.Tensor):
             if not x.requires_grad and isinstance(mesh, Mesh) and mesh.size > 1:
                 comparer_of(mesh).check(x, name)
             x = meet(x, mesh)
-            x = DistTensor.wrap(x[nodes.gid.to(x.device)], nodes)
+            x = DistTensor.wrap(x[nodes.gid_on(x.device)], nodes)
         if not isinstance(x, DistTensor):
             raise TypeError(
                 f"pass data.x of pdc.partition as {name} (a DistTensor), or something "
@@ -288,7 +288,7 @@ class DistEdgeIndex(torch.Tensor):
             raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
         if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
             value = meet(value, edges.mesh)
-            return value[edges.place.to(value.device)]
+            return value[edges.place_on(value.device)]
         raise TypeError(
             f"give {name} one row for each of the {edges.count} edges: it is "
             f"{_kind(value)}; make it part of the Data before pdc.partition"
@@ -587,7 +587,7 @@ def _end_cut_as(end: Tensor, rows: Rows) -> Any:
     """Returns the rows here of sources or targets; None if they are more or fewer."""
     if isinstance(end, DistTensor):
         return cut_as(end, rows)
-    return end[rows.place.to(end.device)] if len(end) == rows.count else None
+    return end[rows.place_on(end.device)] if len(end) == rows.count else None
 
 
 def _kind(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
@@ -126,18 +127,20 @@ def _partition_data(
     _draw_alike(mesh)
     assert data.edge_index is not None
     looped = weight is not None and data.has_self_loops()
-    how = (
-        method if isinstance(method, str) else "default" if method is None else "owner"
-    )
+    name = method if isinstance(method, str) else "owner"
+    name = "default" if method is None else name
     if planned:
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
+    size = sum(v.nbytes for v in data.to_dict().values() if isinstance(v, Tensor))
+    how = mesh.world.watch, data.edge_index.device
+    with needing("a rank's share of the graph", lambda: size // mesh.size, *how):
+        share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
     out = partitioning_batch.as_batch(out, whole)
-    about = mesh.size, how, len(share.node_gid), len(share.edge_gid)
+    about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return transforms.with_sparse(_linked(out, link), weight, looped)
 

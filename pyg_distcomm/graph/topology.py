@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
@@ -64,6 +63,17 @@ class LocalGraph:
             staged: Tensor = _Ghosted.apply(x, StagedHalo(self.halo, self.memory))
             return staged
         return torch.cat([x, exchange(x, self.halo if link is None else link)])
+
+    def source_gid_on(self, sources: Rows, device: torch.device) -> Tensor:
+        """Returns the ids `[m + h]` of own and ghost sources on a device, joined once."""
+        known = self._source_gid
+        if device not in known:
+            known[device] = torch.cat([sources.gid, self.ghost_gid.cpu()]).to(device)
+        return known[device]
+
+    @cached_property
+    def _source_gid(self) -> dict[torch.device, Tensor]:
+        return {}
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
@@ -393,7 +403,8 @@ class Topology:
         """Returns own edges with loops, local, and their symmetric normalisation."""
         here = self.locals
         edge_index = torch.stack([here.source_lid, here.target_lid])
-        return gcn_norm(here, edge_index, weight, improved, add_self_loops, dtype, link)
+        rows, how = self.edges, (improved, add_self_loops, dtype, link)
+        return gcn_norm(here, edge_index, rows, weight, *how)
 
     def _fixed(
         self, kind: OperatorKind, weight: Tensor | None, dtype: torch.dtype
@@ -467,9 +478,37 @@ def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
+def loop_places(here: LocalGraph, ends: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Returns the places of edges `[2, e]` that are no self-loops, and of those that are.
+
+    On a device they are kept with `rows`, since the host waits for them.
+    """
+    seen, found = rows.derived.get("loops", (None, None))
+    if seen is not here:
+        looped = ends[0] == ends[1]
+        found = (~looped).nonzero().flatten(), looped.nonzero().flatten()
+        if not ends.is_cpu:
+            rows.derived["loops"] = here, found
+    return found  # type: ignore[no-any-return]
+
+
+def _with_loops(
+    here: LocalGraph, ends: Tensor, rows: Rows, weight: Tensor | None, fill: float
+) -> tuple[Tensor, Tensor | None]:
+    """Does as PyG's `add_remaining_self_loops`."""
+    others, loops = loop_places(here, ends, rows)
+    added = torch.arange(here.num_own, device=ends.device).expand(2, -1)
+    if weight is not None:
+        own = weight.new_full((here.num_own,), fill)
+        own[ends[0].index_select(0, loops)] = weight.index_select(0, loops)
+        weight = torch.cat([weight.index_select(0, others), own])
+    return torch.cat([ends.index_select(1, others), added], 1), weight
+
+
 def gcn_norm(
     here: LocalGraph,
     edge_index: Tensor,
+    rows: Rows,
     weight: Tensor | None,
     improved: bool,
     add_self_loops: bool,
@@ -480,14 +519,13 @@ def gcn_norm(
 
         w'_e = d_source^-1/2 w_e d_target^-1/2,   d_v = sum of w over edges into v
 
-    Shapes: edge_index [2, e] in local numbering, weight [e], return [2, e'], [e'].
+    Shapes: edge_index [2, e] in local numbering, of the edges `rows`, weight [e], return
+    [2, e'], [e'].
     Price: one word per ghost, for its degree, over `link` if it is given.
     """
     fill = 2.0 if improved else 1.0
     if add_self_loops:
-        edge_index, weight = add_remaining_self_loops(
-            edge_index, weight, fill, here.num_own
-        )
+        edge_index, weight = _with_loops(here, edge_index, rows, weight, fill)
     if weight is None:
         weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
     degree = weight.new_zeros(here.num_own).index_add(0, edge_index[1], weight)

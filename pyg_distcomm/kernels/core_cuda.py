@@ -93,13 +93,12 @@ def library_wins(rowptr: Tensor, col: Tensor, x: Tensor) -> bool:
 def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.sddmm`, a few edges a program.
 
-    The number of edges of a part of a matrix is read from the device, that of a whole one
-    only when it is first seen.
+    The number of edges is read from the device when offsets are first seen.
     """
     if x.dtype not in _TYPES:
         return core_ops.sddmm.definition(rowptr, col, g, x)
-    whole = rowptr.numel() > 1 and core_library.is_whole(rowptr, col)
-    edges = len(col) if whole else int(rowptr[-1] - rowptr[0])
+    low, high = core_ops.span_of(rowptr)
+    edges = high - low
     out, f = x.new_empty(edges), x.size(1)
     if not edges:
         return out

@@ -54,12 +54,7 @@ def is_whole(rowptr: Tensor, col: Tensor) -> bool:
     """
     if rowptr.numel() * rowptr.element_size() != rowptr.untyped_storage().nbytes():
         return False
-    known: int | None = getattr(rowptr, "_whole_of", None)
-    if known is None:
-        first, last = (int(v) for v in rowptr[:: rowptr.numel() - 1].tolist())
-        known = last if first == 0 else -1
-        rowptr._whole_of = known  # type: ignore[attr-defined]
-    return known == len(col)
+    return core_ops.span_of(rowptr) == (0, len(col))
 
 
 def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:

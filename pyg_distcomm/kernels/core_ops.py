@@ -220,8 +220,9 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 
     Shapes: x [n, f], index [k], out [k, f]. Raises IndexError outside 0 .. n-1.
     """
-    _check_index(index, x.size(0))
-    rows = x[index.long()]
+    if index.is_cpu:  # elsewhere the host would wait, and the device looks itself
+        _check_index(index, x.size(0))
+    rows = x.index_select(0, index)
     return rows if out is None else out.copy_(rows)
 
 
@@ -231,7 +232,8 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
 
     Shapes: out [m, f], index [k], src [k, f]. Raises IndexError outside 0 .. m-1.
     """
-    _check_index(index, out.size(0))
+    if index.is_cpu:
+        _check_index(index, out.size(0))
     return out.index_add_(0, index.long(), src)
 
 
@@ -358,9 +360,23 @@ def column_dtype(col: Tensor) -> torch.dtype:
 
 def _rows(rowptr: Tensor) -> tuple[Tensor, int, int]:
     """Returns the row of each edge, and the range of edges ``rowptr`` covers."""
-    count = rowptr.diff().long()
+    count, (low, high) = rowptr.diff().long(), span_of(rowptr)
     row = torch.arange(count.numel(), device=rowptr.device)
-    return row.repeat_interleave(count), int(rowptr[0]), int(rowptr[-1])
+    return row.repeat_interleave(count, output_size=high - low), low, high
+
+
+def span_of(rowptr: Tensor) -> tuple[int, int]:
+    """Returns the first edge that offsets span, and the end; asks a device once.
+
+    A tensor on a device keeps the answer: its offsets must not change.
+    """
+    known: tuple[int, int] | None = getattr(rowptr, "_span", None)
+    if known is None:
+        ends = rowptr[:: max(rowptr.numel() - 1, 1)].tolist()
+        known = int(ends[0]), int(ends[-1])
+        if not rowptr.is_cpu:
+            rowptr._span = known  # type: ignore[attr-defined]
+    return known
 
 
 def _offsets(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -263,6 +263,8 @@ class DistFeatureStore(ShardedStore):
         for group, asked in index.items():
             if isinstance(asked, int):  # one row, without its dimension
                 rows[group] = {name: value[0] for name, value in rows[group].items()}
+            elif isinstance(asked, Tensor) and not asked.is_cpu:
+                rows[group] = {n: v.to(asked.device) for n, v in rows[group].items()}
         return rows
 
     def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:

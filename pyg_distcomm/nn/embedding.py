@@ -339,12 +339,14 @@ def clip_grad_norm_(
     rows: list[Any] = [p.grad for p in held if id(p) in shards]
     extreme = math.isinf(norm_type)
 
+    home = held[0].device if held else next(model.parameters(), torch.empty(0)).device
+
     def power(gradients: list[Any]) -> Tensor:
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         found = [torch.linalg.vector_norm(g.detach(), norm_type) for g in values]
         if not found:
-            return torch.zeros((), dtype=torch.float64)
-        every = torch.stack([n.double().cpu() for n in found])
+            return torch.zeros((), dtype=torch.float64, device=home)
+        every = torch.stack([n.to(home, torch.float64) for n in found])
         return every.max() if extreme else (every**norm_type).sum()
 
     total, spread = power(own), power(rows)
@@ -354,7 +356,7 @@ def clip_grad_norm_(
     total = (
         torch.maximum(total, spread) if extreme else (total + spread) ** (1 / norm_type)
     )
-    share = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+    share = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for g in (*own, *rows):
-        g.mul_(share)
+        g.mul_(share.to(g.device))
     return total

@@ -273,13 +273,14 @@ def _through_halo(
     visit = HaloVisit(conv, *how)
     mesh = edge_index.nodes.mesh
     hooks = _meeting(conv, mesh)
-    for where in (given, extra):
-        for name, value in list(where.items()):
-            if where is given and name == "kwargs" and extra:
-                continue
-            where[name] = _argument(conv, name, value, edge_index, visit, carry)
+    with visit.within_room(dict(given)):
+        for where in (given, extra):
+            for name, value in list(where.items()):
+                if where is given and name == "kwargs" and extra:
+                    continue
+                where[name] = _argument(conv, name, value, edge_index, visit, carry)
     try:
-        with visit.running():
+        with visit.running(), visit.within_room(given):
             out = forward(*bound.args, **bound.kwargs)
     except TypeError as error:
         if visit.scene.layer in str(error):

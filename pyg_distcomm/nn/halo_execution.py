@@ -15,11 +15,13 @@ import torch
 import torch_geometric.backend
 import torch_geometric.nn.aggr.base
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import HeteroLinear, MessagePassing
 from torch_geometric.nn.conv import dna_conv
 from torch_geometric.typing import WITH_SEGMM
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
@@ -142,6 +144,25 @@ class HaloVisit:
             stack.callback(self.fetched.clear)
             yield
 
+    def within_room(
+        self, given: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a block that says what the layer, given arguments, lacks memory for."""
+        found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
+        local = [v.to_local() for v in found]
+
+        def size() -> int:
+            widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
+            many = (
+                len(self.topology.edges) + self.here.halo.num_ghosts + len(self.nodes)
+            )
+            return many * max(widths, default=8)
+
+        edges = f"{len(self.topology.edges):,} edges"
+        what = f"{self.scene.layer}, with messages of {edges} and its halo,"
+        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        return needing(what, size, watch, self.topology.device)
+
     def outcome(self, value: Any) -> Any:
         """Returns one output of the layer: own rows, or edges in global ids."""
         if isinstance(value, LocalIndexGuard):
@@ -237,7 +258,10 @@ class HaloVisit:
         z = self.topology.add_rows(local, matrix.weight, matrix.kind, wide)
         if AGGREGATIONS[type(layer.aggr_module)] == "mean":
             target = edges.plain()[1 - self.source]
-            count = torch.bincount(target, minlength=len(z)).clamp(min=1)
+            count = target.new_zeros(len(z)).index_add_(
+                0, target, torch.ones_like(target)
+            )
+            count = count.clamp(min=1)
             z = z / count.to(z.dtype).unsqueeze(1)
         return z
 
@@ -432,7 +456,7 @@ class HaloVisit:
         if not whole or not value.dim() or value.size(0) != nodes.total:
             return value
         value = meet(value, nodes.mesh) if value.is_leaf else value
-        return LayerTensor.wrap(value[nodes.gid.to(value.device)], nodes)
+        return LayerTensor.wrap(value[nodes.gid_on(value.device)], nodes)
 
     def _rows_of_nodes(self, name: str, value: Any, nodes: Rows) -> Tensor:
         """The local rows of a tensor that propagate looks up by node."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_self_loops, remove_self_loops
+from torch_geometric.utils import add_self_loops
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import OperatorKind, gcn_norm
+from pyg_distcomm.graph.topology import OperatorKind, gcn_norm, loop_places
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -97,9 +97,12 @@ def _local(value: Any) -> Any:
 def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) -> Pair:
     """Edges joined with one loop per own node; a loop's id follows those of edges."""
     nodes = edges.scene.nodes
-    gid = torch.cat([kept.gid, kept.total + nodes.gid])
-    total = kept.total + nodes.total
-    rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
+    rows = kept.derived.get("looped")
+    if rows is None or rows.nodes is not nodes:
+        gid = torch.cat([kept.gid, kept.total + nodes.gid])
+        total = kept.total + nodes.total
+        rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
+        kept.derived["looped"] = rows
     value = None if value is None else DistTensor.wrap(value, rows)
     return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
 
@@ -156,8 +159,13 @@ def _check_count(edges: GuardedEdgeIndex, num_nodes: Any) -> None:
 
 
 def _without_loops(edges: GuardedEdgeIndex) -> Rows:
-    ends = edges.plain()
-    return edges.rows.select(ends[0] != ends[1])
+    known = edges.rows.derived
+    here, kept = known.get("no loops", (None, None))
+    if kept is None or here is not edges.scene.here:
+        ends = edges.plain()
+        kept = edges.rows.select(ends[0] != ends[1])
+        known["no loops"] = edges.scene.here, kept
+    return kept
 
 
 def _norm(
@@ -178,6 +186,7 @@ def _norm(
     out, weight = gcn_norm(
         scene.here,
         local,
+        edges.rows,
         _local(edge_weight),
         improved,
         add_self_loops,
@@ -206,8 +215,11 @@ def _laplacian(
 ) -> Pair:
     """Stands in for `get_laplacian`: out-degrees are summed over ranks."""
     scene = edges.scene
-    local, weight = remove_self_loops(edges.plain(), _local(edge_weight))
-    if weight is None:
+    others = loop_places(scene.here, edges.plain(), edges.rows)[0]
+    local, weight = edges.plain().index_select(1, others), _local(edge_weight)
+    if weight is not None:
+        weight = weight.index_select(0, others)
+    else:
         weight = torch.ones(local.size(1), dtype=dtype, device=local.device)
     degree = _first_end_sums(scene, local[0], weight)
     if normalization is None:

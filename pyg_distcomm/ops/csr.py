@@ -17,6 +17,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.trace import clock, label
 from pyg_distcomm.halo.link import Link
+from pyg_distcomm.kernels.core_ops import span_of
 from pyg_distcomm.process import PROCESS
 
 
@@ -53,6 +54,20 @@ class Pattern:
     def nnz(self) -> int:
         """The number of nonzeros."""
         return len(self.col)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Returns the offsets of some rows; as one object, which knows what it spans."""
+        if first == 0 and end + 1 == len(self.rowptr):
+            return self.rowptr
+        if self.rowptr.is_cpu:
+            return self.rowptr[first : end + 1]
+        if (first, end) not in self._parts:
+            self._parts[first, end] = self.rowptr[first : end + 1]
+        return self._parts[first, end]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Tensor]:
+        return {}
 
     @cached_property
     def transpose(self) -> tuple[Pattern, Tensor]:
@@ -100,13 +115,14 @@ class CSR:
 
     def _spmm(self, x: Tensor, out: Tensor | None, first: int, add: bool) -> Tensor:
         p, recorder = self.pattern, PROCESS.recorder
-        rowptr = p.rowptr if out is None else p.rowptr[first : first + len(out) + 1]
+        rowptr = p.rowptr if out is None else p.rows(first, first + len(out))
         begin = 0 if recorder is None else clock()
         with label(f"product {self.name}"):
             out = kernels.spmm(rowptr, p.col, self.value, x, out, add)
         if recorder is None or p.nnz == 0:
             return out
-        nnz = int(rowptr[-1] - rowptr[0])
+        low, high = span_of(rowptr)
+        nnz = high - low
         about = {"rows": len(out), "cols": p.num_cols, "nnz": nnz, "width": x.size(1)}
         recorder.add("product", self.name, begin, **about)
         return out

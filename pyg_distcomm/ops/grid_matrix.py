@@ -31,6 +31,7 @@ wider type of the two, as PyG's sum of messages has. Gradients go back in the ty
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.collectives import Axis
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.ledger import Price, balanced_split, exchange_price
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.kernels import memory
@@ -212,6 +214,28 @@ class GridMatrix:
         """Returns own and ghost rows as a product would multiply by them."""
         own = self.fiber.split(g)
         return own.to(dtype), self.links.ghost.begin(own)().to(dtype)
+
+    def within_room(self, x: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Returns a block in which a product of own rows `x` says what it lacks memory for."""
+        axis, every = (
+            self.fiber.axis,
+            (
+                self.links.ghost,
+                self.links.out,
+                self.links.sums,
+                self.links.far,
+            ),
+        )
+
+        def size() -> int:
+            halo = sum(link.num_ghosts for link in every)
+            width = self.fiber.width(x.size(1)) * x.element_size()
+            return (2 * sum(self.fiber.rows) + halo) * width
+
+        shape = f"{list(x.shape)} {x.dtype}".replace("torch.", "")
+        what = f"a product of the graph and rows {shape}, with its halo"
+        grid = "a grid (P, 1, 1), whose ranks hold no edges of others"
+        return needing(what, size, axis.watch, x.device, grid if axis.size > 1 else "")
 
     def __repr__(self) -> str:
         n = sum(block.pattern.nnz for block in self.tile.blocks)
@@ -393,7 +417,8 @@ class _Product(torch.autograd.Function):
         if value is not None:
             tile = matrix.tile.with_values(value, index)
             matrix = GridMatrix(tile, matrix.links, matrix.fiber)
-        z, own, ghost = OverlappedSpMM(matrix, x).run()
+        with matrix.within_room(x):
+            z, own, ghost = OverlappedSpMM(matrix, x).run()
         ctx.matrix, ctx.index, ctx.sent = matrix, index, x.dtype
         if value is not None and ctx.needs_input_grad[1]:
             ctx.save_for_backward(value, own, ghost)
@@ -411,7 +436,8 @@ class _Product(torch.autograd.Function):
             return gx.to(ctx.sent), None, None, None
         gx, rows = None, None
         if ctx.needs_input_grad[0]:
-            gx, *found = OverlappedSpMM(mirror, g.to(ctx.sent), ctx.sent).run()
+            with mirror.within_room(g):
+                gx, *found = OverlappedSpMM(mirror, g.to(ctx.sent), ctx.sent).run()
             rows = tuple(found)
         if not ctx.needs_input_grad[1]:
             return gx, None, None, None

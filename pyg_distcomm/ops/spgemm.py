@@ -23,6 +23,7 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
     Back ends:
         own: ours. Sums run in the order of Q's and A's entries, so the bits depend on
             neither threads nor neighbouring rows; integers are exact (int64, which wraps).
+            It runs on the host: blocks on a device are copied there, and the result back.
         torch: `torch.sparse` (MKL's CSR product where torch has it, otherwise COO).
         torch_sparse: the package torch-sparse.
 
@@ -50,10 +51,13 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
 
 
 def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
-    p, o = q.pattern, a.pattern
-    left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)
+    p, o, home = q.pattern, a.pattern, q.pattern.col.device
+    values = (None if v is None else v.cpu() for v in (q.value, a.value))
+    left = p.rowptr.cpu(), p.col.cpu(), next(values)
+    right = o.rowptr.cpu(), o.col.cpu(), next(values)
     rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
-    return CSR(Pattern(rowptr, col, o.num_cols), value.to(dtype))
+    pattern = Pattern(rowptr.to(home), col.to(home), o.num_cols)
+    return CSR(pattern, value.to(home, dtype))
 
 
 def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:

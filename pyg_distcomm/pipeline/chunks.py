@@ -206,7 +206,9 @@ class ChunkPlan:
             here = self.topology.locals
             edges = torch.stack([here.source_lid, here.target_lid])
             with torch.no_grad():
-                edges, value = gcn_norm(here, edges, None, improved, loops, dtype)
+                edges, value = gcn_norm(
+                    here, edges, self.topology.edges, None, improved, loops, dtype
+                )
             place = torch.cat([self.own.place, self.counts[0] + self.ghost.place])
             col, row = place[edges[0]], self.own.place[edges[1]]
             return Operator.build(row, col, value, self.own.bounds, self.counts)

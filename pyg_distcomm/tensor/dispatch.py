@@ -433,7 +433,7 @@ def gathered(func: Callable, args: Any, kwargs: Any) -> Any:
         many = isinstance(value, Tensor) and value.dim() and x.rows.whole
         if not many or value.size(0) != x.rows.total:
             return value
-        return x.wrap(value[x.rows.gid.to(value.device)], x.rows)
+        return x.wrap(value[x.rows.gid_on(value.device)], x.rows)
 
     return cut(func(*args, **kwargs))
 
@@ -464,7 +464,7 @@ def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
         raise unsupported_op(f"{name}() inside a layer")
     else:
         keyed = random.keyed_uniform if name == "rand_like" else random.keyed_normal
-        out = keyed(rows.mesh.next_key(), rows.gid.to(x.device), like)
+        out = keyed(rows.mesh.next_key(), rows.gid_on(x.device), like)
     noise = x.wrap(out, rows)
     if name.endswith("_"):
         return x.copy_(noise)

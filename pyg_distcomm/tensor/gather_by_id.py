@@ -407,7 +407,7 @@ def _gathered(func: Callable, given: dict[str, Any]) -> Any:
     start = full(target).clone()  # which is kept for the gradient
     out = getattr(torch.Tensor, out_of_place)(start, **everywhere)
     if isinstance(target, RowShardedTensor):
-        out = target.wrap(out[target.rows.place.to(out.device)], target.rows)
+        out = target.wrap(out[target.rows.place_on(out.device)], target.rows)
     if not func.__name__.endswith("_"):
         return out
     with torch._C.DisableTorchFunctionSubclass():

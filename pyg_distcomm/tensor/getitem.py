@@ -287,20 +287,27 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
         inside = x.reads_local
         same = mask.rows.same_as if inside else mask.rows.matches
         mask = mask if same(x.rows) else x.wrap(local, x.rows)
-    return x.wrap(x.to_local()[mask.to_local()], _selected(mask))
+    rows, places = _selected(mask)
+    local = x.to_local()
+    picked = local[mask.to_local()] if places is None else local.index_select(0, places)
+    return x.wrap(picked, rows)
 
 
-def _selected(mask: RowShardedTensor) -> Rows:
-    """The rows a mask keeps, remembered on the mask so that their count is asked once."""
+def _selected(mask: RowShardedTensor) -> tuple[Rows, Tensor | None]:
+    """The rows a mask keeps, remembered on the mask so that their count is asked once.
+
+    On a device their places, too, since the host would wait for it each time.
+    """
+    local = mask.to_local()
     if mask.is_inference():  # has no version to remember it by
-        return mask.rows.select(mask.to_local(), getattr(mask, "_counts", (0, None))[1])
+        return mask.rows.select(local, getattr(mask, "_counts", (0, None))[1]), None
     version = mask._version
     known = getattr(mask, "_kept", None)
     if known is None or known[0] != version:
-        count = _counted(mask)
-        known = mask._kept = (version, mask.rows.select(mask.to_local(), count))
-    rows: Rows = known[1]
-    return rows
+        rows = mask.rows.select(local, _counted(mask))
+        places = None if local.is_cpu else local.nonzero().flatten()
+        known = mask._kept = version, rows, places
+    return known[1:]  # type: ignore[no-any-return]
 
 
 def _counted(mask: RowShardedTensor) -> int | None:
@@ -351,8 +358,13 @@ def put(x: RowShardedTensor, key: Any, value: Any) -> None:
         value = _cut_for(value, x, mask.rows, rest)
         if any(not isinstance(r, (int, slice)) for r in rest):
             raise unsupported_op("x[mask, columns] = value with a list of columns")
-        plain = not isinstance(first, RowShardedTensor)
-        first = fit_plain(first, x, 1, "x[mask]") if plain else first.to_local()
+        places = None
+        if not isinstance(first, RowShardedTensor):
+            first = fit_plain(first, x, 1, "x[mask]")
+        elif isinstance(value, Tensor) and first.rows is x.rows:
+            places = _selected(first)[1]
+        if isinstance(first, RowShardedTensor):
+            first = first.to_local() if places is None else places
     elif isinstance(first, slice) and first == slice(None):
         value = _cut_for(value, x, x.rows, rest)
     elif isinstance(first, slice) and any(isinstance(r, Tensor) for r in rest):

@@ -80,7 +80,7 @@ def _begun(out: Any, g: Any) -> Any:
                 f"give a gradient of the shape {list(out.shape)} of the whole tensor, or a "
                 f"row-sharded one; got {list(g.shape)}"
             )
-        g = out.wrap(g[out.rows.place.to(g.device)], out.rows)
+        g = out.wrap(g[out.rows.place_on(g.device)], out.rows)
     return (
         g.to_local() * out.rows.mesh.size
     )  # see [Note: gradients] in comm/autograd.py

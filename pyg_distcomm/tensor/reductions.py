@@ -180,7 +180,7 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
 def extreme_at(x: Tensor, rows: Rows, keepdim: bool, op: str) -> Extreme:
     """Returns extreme values over rows, and the first place of a row that has each."""
     bound = _bound(x, rows, [0], op)
-    place = rows.place.to(x.device).view(-1, *([1] * (x.dim() - 1)))
+    place = rows.place_on(x.device).view(-1, *([1] * (x.dim() - 1)))
     hit = x == bound
     if x.is_floating_point():
         hit = hit | (x.isnan() & bound.isnan())
@@ -455,7 +455,7 @@ def keyed_dropout(x: Tensor, p: float, gid: Tensor, key: int) -> Tensor:
 def dropout(func: Callable, args: Any, kwargs: Any) -> Any:
     """Drops entries of a row-sharded operand as `torch.nn.functional.dropout` does."""
     x = first_sharded(args, kwargs)
-    local, gid = x.to_local(), x.rows.gid.to(x.device)
+    local, gid = x.to_local(), x.rows.gid_on(x.device)
     p, training, inplace = _arguments(args, kwargs)
     agree("dropout", x, (p, training))
     if not training or p == 0:
@@ -506,7 +506,7 @@ def _here(state: Tensor, x: RowShardedTensor) -> Tensor:
     """Returns the rows here of an initial state `[layers, n, C]` of all rows."""
     if x.reads_local or state.dim() != 3 or state.size(1) != x.rows.count:
         return state
-    return state.index_select(1, x.rows.place.to(state.device))
+    return state.index_select(1, x.rows.place_on(state.device))
 
 
 @eager

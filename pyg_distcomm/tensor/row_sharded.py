@@ -52,7 +52,7 @@ class RowShardedTensor(torch.Tensor):
     """A tensor of which this rank holds some rows (abstract; see `DistTensor`)."""
 
     rows: Rows
-    _kept: tuple[int, Rows]  # what this mask keeps, at a version of it
+    _kept: tuple[int, Rows, Tensor | None]  # what this mask keeps, at a version of it
     _counts: tuple[
         int, Any
     ]  # how many rows this mask (or each column) keeps on all ranks
@@ -212,9 +212,9 @@ def fit_plain(
         if count == len(rows) and (inside or torch._C._current_graph_task_id() != -1):
             return value
         if rows.whole and count == rows.total:
-            return value[rows.gid.to(value.device)]
+            return value[rows.gid_on(value.device)]
         if not rows.whole and not inside and count == rows.count:
-            return value[rows.place.to(value.device)]
+            return value[rows.place_on(value.device)]
     raise TypeError(_misfit(value, rows, width, name, inside))
 
 

@@ -369,7 +369,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         ):
             if right.size(0) != x.rows.count:
                 return None
-            right = x.wrap(right[x.rows.gid.to(right.device)], x.rows)
+            right = x.wrap(right[x.rows.gid_on(right.device)], x.rows)
         if not isinstance(right, RowShardedTensor) or not right.rows.same_as(x.rows):
             return None
         agree("matmul", x, args)
@@ -399,7 +399,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         and left.size(-1) == right.rows.count
     ):
         agree("matmul", right, args)
-        cut = left.index_select(-1, right.rows.place.to(left.device))
+        cut = left.index_select(-1, right.rows.place_on(left.device))
         return autograd.all_reduce(cut @ right.to_local(), right.rows.mesh.world)
     return None
 

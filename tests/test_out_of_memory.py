@@ -1,0 +1,95 @@
+"""Memory that runs out on one rank: all ranks say what needed how much, and what fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiers
+import torch
+import worlds
+from problems import GRAPHS, owners
+from torch_geometric.nn import GATConv
+
+import pyg_distcomm as pdc
+from pyg_distcomm import kernels
+from pyg_distcomm.graph import partitioning
+from pyg_distcomm.halo import halo
+from pyg_distcomm.nn import DistGCNConv
+
+TEXTS = {
+    "cuda": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried to"),
+}
+
+
+def full(where, text, ranks):
+    """Runs a step in which an allocation fails on some ranks; says what each raised."""
+    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
+    kind, said = TEXTS[text]
+    cut = owners("random", data, mesh.size)
+
+    def fails(*args, **kwargs):
+        raise kind(said)
+
+    places = {
+        "product": (kernels, "spmm"),
+        "backward": (kernels, "spmm"),
+        "halo": (halo.kernels, "gather_rows"),
+        "partition": (partitioning, "part_of"),
+    }
+    module, name = places[where]
+    before = getattr(module, name)
+    try:
+        if mesh.rank in ranks and where == "partition":
+            setattr(module, name, fails)
+        share = pdc.partition(data, mesh, cut)
+        x = share.x.clone().requires_grad_()
+        layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
+        conv = pdc.convert(layer.double())
+        if where == "backward":
+            loss = conv(x, share.edge_index).sum()
+            if mesh.rank in ranks:
+                setattr(module, name, fails)
+            loss.backward()
+            return "it went on"
+        if mesh.rank in ranks:
+            setattr(module, name, fails)
+        conv(x, share.edge_index).sum().item()
+    except (RuntimeError, MemoryError, pdc.RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(module, name, before)
+    return "it went on"
+
+
+CASES = [
+    ("product", "cuda", (1,)),
+    ("halo", "cpu", (0,)),
+    ("backward", "cuda", (0,)),
+    ("partition", "cpu", (1,)),
+    ("product", "cpu", (0, 1)),
+]
+
+
+@tiers.parametrize(("where", "text", "ranks"), CASES, slice(0, 1))
+def test_all_ranks_say_what_did_not_fit(where, text, ranks):
+    part = {"halo": "GATConv, with messages", "partition": "share of the graph"}
+    part = part.get(where, "a product of the graph and rows")
+    for said in worlds.run(full, 2, where, text, ranks):
+        assert re.search(r"needs about [\d,]+ bytes", said), said
+        assert part in said
+        assert re.search(r"4 ranks, about [\d,]+ bytes on each", said), said
+        assert "memory=" in said
+        assert TEXTS[text][1] in said
+        assert said.startswith(("OutOfMemoryError", "MemoryError", "RankError")), said
+
+
+def test_other_errors_stay_as_they_are(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("misaligned address")
+
+    share = pdc.partition(GRAPHS["undirected"](), pdc.init(), "random")
+    monkeypatch.setattr(kernels, "spmm", fails)
+    with pytest.raises(RuntimeError, match=r"^misaligned address$"):
+        DistGCNConv(7, 4).double()(share.x, share.edge_index)
