@@ -15,7 +15,6 @@ from pyg_distcomm.nn.halo_conv import spread_inputs, through_halo
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
     OwnLink,
-    capped,
     check_link,
     is_product,
 )
@@ -63,34 +62,36 @@ class DistGCN2Conv(GCN2Conv):
         return self._multiplied(x, x_0, edge_index, edge_weight)
 
     @eagerly
-    @capped
     def _multiplied(
         self, x: Any, x_0: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
-        if self.aggr not in ("add", "sum") or not is_product(self, GCN2Conv):
-            run = super().forward
-            return through_halo(self, self.link, run, x, x_0, edge_index, edge_weight)
-        local = edge_index.check_nodes(x, "x")
-        first = edge_index.check_nodes(x_0, "x_0")
-        weight = edge_index.check_edges(edge_weight, "edge_weight")
-        kind = OperatorKind()
-        if self.normalize:
-            edge_index.check_loops(self)
-            kind = OperatorKind("gcn", False, self.add_self_loops)
-        context = LayerContext.of(self, self.link, edge_index, weight)
-        dtype = local.dtype
-        if context.weight is not None:
-            dtype = torch.promote_types(dtype, context.weight.dtype)
-        operator = kind, context.weight, dtype, context.exchange()
-        mixed = context.topology.operator(*operator) @ local
-        mesh = edge_index.nodes.mesh
-        weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)
-        mixed, first = mixed * (1 - self.alpha), first * self.alpha
-        rest = {"beta": 1 - self.beta, "alpha": self.beta}
-        if self.weight2 is None:
-            mixed = mixed + first
-            out = torch.addmm(mixed, mixed, weight1, **rest)
-        else:
-            out = torch.addmm(mixed, mixed, weight1, **rest)
-            out = out + torch.addmm(first, first, weight2, **rest)
-        return DistTensor.wrap(out, edge_index.nodes)
+        with edge_index.nodes.spilling():
+            if self.aggr not in ("add", "sum") or not is_product(self, GCN2Conv):
+                run = super().forward
+                return through_halo(
+                    self, self.link, run, x, x_0, edge_index, edge_weight
+                )
+            local = edge_index.check_nodes(x, "x")
+            first = edge_index.check_nodes(x_0, "x_0")
+            weight = edge_index.check_edges(edge_weight, "edge_weight")
+            kind = OperatorKind()
+            if self.normalize:
+                edge_index.check_loops(self)
+                kind = OperatorKind("gcn", False, self.add_self_loops)
+            context = LayerContext.of(self, self.link, edge_index, weight)
+            dtype = local.dtype
+            if context.weight is not None:
+                dtype = torch.promote_types(dtype, context.weight.dtype)
+            operator = kind, context.weight, dtype, context.exchange()
+            mixed = context.topology.operator(*operator) @ local
+            mesh = edge_index.nodes.mesh
+            weight1, weight2 = meet(self.weight1, mesh), meet(self.weight2, mesh)
+            mixed, first = mixed * (1 - self.alpha), first * self.alpha
+            rest = {"beta": 1 - self.beta, "alpha": self.beta}
+            if self.weight2 is None:
+                mixed = mixed + first
+                out = torch.addmm(mixed, mixed, weight1, **rest)
+            else:
+                out = torch.addmm(mixed, mixed, weight1, **rest)
+                out = out + torch.addmm(first, first, weight2, **rest)
+            return DistTensor.wrap(out, edge_index.nodes)

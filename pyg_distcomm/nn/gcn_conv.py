@@ -15,7 +15,6 @@ from pyg_distcomm.nn.layer_context import (
     LayerContext,
     LinearProduct,
     OwnLink,
-    capped,
     check_link,
     is_product,
 )
@@ -70,26 +69,26 @@ class DistGCNConv(GCNConv):
         return self._multiplied(x, edge_index, edge_weight)
 
     @eagerly
-    @capped
     def _multiplied(
         self, x: Any, edge_index: DistEdgeIndex, edge_weight: Any
     ) -> Tensor:
-        linear = is_product(self, GCNConv, self.lin)
-        if (
-            isinstance(x, (tuple, list))
-            or self.aggr not in ("add", "sum")
-            or not linear
-        ):
-            run = super().forward
-            return through_halo(self, self.link, run, x, edge_index, edge_weight)
-        x = edge_index.as_nodes(x, "x")
-        weight = edge_index.check_edges(edge_weight, "edge_weight")
-        kind = OperatorKind()
-        if self.normalize:
-            edge_index.check_loops(self)
-            kind = OperatorKind("gcn", self.improved, self.add_self_loops)
-        context = LayerContext.of(self, self.link, edge_index, weight, edge_weight)
-        plan = LinearProduct(context, x, kind, self.lin, self.bias)
-        return plan.finish(
-            plan.matrix @ plan.rows if plan.known is None else plan.known
-        )
+        with edge_index.nodes.spilling():
+            linear = is_product(self, GCNConv, self.lin)
+            if (
+                isinstance(x, (tuple, list))
+                or self.aggr not in ("add", "sum")
+                or not linear
+            ):
+                run = super().forward
+                return through_halo(self, self.link, run, x, edge_index, edge_weight)
+            x = edge_index.as_nodes(x, "x")
+            weight = edge_index.check_edges(edge_weight, "edge_weight")
+            kind = OperatorKind()
+            if self.normalize:
+                edge_index.check_loops(self)
+                kind = OperatorKind("gcn", self.improved, self.add_self_loops)
+            context = LayerContext.of(self, self.link, edge_index, weight, edge_weight)
+            plan = LinearProduct(context, x, kind, self.lin, self.bias)
+            return plan.finish(
+                plan.matrix @ plan.rows if plan.known is None else plan.known
+            )

@@ -23,7 +23,7 @@ from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.compressibility import check_aggregations
 from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
-from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, capped, check_link
+from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
 from pyg_distcomm.nn.patched_functions import MatrixOf
 from pyg_distcomm.ops.csr import coo_of
@@ -245,7 +245,6 @@ def through_halo(
 
 
 @eagerly
-@capped
 def _through_halo(
     conv: MessagePassing,
     link: OwnLink,
@@ -273,14 +272,15 @@ def _through_halo(
     visit = HaloVisit(conv, *how)
     mesh = edge_index.nodes.mesh
     hooks = _meeting(conv, mesh)
-    with visit.within_room(dict(given)):
+    spilling = edge_index.nodes.spilling
+    with spilling(), visit.within_room(dict(given)):
         for where in (given, extra):
             for name, value in list(where.items()):
                 if where is given and name == "kwargs" and extra:
                     continue
                 where[name] = _argument(conv, name, value, edge_index, visit, carry)
     try:
-        with visit.running(), visit.within_room(given):
+        with spilling(), visit.running(), visit.within_room(given):
             out = forward(*bound.args, **bound.kwargs)
     except TypeError as error:
         if visit.scene.layer in str(error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.row_sharded import Function
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
 
@@ -48,19 +46,6 @@ def check_link(link: OwnLink) -> OwnLink:
         "link must be a LinkPolicy, such as pdc.Sylvie() or pdc.VARCO(epochs), 'exact', or "
         f"None for that of the edge_index, got {link!r}"
     )
-
-
-def capped(run: Function) -> Function:
-    """Has what a layer saves for its backward pass kept within its graph's memory cap."""
-
-    @functools.wraps(run)
-    def within(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        edges = next(v for v in values if isinstance(v, DistEdgeIndex))
-        with edges.nodes.spilling():
-            return run(*args, **kwargs)
-
-    return within  # type: ignore[return-value]
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ from pyg_distcomm.nn.layer_context import (
     LayerContext,
     LinearProduct,
     OwnLink,
-    capped,
     check_link,
     is_product,
 )
@@ -68,22 +67,22 @@ class DistSAGEConv(SAGEConv):
         return self._multiplied(x, edge_index)
 
     @eagerly
-    @capped
     def _multiplied(self, x: Any, edge_index: DistEdgeIndex) -> Tensor:
-        known = self.aggr in ("mean", "sum", "add")
-        known = known and edge_index.topology.sources is None
-        if not known or not is_product(self, SAGEConv, self.lin_l):
-            return through_halo(self, self.link, super().forward, x, edge_index)
-        source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        source = edge_index.as_nodes(source, "x")
-        if self.project and hasattr(self, "lin"):
-            source = self.lin(source).relu()
-        context = LayerContext.of(self, self.link, edge_index)
-        product = context, source, OperatorKind(), self.lin_l, self.lin_l.bias
-        plan = LinearProduct(*product, mean=self.aggr == "mean")
-        mixed = plan.matrix @ plan.rows if plan.known is None else plan.known
-        out = plan.finish(mixed)
-        if self.root_weight and root is not None:
-            own = edge_index.check_nodes(root, "x[1]")
-            out = out + self.lin_r(DistTensor.wrap(own, edge_index.nodes))
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        with edge_index.nodes.spilling():
+            known = self.aggr in ("mean", "sum", "add")
+            known = known and edge_index.topology.sources is None
+            if not known or not is_product(self, SAGEConv, self.lin_l):
+                return through_halo(self, self.link, super().forward, x, edge_index)
+            source, root = x if isinstance(x, (tuple, list)) else (x, x)
+            source = edge_index.as_nodes(source, "x")
+            if self.project and hasattr(self, "lin"):
+                source = self.lin(source).relu()
+            context = LayerContext.of(self, self.link, edge_index)
+            product = context, source, OperatorKind(), self.lin_l, self.lin_l.bias
+            plan = LinearProduct(*product, mean=self.aggr == "mean")
+            mixed = plan.matrix @ plan.rows if plan.known is None else plan.known
+            out = plan.finish(mixed)
+            if self.root_weight and root is not None:
+                own = edge_index.check_nodes(root, "x[1]")
+                out = out + self.lin_r(DistTensor.wrap(own, edge_index.nodes))
+            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
