@@ -35,8 +35,8 @@ def VARCO(
 ) -> LinkPolicy:
     """Returns a link that sends a growing share of the columns ([Cervino24]).
 
-    The defaults are the setting we advise for all graphs, see `docs/papers/varco.md`; the
-    authors' scripts have a slope of 5 and end at c_min=1.5.
+    The defaults are one setting for all graphs; `docs/papers/varco.md` says how it was found
+    and where it loses. The authors' scripts have a slope of 5 and end at c_min=1.5.
 
     Args:
         epochs: the number of epochs: `link.step()` once each.

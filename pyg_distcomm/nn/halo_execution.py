@@ -23,6 +23,7 @@ from torch_geometric.typing import WITH_SEGMM
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import OperatorKind, Topology
@@ -160,7 +161,8 @@ class HaloVisit:
 
         edges = f"{len(self.topology.edges):,} edges"
         what = f"{self.scene.layer}, with messages of {edges} and its halo,"
-        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        mesh = self.nodes.mesh  # that of a chunk has no axes
+        watch = mesh.world.watch if isinstance(mesh, Mesh) else None
         return needing(what, size, watch, self.topology.device)
 
     def outcome(self, value: Any) -> Any:
