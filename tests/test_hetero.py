@@ -705,6 +705,42 @@ def test_relations_go_by_links_of_their_own(kind, option):
     worlds.run(links_by_relation, 2, kind, option)
 
 
+def resumed(folder):
+    data, mesh = graph(), worlds.mesh()
+
+    def begin():
+        late = pdc.Sylvie()
+        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9)}
+        links |= {"written": late, "in": None}
+        model = pdc.convert(model_of(data, "sage", "sum"))
+        return pdc.partition(data, mesh, "random", link=links), model, links
+
+    def go(share, model, links, epochs):
+        losses = []
+        for _ in range(epochs):
+            losses += train(model, share, steps=1)[0]
+            for link in {id(one): one for one in links.values() if one}.values():
+                link.step()
+        return losses
+
+    share, model, links = begin()
+    go(share, model, links, 4)
+    pdc.save_checkpoint(folder, mesh, model, link=links)
+    want = go(share, model, links, 3)
+    share, model, links = begin()
+    pdc.load_checkpoint(folder, mesh, model, link=links)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert go(share, model, links, 3) == want
+    for wrong in (pdc.Sylvie(), {"cites": pdc.Sylvie()}):
+        with pytest.raises(ValueError, match="give links as they were saved"):
+            pdc.load_checkpoint(folder, mesh, model, link=wrong)
+
+
+def test_links_of_relations_are_resumed(tmp_path):
+    worlds.run(resumed, 2, tmp_path / "a")
+
+
 def _lazy_pair():
     mesh = worlds.mesh()
     torch.manual_seed(0)
