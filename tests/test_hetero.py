@@ -229,6 +229,64 @@ def test_bytes_are_those_of_the_halos_of_all_relations():
     worlds.run(bytes_of_a_layer, 3)
 
 
+def kept_inputs(kind):
+    data, mesh = graph(), worlds.mesh()
+    del data["paper", "cites", "paper"]
+    share = pdc.partition(data, mesh, "random")
+    torch.manual_seed(3)
+    model = KEPT[kind](data).double()
+    with torch.no_grad():
+        model(data.x_dict, data.edge_index_dict)
+    ours = pdc.convert(copy.deepcopy(model))
+    key = "author", "writes", "paper"
+    sent = []
+    for epoch in range(6):
+        if epoch == 3:  # in place, on all ranks
+            data["author"].x.mul_(2.0)
+            share["author"].x.mul_(2.0)
+        if epoch == 5:  # another graph object, that keeps nothing
+            other = share[key].edge_index.with_ordering(keep_inputs=False)
+            share[key].edge_index = other
+        mesh.ledger.reset()
+        found = []
+        for net, on in ((model, data), (ours, share)):
+            net.zero_grad()
+            out = net(on.x_dict, on.edge_index_dict)["paper"]
+            if on is share:
+                sent.append(mesh.ledger.words())
+                out = out.full_tensor() if epoch % 2 else out
+            out.sin().sum().backward()
+            found.append((out, [p.grad for p in net.parameters()]))
+        (want, grads), (got, same) = found
+        got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+        torch.testing.assert_close(got, want, **CLOSE)
+        for one, two in zip(same, grads, strict=True):
+            assert (one is None) == (two is None)
+            if one is not None:
+                torch.testing.assert_close(one, two, **CLOSE)
+    prices = {
+        k: e.topology.locals.halo.price(share[k[0]].x.size(1)).words
+        for k, e in share.edge_index_dict.items()
+    }
+    every = sum(prices.values())
+    authors = sum(words for k, words in prices.items() if k[0] == "author")
+    assert sent[1:] == [every, 0, authors, authors, prices[key]]  # 0: of plans, too
+
+
+KEPT = {
+    "graph": lambda data: pyg.HeteroConv(
+        pair(lambda: pyg.GraphConv((-1, -1), 5))(data)
+    ),
+    "hgt": lambda data: pyg.HGTConv(-1, 24, data.metadata(), heads=2),
+}
+
+
+@tiers.parametrize("size", [2, 3, 4], [3])
+@tiers.parametrize("kind", ["graph", "hgt"], ["graph"])
+def test_features_that_do_not_change_travel_twice(kind, size):
+    worlds.run(kept_inputs, size, kind)
+
+
 def coded(kind, option, link):
     data, mesh = graph(), worlds.mesh()
     exact = pdc.partition(data, mesh, "random")
@@ -645,6 +703,42 @@ def links_by_relation(kind, option):
 @tiers.parametrize(("kind", "option"), [("hgt", 2), ("sage", "sum")], slice(0, 1))
 def test_relations_go_by_links_of_their_own(kind, option):
     worlds.run(links_by_relation, 2, kind, option)
+
+
+def resumed(folder):
+    data, mesh = graph(), worlds.mesh()
+
+    def begin():
+        late = pdc.Sylvie()
+        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9)}
+        links |= {"written": late, "in": None}
+        model = pdc.convert(model_of(data, "sage", "sum"))
+        return pdc.partition(data, mesh, "random", link=links), model, links
+
+    def go(share, model, links, epochs):
+        losses = []
+        for _ in range(epochs):
+            losses += train(model, share, steps=1)[0]
+            for link in {id(one): one for one in links.values() if one}.values():
+                link.step()
+        return losses
+
+    share, model, links = begin()
+    go(share, model, links, 4)
+    pdc.save_checkpoint(folder, mesh, model, link=links)
+    want = go(share, model, links, 3)
+    share, model, links = begin()
+    pdc.load_checkpoint(folder, mesh, model, link=links)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert go(share, model, links, 3) == want
+    for wrong in (pdc.Sylvie(), {"cites": pdc.Sylvie()}):
+        with pytest.raises(ValueError, match="give links as they were saved"):
+            pdc.load_checkpoint(folder, mesh, model, link=wrong)
+
+
+def test_links_of_relations_are_resumed(tmp_path):
+    worlds.run(resumed, 2, tmp_path / "a")
 
 
 def _lazy_pair():

@@ -220,6 +220,40 @@ def drawn():
     return negative.tolist(), train.edge_label_index.full_tensor().tolist()
 
 
+def looked_up():
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, "random")
+    batch = torch.zeros(data.num_nodes, dtype=torch.long)
+    found = []
+    for edges in (data.edge_index, share.edge_index):
+        random.seed(5)
+        mesh.ledger.reset()
+        drawn = [
+            U.negative_sampling(edges, data.num_nodes, 40),
+            U.negative_sampling(edges, data.num_nodes, force_undirected=True),
+            U.negative_sampling(edges, (data.num_nodes, data.num_nodes)),
+            U.batched_negative_sampling(edges, batch),
+            U.negative_sampling(edges, data.num_nodes, method="dense"),
+        ]
+        found.append(drawn)
+        if edges is share.edge_index:
+            random.seed(5)
+            mesh.ledger.reset()
+            U.negative_sampling(edges, data.num_nodes, 40)
+            gathered = 8 * data.num_edges * (mesh.size - 1) // mesh.size
+            assert mesh.ledger.bytes() < gathered / 4
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+    random.seed(mesh.rank)
+    with pytest.raises(ValueError, match="seed all ranks alike"):
+        U.negative_sampling(share.edge_index, share.num_nodes, 40)
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+def test_negatives_are_looked_up_where_the_edges_are(size):
+    worlds.run(looked_up, size)
+
+
 def test_negatives_are_the_same_on_all_ranks():
     first, second = worlds.run(drawn, 2)
     assert first == second

@@ -7,9 +7,9 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +38,8 @@ from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
+Links: TypeAlias = LinkPolicy | Mapping[Any, LinkPolicy | None] | None
+
 
 def save_checkpoint(
     path: str | Path,
@@ -45,7 +47,7 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    link: LinkPolicy | None = None,
+    link: Links = None,
     keep: int = 1,
     **extra: Any,
 ) -> None:
@@ -60,7 +62,8 @@ def save_checkpoint(
         mesh: the ranks; its seed and dropout counter are saved.
         model: the model, wrapped by `replicate` or not.
         optimizer: its optimizer.
-        link: the link it trains with: each rank writes its late and residual rows.
+        link: the link it trains with, or links by relation as `partition` takes them: each
+            rank writes their late and residual rows.
         keep: how many checkpoints to keep: this one, and those before it at `path.1`, ...,
             which `load_checkpoint` reads as well.
         extra: further values: numbers, strings, tensors, or lists and dicts of them.
@@ -94,7 +97,7 @@ def load_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    link: LinkPolicy | None = None,
+    link: Links = None,
     **extra: Any,
 ) -> dict[str, Any]:
     """Restores what `save_checkpoint` wrote, on any number of ranks; collective.
@@ -104,7 +107,8 @@ def load_checkpoint(
         mesh: the ranks; takes the saved seed and dropout counter.
         model: the model to fill.
         optimizer: the optimizer to fill.
-        link: the link to set, made as the one that was saved. On other ranks or another
+        link: the link to set, made as the one that was saved, or links by relation with the
+            same names. On other ranks or another
             partition late and residual rows are dropped with a warning: the next epoch is
             synchronous, at the place in the schedule that was saved.
         extra: the further values, as they were given (their shapes and types).
@@ -165,9 +169,44 @@ def _link_file(mesh: Mesh, rank: int | None = None) -> str:
     return f"link.{mesh.rank if rank is None else rank}.pt"
 
 
-def _try_write(path: Path, link: LinkPolicy) -> str | None:
+def _named_links(link: Any) -> dict[str, LinkPolicy]:
+    """Returns links by relation by name, each link once: "a__to__b", or "to"."""
+    found: dict[str, LinkPolicy] = {}
+    for key, one in link.items():
+        if one is not None and not any(one is other for other in found.values()):
+            found["__".join(key) if isinstance(key, tuple) else str(key)] = one
+    return found
+
+
+def _link_state(link: Any) -> dict[str, Any]:
+    if not isinstance(link, Mapping):
+        return link.state_dict()  # type: ignore[no-any-return]
+    states = {name: one.state_dict() for name, one in _named_links(link).items()}
+    return {"relations": states}
+
+
+def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
+    """Pairs links with the states that were saved of them.
+
+    Raises:
+        ValueError: if other links were saved than those that are given.
+    """
+    names = list(_named_links(link)) if isinstance(link, Mapping) else None
+    saved = list(state["relations"]) if "relations" in state else None
+    if names is None or saved is None or set(names) != set(saved):
+        if names is None and saved is None:
+            return [(link, state)]
+        one = "one link of all relations"
+        raise ValueError(
+            f"saved with {one if saved is None else f'links of {saved}'}, and given "
+            f"{one if names is None else f'links of {names}'}: give links as they were saved"
+        )
+    return [(each, state["relations"][n]) for n, each in _named_links(link).items()]
+
+
+def _try_write(path: Path, link: Links) -> str | None:
     try:
-        state = link.state_dict()
+        state = _link_state(link)
         write_whole(path, lambda file: torch.save(state, file))
     except (OSError, RuntimeError) as error:
         return write_problem(error, path)
@@ -176,23 +215,25 @@ def _try_write(path: Path, link: LinkPolicy) -> str | None:
     return None
 
 
-def _load_link(path: Path, mesh: Mesh, link: LinkPolicy) -> None:
+def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
     """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file."""
     here = (path / _link_file(mesh)).exists()
     whole = all(
         row[0] for row in collectives.all_gather_counts([int(here)], mesh.world)
     )
     file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
-    problem, state = damage(path, file.name), {}
+    problem, pairs = damage(path, file.name), []
     collectives.agree(problem, mesh.world)
     try:
-        state = torch.load(file, weights_only=True)
-        state = state if whole else {**state, "mark": None}
-        link.check_state(state)
+        pairs = _links_of(link, torch.load(file, weights_only=True))
+        pairs = [(o, s if whole else {**s, "mark": None}) for o, s in pairs]
+        for one, state in pairs:
+            one.check_state(state)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         problem = f"cannot load the link of checkpoint {path}: {error}"
     collectives.agree(problem, mesh.world)
-    link.load_state_dict(state)
+    for one, state in pairs:
+        one.load_state_dict(state)
 
 
 def _check_optimizer(

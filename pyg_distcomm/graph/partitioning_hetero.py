@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ def assemble_hetero(
     places = types.slices("node", share.part)
     for name, (begin, end) in types.ranges("node").items():
         own = Partition.from_owner(share.partition.owner[begin:end].clone(), parts)
+        own = replace(own, union=share.partition)
         gid = share.node_gid[places[name]] - begin
         rows[name] = Rows(gid, end - begin, mesh, own, memory=cap)
         out[name].num_nodes = end - begin

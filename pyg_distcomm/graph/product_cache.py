@@ -21,6 +21,7 @@ its own rows only, so an input must change on all ranks or on none.
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -197,7 +198,9 @@ def _fingerprint(x: Any) -> int:
     """Returns a hash of a sample of rows, the same however they are spread; collective."""
     rows = x.rows
     some = rows.gid % max(1, rows.total // _SAMPLE) == 0
-    own = x.to_local().detach()[some.to(x.device)].reshape(int(some.sum()), -1)
+    local = x.to_local().detach()
+    width = math.prod(local.shape[1:])  # which -1 is not, where no row is here
+    own = local[some.to(x.device)].reshape(int(some.sum()), width)
     own = own.contiguous().cpu()
     words = torch.zeros(len(own), -(-own.size(1) * own.element_size() // 8) * 8).byte()
     words[:, : own.size(1) * own.element_size()] = own.view(torch.uint8)

@@ -75,6 +75,25 @@ class LocalGraph:
     def _source_gid(self) -> dict[torch.device, Tensor]:
         return {}
 
+    def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
+        """Returns the same of an input that does not change, from what is kept.
+
+        Its rows are fetched once, when it is used for the second time; see
+        [Note: constant inputs]. Collective.
+
+        Args:
+            x: the input, a DistTensor.
+            constants: where rows are kept, `[m + h, ...]`, for as long as `x` lives.
+
+        Returns:
+            None where nothing is kept: of other inputs, and within a memory cap.
+        """
+        if self.halo.silent or self.memory is not None:
+            return None
+        return constants.product(
+            "rows", (x, None), lambda: self.with_ghosts(x.to_local().contiguous())
+        )
+
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
@@ -168,6 +187,16 @@ class Topology:
     link: LinkPolicy | None = field(default=None, repr=False)
     _plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     compared: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False)
+
+    def constant_rows(self, x: Any) -> Tensor | None:
+        """Returns own and ghost rows of an input that does not change, if they are kept.
+
+        As `LocalGraph.with_constant_ghosts`, and None too where `with_ordering` has said
+        that no inputs are kept.
+        """
+        if not self.ordering.keep_inputs:
+            return None
+        return self.locals.with_constant_ghosts(x, self.constants)
 
     def read_by(self, layer: Any, link: Any) -> None:
         """Notes which layer reads next, and by which link; for the chunks of a pipeline."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric.transforms
+import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms.add_positional_encoding import add_node_attr
@@ -200,8 +204,72 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
     return either
 
 
+class _EdgeCodes(DistTensor):
+    """The edges of a graph as numbers, in which `negative_sampling` looks up candidates."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Stays where it is: it is looked up there."""
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns what `numpy.isin` asks."""
+        return _HeldEdges(self)
+
+
+class _HeldEdges:
+    """Stands for all edges of a graph, as an array of numpy that no rank holds.
+
+    Every rank has the same candidates, looks them up in its own edges, and the ranks combine
+    what they found. Price of `isin`: an all-reduce of a byte for each candidate, and a word of
+    each rank.
+    """
+
+    def __init__(self, codes: DistTensor) -> None:
+        self._codes = codes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Returns all edges, on every rank; collective."""
+        return self._codes.__array__(dtype, copy)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Looks candidates up where the edges are; gathers them for other functions."""
+        if func is np.isin and len(args) == 2 and args[1] is self and not kwargs:
+            return self._isin(np.asarray(args[0]))
+        args = [np.asarray(arg) if arg is self else arg for arg in args]
+        return func(*args, **kwargs)
+
+    def _isin(self, candidates: Any) -> Any:
+        mesh = self._codes.rows.mesh
+        mark = zlib.crc32(np.ascontiguousarray(candidates).tobytes())
+        marks = collectives.all_gather_counts([mark, candidates.size], mesh.world)
+        if any(other != marks[0] for other in marks):
+            raise ValueError(
+                "negative edges are drawn by Python's random, whose state differs between "
+                "ranks: seed all ranks alike, torch_geometric.seed_everything(seed)"
+            )
+        own = self._codes.to_local().detach().cpu().numpy()
+        found = torch.from_numpy(np.isin(candidates, own)).to(torch.uint8)
+        return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
+
+
+def _coded_edges(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes PyG's `edge_index_to_vector` return edges that stay with their owners."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        codes, population = original(*args, **kwargs)
+        if isinstance(codes, DistTensor):
+            codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
+        return codes, population
+
+    return run
+
+
 def register() -> None:
-    """Has PyG's transforms run on shares as this module says."""
+    """Has PyG's transforms and `negative_sampling` run on shares as this module says."""
+    sampling = vars(sys.modules[torch_geometric.utils.negative_sampling.__module__])
+    name = "edge_index_to_vector"
+    sampling[name] = _coded_edges(sampling[name])
     for name in (*_RUN, *_REFUSED):
         kind = getattr(torch_geometric.transforms, name, None)
         if kind is not None:  # PyG's versions differ

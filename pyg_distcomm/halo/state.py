@@ -454,8 +454,9 @@ class LinkState:
 
 
 def mark_of(nodes: Rows) -> dict[str, Any]:
-    """Returns what identifies a rank, its grid and its partition."""
+    """Returns what identifies a rank, its grid and its partition, of nodes of all types."""
     owners = nodes.partition
+    owners = owners if owners is None or owners.union is None else owners.union
     digest = None if owners is None else owners.digest()
     return {
         "rank": nodes.mesh.rank,

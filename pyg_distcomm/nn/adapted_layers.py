@@ -74,7 +74,7 @@ class DistSuperGATConv(HaloExecution, pyg.SuperGATConv):
     """PyG's SuperGATConv; in training, attention is also taught to tell edges from others.
 
     Price: that of a layer by halo exchange; in training also the rows at both ends of the
-    edges that are sampled, and to draw edges that are none, all edges on every rank.
+    edges that are sampled, and a byte for each that is drawn, where edges are looked up.
     """
 
     def __call__(

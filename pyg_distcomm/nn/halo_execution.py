@@ -111,11 +111,20 @@ class HaloVisit:
         self.calls: list[_Call] = []
         self.most: int | None = None
 
-    def ghosted(self, x: DistTensor) -> DistTensor:
-        """Returns own and ghost rows."""
-        return LayerTensor.wrap(
-            self.here.with_ghosts(x.to_local().contiguous()), self.both
-        )
+    def ghosted(self, x: DistTensor, given: DistTensor | None = None) -> DistTensor:
+        """Returns own and ghost rows.
+
+        Args:
+            x: own rows.
+            given: the tensor that has them, whose rows between two node types are kept if
+                it does not change; None keeps nothing.
+        """
+        rows = None
+        if given is not None and self.topology.sources is not None:
+            rows = self.topology.constant_rows(given)
+        if rows is None:
+            rows = self.here.with_ghosts(x.to_local().contiguous())
+        return LayerTensor.wrap(rows, self.both)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

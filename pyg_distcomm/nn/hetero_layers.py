@@ -127,7 +127,8 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
     Shapes (this rank; types t): x_dict[t] `[n_t, F_t]` DistTensor, edge_index_dict[r]
     `[2, e_r]` DistEdgeIndex -> [t] `[n_t, F_out]` DistTensor.
     Price, of each relation: `halo.price(min(F_t, 2 F_out))`, and its transpose backward:
-    features of ghosts travel, or keys and values where these are narrower. Over a link
+    features of ghosts travel, or keys and values where these are narrower; features that
+    do not change travel twice, and are kept from their second use on. Over a link
     keys are exact, as attention is made from them, and values are coded; features, where
     F_t <= F_out, are fewer words than exact keys, and exact.
     """
@@ -194,8 +195,12 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             narrow = torch.cat([own[:, :width], own[:, 2 * width :]], 1)
             k, v = relation.fetched(narrow, 0).split(width, 1)
         else:
-            local = x.to_local()
-            ghosts = relation.fetched(local, 0, "attention depends on it")[len(local) :]
+            local, rows = x.to_local(), None
+            if not coded:
+                rows = relation.edges.topology.constant_rows(x)
+            if rows is None:
+                rows = relation.fetched(local, 0, "attention depends on it")
+            ghosts = rows[len(local) :]
             weight, bias = meet(lin.weight, mesh), meet(lin.bias, mesh)
             ghosts = F.linear(ghosts, weight, bias)
             k = torch.cat([own[:, :width], ghosts[:, :width]])

@@ -31,12 +31,14 @@ class Partition:
     num_parts parts, some of which may own nothing
     sizes     nodes owned by each part
     before    the figures before `refine`, where it was used; not compared by `same_as`
+    union     the partition of the nodes of all types, where these nodes have one of several
     """
 
     owner: Tensor
     num_parts: int
     sizes: tuple[int, ...]
     before: PartitionReport | None = None
+    union: Partition | None = None
 
     @classmethod
     def from_owner(

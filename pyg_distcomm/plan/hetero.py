@@ -21,7 +21,7 @@ from torch_geometric.data import HeteroData
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partitioning import partition as cut_data
-from pyg_distcomm.graph.product_cache import MultiplyOrder
+from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.nn.convert import convert
@@ -57,6 +57,7 @@ class _RelationCall:
         rounds: its halo exchanges: the width of rows, and whether they go to their owners.
         out: width of its outcome.
         read: whether a gradient comes back from the loss.
+        kept: whether rows of its sources are kept, which do not change.
     """
 
     conv: Module
@@ -67,6 +68,7 @@ class _RelationCall:
     out: int = 0
     against: bool = False
     read: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,10 @@ class _RecordingRelation(LocalGraph):
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Records own rows `x`, and their gradients when they come."""
         return self.visit.note(self.kind, x, home=False)
+
+    def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
+        """Records that the rows of features are kept."""
+        return self.visit.note_kept(self.kind, x)
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
@@ -97,6 +103,7 @@ class _HeteroVisit:
         self.now: dict[EdgeType, _RelationCall] = {}
         self.features: list[Any] = []
         self.kinds: dict[int, EdgeType] = {}
+        self.keeps = False  # whether features are the same in every epoch
 
     def clear(self) -> None:
         """Forgets what was recorded."""
@@ -143,8 +150,7 @@ class _HeteroVisit:
 
     def note(self, kind: EdgeType, x: Tensor, home: bool) -> Tensor:
         """Records rows that would be exchanged, and their gradients when they come."""
-        layer = next(filter(is_layer, self.stack))
-        call = self.now[kind] if kind in self.now else self._call(kind, layer, x)
+        call = self._call_of(kind, x)
         call.rounds.append((x[0].numel(), home, False))
         if not x.requires_grad:
             return x
@@ -152,6 +158,18 @@ class _HeteroVisit:
         back = x[0].numel(), not home, False
         x.register_hook(lambda grad: call.rounds.append(back))
         return x
+
+    def note_kept(self, kind: EdgeType, x: Any) -> Tensor | None:
+        """Records that rows of features are kept; returns None for what is computed."""
+        if not (self.keeps and any(x is each for each in self.features)):
+            return None
+        self._call_of(kind, x).kept = True
+        rows: Tensor = x.to_local()
+        return rows
+
+    def _call_of(self, kind: EdgeType, x: Tensor) -> _RelationCall:
+        layer = next(filter(is_layer, self.stack))
+        return self.now[kind] if kind in self.now else self._call(kind, layer, x)
 
     def note_sum(self, x: Tensor, differentiable: bool) -> None:
         """Records a sum over all nodes in a module of the model."""
@@ -202,7 +220,7 @@ def plan_hetero(
         grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
         with torch.inference_mode(False), grad, random:
             model = copy.deepcopy(model).cpu().train()
-            visit, trained, item = _visited(model, data, inputs == "trained")
+            visit, trained, item = _visited(model, data, inputs)
     except Exception as error:
         raise ValueError(
             f"the model does not run on two nodes of each type ({type(error).__name__}: "
@@ -246,7 +264,7 @@ class _HeteroStack(Module):
 
 
 def _visited(
-    model: Module, data: HeteroData, trained: bool
+    model: Module, data: HeteroData, inputs: str
 ) -> tuple[_HeteroVisit, int, int]:
     """Runs a model on two nodes of each type; returns also how many numbers it trains."""
     visit, dtype = _HeteroVisit(), None
@@ -265,8 +283,9 @@ def _visited(
         visit.kinds[id(topology)] = store._key
     for store in share.node_stores:
         if "x" in store:
-            store.x = store.x.requires_grad_(trained)
+            store.x = store.x.requires_grad_(inputs == "trained")
             visit.features.append(store.x)
+    visit.keeps = inputs == "constant"
     visit.watch(model)
     for _ in range(2):  # after the first run what layers cache is there
         visit.clear()
@@ -428,4 +447,7 @@ class _Priced:
             left = left + sum(move.messages for move in path.moves)
             took += product_seconds(path, flow, self.machine)
         room = memory((flow, halo), training, products, orders, dtype)
+        kept = max((call.width for call in calls if call.kept), default=0)
+        ghosts = np.broadcast_to(halo.sides.ghost.ghosts, (self.size, 1))
+        room = room + ghosts.reshape(grid) * kept * self.item
         return came, left, took, room, orders
