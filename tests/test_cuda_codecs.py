@@ -63,3 +63,9 @@ def test_quantised_rows_have_the_bytes_of_the_cpu(f, m, dtype, bits, ids):
     compare(x, None, bits, (KEY, gid))
     index = torch.randperm(m)[: m // 2 + 1].to(ids)
     compare(x, index, bits, (KEY, gid[: len(index)]))
+
+
+def test_tensors_on_cuda_get_these_twins():
+    for name in ("quantise_wide", "dequantise_wide"):
+        assert getattr(codec_ops, name).twin("cuda") is getattr(codec_cuda, name)
+    assert codec_ops.top_columns.twin("cuda") is None
