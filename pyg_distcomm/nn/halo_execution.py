@@ -160,16 +160,13 @@ class HaloVisit:
         """Returns a block that says what the layer, given arguments, lacks memory for."""
         found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
         local = [v.to_local() for v in found]
+        edges, ghosts = len(self.topology.edges), self.here.halo.num_ghosts
 
         def size() -> int:
             widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
-            many = (
-                len(self.topology.edges) + self.here.halo.num_ghosts + len(self.nodes)
-            )
-            return many * max(widths, default=8)
+            return (edges + ghosts + len(self.nodes)) * max(widths, default=8)
 
-        edges = f"{len(self.topology.edges):,} edges"
-        what = f"{self.scene.layer}, with messages of {edges} and its halo,"
+        what = f"{self.scene.layer}, with messages of {edges:,} edges and its halo,"
         mesh = self.nodes.mesh  # that of a chunk has no axes
         watch = mesh.world.watch if isinstance(mesh, Mesh) else None
         return needing(what, size, watch, self.topology.device)
@@ -269,10 +266,8 @@ class HaloVisit:
         z = self.topology.add_rows(local, matrix.weight, matrix.kind, wide)
         if AGGREGATIONS[type(layer.aggr_module)] == "mean":
             target = edges.plain()[1 - self.source]
-            count = target.new_zeros(len(z)).index_add_(
-                0, target, torch.ones_like(target)
-            )
-            count = count.clamp(min=1)
+            ones = torch.ones_like(target)
+            count = ones.new_zeros(len(z)).index_add_(0, target, ones).clamp(min=1)
             z = z / count.to(z.dtype).unsqueeze(1)
         return z
 
