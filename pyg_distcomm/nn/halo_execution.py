@@ -160,11 +160,11 @@ class HaloVisit:
         """Returns a block that says what the layer, given arguments, lacks memory for."""
         found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
         local = [v.to_local() for v in found]
-        edges, ghosts = len(self.topology.edges), self.here.halo.num_ghosts
+        edges = len(self.topology.edges)
 
         def size() -> int:
             widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
-            return (edges + ghosts + len(self.nodes)) * max(widths, default=8)
+            return (edges + len(self.all_gid)) * max(widths, default=8)
 
         what = f"{self.scene.layer}, with messages of {edges:,} edges and its halo,"
         mesh = self.nodes.mesh  # that of a chunk has no axes
