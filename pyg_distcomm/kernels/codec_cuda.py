@@ -41,8 +41,8 @@ def quantise_wide(
         COLS=columns,
     )
     low, high = ends + 0.0
-    z = codec_ops._rounded(low.double(), up=False)
-    step = codec_ops._rounded((high.double() - z.double()) / top, up=True)
+    z = codec_ops.rounded_to_bf16(low.double(), up=False)
+    step = codec_ops.rounded_to_bf16((high.double() - z.double()) / top, up=True)
     same = (low == high) & high.isfinite()
     bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
     width = step.double()
@@ -50,7 +50,7 @@ def quantise_wide(
         torch.int32
     )
     kind = kind.masked_fill(same, 2).masked_fill(bad, 3)
-    word = codec_ops._word(low)
+    word = codec_ops.word_of(low)
     first = step.view(torch.int16).masked_fill(bad, 0)
     head = ((word >> 49) & 0x7FFF | codec_ops.FLAG).to(torch.int16)
     first = torch.where(same, head, first)

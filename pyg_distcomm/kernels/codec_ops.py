@@ -121,15 +121,15 @@ def quantise_wide(
         out.zero_()
         return -1
     low, high = (t + 0.0 for t in torch.aminmax(x, dim=1))  # a zero has no sign here
-    z = _rounded(low.double(), up=False)
+    z = rounded_to_bf16(low.double(), up=False)
     span = high.double() - z.double()
     top = 2**bits - 1
-    step = _rounded(span / top, up=True)
+    step = rounded_to_bf16(span / top, up=True)
     same = (low == high) & high.isfinite()
     bad = ~(same | z.isfinite() & step.isfinite() & high.isfinite())
     codes = _codes(x, z, step, top, noise).clamp_(max=top)
     codes[bad] = 0.0
-    word = _word(low)
+    word = word_of(low)
     codes[same] = _tail(word[same], bits, f).to(codes.dtype)
     first = step.view(torch.int16).masked_fill(bad, 0)
     second = z.masked_fill(bad, float("nan")).view(torch.int16)
@@ -332,7 +332,7 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x[index.long()]
 
 
-def _rounded(x: Tensor, up: bool) -> Tensor:
+def rounded_to_bf16(x: Tensor, up: bool) -> Tensor:
     """Rounds float64 to bf16, never below (`up`) or never above."""
     near = x.to(torch.bfloat16)
     beyond = near.double() < x if up else near.double() > x
@@ -340,7 +340,7 @@ def _rounded(x: Tensor, up: bool) -> Tensor:
     return torch.where(beyond, torch.nextafter(near, end), near)
 
 
-def _word(number: Tensor) -> Tensor:
+def word_of(number: Tensor) -> Tensor:
     """Returns the bits of float32 or float64 numbers as the first of an int64."""
     if number.dtype == torch.float64:
         return number.view(torch.int64)
