@@ -12,6 +12,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
+from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed
 from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
 from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
@@ -294,7 +295,15 @@ def _reduce(
         return out if name == "logsumexp" else x.wrap(out, rows)
     if name in WHOLE:
         return gathered(func, args, kwargs)
-    if name in ("chunk", "split", "narrow") and not x.reads_local:
+    if name == "select":
+        return x[_at((args, kwargs), 2, "index")]
+    if name == "unbind":
+        return tuple(x)
+    if name == "logsumexp":  # of each row, then of the rows
+        own = func(x, [d for d in dims if d], keepdim=True).logsumexp(0)
+        kept = [n for d, n in enumerate(local.shape) if d not in dims]
+        return own.reshape([1] * len(dims) + kept if keepdim else kept)
+    if name in _SPANS and not x.reads_local:
         return spans(func, x, args, kwargs)
     if name not in reductions.GLOBAL:
         raise unsupported_op(f"{name}() over the rows")
@@ -314,6 +323,9 @@ def _reduce(
     return reductions.GLOBAL[name](local, rows, dims, **extra)
 
 
+_SPANS = frozenset("chunk split tensor_split narrow".split())
+
+
 def _third_bool(args: Any, place: int) -> bool:
     return len(args) > place + 1 and args[place + 1] is True
 
@@ -329,7 +341,7 @@ def _loss(func: Callable, args: Any, kwargs: Any) -> Any:
     def fit(value: Any, place: Any) -> Any:
         if isinstance(value, RowShardedTensor):
             return value.to_local()
-        if fitted or place not in _ROW_OPERANDS:
+        if fitted or (place not in _ROW_OPERANDS and name not in reductions.OF_THREE):
             return value
         if isinstance(value, Tensor) and value.dim():
             return fit_plain(value, like, value.dim(), name)
@@ -374,9 +386,7 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
         if name == "stack" and dim % (first.dim() + 1) == 0 and not first.reads_local:
             return Stacked.of(list(args[0] if args else kwargs["tensors"]))
         args, kwargs = _aligned(func, (args, kwargs), rows, first.dim())
-    if name in _SIZED and sizes.regroups(first, args[1:], kwargs):
-        if name not in ("view", "reshape"):
-            raise unsupported_op(f"{name}() to another number of rows")
+    if name in ("view", "reshape") and sizes.regroups(first, args[1:], kwargs):
         return gathered(func, args, kwargs)
     if name in _SIZED:
         args = (first, *sizes.with_local_size(first, args[1:]))
@@ -495,25 +505,6 @@ def _batch_norm(func: Callable, args: Any, kwargs: Any) -> Any:
     return x.wrap(local, x.rows)
 
 
-def _einsum(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Contracts dims of each row, if rows keep one letter of their own, in front."""
-    equation, *operands = args
-    flat = (
-        operands[0]
-        if len(operands) == 1 and not isinstance(operands[0], Tensor)
-        else operands
-    )
-    terms, _, out = str(equation).replace(" ", "").partition("->")
-    flat, _, rows, _ = _alike(func, flat, {})
-    args = (equation, *flat)
-    row = out[:1]
-    for term, operand in zip(terms.split(","), flat, strict=True):
-        inside = term[1:] if isinstance(operand, RowShardedTensor) else term
-        if not row.isalpha() or row in inside or (inside != term and term[0] != row):
-            raise unsupported_op("einsum() that moves rows or mixes them")
-    return first_sharded(flat, {}).wrap(call_local(func, args, kwargs), rows)
-
-
 def _scattered(func: Callable, args: Any, kwargs: Any) -> Any:
     """Scatters within each row, or rows to the rows that an index names."""
     names = ("input", "dim", "index", "src", "reduce")
@@ -583,7 +574,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     ),
     "setitem": _assigned,
     **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
-    "einsum": _einsum,
+    **dict.fromkeys(DECOMPOSED, decomposed),
     **dict.fromkeys(RECURRENT, recurrent),
     "requires_grad=": gradients.requires_grad,
     "detach_": gradients.detach_,

@@ -67,7 +67,11 @@ class DistTensor(RowShardedTensor):
         getitem.put(self, key, value)
 
     def __iter__(self) -> Any:
-        raise unsupported_op("iterating over rows")
+        """Yields the rows, all of which come to every rank first; collective."""
+        if self.reads_local:
+            raise unsupported_op("iterating over rows, inside a layer,")
+        agree("iter", self, (self,))
+        return iter(getitem.gather_all(self.to_local(), self.rows))
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())

@@ -114,6 +114,8 @@ def get(x: RowShardedTensor, key: Any) -> Any:
     ):
         raise unsupported_op("indexing rows and columns by tensors together")
     taken = _take_rows(x, first)
+    if rest and not isinstance(taken, RowShardedTensor):  # one row, on all ranks
+        return taken[rest]
     out = _columns(taken, (slice(None), *rest)) if rest else taken
     if out is not x and isinstance(out, RowShardedTensor):  # where torch returns a view
         out._is_copy = isinstance(first, slice) and (

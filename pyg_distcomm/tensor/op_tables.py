@@ -28,7 +28,8 @@ ROWWISE = frozenset(
     rand type selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
     softsign sqrt square sub subtract tan tanh tanhshrink threshold to truediv true_divide
     trunc type_as where xlogy xor or and zero zeros_like full_like empty_like
-    share_memory _to _foreach_add _foreach_mul
+    share_memory _to _foreach_add _foreach_mul _threshold complex polar expit ndtr ndtri
+    log_ndtr entr erfcx i0 i0e i1 i1e gammaln psi xlog1py zeta
     """.split()
 )
 
@@ -87,6 +88,7 @@ BY_DIM: dict[str, tuple[int, Any]] = {
     "gather": (1, "missing"),
     "split": (2, 0),
     "chunk": (2, 0),
+    "tensor_split": (2, 0),
     "unbind": (1, 0),
     "select": (1, "missing"),
     "narrow": (1, "missing"),
@@ -103,6 +105,7 @@ WHOLE = frozenset(
     nanmedian mode kthvalue quantile nanquantile prod nanmean nansum unique
     unique_consecutive bincount histc nonzero argwhere msort multinomial diff cov corrcoef
     isin searchsorted bucketize nonzero_static aminmax segment_reduce take_along_dim
+    qr svd svdvals lstsq pinv matrix_rank matrix_norm pdist histogram masked_select renorm
     """.split()
 )
 

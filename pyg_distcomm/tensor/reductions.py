@@ -365,6 +365,13 @@ ELEMENTWISE = frozenset(
 )
 
 
+# losses whose first three operands have a row for each row
+OF_THREE = frozenset(
+    """gaussian_nll_loss margin_ranking_loss cosine_embedding_loss
+    triplet_margin_loss""".split()
+)
+
+
 def global_loss(
     func: Callable[..., Tensor], args: Any, kwargs: Any, rows: Rows
 ) -> tuple[Tensor, bool]:

@@ -109,16 +109,6 @@ def expand_as(func: Callable, x: Tensor, other: Tensor) -> Tensor:
     return expand(func, x, *other.shape)
 
 
-def repeat(func: Callable, x: Tensor, *sizes: Any) -> Tensor:
-    """Repeats each row along its own dims."""
-    times = list(
-        sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    )
-    if len(times) != x.dim() or times[0] != 1:
-        raise UnsupportedOp
-    return x.repeat(times)
-
-
 def cat(func: Callable, tensors: Any, dim: int = 0, **kwargs: Any) -> Tensor:
     """Joins the rows of several tensors side by side."""
     dim = kwargs.get("axis", dim)
@@ -206,7 +196,6 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
     "unsqueeze": unsqueeze,
     "expand": expand,
     "expand_as": expand_as,
-    "repeat": repeat,
     "cat": cat,
     "concat": cat,
     "concatenate": cat,
@@ -234,7 +223,8 @@ class Transposed(torch.Tensor):
     """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, this rank having some columns.
 
     `x.t() @ y` sums over the rows of all ranks and is an ordinary tensor. `y @ x.t()` is
-    row-sharded, `[n, n]`: all rows of x come here, (P-1)/P n f words. Everything else is
+    row-sharded, `[n, n]`: all rows of x come here, (P-1)/P n f words, and so they do for
+    `torch.cov(x.t())`, of columns. Everything else is
     refused; `.t()` gives x back.
     """
 
@@ -253,6 +243,10 @@ class Transposed(torch.Tensor):
                 return found
         if name in ("t", "T", "mT", "transpose", "permute"):
             return args[0].x
+        if name in ("cov", "corrcoef") and isinstance(args[0], Transposed):
+            agree(name, args[0].x, (args, kwargs))
+            whole = getitem.gather_all(args[0].x.to_local(), args[0].x.rows)
+            return func(whole.t(), *args[1:], **kwargs)
         if name in SIZES:
             shape = args[0].x.shape[::-1]
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -382,7 +376,7 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
             return left.wrap(left.to_local() @ whole.t(), left.rows)
         return left @ whole.t()
     if isinstance(left, RowShardedTensor) and isinstance(right, RowShardedTensor):
-        one = left.dim() == right.dim() == 1 and left.rows.same_as(right.rows)
+        one = left.dim() == 1 and right.dim() < 3 and left.rows.same_as(right.rows)
         if one:
             agree("matmul", left, args)
             part = left.to_local() @ right.to_local()

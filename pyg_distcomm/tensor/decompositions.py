@@ -1,0 +1,342 @@
+"""Decomposes torch functions into others that the rule of `DistTensor` decides.
+
+Each takes the arguments of the function that it stands for, of which some are row-sharded, and
+calls torch again: what it calls is local, global or refused by the tables. Its numbers are
+torch's up to the order of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_distcomm.comm import autograd
+from pyg_distcomm.tensor import gather_by_id
+from pyg_distcomm.tensor.getitem import gather_all
+from pyg_distcomm.tensor.gradients import agree
+from pyg_distcomm.tensor.op_tables import base_name
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, unsupported_op
+
+
+def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Runs a function of `DECOMPOSED`, in place where `func` does so."""
+    out = DECOMPOSED[base_name(func)](*args, **kwargs)
+    name = func.__name__
+    return args[0].copy_(out) if name.endswith("_") else out
+
+
+def _whole(x: Any, name: str) -> Any:
+    """Returns all rows of a row-sharded tensor, on every rank; others as they are."""
+    if not isinstance(x, RowShardedTensor):
+        return x
+    if x.reads_local:
+        raise unsupported_op(f"{name}() over the rows")
+    agree(name, x, (x,))
+    return gather_all(x.to_local(), x.rows)
+
+
+# Joins and repeats -------------------------------------------------------------------
+
+
+def _vstack(tensors: Any) -> Any:
+    return torch.cat([torch.atleast_2d(t) if t.dim() < 2 else t for t in tensors], 0)
+
+
+def _hstack(tensors: Any) -> Any:
+    return torch.cat(list(tensors), 0 if tensors[0].dim() == 1 else 1)
+
+
+def _dstack(tensors: Any) -> Any:
+    if tensors[0].dim() < 2:
+        raise unsupported_op("dstack() of row-sharded vectors")
+    return torch.cat([t.unsqueeze(2) if t.dim() == 2 else t for t in tensors], 2)
+
+
+def _column_stack(tensors: Any) -> Any:
+    return torch.cat([t.unsqueeze(1) if t.dim() == 1 else t for t in tensors], 1)
+
+
+def _repeat_interleave(
+    input: Tensor, repeats: Any = None, dim: int | None = None, **kwargs: Any
+) -> Any:
+    x = input
+    if not isinstance(x, RowShardedTensor) or isinstance(repeats, RowShardedTensor):
+        raise unsupported_op("repeat_interleave() by row-sharded numbers")
+    if dim is None and x.dim() > 1:
+        raise unsupported_op("repeat_interleave() without dim")
+    dim = (dim or 0) % x.dim()
+    size = x.size(dim) if dim else x.rows.count
+    index = torch.arange(size).repeat_interleave(torch.as_tensor(repeats).cpu())
+    if not dim:
+        return x[index]
+    return x.index_select(dim, index.to(x.device))
+
+
+def _repeat(x: RowShardedTensor, *sizes: Any) -> Any:
+    """Repeats all rows, one copy after the other, and each row along its own dims."""
+    times = list(sizes[0] if len(sizes) == 1 and type(sizes[0]) is not int else sizes)
+    copies, *rest = times
+    if len(times) != x.dim() or copies < 1 or (copies > 1 and x.reads_local):
+        raise unsupported_op("repeat() that moves rows or mixes them")
+    one = x.wrap(x.to_local().repeat(1, *rest), x.rows)
+    return one if copies == 1 else torch.cat([one] * copies)
+
+
+def _movedim(input: Tensor, source: Any, destination: Any) -> Any:
+    pairs = [[d] if isinstance(d, int) else list(d) for d in (source, destination)]
+    source, destination = ([d % input.dim() for d in dims] for dims in pairs)
+    order = [d for d in range(input.dim()) if d not in source]
+    for place, dim in sorted(zip(destination, source, strict=True)):
+        order.insert(place, dim)
+    return input.permute(order)
+
+
+# Products and sums over rows ---------------------------------------------------------
+
+
+def _outer(input: Tensor, vec2: Tensor) -> Any:
+    if not isinstance(input, RowShardedTensor):
+        raise unsupported_op("outer() with columns for row-sharded values")
+    return input.unsqueeze(1) * _whole(vec2, "outer").unsqueeze(0)
+
+
+def _dot(input: Tensor, other: Tensor) -> Any:
+    if input.dim() != 1 or other.dim() != 1:
+        raise unsupported_op("inner() of more than vectors")
+    return (input * other).sum()
+
+
+def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return beta * input + alpha * (mat @ vec)
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
+    left, right = ([dims], [dims]) if isinstance(dims, int) else dims
+    pair = [d if isinstance(d, int) else d[0] for d in (left, right)]
+    if a.dim() != 2 or b.dim() != 2 or isinstance(dims, int):
+        raise unsupported_op("tensordot() that moves rows or mixes them")
+    if [d % 2 for d in pair] == [0, 0]:
+        return a.t() @ b
+    return a @ (b if pair[1] % 2 == 0 else b.t())
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, **kwargs: Any) -> Any:
+    """Computes the distances of each row to rows that all ranks have, which come here.
+
+    Price: all rows of a row-sharded `x2`, (P-1)/P n f words.
+    """
+    if not isinstance(x1, RowShardedTensor) or x1.dim() != 2:
+        raise unsupported_op("cdist() of ordinary rows to row-sharded ones")
+    x2 = _whole(x2, "cdist")
+    return x1.wrap(torch.cdist(x1.to_local(), x2, p, **kwargs), x1.rows)
+
+
+def _var_mean(
+    input: Tensor,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    **how: Any,
+) -> Any:
+    if isinstance(dim, bool):  # (input, unbiased)
+        dim, unbiased = None, dim
+    if unbiased is not None:
+        how["correction"] = int(unbiased)
+    dim = list(range(input.dim())) if dim is None else dim
+    spread = torch.var(input, dim=dim, keepdim=keepdim, **how)
+    return spread, input.mean(dim=dim, keepdim=keepdim)
+
+
+def _std_mean(*args: Any, **kwargs: Any) -> Any:
+    spread, mean = _var_mean(*args, **kwargs)
+    return spread.sqrt(), mean
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    """Contracts dims of each row, or the rows themselves, added up over all ranks.
+
+    Rows have one letter, the first of each row-sharded operand: first in the result, or nowhere
+    there.
+    """
+    if len(operands) == 1 and not isinstance(operands[0], Tensor):
+        operands = tuple(operands[0])
+    inputs, _, out = str(equation).replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    like = next(x for x in operands if isinstance(x, RowShardedTensor))
+    row = next(
+        t[:1]
+        for t, x in zip(terms, operands, strict=True)
+        if isinstance(x, RowShardedTensor)
+    )
+    refused = unsupported_op("einsum() that moves rows or mixes them")
+    if not row.isalpha() or row in out[1:] or "->" not in equation:
+        raise refused
+    local: list[Tensor] = []
+    for term, x in zip(terms, operands, strict=True):
+        if not isinstance(x, RowShardedTensor):
+            if row in term and x.size(term.index(row)) != like.rows.count:
+                raise refused
+            at = like.rows.place_on(x.device)
+            local.append(x.index_select(term.index(row), at) if row in term else x)
+        elif term[0] != row or row in term[1:]:
+            raise refused
+        else:
+            found = gather_by_id.cut_as(x, like.rows)
+            if found is None:
+                raise TypeError(f"einsum() got rows of {like.rows} and of {x.rows}")
+            local.append(found)
+    if out[:1] == row:
+        return like.wrap(torch.einsum(equation, *local), like.rows)
+    if like.reads_local:
+        raise refused
+    agree("einsum", like, operands)
+    part = torch.einsum(equation, *local)
+    return autograd.all_reduce(part, like.rows.mesh.world)
+
+
+# Rows by id --------------------------------------------------------------------------
+
+
+def _index_fill(input: Tensor, dim: int, index: Any, value: Any) -> Any:
+    out = input.clone()
+    if dim % out.dim():
+        out[(*[slice(None)] * (dim % out.dim()), index)] = value
+    else:
+        out[index] = value
+    return out
+
+
+def _index_copy(input: Tensor, dim: int, index: Any, source: Any) -> Any:
+    return _index_fill(input, dim, index, source)
+
+
+def _index_put(
+    input: Tensor, indices: Any, values: Any, accumulate: bool = False
+) -> Any:
+    if accumulate:
+        if len(indices) != 1 or not isinstance(values, Tensor) or not values.dim():
+            raise unsupported_op("index_put(accumulate=True) other than of rows")
+        return input.index_add(0, indices[0], values)
+    out = input.clone()
+    out[indices[0] if len(indices) == 1 else tuple(indices)] = values
+    return out
+
+
+# Rows as a batch ---------------------------------------------------------------------
+
+
+def _pad(
+    input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
+) -> Any:
+    dims = input.dim() - (mode != "constant" and input.dim() > 2)
+    if not isinstance(input, RowShardedTensor) or len(pad) // 2 >= dims:
+        raise unsupported_op("pad() of the rows")
+    return input.wrap(F.pad(input.to_local(), pad, mode, value), input.rows)
+
+
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 0, dim: int = -1
+) -> Any:
+    noise = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    best = soft.max(dim, keepdim=True)[1]
+    return torch.zeros_like(logits).scatter_(dim, best, 1.0) - soft.detach() + soft
+
+
+def _rrelu(
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    if training:
+        raise unsupported_op("rrelu() in training")
+    return F.leaky_relu(input, (lower + upper) / 2, inplace)
+
+
+def _alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Any:
+    """Drops entries to the saturated value of SELU, and keeps mean and variance.
+
+    Masks are keyed by row id, as dropout's.
+    """
+    if not training or p == 0:
+        return input
+    low = -1.7580993408473766
+    scale = ((1 - p) * (1 + p * low**2)) ** -0.5
+    keep = F.dropout(torch.ones_like(input), p) * (1 - p)
+    out = scale * (input * keep + low * (1 - keep)) - scale * p * low
+    return input.copy_(out) if inplace else out
+
+
+def _of_batch(name: str) -> Callable[..., Any]:
+    """Returns a function that takes rows as its batch: what follows dim 0 is a row's own."""
+    function, dims = getattr(F, name), 2 + int(name[-2])
+
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rest = (*args, *kwargs.values())
+        sharded = any(isinstance(value, RowShardedTensor) for value in rest)
+        if not isinstance(input, RowShardedTensor) or input.dim() != dims or sharded:
+            raise unsupported_op(f"{name}() with rows that are not its batch")
+        out = function(input.to_local(), *args, **kwargs)
+        if isinstance(out, tuple):  # with the places of what is largest
+            return tuple(input.wrap(part, input.rows) for part in out)
+        return input.wrap(out, input.rows)
+
+    return run
+
+
+_BATCHED = """conv conv_transpose max_pool avg_pool lp_pool adaptive_max_pool
+adaptive_avg_pool""".split()
+
+
+def _sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str = "sum") -> Any:
+    if reduce != "sum":
+        raise unsupported_op(f"sparse.mm(reduce={reduce!r})")
+    return mat1 @ mat2
+
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "vstack": _vstack,
+    "row_stack": _vstack,
+    "hstack": _hstack,
+    "dstack": _dstack,
+    "column_stack": _column_stack,
+    "repeat_interleave": _repeat_interleave,
+    "movedim": _movedim,
+    "moveaxis": _movedim,
+    "outer": _outer,
+    "ger": _outer,
+    "dot": _dot,
+    "vdot": _dot,
+    "inner": _dot,
+    "addmv": _addmv,
+    "tensordot": _tensordot,
+    "_sparse_mm": _sparse_mm,
+    "cdist": _cdist,
+    "var_mean": _var_mean,
+    "std_mean": _std_mean,
+    "einsum": _einsum,
+    "index_fill": _index_fill,
+    "index_copy": _index_copy,
+    "index_put": _index_put,
+    "pad": _pad,
+    "gumbel_softmax": _gumbel_softmax,
+    "rrelu": _rrelu,
+    "alpha_dropout": _alpha_dropout,
+    "repeat": _repeat,
+    "tile": _repeat,
+    **{
+        name: _of_batch(name)
+        for name in (f"{kind}{dims}d" for kind in _BATCHED for dims in (1, 2, 3))
+        if hasattr(F, name)
+    },
+}
