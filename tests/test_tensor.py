@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, owners
 from torch_geometric.data import Data
+from torch_geometric.nn import HeteroLinear
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import random
@@ -117,6 +118,12 @@ GLOBAL = {
 
 ONES = torch.ones(50, 2, dtype=torch.float64).cumsum(0)
 
+
+def _seeded(kind, *args, **kwargs):
+    torch.manual_seed(0)
+    return kind(*args, **kwargs).double()
+
+
 DECOMPOSED = {
     "vstack": lambda x: torch.vstack([x, 2 * x]),
     "hstack": lambda x: torch.hstack([x, x[:, :1]]),
@@ -162,6 +169,15 @@ DECOMPOSED = {
         0, x.argmax(1).remainder(3).view(-1, 1).expand(-1, 7), x
     ),
     "correlations": lambda x: torch.corrcoef(x.t()),
+    "GRU cell": lambda x: _seeded(torch.nn.GRUCell, 7, 3)(x),
+    "LSTM cell": lambda x: _seeded(torch.nn.LSTMCell, 7, 7)(x, (x, x + 1))[0],
+    "attention within rows": lambda x: F.scaled_dot_product_attention(
+        *[x.view(-1, 1, 7, 1)] * 3, is_causal=True
+    ),
+    "transformer over steps": lambda x: _seeded(
+        torch.nn.TransformerEncoderLayer, 2, 1, 4, 0.0, batch_first=True
+    )(x[:, :6].view(-1, 3, 2), src_key_padding_mask=ONES[:, [0] * 3] < 0),
+    "linear by class": lambda x: _seeded(HeteroLinear, 7, 2, 3)(x, x.argmax(1) % 3),
     "ranking loss": lambda x: F.margin_ranking_loss(x[:, 0], x[:, 1], ONES[:, 0]),
     "cosine loss": lambda x: F.cosine_embedding_loss(x, x.flip(1), ONES[:, 0] * 0 - 1),
 }

@@ -294,6 +294,20 @@ def _of_batch(name: str) -> Callable[..., Any]:
     return run
 
 
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attends within each row: to keys of the same row, `[n, ..., steps, C]`."""
+    parts = query, key, value
+    if not all(isinstance(t, RowShardedTensor) and t.dim() > 2 for t in parts):
+        raise unsupported_op("attention between rows")
+    if any(args[1:2]) or kwargs.get("dropout_p"):
+        raise unsupported_op("attention with dropout of its weights")
+    local: list[Any] = [gather_by_id.cut_as(t, query.rows) for t in parts]
+    if any(t is None for t in local):
+        raise unsupported_op("attention of rows that are cut differently")
+    out = F.scaled_dot_product_attention(*local, *args, **kwargs)
+    return query.wrap(out, query.rows)
+
+
 _BATCHED = """conv conv_transpose max_pool avg_pool lp_pool adaptive_max_pool
 adaptive_avg_pool""".split()
 
@@ -332,6 +346,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "gumbel_softmax": _gumbel_softmax,
     "rrelu": _rrelu,
     "alpha_dropout": _alpha_dropout,
+    "scaled_dot_product_attention": _attention,
     "repeat": _repeat,
     "tile": _repeat,
     **{

@@ -195,6 +195,16 @@ def _aligned(func: Callable, tree: Any, rows: Rows, width: int) -> Any:
             raise unsupported_op(
                 "embedding(max_norm=...), which changes rows of its weights,"
             )
+        if name.endswith("_cell"):  # states of all rows
+            (x, states, *rest), kwargs = tree
+
+            def fit_state(h: Any) -> Any:
+                return (
+                    h if isinstance(h, RowShardedTensor) else fit_plain(h, x, 2, name)
+                )
+
+            states = tree_map(fit_state, states)
+            return (x, states, *rest), kwargs
         return tree
 
     like = first_sharded(*tree)
@@ -485,6 +495,8 @@ _LIKE = ("dtype", "device", "layout", "memory_format")
 
 
 def _compressed(func: Callable, args: Any, kwargs: Any) -> Any:
+    if first_sharded(args, kwargs).rows.nodes is None:  # no ends of edges
+        return gathered(func, args, kwargs)
     refuse_loader()
     raise TypeError(
         f"{advice()}make edges sparse by T.ToSparseTensor, or before pdc.partition, which "

@@ -8,6 +8,7 @@ The transpose of a row-sharded matrix has its columns cut, and products take it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,12 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.op_tables import FACTS, SIZES, base_name
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, eager, unsupported_op
+from pyg_distcomm.tensor.row_sharded import (
+    RowShardedTensor,
+    eager,
+    fit_plain,
+    unsupported_op,
+)
 
 
 class UnsupportedOp(Exception):
@@ -260,6 +266,78 @@ class Transposed(torch.Tensor):
 
 
 @eager
+class BatchSecond(torch.Tensor):
+    """`x.transpose(0, 1)` of a row-sharded `x` `[n, steps, C]`: `[steps, n, C]`.
+
+    As `torch.nn.MultiheadAttention` takes a batch, which the rows are here: attention is
+    among the steps of a row. Everything else is refused; `.transpose(0, 1)` gives x back.
+    """
+
+    x: RowShardedTensor
+    _spread = True
+
+    @staticmethod
+    def of(x: RowShardedTensor) -> BatchSecond:
+        """Returns the rows as second dim."""
+        with torch._C.DisableTorchFunctionSubclass():
+            out = x.as_subclass(torch.Tensor).transpose(0, 1).as_subclass(BatchSecond)
+        out.x = x
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs attention of each row, and refuses the rest by name."""
+        name, kwargs = base_name(func), kwargs or {}
+        if name == "multi_head_attention_forward":
+            return _attention(func, args, kwargs)
+        if name in ("transpose", "swapaxes") and {*args[1:]} == {0, 1}:
+            return args[0].x
+        if name in SIZES:
+            n, steps, *rest = args[0].x.shape
+            shape = torch.Size((steps, n, *rest))
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if name == "len" or (name == "size" and dim is not None):
+                return shape[dim or 0]
+            return shape if name in ("shape", "size") else shape.numel()
+        if name in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        raise unsupported_op(f"{name}() of rows that are the second dim")
+
+
+def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Returns what multi-head attention among the steps of each row does."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    if given["dropout_p"] and given.get("training", True):
+        raise unsupported_op("attention with dropout of its weights")
+    parts = [given[k] for k in ("query", "key", "value")]
+    like = next(p.x for p in parts if isinstance(p, BatchSecond))
+    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
+    if mask is not None and mask.dim() > 2:
+        raise unsupported_op("attention with a mask of each row")
+    if isinstance(padding, Tensor) and not isinstance(padding, RowShardedTensor):
+        padding = like.wrap(fit_plain(padding, like, 2, "attention"), like.rows)
+    count = len(like.rows)
+
+    def local(x: RowShardedTensor) -> Tensor:  # torch's refuses no rows
+        rows = x.to_local()
+        return rows if count else rows.new_zeros(1, *rows.shape[1:])
+
+    for k, part in zip(("query", "key", "value"), parts, strict=True):
+        if not isinstance(part, BatchSecond) or part.x.rows is not like.rows:
+            raise unsupported_op("attention of rows to others, or cut differently,")
+        given[k] = local(part.x).transpose(0, 1)
+    given["key_padding_mask"] = None if padding is None else local(padding)
+    out, weights = func(**given)
+    wrapped = BatchSecond.of(like.wrap(out.transpose(0, 1)[:count], like.rows))
+    return wrapped, weights if weights is None else like.wrap(
+        weights[:count], like.rows
+    )
+
+
+@eager
 class Stacked(torch.Tensor):
     """`torch.stack([x, y, ...])` of row-sharded tensors `[n, f]`: `[k, n, f]`.
 
@@ -341,6 +419,8 @@ def transposed(name: str, args: Any, kwargs: Any) -> Any:
         and dims[0] % 2 != dims[1] % 2
         and (name != "permute" or dims[0] % 2)
     )
+    if x.dim() == 3 and name in ("transpose", "swapaxes") and {*dims} == {0, 1}:
+        return BatchSecond.of(x)
     if x.dim() != 2 or not swaps:
         return None
     if x.holds_ends and x.rows.stacked is not None:
