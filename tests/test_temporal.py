@@ -229,12 +229,20 @@ def _refused():
     neighbors = tgn.LastNeighborLoader(NODES, KEPT)
     src, dst, t, msg = data.src, data.dst, data.t, data.msg
     apart = torch.arange(3) + mesh.rank
+    one, shape = (torch.int32, (2, 2)) if mesh.rank else (torch.int64, (4,))
     events = memory.update_state
     for call, words in (
         (lambda: memory(torch.tensor([0, NODES])), "nodes 0 .. 16, got 17"),
         (lambda: memory(torch.tensor([1, 1])), "n_id.unique"),
         (lambda: memory(apart), "same ids on all ranks"),
+        (lambda: memory(torch.arange(3).to(one)), "same ids on all ranks"),
+        (lambda: memory(torch.arange(3).to(torch.int32)), "nodes as int64"),
+        (lambda: memory(torch.arange(4).view(shape)), "same ids on all ranks"),
         (lambda: neighbors(apart), "same ids on all ranks"),
+        (lambda: neighbors.insert(src, dst[:4]), "as many src"),
+        (lambda: events(src, dst, t + mesh.rank, msg), "on all ranks"),
+        (lambda: events(src, dst, t, msg + mesh.rank), "on all ranks"),
+        (lambda: events(src[0], dst, t, msg), "as many src"),
         (lambda: events(src, dst + 9, t, msg), "dst names node"),
         (lambda: events(src, dst, t.double(), msg), "times as int64"),
         (lambda: events(src, dst, t, msg[:, :2]), "raw_msg_dim"),

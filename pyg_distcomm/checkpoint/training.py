@@ -170,11 +170,12 @@ def _link_file(mesh: Mesh, rank: int | None = None) -> str:
 
 
 def _named_links(link: Any) -> dict[str, LinkPolicy]:
-    """Returns links by relation by name, each link once: "a__to__b", or "to"."""
+    """Returns links by relation by name, "a__to__b" or "to", each link by its first name."""
+    keyed = {"__".join(k) if isinstance(k, tuple) else str(k): link[k] for k in link}
     found: dict[str, LinkPolicy] = {}
-    for key, one in link.items():
+    for name, one in sorted(keyed.items()):
         if one is not None and not any(one is other for other in found.values()):
-            found["__".join(key) if isinstance(key, tuple) else str(key)] = one
+            found[name] = one
     return found
 
 

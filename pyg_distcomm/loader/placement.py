@@ -116,7 +116,9 @@ class Placement:
         """Returns an attribute where the device reads it; a copy made anew if it changed."""
         pinned = self.rows_pinned
         return self._kept(
-            key, values, lambda t: t.pin_memory() if pinned else self.put(t)
+            key,
+            values,
+            lambda t: t.contiguous().pin_memory() if pinned else self.put(t),
         )
 
     def shape_of(self, key: Any, edges: Tensor) -> Tensor:

@@ -420,8 +420,6 @@ def _argument(
         if source is None or visit.source == 1 or visit.late:
             return source, target
         given = value[0] if isinstance(value[0], DistTensor) else None
-        if given is not None:
-            given = edge_index.as_nodes(given, f"{name}[0]", ends[0])
         return visit.ghosted(source, given), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value

@@ -21,6 +21,7 @@ from torch_geometric.nn.models import tgn
 from torch_geometric.utils import scatter
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.consistency import digest
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
 from pyg_distcomm.comm.rows import Rows
@@ -78,8 +79,7 @@ class TGNMemory(PygTGNMemory):
 
     Raises:
         ValueError: on all ranks, if ids repeat, differ between ranks or are no nodes, or if
-            events have no such shapes.
-        TypeError: on all ranks, if times are no int64, or features of events learn.
+            events differ, have no such shapes or types, or learn.
     """
 
     rows: Rows | None
@@ -396,6 +396,8 @@ class LastNeighborLoader(tgn.LastNeighborLoader):  # type: ignore[misc]
             src, dst = both.full_tensor().unbind(1)
         else:
             src, dst = (_same_nodes(end, self.rows) for end in (src, dst))
+        if len(src) != len(dst):
+            raise ValueError(f"give as many src as dst, got {len(src)} and {len(dst)}")
         number = torch.arange(self.cur_e_id, self.cur_e_id + len(src)).to(src.device)
         self.cur_e_id += len(src)
         nodes, order = torch.cat(
@@ -463,9 +465,10 @@ def _same_nodes(n_id: Tensor, rows: Rows, unique: bool = False) -> Tensor:
     """
     if isinstance(n_id, DistTensor):
         n_id = n_id.full_tensor()
-    if n_id.dim() != 1 or n_id.dtype != torch.int64:
+    listed = n_id.dim() == 1 and n_id.dtype == torch.int64
+    check_same(n_id if listed else torch.tensor([-1]), rows)
+    if not listed:
         raise ValueError(f"give nodes as int64 [k], got {n_id.dtype}{list(n_id.shape)}")
-    check_same(n_id, rows)
     if len(n_id) and not 0 <= int(n_id.min()) <= int(n_id.max()) < rows.total:
         bad = int(n_id[(n_id < 0) | (n_id >= rows.total)][0])
         raise ValueError(f"there are nodes 0 .. {rows.total - 1}, got {bad}")
@@ -487,20 +490,21 @@ def _cut_alike(
 ) -> tuple[list[Tensor], Rows, str | None]:
     """Returns the rows here of tensors of events, which rows, and what is wrong with them."""
     spread = [x for x in events if isinstance(x, DistTensor)]
-    rows = spread[0].rows if spread else Rows.blocks(len(events[0]), mesh)
-    if not spread:
-        check_same(events[0], rows)
+    rows = spread[0].rows if spread else Rows.blocks(events[0].shape[:1].numel(), mesh)
+    plain = [digest(x) for x in events if not isinstance(x, DistTensor)]
+    if plain:
+        check_same(torch.tensor(plain), rows)
     found: list[Any] = []
     for x in events:
         if isinstance(x, DistTensor):
             found.append(cut_as(x, rows))
         else:
-            same = len(x) == rows.count
+            same = x.dim() > 0 and len(x) == rows.count
             found.append(x[rows.place.to(x.device)] if same else None)
     if all(x is not None for x in found):
         return found, rows, None
-    sizes = [x.size(0) for x in events]
-    return [], rows, f"give as many src, dst, t and raw_msg; got {sizes}"
+    shapes = [list(x.shape) for x in events]
+    return [], rows, f"give as many src, dst, t and raw_msg; got {shapes}"
 
 
 def _check_aggregator(module: Any) -> None:
