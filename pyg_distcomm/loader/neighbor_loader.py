@@ -18,6 +18,7 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.placement import Placement
 
 
@@ -140,9 +141,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
-        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        self.placement = Placement.of(device, graph_on, rows_on)
-        kwargs = unused_arguments(kwargs)
         options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
@@ -155,11 +153,19 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "rule": rule,
         }
         whole = data
-        partitioned = PartitionedOptions(
-            topology, replication, sample_at, features, embedding
-        )
-        if partitioned.wanted(data, self.placement):
-            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        with alike(ranks_of(data)):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
+            self.placement = Placement.of(device, graph_on, rows_on)
+            kwargs = unused_arguments(kwargs)
+            partitioned = PartitionedOptions(
+                topology, replication, sample_at, features, embedding
+            )
+            is_spread = partitioned.wanted(data, self.placement)
+            if is_spread:
+                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_spread:
             self.spread, neighbor_sampler = partitioned.begin(
                 type(self).__qualname__,
                 data,
@@ -256,9 +262,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
-        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        self.placement = Placement.of(device, graph_on, rows_on)
-        kwargs = unused_arguments(kwargs)
         options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
@@ -270,15 +273,23 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "rule": rule,
         }
-        if neg_sampling_ratio:  # PyG's old name of it
-            neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
-        neg_sampling = NegativeSampling.cast(neg_sampling)
         whole = data
-        partitioned = PartitionedOptions(
-            topology, replication, sample_at, features, embedding
-        )
-        if partitioned.wanted(data, self.placement):
-            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        with alike(ranks_of(data)):
+            loader_options = LoaderOptions(
+                bulk_size, seed, even_batches, prefetch, split
+            )
+            self.placement = Placement.of(device, graph_on, rows_on)
+            kwargs = unused_arguments(kwargs)
+            if neg_sampling_ratio:  # PyG's old name of it
+                neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
+            neg_sampling = NegativeSampling.cast(neg_sampling)
+            partitioned = PartitionedOptions(
+                topology, replication, sample_at, features, embedding
+            )
+            is_spread = partitioned.wanted(data, self.placement)
+            if is_spread:
+                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_spread:
             self.spread, neighbor_sampler = partitioned.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
                 data,
