@@ -67,8 +67,8 @@ def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
     fits = bool(numbers) and min(numbers) >= -1 and max(numbers) < 2**63
     if not fits or list(numbers) != given:
         raise ValueError(
-            "num_nodes_per_layer must hold a whole number below 2^63 for each layer, -1 for "
-            f"all nodes, got {num_nodes_per_layer!r}"
+            "num_nodes_per_layer must hold a whole number for each layer, below 2^63, -1 "
+            f"for all nodes, got {num_nodes_per_layer!r}"
         )
     return numbers
 
