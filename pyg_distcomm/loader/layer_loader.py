@@ -101,13 +101,11 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         embedding: Any = None,
         **kwargs: Any,
     ) -> None:
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
-            loader_options = LoaderOptions(
-                bulk_size, seed, even_batches, prefetch, split
-            )
-            partitioned = PartitionedOptions(
-                topology, replication, sample_at, features, embedding
-            )
+            loader_options = LoaderOptions(*loading)
+            partitioned = PartitionedOptions(*placing)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
             is_spread = partitioned.wanted(data)
@@ -130,9 +128,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = PartitionedSource(
-                data, replication, features, replicated_args, embedding
-            )
+            given = data, replication, features, replicated_args, embedding
+            self.spread = PartitionedSource(*given)
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)
             graph = _spread_graph(self.spread, partitioned, chosen, weight_attr, most)
@@ -162,9 +159,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._set_up(
-            loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
-        )
+        listed = [inputs.node, inputs.time, inputs.input_type]
+        self._set_up(loader_options, listed, kwargs)
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """PyG's `filter_fn`, for edges of which some are loops without an id."""
