@@ -153,15 +153,13 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "rule": rule,
         }
         whole = data
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
-            loader_options = LoaderOptions(
-                bulk_size, seed, even_batches, prefetch, split
-            )
+            loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on)
             kwargs = unused_arguments(kwargs)
-            partitioned = PartitionedOptions(
-                topology, replication, sample_at, features, embedding
-            )
+            partitioned = PartitionedOptions(*placing)
             is_spread = partitioned.wanted(data, self.placement)
             if is_spread:
                 partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
@@ -180,10 +178,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            chosen = seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, *chosen, **options
-            )
+            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             whole,
             num_neighbors,
@@ -274,18 +270,14 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "rule": rule,
         }
         whole = data
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
-            loader_options = LoaderOptions(
-                bulk_size, seed, even_batches, prefetch, split
-            )
+            loader_options = LoaderOptions(*loading)
             self.placement = Placement.of(device, graph_on, rows_on)
             kwargs = unused_arguments(kwargs)
-            if neg_sampling_ratio:  # PyG's old name of it
-                neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
-            neg_sampling = NegativeSampling.cast(neg_sampling)
-            partitioned = PartitionedOptions(
-                topology, replication, sample_at, features, embedding
-            )
+            neg_sampling = _negatives(neg_sampling, neg_sampling_ratio)
+            partitioned = PartitionedOptions(*placing)
             is_spread = partitioned.wanted(data, self.placement)
             if is_spread:
                 partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
@@ -306,10 +298,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
-            chosen = seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, *chosen, **options
-            )
+            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             whole,
             num_neighbors,
@@ -336,6 +326,11 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
         found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
         return found
+
+
+def _negatives(given: Any, ratio: float | None) -> NegativeSampling | None:
+    """Returns how negatives are sampled; `ratio` is PyG's old name of it."""
+    return NegativeSampling.cast(NegativeSampling("binary", ratio) if ratio else given)
 
 
 def _named(negatives: NegativeSampling | None) -> str | None:
