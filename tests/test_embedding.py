@@ -293,6 +293,8 @@ def _misfit():
     ):
         with pytest.raises(ValueError, match=said):
             pdc.DistEmbedding(n, dim, like=share)
+    with pytest.raises((TypeError, ValueError), match="rank 1: like says which rank"):
+        pdc.DistEmbedding(N, DIM, like=3 if mesh.rank else share)
     with pytest.raises(TypeError, match="takes the model"):
         pdc.clip_grad_norm_([], 1.0)
     with pytest.raises(TypeError, match="a Mesh; got a int"):

@@ -209,6 +209,17 @@ def test_states_that_do_not_fit_are_refused():
         nodes().load_state_dict({"seed": 1, "batches": 0, "inputs": ""})
     with pytest.raises(ValueError, match="split over 2 ranks"):
         nodes().load_state_dict({**state, "ranks": 2})
+    for wrong in (None, 3, [], {**state, "made_from": None}, {**state, "batches": -1}):
+        with pytest.raises(ValueError, match="not the state of a loader"):
+            nodes().load_state_dict(wrong)
+    timed, weighed = graph(), graph()
+    for name in ("one", "two"):
+        timed[name] = torch.zeros(timed.num_nodes, dtype=torch.long)
+        weighed[name] = torch.ones(weighed.num_edges)
+    for data, option in ((timed, "time_attr"), (weighed, "weight_attr")):
+        state = nodes(data, **{option: "one"}).state_dict()
+        with pytest.raises(ValueError, match=f"{option}=one, and this one has"):
+            nodes(data, **{option: "two"}).load_state_dict(state)
 
 
 OTHERS = {
@@ -314,6 +325,12 @@ def with_edge(source, target, **kwargs):
 
 BAD = {
     "fan-out": (lambda: nodes(fan_outs=(2, -2)), "num_neighbors holds -2"),
+    "no fan-out": (lambda: nodes(fan_outs=[None]), "num_neighbors holds None"),
+    "large fan-out": (lambda: nodes(fan_outs=[2**31]), "below 2\\^31"),
+    "large layer": (
+        lambda: DistLayerLoader(graph(), [2**63], batch_size=7),
+        "below 2\\^63",
+    ),
     "seed above": (lambda: nodes(input_nodes=torch.tensor([60])), "0 .. 59"),
     "seed below": (lambda: nodes(input_nodes=torch.tensor([-1])), "span -1 .. -1"),
     "real seeds": (

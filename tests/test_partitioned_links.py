@@ -12,7 +12,11 @@ from test_partitioned_sampling import timed, timed_hetero
 from torch_geometric.sampler import NegativeSampling
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import DistLinkNeighborLoader
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+)
 
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
@@ -174,3 +178,32 @@ def _refused(case):
 @pytest.mark.parametrize("case", ["a vector", "of one rank", "out of range", "workers"])
 def test_what_is_wrong_is_refused_on_all_ranks(case):
     worlds.run(_refused, 2, case)
+
+
+ALONE = {
+    "workers": ({"num_workers": 2}, "num_workers=2"),
+    "topology": ({"topology": "x"}, "topology must be one of"),
+    "features": ({"features": 3}, "features must be a DistFeatureStore"),
+    "bulks": ({"bulk_size": 0}, "bulk_size must be"),
+}
+
+
+def _refused_of_one(case):
+    share = pdc.partition(batches.graph(), worlds.mesh(), "block")
+    options, said = ALONE[case]
+    options = options if worlds.mesh().rank else {}
+    kinds = DistNeighborLoader, DistLinkNeighborLoader, DistLayerLoader
+    for kind in kinds:
+        with pytest.raises((TypeError, ValueError), match=said):
+            kind(share, [2, 2], batch_size=4, **options)
+    with pytest.raises(ValueError, match="num_nodes_per_layer must hold"):
+        DistLayerLoader(share, [-2 if worlds.mesh().rank else 2], batch_size=4)
+    with pytest.raises(ValueError, match="'foo' is not a valid"):
+        DistLinkNeighborLoader(
+            share, [2], neg_sampling="foo" if worlds.mesh().rank else None
+        )
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_what_one_rank_alone_has_wrong_is_refused_on_all(case):
+    worlds.run(_refused_of_one, 2, case)

@@ -376,6 +376,28 @@ def test_parts_of_layers_that_mix_rows_switch_trimming_off():
         assert pdc.nn.trimming_of(ours).startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (lambda: pyg.SAGEConv(WIDTH, 7, aggr=["mean", "std"]), "SAGEConv"),
+        (lambda: pyg.EdgeConv(torch.nn.Linear(2 * WIDTH, 7)), "EdgeConv"),
+    ],
+)
+def test_layers_that_are_not_trimmed_are_named(layer, name):
+    """A model of them alone; as its first layer they leave the others to be trimmed."""
+    wanted, data = Stack(layer), graph()
+    wanted(data.x, data.edge_index)
+    mixed = copy.deepcopy(wanted)
+    for k in (1, 2):
+        mixed.convs[k] = pyg.SAGEConv(WIDTH, 7).double()
+    for model, told in ((wanted, f"off: {name} is not trimmed"), (mixed, "on")):
+        ours = pdc.convert(copy.deepcopy(model))
+        for batch in loader_of(data, batch_size=4):
+            rows = slice(batch.batch_size)
+            agree(ours, model, rows, batch.edge_index, x=batch.x)
+        assert pdc.nn.trimming_of(ours) == told
+
+
 @pytest.mark.parametrize("change", ["setitem", "setitem of seeds", "masked", "nested"])
 def test_late_changes_in_place_are_seen(change):
     """What an operation changes after passes that have been trimmed."""

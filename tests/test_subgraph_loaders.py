@@ -440,6 +440,10 @@ def test_what_cannot_be_is_refused():
         GraphSAINTNodeSampler(share, 3, topology="partitioned")
     with pytest.raises(ValueError, match="rename them"):
         GraphSAINTNodeSampler(Data(**{**data.to_dict(), "node_norm": data.y}), 3)
+    with pytest.raises(ValueError, match="num_steps must be 0 or more, got -1"):
+        GraphSAINTNodeSampler(data, 3, num_steps=-1)
+    with pytest.raises(TypeError, match="batch_size must be a whole number"):
+        GraphSAINTNodeSampler(data, 2.5)
     with pytest.raises(TypeError, match="takes a HeteroData"):
         HGTLoader(data, [2], None)
     with pytest.raises(ValueError, match="the node types are"):
@@ -466,6 +470,10 @@ def _wrong_on_one():
         RandomNodeLoader(share, 3, input_nodes=torch.arange(3) if bad else None)
     with pytest.raises(ValueError, match="topology='partitioned'"):
         GraphSAINTNodeSampler(share, 5, topology="partitioned" if bad else "auto")
+    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
+        GraphSAINTNodeSampler(share, 0 if bad else 5, sample_coverage=2)
+    with pytest.raises(ValueError, match="give all ranks the same numbers"):
+        GraphSAINTNodeSampler(share, 5, num_steps=3 if bad else 4)
     with pytest.raises(ValueError, match=r"num_samples must be 0 or more, got \[-3\]"):
         HGTLoader(typed, [-3 if bad else 3], input_nodes="paper", batch_size=4)
     cluster = torch.arange(int(data.num_nodes)) % 3

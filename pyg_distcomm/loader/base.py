@@ -350,9 +350,19 @@ class BulkLoading(_PyGLoader):
                 lists split over another number of ranks.
         """
         sharding = self._sharding()
+        if not isinstance(state, dict):
+            raise ValueError(f"not the state of a loader: a {type(state).__name__}")
         missing = {"seed", "epoch", "batches", "inputs", "made_from"} - set(state)
         if missing:
             raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
+        numbers = {name: state[name] for name in ("seed", "epoch", "batches")}
+        whole = all(type(value) is int for value in numbers.values())
+        if not whole or min(numbers["epoch"], numbers["batches"]) < 0:
+            raise ValueError(f"not the state of a loader: it holds {numbers}")
+        if not isinstance(state["made_from"], dict):
+            raise ValueError(
+                f"not the state of a loader: made_from={state['made_from']!r}"
+            )
         before, now = state["made_from"], self._describe()
         for name in {**now, **before}:
             if before.get(name) != now.get(name):
@@ -371,8 +381,8 @@ class BulkLoading(_PyGLoader):
                 f"script, and there are {sharding.size}; only inputs that are the same on all "
                 "ranks can go on with another number of them"
             )
-        self.seed, self._epoch = int(state["seed"]), int(state["epoch"])
-        self._resume, self._progress = int(state["batches"]), None
+        self.seed, self._epoch = state["seed"], state["epoch"]
+        self._resume, self._progress = state["batches"], None
 
     def _join(self) -> World:
         """Leaves a note for the other ranks, once there are any."""

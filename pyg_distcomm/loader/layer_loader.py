@@ -16,7 +16,7 @@ from pyg_distcomm.loader.base import BulkLoading
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
-from pyg_distcomm.loader.partitioned_source import PartitionedSource
+from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike, ranks_of
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
@@ -101,20 +101,23 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         embedding: Any = None,
         **kwargs: Any,
     ) -> None:
-        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        partitioned = PartitionedOptions(
-            topology, replication, sample_at, features, embedding
-        )
-        chosen, graph, whole = _rule(rule), data, data
-        numbers = layer_numbers(num_nodes_per_layer)
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
+        with alike(ranks_of(data)):
+            loader_options = LoaderOptions(*loading)
+            partitioned = PartitionedOptions(*placing)
+            chosen, graph, whole = _rule(rule), data, data
+            numbers = layer_numbers(num_nodes_per_layer)
+            is_spread = partitioned.wanted(data)
+            if is_spread:
+                partitioned.check(None, loader_options, kwargs)
         options = {
             "weights": weights,
             "replace": replace,
             "keep_batch": keep_batch,
             "method": method,
         }
-        if partitioned.wanted(data):
-            partitioned.check(None, loader_options, kwargs)
+        if is_spread:
             replicated_args = partitioned.replicated_args(
                 loader_options,
                 kwargs,
@@ -125,9 +128,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            self.spread = PartitionedSource(
-                data, replication, features, replicated_args, embedding
-            )
+            given = data, replication, features, replicated_args, embedding
+            self.spread = PartitionedSource(*given)
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)
             graph = _spread_graph(self.spread, partitioned, chosen, weight_attr, most)
@@ -157,9 +159,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             **kwargs,
         )
         self.data, inputs = data, self.input_data
-        self._set_up(
-            loader_options, [inputs.node, inputs.time, inputs.input_type], kwargs
-        )
+        listed = [inputs.node, inputs.time, inputs.input_type]
+        self._set_up(loader_options, listed, kwargs)
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """PyG's `filter_fn`, for edges of which some are loops without an id."""

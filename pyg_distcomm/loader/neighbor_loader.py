@@ -18,6 +18,7 @@ from pyg_distcomm.loader.options import (
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.placement import Placement
 
 
@@ -140,9 +141,6 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
-        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        self.placement = Placement.of(device, graph_on, rows_on)
-        kwargs = unused_arguments(kwargs)
         options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
@@ -155,11 +153,17 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "rule": rule,
         }
         whole = data
-        partitioned = PartitionedOptions(
-            topology, replication, sample_at, features, embedding
-        )
-        if partitioned.wanted(data, self.placement):
-            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
+        with alike(ranks_of(data)):
+            loader_options = LoaderOptions(*loading)
+            self.placement = Placement.of(device, graph_on, rows_on)
+            kwargs = unused_arguments(kwargs)
+            partitioned = PartitionedOptions(*placing)
+            is_spread = partitioned.wanted(data, self.placement)
+            if is_spread:
+                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_spread:
             self.spread, neighbor_sampler = partitioned.begin(
                 type(self).__qualname__,
                 data,
@@ -174,10 +178,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
-            chosen = seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, *chosen, **options
-            )
+            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             whole,
             num_neighbors,
@@ -256,9 +258,6 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
-        loader_options = LoaderOptions(bulk_size, seed, even_batches, prefetch, split)
-        self.placement = Placement.of(device, graph_on, rows_on)
-        kwargs = unused_arguments(kwargs)
         options: dict[str, Any] = {
             "replace": replace,
             "subgraph_type": subgraph_type,
@@ -270,15 +269,19 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "directed": directed,
             "rule": rule,
         }
-        if neg_sampling_ratio:  # PyG's old name of it
-            neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
-        neg_sampling = NegativeSampling.cast(neg_sampling)
         whole = data
-        partitioned = PartitionedOptions(
-            topology, replication, sample_at, features, embedding
-        )
-        if partitioned.wanted(data, self.placement):
-            partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        loading = bulk_size, seed, even_batches, prefetch, split
+        placing = topology, replication, sample_at, features, embedding
+        with alike(ranks_of(data)):
+            loader_options = LoaderOptions(*loading)
+            self.placement = Placement.of(device, graph_on, rows_on)
+            kwargs = unused_arguments(kwargs)
+            neg_sampling = _negatives(neg_sampling, neg_sampling_ratio)
+            partitioned = PartitionedOptions(*placing)
+            is_spread = partitioned.wanted(data, self.placement)
+            if is_spread:
+                partitioned.check(neighbor_sampler, loader_options, kwargs, backend)
+        if is_spread:
             self.spread, neighbor_sampler = partitioned.begin(
                 f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
                 data,
@@ -295,10 +298,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             whole = self.spread.hollow
         else:
             edge_label_index = checked_links(data, edge_label_index)
-            chosen = seed, kwargs, backend, self.placement
-            neighbor_sampler = chosen_sampler(
-                neighbor_sampler, data, num_neighbors, *chosen, **options
-            )
+            chosen = data, num_neighbors, seed, kwargs, backend, self.placement
+            neighbor_sampler = chosen_sampler(neighbor_sampler, *chosen, **options)
         super().__init__(
             whole,
             num_neighbors,
@@ -325,6 +326,11 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
     def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
         found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
         return found
+
+
+def _negatives(given: Any, ratio: float | None) -> NegativeSampling | None:
+    """Returns how negatives are sampled; `ratio` is PyG's old name of it."""
+    return NegativeSampling.cast(NegativeSampling("binary", ratio) if ratio else given)
 
 
 def _named(negatives: NegativeSampling | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput
 from tqdm import tqdm
 
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.registry import World
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
-from pyg_distcomm.sampling.graph_block import is_share
 
 _NORMS, _STEP = 0x6E6F726D, 0x57E9
 
@@ -72,7 +73,8 @@ class GraphSAINTSampler(SubgraphLoading):
     Price: of a share, 16 bytes an edge once on every rank; see `DistFeatureStore` for rows.
 
     Raises:
-        ValueError: for a topology other than "replicated", or data that has norms already.
+        ValueError: for a topology other than "replicated", data that has norms already,
+            numbers that cannot be, or that differ by rank for a share.
     """
 
     def __init__(
@@ -85,7 +87,19 @@ class GraphSAINTSampler(SubgraphLoading):
         log: bool = True,
         **kwargs: Any,
     ) -> None:
-        with alike(ranks_of(data)):
+        world = ranks_of(data)
+        numbers = {
+            "batch_size": batch_size,
+            "num_steps": num_steps,
+            "sample_coverage": sample_coverage,
+        }
+        with alike(world):
+            for name, value in numbers.items():
+                least = int(name == "batch_size")
+                if isinstance(value, bool) or not isinstance(value, Integral):
+                    raise TypeError(f"{name} must be a whole number, got {value!r}")
+                if value < least:
+                    raise ValueError(f"{name} must be {least} or more, got {value}")
             if "node_norm" in data or "edge_norm" in data:
                 raise ValueError(
                     "data has 'node_norm' or 'edge_norm', which this loader sets; rename them"
@@ -96,7 +110,10 @@ class GraphSAINTSampler(SubgraphLoading):
                     "that every rank needs them; leave topology out, or use "
                     "ShaDowKHopSampler or ClusterLoader"
                 )
-        if is_share(data):
+        if world is not None:
+            every = collectives.all_gather_object(numbers, world)
+            if any(one != every[0] for one in every):
+                raise ValueError(f"give all ranks the same numbers; they have {every}")
             kwargs["topology"] = "replicated"
         self.num_steps, self.sample_coverage = num_steps, sample_coverage
         self.save_dir, self.log = save_dir, log

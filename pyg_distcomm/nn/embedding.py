@@ -239,15 +239,16 @@ def _agreed_rows(like: Any, facts: tuple[Any, ...]) -> Rows:
     if like is None:
         like = latest_mesh() or init()
     rows, problem = None, None
+    kind: type[Exception] = ValueError
     try:
         for size in facts[:2]:
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(f"sizes are whole numbers from 0 on, got {size!r}")
         rows = _rows_of(like, facts[0])
         mesh = rows.mesh
-    except ValueError as error:
-        problem, mesh = str(error), _mesh_of(like)
-    collectives.agree(problem, mesh.control)
+    except (TypeError, ValueError) as error:
+        problem, kind, mesh = str(error), type(error), _mesh_of(like)
+    collectives.agree(problem, mesh.control, kind)
     assert rows is not None
     every = collectives.all_gather_object(facts, mesh.control)
     if any(one != every[0] for one in every):
@@ -262,8 +263,7 @@ def _mesh_of(like: Any) -> Mesh:
     if isinstance(like, Mesh):
         return like
     rows = _rows_in(like)
-    assert rows is not None
-    return rows.mesh
+    return (latest_mesh() or init()) if rows is None else rows.mesh
 
 
 def _rows_in(like: Any) -> Rows | None:

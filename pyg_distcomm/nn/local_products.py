@@ -260,6 +260,7 @@ def run_layer(
     if usable() and _runs_by_products(conv):
         edge_index, adjacency = _edges_of(edge_index, x, given)
     if adjacency is None:
+        trimming.note_untrimmed(given.get("edge_index"), type(conv).__name__)
         args, kwargs = whole((args, kwargs), f"{type(conv).__name__}")
         return forward(*args, **kwargs)
     assert bound is not None
@@ -401,6 +402,8 @@ def run_sage(
     given, adjacency = edge_index, None
     if fits:
         edge_index, adjacency = _edges_of(given, x, {})
+    if adjacency is None:
+        trimming.note_untrimmed(given, "SAGEConv")
 
     def compute(source: Tensor, target: Tensor | None, rows: int | None) -> Tensor:
         pair = (source, target) if isinstance(x, (tuple, list)) else source

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.graph.local_adjacency import LocalAdjacency
+from pyg_distcomm.graph.local_adjacency import LocalAdjacency, known
 from pyg_distcomm.nn.leading_rows import (
     Deferred,
     LeadingRows,
@@ -103,6 +103,7 @@ class Pass:
         self.graded = torch.is_grad_enabled()
         self.within = 0  # models under way that are parts of this one
         self.calls: list[frozenset[int]] = []  # those whose rows each call reads
+        self.untrimmed: str | None = None  # a layer that computes all rows
 
     def contains(self, model: torch.nn.Module) -> bool:
         """Tells whether a model is a part of the one under way."""
@@ -118,6 +119,8 @@ class Pass:
 
     def finish(self) -> None:
         """Concludes which layers follow which."""
+        if not self.calls and self.untrimmed is not None:
+            self.mode.blocked = self.mode.blocked or f"{self.untrimmed} is not trimmed"
         if self.mode.depths is not None or not self.calls or self.mode.blocked:
             return
         depths = [0] * len(self.calls)
@@ -181,6 +184,18 @@ def refuse(adjacency: LocalAdjacency, what: str) -> None:
     now = _pass.get()
     if now is not None and adjacency.batch is not None and now.mode.blocked is None:
         now.mode.blocked = f"{what} is not trimmed"
+
+
+def note_untrimmed(edge_index: Any, what: str) -> None:
+    """Notes that a layer computes all rows of a minibatch, whatever is read of them.
+
+    A model of such layers alone is not trimmed; among others the rest may be.
+    """
+    now = _pass.get()
+    if now is not None and isinstance(edge_index, Tensor):
+        found = known(edge_index)
+        if found is not None and found.batch is not None:
+            now.untrimmed = what
 
 
 def call(

@@ -64,10 +64,11 @@ def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
         numbers = tuple(int(s) for s in num_nodes_per_layer)
     except (TypeError, ValueError, OverflowError):
         given, numbers = [], ()
-    if not numbers or min(numbers) < -1 or list(numbers) != given:
+    fits = bool(numbers) and min(numbers) >= -1 and max(numbers) < 2**63
+    if not fits or list(numbers) != given:
         raise ValueError(
-            "num_nodes_per_layer must hold a whole number for each layer, -1 for all "
-            f"nodes, got {num_nodes_per_layer!r}"
+            "num_nodes_per_layer must hold a whole number for each layer, below 2^63, -1 "
+            f"for all nodes, got {num_nodes_per_layer!r}"
         )
     return numbers
 

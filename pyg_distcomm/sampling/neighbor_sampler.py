@@ -169,6 +169,7 @@ class KeyedNeighborSampler(NeighborSampler):
         self._place = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
+        self.time_attr, self.weight_attr = time_attr, weight_attr
         backward = sample_direction == "backward"
         self._topology = self._read(
             data,
@@ -245,7 +246,6 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def describe(self) -> dict[str, Any]:
         """Returns what its minibatches depend on, besides the graph, the seeds and keys."""
-        relations = self._topology.graph.relations
         fan_outs = [list(numbers) for numbers in self._fan_outs()]
         return {
             "num_neighbors": fan_outs if self.is_hetero else fan_outs[0],
@@ -253,7 +253,8 @@ class KeyedNeighborSampler(NeighborSampler):
             "rule": self.rule,
             "subgraph_type": self.subgraph_type.value,
             "disjoint": self.disjoint,
-            "weighted": any(relation.weight is not None for relation in relations),
+            "weight_attr": self.weight_attr,
+            "time_attr": self.time_attr,
             "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
         }
 
@@ -362,11 +363,14 @@ class KeyedNeighborSampler(NeighborSampler):
             )
         lists = [found] if names is None else [found[name] for name in names]
         for fan_out in itertools.chain.from_iterable(lists):
-            whole = not isinstance(fan_out, bool) and int(fan_out) == fan_out
+            try:
+                whole = not isinstance(fan_out, bool) and int(fan_out) == fan_out
+            except (TypeError, ValueError, OverflowError):
+                whole = False
             if not whole or not -1 <= fan_out < 2**31:
                 raise ValueError(
                     f"num_neighbors holds {fan_out}; give the number of neighbors to "
-                    "draw at each hop, 0 for none, or -1 for all"
+                    "draw at each hop, below 2^31, 0 for none, or -1 for all"
                 )
         return tuple(tuple(int(k) for k in fan_outs) for fan_outs in lists)
 

@@ -113,7 +113,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 "sample_direction='backward' needs the out-edges of nodes, which lie with "
                 "other ranks; partition a graph with its edges turned around"
             )
-        self.time_attr = options["time_attr"]
         self.block: GraphBlock = read_block(data, self.channel, **options)
         return self.block.topology
 
