@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch_geometric.typing as installed
+from torch import Tensor
 from torch_geometric.sampler import (
     HeteroSamplerOutput,
     NeighborSampler,
@@ -64,6 +65,21 @@ class PygLibSampler(LibrarySampler):
                 "directed=False) out, or take backend='torch-sparse' or none"
             )
         super().__init__(data, num_neighbors, subgraph_type, **kwargs)
+
+    def _sample(
+        self, seed: Any, seed_time: Any = None, **kwargs: Any
+    ) -> SamplerOutput | HeteroSamplerOutput:
+        out = super()._sample(seed, seed_time, **kwargs)
+        if self.disjoint:
+            return out
+        if not isinstance(seed, dict):
+            out.row = _placed(out.row, seed, len(out.node))
+            return out
+        for kind, row in out.row.items():
+            source = kind[0]
+            if row is not None and source in seed:
+                out.row[kind] = _placed(row, seed[source], len(out.node[source]))
+        return out
 
 
 class TorchSparseSampler(LibrarySampler):
@@ -132,6 +148,21 @@ class TorchSparseSampler(LibrarySampler):
 
     def _turned(self, row: Any, col: Any) -> tuple[Any, Any]:
         return (col, row) if self.sample_direction == "backward" else (row, col)
+
+
+def _placed(ids: Tensor, seed: Tensor, count: int) -> Tensor:
+    """Returns places among the `count` nodes of a minibatch, from pyg-lib's numbers.
+
+    pyg-lib lists a seed as often as it is given, and numbers it once: the numbers of what
+    is drawn after it are too small by its repeats.
+    """
+    distinct, inverse = seed.unique(return_inverse=True)
+    if len(distinct) == len(seed):
+        return ids
+    every = torch.arange(count, dtype=ids.dtype)
+    first = every.new_full((len(distinct),), count)
+    first.scatter_reduce_(0, inverse, every[: len(seed)], "amin")
+    return torch.cat([first.sort().values, every[len(seed) :]])[ids]
 
 
 def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any) -> Any:
