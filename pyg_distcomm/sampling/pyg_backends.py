@@ -73,12 +73,13 @@ class PygLibSampler(LibrarySampler):
         if self.disjoint:
             return out
         if not isinstance(seed, dict):
-            out.row = _placed(out.row, seed, len(out.node))
+            out.row = _placed(out.row, seed, out.node, self.row, out.edge)
             return out
         for kind, row in out.row.items():
-            source = kind[0]
-            if row is not None and source in seed:
-                out.row[kind] = _placed(row, seed[source], len(out.node[source]))
+            given, every = seed.get(kind[0]), self.row_dict[self.to_rel_type[kind]]
+            if row is not None and given is not None:
+                drawn = out.node[kind[0]], every, out.edge[kind]
+                out.row[kind] = _placed(row, given, *drawn)
         return out
 
 
@@ -150,17 +151,24 @@ class TorchSparseSampler(LibrarySampler):
         return (col, row) if self.sample_direction == "backward" else (row, col)
 
 
-def _placed(ids: Tensor, seed: Tensor, count: int) -> Tensor:
-    """Returns places among the `count` nodes of a minibatch, from pyg-lib's numbers.
+def _placed(
+    ids: Tensor, seed: Tensor, node: Tensor, row: Tensor, edge: Tensor
+) -> Tensor:
+    """Returns the places of the sources of edges among the nodes of a minibatch.
 
-    pyg-lib lists a seed as often as it is given, and numbers it once: the numbers of what
-    is drawn after it are too small by its repeats.
+    pyg-lib 0.9 lists a seed as often as it is given, and numbers it once: the numbers of
+    what is drawn after it are too small by its repeats.
+
+    Args:
+        ids: pyg-lib's numbers `[e]`.
+        seed, node: ids of the seeds, and of all nodes of the minibatch.
+        row, edge: the sources of all edges of the graph, and which of these were drawn `[e]`.
     """
     distinct, inverse = seed.unique(return_inverse=True)
-    if len(distinct) == len(seed):
+    if len(distinct) == len(seed) or torch.equal(node[ids], row[edge]):
         return ids
-    every = torch.arange(count, dtype=ids.dtype)
-    first = every.new_full((len(distinct),), count)
+    every = torch.arange(len(node), dtype=ids.dtype)
+    first = every.new_full((len(distinct),), len(node))
     first.scatter_reduce_(0, inverse, every[: len(seed)], "amin")
     return torch.cat([first.sort().values, every[len(seed) :]])[ids]
 
