@@ -10,11 +10,12 @@ seconds (which other work on the machine disturbs less); times of the loader and
 are apart (our loader is run without prefetching here). Ratios are to `pyg_distcomm`: our
 loader, and the script's model after `pdc.convert`. *Peak* is the memory that one step takes
 above what is held before it. *PyG* is PyG as scripts are commonly written; its NeighborLoader
-is run where it can sample, which takes pyg-lib or torch-sparse, also with `--workers`
-processes. PyG's layers at their best run on our batches, by `trim_to_layer`, `EdgeIndex`, or
-`SparseTensor` where torch-sparse is installed. On real graphs *quality* is the accuracy on
-test nodes after the last epoch, else the loss. `--peer` adds GraphBolt and DGL's SAGEConv, in
-the interpreter that PEER_PYTHON names. `--full` adds epochs over the whole graph.
+is run where it can sample, by pyg-lib, else by torch-sparse, also with `--workers`
+processes. PyG's layers at their best run on its batches and on ours, by `trim_to_layer`,
+`EdgeIndex`, or `SparseTensor` where torch-sparse is installed. On real graphs *quality* is
+the accuracy on test nodes after the last epoch, else the loss. `--peer` adds GraphBolt and
+DGL's SAGEConv, in the interpreter that PEER_PYTHON names. `--full` adds epochs over the
+whole graph.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from pyg_distcomm.cli import bench
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader import DistNeighborLoader
+from pyg_distcomm.sampling.pyg_backends import TorchSparseSampler
 
 FEATURES, CLASSES, BATCH = 100, 32, 1024
 PLAIN = lambda batch: batch.edge_index  # noqa: E731
@@ -191,19 +193,24 @@ def competitors(data: Data, args: argparse.Namespace, layer: str) -> dict[str, A
             copy.deepcopy(best),
             as_sparse,
         )
-    try:
-        loader = NeighborLoader(data, **options)
-        counted = "num_sampled_nodes" in next(iter(loader))  # not by torch-sparse
-    except ImportError:
+    if not (WITH_PYG_LIB or WITH_TORCH_SPARSE):
         print("PyG's NeighborLoader: not run, it needs pyg-lib or torch-sparse")
         return found
+    loader = NeighborLoader(data, **options)
     for workers in args.workers:
         more = {"num_workers": workers, "persistent_workers": workers > 0}
         name = "PyG" if not workers else f"PyG, {workers} workers"
-        found[name] = NeighborLoader(data, **options, **more), plain, PLAIN
-        plain = copy.deepcopy(plain)
-    if layer != "gcn" and counted:
-        found["PyG, trim_to_layer"] = loader, trimmed, PLAIN
+        theirs = NeighborLoader(data, **options, **more) if workers else loader
+        found[name] = theirs, copy.deepcopy(plain), PLAIN
+    if not WITH_PYG_LIB:
+        return found  # torch-sparse does not count what trim_to_layer reads
+    if how:
+        found[f"PyG{how}"] = loader, copy.deepcopy(trimmed), PLAIN
+    if WITH_TORCH_SPARSE:
+        found[f"PyG{how}, SparseTensor"] = loader, copy.deepcopy(best), as_sparse
+        sampler = TorchSparseSampler(data, args.fan_outs)
+        theirs = NeighborLoader(data, neighbor_sampler=sampler, **options)
+        found["PyG on torch-sparse"] = theirs, copy.deepcopy(plain), PLAIN
     return found
 
 

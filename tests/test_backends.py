@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import batches
 import pytest
 import torch
@@ -16,10 +18,27 @@ FOUND = {
     "pyg-lib": installed.WITH_PYG_LIB,
     "torch-sparse": installed.WITH_TORCH_SPARSE,
 }
+
+
+def _weighted():
+    data = batches.graph()
+    data.weight = data.edge_attr[:, 0].abs()
+    return data
+
+
 CASES = {
     "uniform": lambda **kw: DistNeighborLoader(batches.graph(), [3, 2], **kw),
     "replace": lambda **kw: DistNeighborLoader(
         batches.graph(), [3, 2], replace=True, **kw
+    ),
+    "repeats": lambda **kw: DistNeighborLoader(
+        batches.graph(), [3, 2], input_nodes=torch.tensor([1, 1, 9, 2, 9, 59, 3]), **kw
+    ),
+    "weights": lambda **kw: DistNeighborLoader(
+        _weighted(), [3, 2], weight_attr="weight", **kw
+    ),
+    "disjoint": lambda **kw: DistNeighborLoader(
+        batches.graph(), [3, 2], disjoint=True, **kw
     ),
     "types": lambda **kw: DistNeighborLoader(
         batches.hetero(), [3, 2], input_nodes=("paper", torch.arange(20)), **kw
@@ -30,8 +49,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", FOUND)
+REFUSED = [("torch-sparse", "weights"), ("torch-sparse", "disjoint")]  # see below
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), [p for p in product(FOUND, CASES) if p not in REFUSED]
+)
 def test_minibatches_are_neighbourhoods(backend, case):
     if not FOUND[backend]:
         pytest.skip(f"{backend} is not installed")
@@ -70,17 +93,37 @@ def test_what_cannot_be_is_refused(monkeypatch):
         DistNeighborLoader(
             batches.graph(), [2], backend="pyg-lib", neighbor_sampler=object()
         )
+    monkeypatch.setattr(installed, "WITH_PYG_LIB", True)
     monkeypatch.setattr(installed, "WITH_TORCH_SPARSE", True)
-    with (
-        pytest.warns(UserWarning, match="generator of its own"),
-        pytest.raises(ValueError, match="draws all neighbors alike"),
-    ):
-        DistNeighborLoader(
-            batches.graph(), [2], weight_attr="weight", backend="torch-sparse"
-        )
+    for backend, options, wrong in [
+        ("torch-sparse", {"weight_attr": "weight"}, "draws all neighbors alike"),
+        ("torch-sparse", {"disjoint": True}, "draws no disjoint trees"),
+        ("torch-sparse", {"time_attr": "time"}, "draws no disjoint trees"),
+        ("pyg-lib", {"subgraph_type": "induced"}, "draws no induced subgraphs"),
+        ("pyg-lib", {"directed": False}, "draws no induced subgraphs"),
+    ]:
+        with (
+            pytest.warns(UserWarning, match="generator of its own"),
+            pytest.raises(ValueError, match=wrong),
+        ):
+            DistNeighborLoader(batches.graph(), [2], backend=backend, **options)
     for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
         monkeypatch.setattr(installed, name, False)
     for backend in FOUND:
         with pytest.raises(ValueError, match=f"the package {backend}"):
             DistNeighborLoader(batches.graph(), [2], backend=backend)
     worlds.run(_spread, 2)
+
+
+@pytest.mark.filterwarnings("ignore:pyg-lib draws from a generator")
+def test_a_state_is_refused_by_what_differs(monkeypatch):
+    monkeypatch.setattr(installed, "WITH_PYG_LIB", True)
+    state = DistNeighborLoader(batches.graph(), [2], backend="pyg-lib").state_dict()
+    DistNeighborLoader(batches.graph(), [2], backend="pyg-lib").load_state_dict(state)
+    for fan_outs, backend, name in [
+        ([3], "pyg-lib", "num_neighbors"),
+        ([2], None, "backend"),
+    ]:
+        other = DistNeighborLoader(batches.graph(), fan_outs, backend=backend)
+        with pytest.raises(ValueError, match=f"of a loader with {name}="):
+            other.load_state_dict(state)

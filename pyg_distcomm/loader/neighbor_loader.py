@@ -86,6 +86,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             the bulk, so that a step moves rows and gradients alone.
         backend: "pyg-lib" or "torch-sparse" to sample a graph that each rank holds by PyG's
             own compiled libraries, where they are installed; their draws are not keyed.
+            pyg-lib draws no induced subgraphs, torch-sparse no disjoint trees, nor by time
+            or weight.
         device: where minibatches are sampled, relabelled and their rows gathered, and where
             they lie: the same minibatches as on the host (None), bit for bit, in bulks made
             on a stream of their own while the last one trains. Of a Data or a HeteroData

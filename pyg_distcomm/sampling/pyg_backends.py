@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch_geometric.typing as installed
+from torch import Tensor
 from torch_geometric.sampler import (
     HeteroSamplerOutput,
     NeighborSampler,
@@ -20,7 +21,69 @@ from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 BACKENDS = ("pyg-lib", "torch-sparse")
 
 
-class TorchSparseSampler(NeighborSampler):
+class LibrarySampler(NeighborSampler):
+    """Samples by PyG's own code, and says what its minibatches depend on."""
+
+    backend = ""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what its minibatches depend on, besides the graph, the seeds and draws."""
+        weights = self.edge_weight
+        types = self.edge_types if self.is_hetero else None
+        return {
+            "backend": self.backend,
+            "rule": NEIGHBOR,
+            "num_neighbors": self.num_neighbors.get_mapped_values(types),
+            "replace": self.replace,
+            "subgraph_type": self.subgraph_type.value,
+            "disjoint": self.disjoint,
+            "weighted": weights is not None,
+            "temporal_strategy": self.temporal_strategy if self.is_temporal else None,
+        }
+
+
+class PygLibSampler(LibrarySampler):
+    """Samples as PyG does by pyg-lib.
+
+    Raises:
+        ValueError: for induced subgraphs, which PyG leaves to torch-sparse.
+    """
+
+    backend = "pyg-lib"
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        subgraph_type: SubgraphType | str = SubgraphType.directional,
+        directed: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not directed or SubgraphType(subgraph_type) == SubgraphType.induced:
+            raise ValueError(
+                "pyg-lib draws no induced subgraphs; leave subgraph_type='induced' (or "
+                "directed=False) out, or take backend='torch-sparse' or none"
+            )
+        super().__init__(data, num_neighbors, subgraph_type, **kwargs)
+
+    def _sample(
+        self, seed: Any, seed_time: Any = None, **kwargs: Any
+    ) -> SamplerOutput | HeteroSamplerOutput:
+        out = super()._sample(seed, seed_time, **kwargs)
+        if self.disjoint:
+            return out
+        if not isinstance(seed, dict):
+            out.row = _placed(out.row, seed, out.node, self.row, out.edge)
+            return out
+        for kind, row in out.row.items():
+            given, every = seed.get(kind[0]), self.row_dict[self.to_rel_type[kind]]
+            if row is not None and given is not None:
+                drawn = out.node[kind[0]], every, out.edge[kind]
+                out.row[kind] = _placed(row, given, *drawn)
+        return out
+
+
+class TorchSparseSampler(LibrarySampler):
     """Samples as PyG does by torch-sparse, where pyg-lib is installed as well.
 
     Raises:
@@ -28,10 +91,14 @@ class TorchSparseSampler(NeighborSampler):
             nothing of.
     """
 
+    backend = "torch-sparse"
+
     def __init__(
         self,
         data: Any,
         num_neighbors: Any,
+        disjoint: bool = False,
+        time_attr: str | None = None,
         weight_attr: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -40,16 +107,16 @@ class TorchSparseSampler(NeighborSampler):
                 "torch-sparse draws all neighbors alike, and not by "
                 f"weight_attr={weight_attr!r}; take backend='pyg-lib' or none"
             )
+        if disjoint or time_attr is not None:
+            raise ValueError(
+                "torch-sparse draws no disjoint trees, which times need, too; leave "
+                "disjoint and time_attr out, or take backend='pyg-lib' or none"
+            )
         super().__init__(data, num_neighbors, **kwargs)
 
     def _sample(
         self, seed: Any, seed_time: Any = None, **kwargs: Any
     ) -> SamplerOutput | HeteroSamplerOutput:
-        if self.disjoint:
-            raise ValueError(
-                "torch-sparse draws no disjoint trees, which times need, too; leave "
-                "disjoint out, or take backend='pyg-lib' or none"
-            )
         directed = self.subgraph_type != SubgraphType.induced
         if not isinstance(seed, dict):
             node, row, col, edge = torch.ops.torch_sparse.neighbor_sample(
@@ -84,6 +151,28 @@ class TorchSparseSampler(NeighborSampler):
         return (col, row) if self.sample_direction == "backward" else (row, col)
 
 
+def _placed(
+    ids: Tensor, seed: Tensor, node: Tensor, row: Tensor, edge: Tensor
+) -> Tensor:
+    """Returns the places of the sources of edges among the nodes of a minibatch.
+
+    pyg-lib 0.9 lists a seed as often as it is given, and numbers it once: the numbers of
+    what is drawn after it are too small by its repeats.
+
+    Args:
+        ids: pyg-lib's numbers `[e]`.
+        seed, node: ids of the seeds, and of all nodes of the minibatch.
+        row, edge: the sources of all edges of the graph, and which of these were drawn `[e]`.
+    """
+    distinct, inverse = seed.unique(return_inverse=True)
+    if len(distinct) == len(seed) or torch.equal(node[ids], row[edge]):
+        return ids
+    every = torch.arange(len(node), dtype=ids.dtype)
+    first = every.new_full((len(distinct),), len(node))
+    first.scatter_reduce_(0, inverse, every[: len(seed)], "amin")
+    return torch.cat([first.sort().values, every[len(seed) :]])[ids]
+
+
 def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any) -> Any:
     """Returns a sampler of PyG's that draws by one of its compiled libraries.
 
@@ -92,7 +181,8 @@ def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any)
         data, num_neighbors, options: as `torch_geometric.sampler.NeighborSampler` takes them.
 
     Raises:
-        ValueError: if there is no such backend, or its package is not installed.
+        ValueError: if there is no such backend, its package is not installed, or it cannot
+            draw what is asked for.
     """
     if backend not in BACKENDS:
         raise ValueError(
@@ -118,5 +208,5 @@ def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any)
         "runs, ranks or bulk sizes, and a state resumes an epoch with other draws",
         stacklevel=5,
     )
-    kind = NeighborSampler if backend == "pyg-lib" else TorchSparseSampler
+    kind = PygLibSampler if backend == "pyg-lib" else TorchSparseSampler
     return kind(data, num_neighbors, **options)
