@@ -186,7 +186,7 @@ def refused():
         ({"new_nodes": rows | {"z": rows["x"]}}, "new_nodes has 'z', but the nodes"),
         ({"new_nodes": rows | {"x": rows["x"][:1]}}, "as many rows in each attribute"),
         ({"new_edges": more | {"edge_index": torch.tensor([[0], [99]])}}, "must be [1"),
-        ({"new_edges": more | {"edge_index": more["edge_index"] + 58}}, "60"),
+        ({"new_edges": more | {"edge_index": more["edge_index"] + 58}}, "0 .. 59"),
         ({"new_nodes": rows, "owner": [0, 7]}, "owner must be a rank below 2"),
         ({"new_nodes": -1}, "new_nodes must be a number of nodes"),
     ]

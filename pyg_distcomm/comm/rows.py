@@ -181,4 +181,5 @@ class Rows:
 
     def __repr__(self) -> str:
         part = "" if self.whole else " (masked)"
+        part += " before pdc.update" if "updated" in self.derived else ""
         return f"Rows({len(self)} of {self.total}{part} on rank {self.mesh.rank})"
