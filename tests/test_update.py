@@ -18,7 +18,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import subgraph
 
 import pyg_distcomm as pdc
+import pyg_distcomm.nn as dist
 from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.loader import NeighborLoader
 
 NODES = ("x", "y", "train_mask")
 EDGES = ("edge_weight", "edge_attr")
@@ -228,6 +230,9 @@ def refused():
     data = GRAPHS["directed"]()
     share = pdc.partition(data, mesh, "random", edge_attrs=EDGES)
     more, rows = growth(data, 2, 5)
+    ends, known = more["edge_index"], torch.zeros(60, 60)
+    known[data.edge_index[0], data.edge_index[1]] = 1
+    lacking = (known == 0).nonzero()[:1].t()
     wrong = [
         ({"new_edges": more["edge_index"]}, "give new_edges a 'edge_attr', [5, 3] of"),
         ({"new_nodes": 2}, "give new_nodes a"),
@@ -238,6 +243,18 @@ def refused():
         ({"new_edges": more | {"edge_index": more["edge_index"] + 58}}, "0 .. 59"),
         ({"new_nodes": rows, "owner": [0, 7]}, "owner must be a rank below 2"),
         ({"new_nodes": -1}, "new_nodes must be a number of nodes"),
+        ({"removed_nodes": [0, 60]}, "removed_nodes has node 60, but the ids are 0"),
+        ({"removed_nodes": torch.tensor([1.0])}, "removed_nodes must be ids [k]"),
+        ({"removed_nodes": torch.ones(9).bool()}, "a mask [9], but there are 60"),
+        ({"removed_edges": torch.zeros(3, 2).long()}, "removed_edges must be ids [2"),
+        ({"removed_edges": torch.tensor([[0], [-1]])}, "removed_edges has node -1"),
+        ({"removed_edges": lacking}, "which the graph does not have"),
+        (
+            {"new_edges": more, "new_nodes": rows, "removed_nodes": ends[0, :1]},
+            f"node {int(ends[0, 0])}, which removed_nodes takes away",
+        ),
+        ({"removed_nodes": [mesh.rank]}, "the same removed_nodes"),
+        ({"new_edges": "abc"}, "are tensors, got a str"),
     ]
     if mesh.rank:
         more = more | {"edge_weight": more["edge_weight"] + 1}
@@ -245,7 +262,7 @@ def refused():
         ({"new_edges": more, "new_nodes": rows}, "the same nodes and edges on")
     )
     for call, text in wrong:
-        with pytest.raises(ValueError, match=r".") as error:
+        with pytest.raises((ValueError, TypeError), match=r".") as error:
             pdc.update(share, **call)
         assert text in str(error.value), (text, str(error.value))
     with pytest.raises(TypeError, match=r"changed before pdc\.partition"):
@@ -255,6 +272,104 @@ def refused():
 
 def test_mistakes_are_named_on_all_ranks():
     assert all(worlds.run(refused, 2))
+
+
+def typed_refused():
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, "random")
+    ends = torch.tensor([[0, 1], [2, 3]])
+    wrong = [
+        ({"new_edges": ends}, "a dictionary by edge type"),
+        ({"new_nodes": {"editor": 1}}, "'editor', which is no node type"),
+        ({"new_nodes": {"author": 1}}, "new_nodes['author'] a 'x'"),
+        ({"new_edges": {("editor", "of", "venue"): ends}}, "nodes of type 'editor'"),
+        ({"new_edges": {"cites": ends}}, "'cites', which is no edge type"),
+        ({"new_edges": {("paper", "in", "venue"): ends + 4}}, "a 'edge_attr'"),
+        ({"new_edges": {BEGUN: ends + 4}}, "has node 6, but the ids are 0 .. 5"),
+        ({"removed_edges": {BEGUN: ends}}, "'likes'"),
+        ({"removed_nodes": {"field": [1]}}, "removed_nodes['field'] has node 1"),
+        ({"owner": {"paper": [0]}}, "for each of 0 new nodes"),
+    ]
+    for call, text in wrong:
+        with pytest.raises(ValueError, match=r".") as error:
+            pdc.update(share, **call)
+        assert text in str(error.value), (text, str(error.value))
+    return True
+
+
+def test_mistakes_name_the_type():
+    assert all(worlds.run(typed_refused, 2))
+
+
+def stale(folder):
+    """Nothing that was made of the graph before goes on unnoticed."""
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, "random", edge_attrs=EDGES)
+    loader = NeighborLoader(share, [3], batch_size=8)
+    emb = pdc.DistEmbedding(60, 4, share, dtype=torch.float64)
+    model = torch.nn.ModuleDict({"emb": emb})
+    assert len(list(loader)) > 0
+    pdc.save_checkpoint(folder, mesh, model)
+    share.emb = emb.weight.detach()
+    rows = {name: share[name].full_tensor()[:2] for name in (*NODES, "emb")}
+    homes = share.edge_index.nodes.partition.owner_of(torch.tensor([58, 59]))
+    # as many nodes as before, with the same owners: but others
+    grown = pdc.update(share, new_nodes=rows, removed_nodes=[58, 59], owner=homes)
+    assert grown.num_nodes == 60
+    with pytest.raises(RuntimeError, match=r"before pdc\.update"):
+        next(iter(loader))
+    assert len(list(NeighborLoader(share, [3], batch_size=8))) > 0  # on purpose
+    for x in (share.x, emb.weight):
+        with pytest.raises(ValueError, match=r"one pdc\.partition or update"):
+            dist.SAGEConv(x.size(1), 3).double()(x, grown.edge_index)
+    with pytest.raises(ValueError, match=r"before pdc\.update"):
+        NeighborLoader(grown, [3], batch_size=8, embedding=emb)
+    others = pdc.DistEmbedding.from_pretrained(grown.emb)
+    with pytest.raises(ValueError, match="for other nodes"):
+        pdc.load_checkpoint(folder, mesh, torch.nn.ModuleDict({"emb": others}))
+    more = pdc.update(share, new_nodes=rows)
+    with pytest.raises(ValueError, match=r"before pdc\.update"):
+        dist.SAGEConv(7, 3).double()(share.x, more.edge_index)
+    table = emb.weight.full_tensor()
+    emb = pdc.DistEmbedding.from_pretrained(more.emb, freeze=False)
+    assert torch.equal(emb.weight.full_tensor(), torch.cat([table, table[:2]]))
+    dist.SAGEConv(4, 3).double()(emb.weight, more.edge_index).sum().backward()
+    assert emb.shard.grad.shape == emb.shard.shape
+    with pytest.raises(ValueError, match="cannot load checkpoint"):
+        pdc.load_checkpoint(folder, mesh, torch.nn.ModuleDict({"emb": emb}))
+    return True
+
+
+def test_what_was_made_before_is_refused(tmp_path):
+    assert all(worlds.run(stale, 2, str(tmp_path / "run")))
+
+
+def late_rows():
+    """Late rows are dropped by an update: the next epoch is exact, and is saved as such."""
+    mesh, data = worlds.mesh(), GRAPHS["undirected"]()
+    link = pdc.PipeGCN()
+    share = pdc.partition(data, mesh, "random", edge_attrs=EDGES, link=link)
+    exact = pdc.partition(data, mesh, "random", edge_attrs=EDGES)
+    net = pdc.convert(made())
+    for _ in range(3):
+        x = share.x * torch.rand(7).double()
+        net.first(x, share.edge_index).sin().sum().backward()
+        link.step()
+    given = {
+        "removed_edges": data.edge_index[:, ::9],
+        "removed_nodes": [3, 4],
+    }
+    share, exact = (pdc.update(one, **given) for one in (share, exact))
+    got = net.first(share.x * 2, share.edge_index)
+    want = net.first(exact.x * 2, exact.edge_index)
+    torch.testing.assert_close(
+        got.full_tensor(), want.full_tensor(), rtol=1e-9, atol=1e-9
+    )
+    return True
+
+
+def test_late_rows_do_not_outlive_an_update():
+    assert all(worlds.run(late_rows, 2))
 
 
 # Several types of nodes and edges -------------------------------------------------------
