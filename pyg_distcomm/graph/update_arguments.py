@@ -315,7 +315,8 @@ def _held(store: Any, own: Rows | None, other: Rows | None) -> dict[str, DistTen
             continue
         rows = [r for r in (own, other) if r is not None]
         hit = next((r for r in rows if value.rows is r), None)
-        hit = hit or next((r for r in rows if value.rows.same_as(r)), None)
+        if hit is None:
+            hit = next((r for r in rows if value.rows.same_as(r)), None)
         if hit is None:
             raise ValueError(
                 f"data.{name} has rows of its own, neither of nodes nor of edges; take it "
