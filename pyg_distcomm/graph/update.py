@@ -34,42 +34,38 @@ def update(
 ) -> Any:
     """Returns this rank's share of a graph with nodes and edges added or removed; collective.
 
-    Every rank gives the same. All ids are those of the graph as it is given, in which new
-    nodes follow the `data.num_nodes` that there are. Then nodes that are removed go, with
-    their edges, and the ids of those that are left close up in order, as PyG's
-    `subgraph(..., relabel_nodes=True)` has them. New edges stand behind those there are. So
-    the share is what `partition` gives of the whole new graph by the same owners: no row of
-    the old one moves to another rank. The share that was given stays as it is.
+    Every rank gives the same. All ids are those of the graph as it is given; new nodes follow
+    the `data.num_nodes` that there are. Last, nodes that are removed go, with their edges,
+    and the ids of the others close up in order, as PyG's `subgraph(relabel_nodes=True)` has
+    them. New edges stand behind those there are. So the share is what `partition` gives of the
+    whole new graph by the same owners: no row moves. The share that was given stays as it is.
 
     A new node goes to the rank that owns most of its neighbours among the new edges, if that
     has at most 1.05 times its share of the nodes of the type, else to the one with the fewest.
 
-    Of a HeteroData each argument is a dictionary, by node type or edge type. A new edge type
-    between types that there are begins with its new edges and their attributes; it travels by
-    the link of the others, if they have one in common. A graph may hold its edges as an
-    `adj_t`, whose new entries are a sparse matrix in the place of the edges, or have their
-    values as "edge_weight"; an entry that is there already is then there twice, and adds up.
+    Of a HeteroData each argument is a dictionary, by node type or edge type. An edge type may
+    begin, between types that there are; it travels by the link that all others share, if any.
+    New entries of an `adj_t` are a sparse matrix, or have their values as "edge_weight"; one
+    that is there already is then there twice, and adds up.
 
     Args:
         data: a share of `partition`, `load_partition` or `update`.
         new_edges: `[2, e']` in ids of nodes, old and new; or a dictionary of that, as
             "edge_index", and `[e', ...]` for each attribute of the edges.
         new_nodes: how many, or a dictionary with `[n', ...]` for each attribute of the nodes.
-        removed_edges: `[2, r]` in ids of nodes: all edges from the one to the other, loops and
-            copies among them, but not those of the other direction.
+        removed_edges: `[2, r]` in ids of nodes: all copies of an edge, in one direction.
         removed_nodes: ids, or a mask `[n]`.
         owner: the owners `[n']` of the new nodes, instead of the rule above.
-        return_mapping: returns the new ids of old nodes as well.
+        return_mapping: whether to return the new ids of old nodes, too.
 
     Returns:
         The share; with `return_mapping` also `[n]`, by node type of a HeteroData: the id that
         each old node has now, -1 if it was removed.
 
-    Price: for each halo that layers have exchanged, ids of ghosts that are new or needed no
-    more, once on each side, and a few counts; of edges that are removed the places, on all
-    ranks: `mesh.ledger.words("update")`. An edge type between types that keep their nodes is
-    kept with all that was planned of it if no edge of it changes. Plans of products of others
-    are made again at their next use, as `partition`'s are.
+    Price: of halos that layers have exchanged, ids of ghosts that are new or needed no more,
+    once on each side; of edges that are removed the places, on all ranks; and a few counts:
+    `mesh.ledger.words("update")`. An edge type that keeps its edges and nodes keeps its plans.
+    Products of others are planned again at their next use, as `partition`'s are.
 
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
