@@ -89,10 +89,7 @@ def update(
     out = _applied(change)
     words = mesh.ledger.words("update") - before
     tell(mesh.rank, "%s: %d bytes of plans came here", change.about(), 8 * words)
-    if not return_mapping:
-        return out
-    ids = {kind: nodes.new_id[: nodes.total] for kind, nodes in change.nodes.items()}
-    return out, ids if isinstance(data, HeteroData) else ids[None]
+    return (out, change.mapping()) if return_mapping else out
 
 
 def _mesh_of(data: Any) -> Mesh:

@@ -221,6 +221,11 @@ class GraphChange:
             for name, x in tensors.items()
         }
 
+    def mapping(self) -> Any:
+        """Returns the new id of each old node, by type of a HeteroData; -1 if it goes."""
+        ids = {k: nodes.new_id[: nodes.total] for k, nodes in self.nodes.items()}
+        return ids if isinstance(self.data, HeteroData) else ids[None]
+
     def about(self) -> str:
         """Returns what happens, in a line."""
         nodes, edges = self.nodes.values(), self.edges.values()
