@@ -244,6 +244,7 @@ def _refused():
             lambda: next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank]))),
             "all",
         ),
+        (lambda: memory.load_message_state(b"what"), "what message_state returned"),
         (lambda: pdc.convert(pyg_memory()), "pyg_distcomm.nn"),
         (lambda: OURS.nn.TGNMemory(1, 1, 1, 1, None, torch.nn.Dropout()), "Dropout"),
     ):
@@ -262,3 +263,49 @@ def pyg_memory():
 
 def test_refuses_on_all_ranks():
     worlds.run(_refused, 2)
+
+
+# Messages that wait, in a checkpoint ----------------------------------------------------
+
+
+def half_way(path, first):
+    """Trains for some batches and saves, or loads and goes on; returns what comes after."""
+    mesh, data = worlds.mesh(), stream()
+    torch.manual_seed(3)
+    message = tgn.IdentityMessage(MSG, DIM, TIME)
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, message, tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
+    seen = []
+    if not first:
+        extra = pdc.load_checkpoint(path, mesh, memory, optimizer, messages=b"")
+        memory.load_message_state(extra["messages"])
+        assert memory.message_state() != b""
+    for k, batch in enumerate(OURS.loader.TemporalDataLoader(data, BATCH)):
+        if not first and k < 3:
+            continue
+        optimizer.zero_grad()
+        z, last_update = memory(batch.n_id)
+        z.sin().sum().backward()
+        optimizer.step()
+        memory.update_state(batch.src, batch.dst, batch.t, batch.msg)
+        memory.detach()
+        if first and k == 2:
+            pdc.save_checkpoint(
+                path, mesh, memory, optimizer, messages=memory.message_state()
+            )
+        if k >= 3:
+            seen += [full(z), full(last_update), full(memory.memory)]
+    return seen
+
+
+@tiers.parametrize(
+    ("size", "other"), [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1), (3, 4)], [(2, 3)]
+)
+def test_waiting_messages_are_saved(size, other, tmp_path):
+    path = str(tmp_path / "run")
+    wanted = worlds.run(half_way, size, path, True)[0]
+    found = worlds.run(half_way, other, path, False)[0]
+    assert_same(found, wanted)
