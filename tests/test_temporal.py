@@ -81,10 +81,11 @@ def full(x):
     return x.detach().clone()
 
 
-def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH):
+def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
     """The loop of PyG's example, and what it computes on the way."""
     torch.manual_seed(3)
     data, seen = stream(events), []
+    data = data if cut is None else cut(data)
     halves = data[: 2 * events // 3], data[2 * events // 3 :]
     train_loader, test_loader = (
         lib.loader.TemporalDataLoader(half, batch_size, neg_sampling_ratio=1.0)
@@ -161,21 +162,32 @@ def assert_same(found, wanted):
 AGGREGATORS = {"last": tgn.LastAggregator, "mean": tgn.MeanAggregator}
 
 
-def _on_ranks(kind, name, sizes, wanted):
-    worlds.mesh()
-    assert_same(script(OURS, kind, AGGREGATORS[name], *sizes), wanted)
+def _on_ranks(kind, name, sizes, wanted, cut):
+    mesh = worlds.mesh()
+    how = pdc.partition if cut else None
+    assert_same(script(OURS, kind, AGGREGATORS[name], *sizes, how), wanted)
+    if cut and mesh.size > 1:
+        whole = stream()
+        data = pdc.partition(whole)
+        assert len(data.msg.to_local()) < EVENTS == len(data.msg) == len(data.src)
+        assert torch.equal(data.msg.full_tensor(), whole.msg)
+        with pytest.raises(TypeError, match="msg is cut already"):
+            pdc.partition(data)
+        with pytest.raises(ValueError, match="same events on all ranks: give all"):
+            pdc.partition(stream(seed=mesh.rank))
 
 
 @tiers.cover(
-    "size,kind,name,sizes",
+    "size,kind,name,sizes,cut",
     [2, 3, 4, 1],
     ["identity", "learnt"],
     ["last", "mean"],
     [(58, 9), (500, 150)],  # with more events, PyG's sorts are not stable
+    [False, True],
 )
-def test_trains_as_one_process(size, kind, name, sizes):
+def test_trains_as_one_process(size, kind, name, sizes, cut):
     wanted = script(PYG, kind, AGGREGATORS[name], *sizes)
-    worlds.run(_on_ranks, size, kind, name, sizes, wanted)
+    worlds.run(_on_ranks, size, kind, name, sizes, wanted, cut)
 
 
 # What it moves, and what it refuses -----------------------------------------------------
@@ -215,8 +227,23 @@ def _bytes():
                 store[node] = ends[near == node].tolist()
 
 
+def _bytes_of_messages():
+    mesh = worlds.mesh()
+    data = pdc.partition(stream())
+    for part, begin in ((data[:30], 0), (data[30:], 30)):
+        batches = iter(OURS.loader.TemporalDataLoader(part, BATCH))
+        for k in range(begin, begin + len(part), BATCH):
+            mesh.ledger.reset()
+            batch = next(batches)
+            place = k + batch.msg.rows.gid
+            away = int((~torch.isin(place, data.msg.rows.gid)).sum())
+            assert mesh.ledger.words("halo") == MSG * away
+            assert torch.equal(batch.msg.to_local(), stream().msg[place])
+
+
 def test_bytes_are_as_said():
     worlds.run(_bytes, 3)
+    worlds.run(_bytes_of_messages, 3)
 
 
 def _refused():
