@@ -139,7 +139,7 @@ def _applied(change: GraphChange) -> Any:
                 local = store[name].to_local(), new[nodes.mine.to(new.device)]
                 store[name] = _joined(*local, keep, nodes.after, before)
             store.num_nodes = nodes.after.total
-            before.derived["updated"] = True
+            before.note_update()
     for kind, edges in change.edges.items():
         ends = change.ends(kind)
         if edges.changes or any(end.changes for end in ends):
@@ -177,7 +177,7 @@ def _change_edges(
             place = place[stays]
             place = place - torch.searchsorted(gone, place)
             count -= len(gone)
-        known.edges.derived["updated"] = True
+        known.edges.note_update()
     gid, total = torch.cat([place, count + here]), count + more.size(1)
     if source is target:
         rows = rows_of_edges(gid, total, nodes)

@@ -65,7 +65,7 @@ class PartitionedSource:
         embedding: Any = None,
     ) -> None:
         self.data, self.mesh = data, mesh_of(data)
-        self._old = _is_old(data)
+        self._updates = _updates(data)
         problem = None
         try:
             c = check_replication(self.mesh, replication)
@@ -138,7 +138,7 @@ class PartitionedSource:
         Raises:
             RuntimeError: if the graph has been updated since the loader was made.
         """
-        if _is_old(self.data) and not self._old:
+        if _updates(self.data) != self._updates:
             raise RuntimeError(
                 "this loader draws from the graph as it was before pdc.update; make a loader "
                 "of the share that update returned"
@@ -341,8 +341,8 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
             raise ValueError(
                 f"embedding has node type {key!r}; there are {data.node_types}"
             )
-        nodes, old = _store(data, key).num_nodes, "updated" in rows.derived
-        if rows.total != nodes or (old and not _is_old(data)):
+        nodes, old = _store(data, key).num_nodes, bool(rows.updates)
+        if rows.total != nodes or (old and not _updates(data)):
             raise ValueError(
                 f"the embedding has {rows.total} rows{' from before pdc.update' * old}, and "
                 f"the graph {nodes} nodes; build it with num_embeddings=data.num_nodes and "
@@ -352,8 +352,8 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
     return found
 
 
-def _is_old(data: Data | HeteroData) -> bool:
-    """Returns whether `pdc.update` has returned a share that follows this one."""
+def _updates(data: Data | HeteroData) -> int:
+    """Counts the rows that `pdc.update` has replaced in shares that follow this one."""
     edges = [store.edge_index for store in data.edge_stores if "edge_index" in store]
     rows = [rows for e in edges for rows in (e.edges, e.nodes, e.sources)]
     rows += [
@@ -362,7 +362,7 @@ def _is_old(data: Data | HeteroData) -> bool:
         for value in store.values()
         if isinstance(value, DistTensor)
     ]
-    return any("updated" in each.derived for each in rows)
+    return sum(each.updates for each in rows)
 
 
 def _part(found: Any, key: Any) -> Any:
