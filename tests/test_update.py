@@ -200,6 +200,15 @@ def counted():
     fresh = int(sum(grown.send_counts) - sum(halo.send_counts))
     # of each ghost that is new, the id; nothing of those that were known
     assert mesh.ledger.words("update") == fresh
+    gone = data.edge_index[:, ::20]
+    less = pdc.update(share, removed_edges=gone)
+    idle = int(sum(grown.send_counts))
+    idle -= int(sum(less.edge_index.topology.locals.halo.send_counts))
+    lost = [len(one.edge_index.edges) for one in (share, less)]
+    every = share.num_edges - less.num_edges
+    # of each ghost that is needed no more, too, and the places of edges of other ranks
+    told = fresh + idle + every - (lost[0] - lost[1])
+    assert mesh.ledger.words("update") == told
     return fresh, halo.num_ghosts
 
 
@@ -525,8 +534,14 @@ def typed(method, kinds, memory=None):
     [(2, "random"), (3, "empty_rank")],
 )
 def test_typed_graphs_change(size, method):
+    """Equals what PyG computes on the whole graph that is built anew."""
     kinds = ("sage", "gat", "hgt") if method != "metis" else ("gatv2", "hgt")
     worlds.run(typed, size, method, kinds)
+
+
+@pytest.mark.exhaustive
+def test_typed_graphs_change_within_a_memory_cap():
+    worlds.run(typed, 2, "random", ("gat",), "16KiB")
 
 
 def typed_kept():

@@ -254,10 +254,12 @@ def _by_type(data: Any, name: str, value: Any) -> dict[Any, Any]:
         )
     found = {}
     for key, one in value.items():
+        if one is None:
+            continue
         kind = tuple(key.split("__")) if of_edges and isinstance(key, str) else key
         typed = of_edges and isinstance(kind, tuple) and len(kind) == 3
-        if not typed and kind not in data.node_types[: None if not of_edges else 0]:
-            types = data.edge_types if of_edges else data.node_types
+        types = data.edge_types if of_edges else data.node_types
+        if not typed and (of_edges or kind not in types):
             raise ValueError(
                 f"{name} has {key!r}, which is no {what} type; there are {types}"
             )
