@@ -381,6 +381,74 @@ def test_late_rows_do_not_outlive_an_update():
     assert all(worlds.run(late_rows, 2))
 
 
+class Relational(torch.nn.Module):
+    def __init__(self, lib):
+        super().__init__()
+        self.first, self.second = lib.SAGEConv(7, 6), lib.RGCNConv(6, 4, 2)
+        self.norm = lib.BatchNorm(6)
+
+    def forward(self, data):
+        x = self.norm(self.first(data.x, data.edge_index)).relu()
+        edge_type = (data.edge_attr[:, 0] > 0).long()
+        return self.second(x, data.edge_index, edge_type)
+
+
+def train_on_snapshots(lib, graphs):
+    torch.manual_seed(1)
+    model = Relational(lib).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for data in graphs:
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = model(data)
+            mask = data.train_mask
+            loss = F.cross_entropy(out[mask], data.y[mask])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return [torch.tensor(losses, dtype=torch.float64), *model.state_dict().values()]
+
+
+def snapshots():
+    """A script that updates its graph between epochs, and one that builds it anew."""
+    data, steps = GRAPHS["loops_and_copies"](), []
+    graphs = [data]
+    for k in range(4):
+        more, rows = growth(data, 3, 15, seed=k)
+        lost, pairs = [k, 20], data.edge_index[:, k::9]
+        keep = ~torch.isin(more["edge_index"], torch.tensor(lost)).any(0)
+        more = {
+            n: x[:, keep] if n == "edge_index" else x[keep] for n, x in more.items()
+        }
+        data = without(whole(data, more, rows), more, lost, pairs.t().tolist())
+        graphs.append(data)
+        steps.append(
+            {
+                "new_nodes": rows,
+                "new_edges": more,
+                "removed_nodes": lost,
+                "removed_edges": pairs,
+            }
+        )
+
+    def shares():
+        share = pdc.partition(graphs[0], worlds.mesh(), "metis", edge_attrs=EDGES)
+        yield share
+        for step in steps:
+            share = pdc.update(share, **step)
+            yield share
+
+    wanted, found = train_on_snapshots(pyg, graphs), train_on_snapshots(dist, shares())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@tiers.parametrize("size", [1, 2, 3, 4], [3])
+def test_snapshots_train_as_graphs_that_are_built_anew(size):
+    worlds.run(snapshots, size)
+
+
 # Several types of nodes and edges -------------------------------------------------------
 
 KINDS = [
