@@ -30,7 +30,8 @@ SECTIONS = {  # a folder of docs/, and which of its pages come first
 }
 FIRST = """
 index swap-imports coming-from minibatches choose-a-bulk partition-files choose-a-grid gpu
-compress-halos deep-models checkpoints failures clusters count-bytes trace watch-a-run
+compress-halos deep-models graphs-that-change checkpoints failures clusters count-bytes trace
+watch-a-run
 tensors grids halo late-halos bulk stages prices
 core nn loader sampling links plan ops cli
 cagnet varco bulk-sampling gnnpipe sylvie

@@ -81,10 +81,11 @@ def full(x):
     return x.detach().clone()
 
 
-def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH):
+def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
     """The loop of PyG's example, and what it computes on the way."""
     torch.manual_seed(3)
     data, seen = stream(events), []
+    data = data if cut is None else cut(data)
     halves = data[: 2 * events // 3], data[2 * events // 3 :]
     train_loader, test_loader = (
         lib.loader.TemporalDataLoader(half, batch_size, neg_sampling_ratio=1.0)
@@ -161,21 +162,32 @@ def assert_same(found, wanted):
 AGGREGATORS = {"last": tgn.LastAggregator, "mean": tgn.MeanAggregator}
 
 
-def _on_ranks(kind, name, sizes, wanted):
-    worlds.mesh()
-    assert_same(script(OURS, kind, AGGREGATORS[name], *sizes), wanted)
+def _on_ranks(kind, name, sizes, wanted, cut):
+    mesh = worlds.mesh()
+    how = pdc.partition if cut else None
+    assert_same(script(OURS, kind, AGGREGATORS[name], *sizes, how), wanted)
+    if cut and mesh.size > 1:
+        whole = stream()
+        data = pdc.partition(whole)
+        assert len(data.msg.to_local()) < EVENTS == len(data.msg) == len(data.src)
+        assert torch.equal(data.msg.full_tensor(), whole.msg)
+        with pytest.raises(TypeError, match="msg is cut already"):
+            pdc.partition(data)
+        with pytest.raises(ValueError, match="same events on all ranks: give all"):
+            pdc.partition(stream(seed=mesh.rank))
 
 
 @tiers.cover(
-    "size,kind,name,sizes",
+    "size,kind,name,sizes,cut",
     [2, 3, 4, 1],
     ["identity", "learnt"],
     ["last", "mean"],
     [(58, 9), (500, 150)],  # with more events, PyG's sorts are not stable
+    [False, True],
 )
-def test_trains_as_one_process(size, kind, name, sizes):
+def test_trains_as_one_process(size, kind, name, sizes, cut):
     wanted = script(PYG, kind, AGGREGATORS[name], *sizes)
-    worlds.run(_on_ranks, size, kind, name, sizes, wanted)
+    worlds.run(_on_ranks, size, kind, name, sizes, wanted, cut)
 
 
 # What it moves, and what it refuses -----------------------------------------------------
@@ -215,8 +227,24 @@ def _bytes():
                 store[node] = ends[near == node].tolist()
 
 
+def _bytes_of_messages():
+    mesh = worlds.mesh()
+    data, whole = pdc.partition(stream()), stream()
+    for part, begin in ((data, 0), (data[:30], 0), (data[30:], 30)):
+        batches = iter(OURS.loader.TemporalDataLoader(part, BATCH))
+        held = part.msg.rows.place
+        for k in range(0, len(part), BATCH):
+            mesh.ledger.reset()
+            batch = next(batches)
+            place = k + batch.msg.rows.gid
+            away = int((~torch.isin(place, held)).sum())
+            assert mesh.ledger.words("halo") == MSG * away
+            assert torch.equal(batch.msg.to_local(), whole.msg[begin + place])
+
+
 def test_bytes_are_as_said():
     worlds.run(_bytes, 3)
+    worlds.run(_bytes_of_messages, 3)
 
 
 def _refused():
@@ -252,6 +280,7 @@ def _refused():
             lambda: next(iter(OURS.loader.TemporalDataLoader(data[: 9 + mesh.rank]))),
             "all",
         ),
+        (lambda: memory.load_message_state(b"what"), "what message_state returned"),
         (lambda: pdc.convert(pyg_memory()), "pyg_distcomm.nn"),
         (lambda: OURS.nn.TGNMemory(1, 1, 1, 1, None, torch.nn.Dropout()), "Dropout"),
     ):
@@ -270,3 +299,49 @@ def pyg_memory():
 
 def test_refuses_on_all_ranks():
     worlds.run(_refused, 2)
+
+
+# Messages that wait, in a checkpoint ----------------------------------------------------
+
+
+def half_way(path, first):
+    """Trains for some batches and saves, or loads and goes on; returns what comes after."""
+    mesh, data = worlds.mesh(), stream()
+    torch.manual_seed(3)
+    message = tgn.IdentityMessage(MSG, DIM, TIME)
+    memory = OURS.nn.TGNMemory(
+        NODES, MSG, DIM, TIME, message, tgn.LastAggregator()
+    ).double()
+    memory.reset_state()
+    optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
+    seen = []
+    if not first:
+        extra = pdc.load_checkpoint(path, mesh, memory, optimizer, messages=b"")
+        memory.load_message_state(extra["messages"])
+        assert memory.message_state() != b""
+    for k, batch in enumerate(OURS.loader.TemporalDataLoader(data, BATCH)):
+        if not first and k < 3:
+            continue
+        optimizer.zero_grad()
+        z, last_update = memory(batch.n_id)
+        z.sin().sum().backward()
+        optimizer.step()
+        memory.update_state(batch.src, batch.dst, batch.t, batch.msg)
+        memory.detach()
+        if first and k == 2:
+            pdc.save_checkpoint(
+                path, mesh, memory, optimizer, messages=memory.message_state()
+            )
+        if k >= 3:
+            seen += [full(z), full(last_update), full(memory.memory)]
+    return seen
+
+
+@tiers.parametrize(
+    ("size", "other"), [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1), (3, 4)], [(2, 3)]
+)
+def test_waiting_messages_are_saved(size, other, tmp_path):
+    path = str(tmp_path / "run")
+    wanted = worlds.run(half_way, size, path, True)[0]
+    found = worlds.run(half_way, other, path, False)[0]
+    assert_same(found, wanted)

@@ -82,6 +82,7 @@ def save_checkpoint(
     _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
     state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
+    state["mesh"]["nodes"] = _versions(bare(model))
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
         collectives.agree(
             _try_save(folder, state) if mesh.rank == 0 else None, mesh.world
@@ -117,13 +118,20 @@ def load_checkpoint(
         The further values as they were saved.
 
     Raises:
-        ValueError: on all ranks, if the folder is missing, incomplete or does not fit.
+        ValueError: on all ranks, if the folder is missing, incomplete or does not fit, or
+            holds rows of embeddings that `update` has removed nodes of since, or not yet.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     _check_optimizer(model, optimizer)
     state = _state(mesh, model, optimizer, extra)
     folder = _found(path, mesh)
     collectives.agree(_try_load(folder, state), mesh.world)
+    if state["mesh"].pop("nodes") != _versions(model):
+        raise ValueError(
+            f"checkpoint {folder} holds rows of a DistEmbedding for other nodes: others were "
+            "removed by pdc.update when it was saved, and ids have closed up since; load it "
+            "on the graph that it was saved with, and update that"
+        )
     if link is not None:
         _load_link(folder, mesh, link)
     shards = sharded_parameters(model)
@@ -377,12 +385,21 @@ def _state(
 ) -> dict[str, Any]:
     state = {
         "model": _whole(_model_state(model)),
-        "mesh": {**mesh.state_dict(), "inputs": ""},
+        "mesh": {**mesh.state_dict(), "inputs": "", "nodes": ""},
         "extra": _whole(extra),
     }
     if optimizer is not None:
         state["optimizer"] = _whole(_optimizer_state(model, optimizer))
     return state
+
+
+def _versions(model: torch.nn.Module) -> str:
+    """Returns whose rows the embeddings of a model hold, where nodes have been removed."""
+    every = sharded_parameters(model).items()
+    owners = {name: rows.partition for name, rows in every}
+    return repr(
+        {n: p.version for n, p in owners.items() if p is not None and p.version}
+    )
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -176,9 +176,19 @@ class Rows:
             contextlib.nullcontext() if self.memory is None else self.memory.spilling()
         )
 
+    @property
+    def updates(self) -> int:
+        """How often `pdc.update` has returned other rows in the place of these."""
+        return self.derived.get("updates", 0)  # type: ignore[no-any-return]
+
+    def note_update(self) -> None:
+        """Notes that `pdc.update` returns other rows in the place of these."""
+        self.derived["updates"] = self.updates + 1
+
     def __deepcopy__(self, memo: dict) -> Rows:
         return self
 
     def __repr__(self) -> str:
         part = "" if self.whole else " (masked)"
+        part += " before pdc.update" if self.updates else ""
         return f"Rows({len(self)} of {self.total}{part} on rank {self.mesh.rank})"

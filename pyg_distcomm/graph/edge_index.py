@@ -265,8 +265,8 @@ class DistEdgeIndex(torch.Tensor):
         if x.rows is not nodes and not x.rows.same_as(nodes):
             if x.rows.whole and x.rows.total == nodes.total:
                 raise ValueError(
-                    f"take {name} and the edge_index from one pdc.partition: they are "
-                    "spread over the ranks in two ways, by two partitions or meshes"
+                    f"take {name} and the edge_index from one pdc.partition or update: they "
+                    "are spread over the ranks in two ways, by two partitions or meshes"
                 )
             raise ValueError(
                 f"give the layer one row for each node: {name} has {x.rows}, but the "

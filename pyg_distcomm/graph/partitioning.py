@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
@@ -23,18 +23,14 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph import partitioning_batch, partitioning_hetero, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.partitioning_events import cut_events
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
+from pyg_distcomm.partition import hetero
 from pyg_distcomm.partition.any_folder import AnyFolder, open_folder
 from pyg_distcomm.partition.cutters import check_edge_index, cut
 from pyg_distcomm.partition.folder import attribute_kinds, part_of
-from pyg_distcomm.partition.hetero import (
-    check_hetero,
-    cut_hetero,
-    part_of_hetero,
-    types_of,
-)
 from pyg_distcomm.partition.layout import Verify
 from pyg_distcomm.partition.part_share import PartShare, merged
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
@@ -45,7 +41,7 @@ transforms.register()
 
 
 def partition(
-    data: Data | HeteroData,
+    data: Data | HeteroData | TemporalData,
     mesh: Mesh | None = None,
     method: Any = None,
     *,
@@ -69,7 +65,8 @@ def partition(
             Of an `adj_t` (torch.sparse, or torch-sparse's SparseTensor) in the place of
             an edge_index, the share has both: edges that carry their weights, and none.
             Of a HeteroData each edge type has edges of its own, with the owners of their
-            targets; their rows travel between all ranks, whatever the grid.
+            targets; their rows travel between all ranks, whatever the grid. Of a
+            TemporalData, messages are cut into blocks of events, and nothing else counts.
         mesh: the ranks; those of the last `pdc.init` if None.
         method: "metis", "ldg", "random", "permutation" (blocks of the mesh's grid with
             like numbers of nonzeros), "grid" (the row and column parts that products on
@@ -96,6 +93,8 @@ def partition(
     """
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
+    if isinstance(data, TemporalData):
+        return cut_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
         return partitioning_batch.as_batch(share, data)
@@ -200,7 +199,7 @@ def _partition_hetero(
     try:
         links = partitioning_hetero.links_of(link, data.edge_types)
         partitioning_hetero.refuse_share(data)
-        check_hetero(data)
+        hetero.check_hetero(data)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
@@ -211,12 +210,14 @@ def _partition_hetero(
     try:
         if mesh.rank == 0:
             how = _cutter(method, data, mesh.size, refine)
-            owners = cut_hetero(data, mesh.size, how, seed, refine)
+            owners = hetero.cut_hetero(data, mesh.size, how, seed, refine)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    share = part_of_hetero(data, owners, types_of(data, owners), mesh.rank)
+    share = hetero.part_of_hetero(
+        data, owners, hetero.types_of(data, owners), mesh.rank
+    )
     for store in data.edge_stores[:1]:
         share = _placed(share, store.edge_index)
     return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)

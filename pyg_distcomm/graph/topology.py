@@ -219,6 +219,19 @@ class Topology:
     @cached_property
     def locals(self) -> LocalGraph:
         """Own edges in local numbering, and the halo of their sources; collective."""
+        rows = self.source_rows
+
+        def build(ghost: Tensor, counts: list[int]) -> Halo:
+            return Halo.build(ghost, counts, rows.gid, rows.mesh.world)
+
+        return self.numbered(build)
+
+    def numbered(self, build: Callable[[Tensor, list[int]], Halo]) -> LocalGraph:
+        """Returns own edges in local numbering; collective.
+
+        Args:
+            build: plans the halo of ghosts, of ids grouped by owner, and how many of each.
+        """
         nodes, sources, mesh = self.nodes, self.source_rows, self.nodes.mesh
         partition = sources.partition
         assert partition is not None
@@ -233,7 +246,7 @@ class Topology:
         rank_of[order] = torch.arange(len(order))
         source[away] = rank_of[where] + len(sources)
         counts = torch.bincount(ghost_owner, minlength=mesh.size).tolist()
-        halo = Halo.build(ghost[order], counts, sources.gid, mesh.world)
+        halo = build(ghost[order], counts)
         target = torch.searchsorted(nodes.gid, self.target_gid)
         most = torch.tensor([len(nodes) + len(target)])
         if nodes.memory is not None:

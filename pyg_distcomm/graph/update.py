@@ -1,93 +1,115 @@
-"""Appends nodes and edges to a graph that is spread over ranks: `update`."""
+"""Changes a graph that is spread over ranks, nodes and edges added or removed: `update`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch, Data, HeteroData
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import sampled_digest
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partitioning import count_masks
-from pyg_distcomm.graph.topology import LocalGraph, Topology
+from pyg_distcomm.graph.topology import Topology
+from pyg_distcomm.graph.update_arguments import EdgeChange, GraphChange, NodeChange
 from pyg_distcomm.halo.halo import Halo
-from pyg_distcomm.partition.cutters import check_edge_index
-from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
-SLACK = 1.05  # of the mean number of nodes: a rank with more takes no new ones
-
 
 def update(
-    data: Data,
+    data: Data | HeteroData,
     *,
     new_edges: Any = None,
     new_nodes: Any = None,
+    removed_edges: Any = None,
+    removed_nodes: Any = None,
     owner: Any = None,
-) -> Data:
-    """Returns this rank's share of a graph with nodes and edges appended; collective.
+    return_mapping: bool = False,
+) -> Any:
+    """Returns this rank's share of a graph with nodes and edges added or removed; collective.
 
-    Every rank gives the same. New nodes get the ids from `data.num_nodes` on, and new edges
-    stand behind those there are: the share is what `partition` gives of the whole new graph
-    by the same owners, and no row of the old one moves. The share that was given stays as it
-    is; loaders and products that were made of it are of the old graph.
+    Every rank gives the same. All ids are those of the graph as it is given; new nodes follow
+    the `data.num_nodes` that there are. Last, nodes that are removed go, with their edges,
+    and the ids of the others close up in order, as PyG's `subgraph(relabel_nodes=True)` has
+    them. New edges stand behind those there are. So the share is what `partition` gives of the
+    whole new graph by the same owners: no row moves. The share that was given stays as it is.
 
     A new node goes to the rank that owns most of its neighbours among the new edges, if that
-    has at most 1.05 times its share of the nodes, else to the rank with the fewest nodes.
+    has at most 1.05 times its share of the nodes of the type, else to the one with the fewest.
+
+    Of a HeteroData each argument is a dictionary, by node type or edge type. An edge type may
+    begin, between types that there are; it travels by the link that all others share, if any.
+    New entries of an `adj_t` are a sparse matrix, or have their values as "edge_weight"; one
+    that is there already is then there twice, and adds up.
 
     Args:
-        data: a share of `partition` or `load_partition`.
+        data: a share of `partition`, `load_partition` or `update`.
         new_edges: `[2, e']` in ids of nodes, old and new; or a dictionary of that, as
             "edge_index", and `[e', ...]` for each attribute of the edges.
         new_nodes: how many, or a dictionary with `[n', ...]` for each attribute of the nodes.
+        removed_edges: `[2, r]` in ids of nodes: all copies of an edge, in one direction.
+        removed_nodes: ids, or a mask `[n]`.
         owner: the owners `[n']` of the new nodes, instead of the rule above.
+        return_mapping: whether to return the new ids of old nodes, too.
 
-    Price: ids of ghosts that are new, once on each side, and a few counts, where layers have
-    exchanged rows before: `mesh.ledger.words("update")`. Plans of products are made again at
-    their next use, as `partition`'s are.
+    Returns:
+        The share; with `return_mapping` also `[n]`, by node type of a HeteroData: the id that
+        each old node has now, -1 if it was removed.
+
+    Price: of halos that layers have exchanged, ids of ghosts that are new or needed no more,
+    once on each side; of edges that are removed the places, on all ranks; and a few counts:
+    `mesh.ledger.words("update")`. An edge type that keeps its edges and nodes keeps its plans.
+    Products of others are planned again at their next use, as `partition`'s are.
 
     Raises:
         ValueError, TypeError: on all ranks, naming the attribute and what it should be.
     """
-    edge_index = getattr(data, "edge_index", None)
-    if not isinstance(edge_index, DistEdgeIndex):
-        raise TypeError(
-            "update takes a Data that pdc.partition returned, with an edge_index; got "
-            f"{type(data).__name__} with {type(edge_index).__name__}; a graph that is not "
-            "spread is changed before pdc.partition"
-        )
+    mesh = _mesh_of(data)
+    given = {
+        "new_edges": new_edges,
+        "new_nodes": new_nodes,
+        "removed_edges": removed_edges,
+        "removed_nodes": removed_nodes,
+        "owner": owner,
+    }
+    problem, change = None, None
+    try:
+        change = GraphChange(data, mesh, given)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(problem, {} if change is None else change.marks(), mesh)
+    assert change is not None
+    before = mesh.ledger.words("update")
+    out = _applied(change)
+    words = mesh.ledger.words("update") - before
+    tell(mesh.rank, "%s: %d bytes of plans came here", change.about(), 8 * words)
+    return (out, change.mapping()) if return_mapping else out
+
+
+def _mesh_of(data: Any) -> Mesh:
+    """Returns the ranks of a share."""
     if isinstance(data, Batch):
         raise TypeError(
             "update takes a graph, not a Batch of several: make a new Batch, and cut it by "
             "pdc.partition"
         )
-    mesh = edge_index.nodes.mesh
-    problem, added = None, None
-    try:
-        added = _Added.of(data, edge_index, new_edges, new_nodes, owner)
-    except (TypeError, ValueError) as error:
-        problem = error
-    _agree(problem, {} if added is None else added.marks(), mesh)
-    assert added is not None
-    before = mesh.ledger.words("update")
-    out = _appended(data, edge_index, added)
-    words = mesh.ledger.words("update") - before
-    about = len(added.owner), added.edge_index.size(1), 8 * words
-    tell(
-        mesh.rank, "appended %d nodes and %d edges: %d bytes of plans came here", *about
+    if isinstance(data, (Data, HeteroData)):
+        for store in data.edge_stores:
+            for name in ("edge_index", "adj_t"):
+                if isinstance(store.get(name), DistEdgeIndex):
+                    mesh: Mesh = store[name].nodes.mesh
+                    return mesh
+    raise TypeError(
+        "update takes a Data or HeteroData that pdc.partition returned, with edges; got a "
+        f"{type(data).__name__} without; a graph that is not spread is changed before "
+        "pdc.partition"
     )
-    return out
 
 
 def _agree(problem: Exception | None, marks: dict[str, Any], mesh: Mesh) -> None:
@@ -105,273 +127,162 @@ def _agree(problem: Exception | None, marks: dict[str, Any], mesh: Mesh) -> None
         )
 
 
-class _Added:
-    """What is appended, checked: edges, the owners of new nodes, and rows by attribute."""
-
-    def __init__(
-        self,
-        edge_index: Tensor,
-        owner: Tensor,
-        node: dict[str, Tensor],
-        edge: dict[str, Tensor],
-    ) -> None:
-        self.edge_index, self.owner = edge_index, owner
-        self.node, self.edge = node, edge
-
-    @staticmethod
-    def of(
-        data: Data, known: DistEdgeIndex, edges: Any, nodes: Any, owner: Any
-    ) -> _Added:
-        if known.topology.sources is not None or "adj_t" in data:
-            raise TypeError(
-                "update takes a graph of one node type, without an adj_t; partition the new "
-                "graph instead"
-            )
-        if not isinstance(edges, (Mapping, Tensor, Sequence, np.ndarray, type(None))):
-            raise TypeError(
-                "new_edges must be node ids [2, e'], or a dictionary with them as edge_index, "
-                f"got {type(edges).__name__}"
-            )
-        given = edges if isinstance(edges, Mapping) else {"edge_index": edges}
-        more = given.get("edge_index")
-        more = torch.empty(2, 0, dtype=torch.int64) if more is None else _plain(more)
-        if more.dim() != 2 or more.size(0) != 2 or more.is_floating_point():
-            raise ValueError(
-                f"new_edges must be node ids [2, e'], got {list(more.shape)} of {more.dtype}"
-            )
-        every = data.to_dict().items()
-        held = {name: value for name, value in every if isinstance(value, DistTensor)}
-        names: dict[str, list[str]] = {"node": [], "edge": []}
-        for name, value in held.items():
-            names[_level(name, value.rows, known)].append(name)
-        rows_of_edge = {n: v for n, v in given.items() if n != "edge_index"}
-        edge = _rows(held, names["edge"], rows_of_edge, more.size(1), "edge")
-        rows_of_node = nodes if isinstance(nodes, Mapping) else {}
-        count = _count(nodes)
-        node = _rows(held, names["node"], rows_of_node, count, "node")
-        partition = known.nodes.partition
-        assert partition is not None
-        try:
-            check_edge_index(more, known.nodes.total + count)
-        except ValueError as error:
-            hint = "set data.num_nodes if there are more"
-            text = str(error).replace(hint, "give new ones by new_nodes")
-            raise ValueError(f"new_edges: {text}") from None
-        if owner is None:
-            homes = _owners(partition, more.cpu().long(), count)
-        else:
-            homes = torch.as_tensor(owner).cpu().long()
-            size = partition.num_parts
-            if homes.shape != (count,) or bool(((homes < 0) | (homes >= size)).any()):
-                raise ValueError(
-                    f"owner must be a rank below {size} for each of {count} new nodes, got "
-                    f"{homes.tolist()[:8]}"
-                )
-        return _Added(more.cpu().long(), homes, node, edge)
-
-    def marks(self) -> dict[str, Any]:
-        """Returns what all ranks must have alike."""
-        tensors = {"new_edges": self.edge_index, "owner": self.owner}
-        tensors |= {f"new {name}": x for name, x in (self.node | self.edge).items()}
-        return {
-            name: f"{x.dtype} {list(x.shape)}, hash {sampled_digest(x):x}"
-            for name, x in tensors.items()
-        }
-
-
-def _level(name: str, rows: Rows, known: DistEdgeIndex) -> str:
-    """Returns whether an attribute is of the nodes or of the edges."""
-    levels = {"node": known.nodes, "edge": known.edges}
-    for same in (lambda own: rows is own, rows.same_as):
-        for level, own in levels.items():
-            if same(own):
-                return level
-    raise ValueError(
-        f"data.{name} has rows of its own, neither of nodes nor of edges; take it out of the "
-        "Data before update"
-    )
-
-
-def _plain(value: Any) -> Tensor:
-    if isinstance(value, DistEdgeIndex | DistTensor):
-        raise TypeError(
-            "new edges and nodes are the same plain tensors on all ranks, got a "
-            f"{type(value).__name__}; take its full_tensor()"
-        )
-    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    return torch.as_tensor(value).detach()
-
-
-def _count(nodes: Any) -> int:
-    """Returns how many nodes are new."""
-    if nodes is None:
-        return 0
-    if isinstance(nodes, Mapping):
-        counts = {name: len(_plain(value)) for name, value in nodes.items()}
-        if len(set(counts.values())) > 1 or not counts:
-            raise ValueError(
-                f"new_nodes must have as many rows in each attribute, got {counts}"
-            )
-        return next(iter(counts.values()))
-    if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 0:
-        raise ValueError(
-            f"new_nodes must be a number of nodes, or a dictionary of rows, got {nodes!r}"
-        )
-    return nodes
-
-
-def _rows(
-    held: Mapping[str, DistTensor],
-    names: list[str],
-    given: Mapping[str, Any],
-    count: int,
-    level: str,
-) -> dict[str, Tensor]:
-    """Returns the new rows of each attribute of a level, of its shape and dtype."""
-    for name in given:
-        if name not in names:
-            raise ValueError(
-                f"new_{level}s has {name!r}, but the {level}s of the graph have {names}"
-            )
-    out = {}
-    for name in names:
-        old = held[name].to_local()
-        if name in given:
-            rows = _plain(given[name])
-        elif count == 0:
-            rows = old.new_empty((0, *old.shape[1:]))
-        else:
-            raise ValueError(
-                f"give new_{level}s a {name!r}, {[count, *old.shape[1:]]} of {old.dtype}, "
-                f"as the {level}s of the graph have"
-            )
-        if rows.shape != (count, *old.shape[1:]) or rows.dtype != old.dtype:
-            raise ValueError(
-                f"new {name} must be {[count, *old.shape[1:]]} of {old.dtype}, got "
-                f"{list(rows.shape)} of {rows.dtype}"
-            )
-        out[name] = rows.to(old.device)
+def _applied(change: GraphChange) -> Any:
+    """Returns the share afterwards; collective."""
+    out: Any = copy.copy(change.data)
+    for kind, nodes in change.nodes.items():
+        if nodes.changes:
+            store, before = out if kind is None else out[kind], nodes.before
+            assert before is not None
+            keep = nodes.stays[before.gid]
+            for name, new in nodes.added.items():
+                local = store[name].to_local(), new[nodes.mine.to(new.device)]
+                store[name] = _joined(*local, keep, nodes.after, before)
+            store.num_nodes = nodes.after.total
+            before.note_update()
+    for kind, edges in change.edges.items():
+        ends = change.ends(kind)
+        if edges.changes or any(end.changes for end in ends):
+            store = out if kind is None else out[kind]
+            _change_edges(change, edges, *ends, store, typed=kind is not None)
+    if isinstance(change.data, Data):
+        count_masks(out, change.mesh)
     return out
 
 
-def _owners(partition: Partition, edges: Tensor, count: int) -> Tensor:
-    """Returns the owners of new nodes, the same on all ranks."""
-    first, parts = partition.num_nodes, partition.num_parts
-    sizes = torch.tensor(list(partition.sizes))
-    most = SLACK * (first + count) / parts
-    owner = torch.cat([partition.owner.long(), torch.full((count,), -1)])
-    ends = torch.cat([edges, edges.flip(0)], 1)
-    ends = ends[:, ends[0] >= first]
-    ends = ends[:, ends[0].argsort(stable=True)]
-    begin = torch.searchsorted(
-        ends[0].contiguous(), torch.arange(first, first + count + 1)
+def _change_edges(
+    change: GraphChange,
+    edges: EdgeChange,
+    source: NodeChange,
+    target: NodeChange,
+    store: Any,
+    typed: bool,
+) -> None:
+    """Writes the edges of a type, and their attributes, as they are afterwards."""
+    known, nodes, mesh = edges.known, target.after, change.mesh
+    assert nodes.partition is not None
+    more = torch.stack(
+        [end.new_id[x] for end, x in zip((source, target), edges.more, strict=True)]
     )
-    for k in range(count):
-        near = owner[ends[1, begin[k] : begin[k + 1]]]
-        votes = torch.bincount(near[near >= 0], minlength=parts)
-        best = int(votes.argmax())
-        if not int(votes[best]) or int(sizes[best]) + 1 > most:
-            best = int(sizes.argmin())
-        owner[first + k] = best
-        sizes[best] += 1
-    return owner[first:]
+    here = (nodes.partition.owner_of(more[1]) == mesh.rank).nonzero().view(-1)
+    if known is None:
+        like = next(e.known for e in change.edges.values() if e.known is not None)
+        place, count = torch.empty(0, dtype=torch.int64), 0
+        ends, stays = more[:, :0], torch.empty(0, dtype=torch.bool)
+    else:
+        like, (place, count) = known, (known.edges.place, known.edges.count)
+        ends, stays = edges.ends(source, target)
+        if any(x.numel() for x in (source.gone, target.gone, edges.gone)):
+            gone = _of_all_ranks(place[~stays], mesh)
+            place = place[stays]
+            place = place - torch.searchsorted(gone, place)
+            count -= len(gone)
+        known.edges.note_update()
+    gid, total = torch.cat([place, count + here]), count + more.size(1)
+    if source is target:
+        rows = rows_of_edges(gid, total, nodes)
+    else:
+        rows = Rows(gid, total, mesh, None)
+    local = like.to_local()
+    ends = torch.cat([ends[:, stays], more[:, here]], 1)
+    ends = ends.to(local.device, local.dtype)
+    sources = source.after if typed else None
+    grown = DistEdgeIndex.build(ends, nodes, rows, sources=sources)
+    _plan(change, like.topology, grown.topology, edges, source)
+    if edges.adj is None or "edge_index" in store:
+        store.edge_index = grown
+    for name, new in edges.added.items():
+        new = new.to(local.device)
+        old = new[:0] if known is None else store[name].to_local()
+        mine = new[here.to(new.device)]
+        store[name] = _joined(old, mine, stays, rows, nodes)
+    if edges.adj is not None:
+        weight: Any = edges.adj.weight
+        if weight is not None:
+            assert edges.value is not None
+            new = edges.value.to(local.device)[here.to(local.device)]
+            weight = _joined(weight.to_local(), new, stays, rows, nodes)
+        store.adj_t = grown.carrying(weight)
+        looped = (grown.topology.source_gid == grown.topology.target_gid).any()
+        store.adj_t.looped = _any(bool(looped) and source is target, mesh)
 
 
-def _appended(data: Data, known: DistEdgeIndex, added: _Added) -> Data:
-    """Returns a share with rows appended, and its edges planned as far as they were."""
-    old, mesh = known.nodes, known.nodes.mesh
-    assert old.partition is not None
-    size = mesh.size
-    owner = torch.cat([old.partition.owner.long(), added.owner])
-    partition = Partition.from_owner(owner, size, len(owner))
-    mine = (added.owner == mesh.rank).nonzero().view(-1)
-    gid = torch.cat([old.gid, mine + old.total])
-    nodes = Rows(gid, len(owner), mesh, partition, memory=old.memory)
-    here = (partition.owner_of(added.edge_index[1]) == mesh.rank).nonzero().view(-1)
-    count = known.edges.total
-    edges = rows_of_edges(
-        torch.cat([known.edges.gid, here + count]),
-        count + added.edge_index.size(1),
-        nodes,
-    )
-    local = known.to_local()
-    more = added.edge_index[:, here].to(local.device, local.dtype)
-    grown = DistEdgeIndex.build(torch.cat([local, more], 1), nodes, edges)
-    before, after = known.topology, grown.topology
-    after.halo, after.ordering, after.link = before.halo, before.ordering, before.link
-    planned = "locals" in vars(before)
-    if planned:
-        after.__dict__["locals"] = _replanned(before, after)
-    out = copy.copy(data)
-    out.edge_index, out.num_nodes = grown, nodes.total
-    for picked, rows, new in ((mine, nodes, added.node), (here, edges, added.edge)):
-        for name, value in new.items():
-            whole = torch.cat(
-                [data[name].to_local().detach(), value[picked.to(value.device)]]
+def _plan(
+    change: GraphChange,
+    before: Topology,
+    after: Topology,
+    edges: EdgeChange,
+    source: NodeChange,
+) -> None:
+    """Plans changed edges as far as they were; collective."""
+    after.halo, after.ordering = before.halo, before.ordering
+    if edges.known is not None:
+        after.link = before.link
+        if "locals" in vars(before):
+            old = before.locals.halo
+            after.__dict__["locals"] = after.numbered(
+                lambda *wanted: _replanned(old, source, *wanted)
             )
-            out[name] = DistTensor.wrap(whole, rows)
-            if nodes.memory is not None:
-                nodes.memory.keep(whole)
-    count_masks(out, mesh)
-    return out
+        return
+    every = [
+        e.known.topology.link for e in change.edges.values() if e.known is not None
+    ]
+    if all(link is every[0] for link in every):
+        after.link = every[0]
 
 
-def _replanned(before: Topology, after: Topology) -> LocalGraph:
-    """Returns the local numbering of grown edges; only new ghosts are asked for; collective."""
-    old, nodes, mesh = before.locals, after.nodes, after.nodes.mesh
-    partition = nodes.partition
-    assert partition is not None
-    source = after.source_gid[len(before.source_gid) :]
-    target = after.target_gid[len(before.target_gid) :]
-    away = partition.owner_of(source) != mesh.rank
-    fresh = torch.unique(source[away])
-    fresh = fresh[~torch.isin(fresh, old.ghost_gid)]
-    ghost = _grouped(torch.cat([old.ghost_gid, fresh]), partition)
-    wanted = torch.bincount(partition.owner_of(fresh), minlength=mesh.size).tolist()
-    fresh = _grouped(fresh, partition)
-    asked_counts = collectives.exchange_counts(wanted, mesh.world)
-    asked = collectives.all_to_all(
-        fresh, wanted, asked_counts, mesh.world, "update"
-    ).wait()
-    halo, size = old.halo, mesh.size
-    assert halo.send_gid is not None
-    ids = torch.cat([halo.send_gid.cpu(), asked])
-    who = torch.arange(size)
-    repeats = (torch.tensor(counts) for counts in (halo.send_counts, asked_counts))
-    peer = torch.cat([who.repeat_interleave(times) for times in repeats])
-    order = torch.argsort(peer * nodes.total + ids)
-    counts = torch.bincount(partition.owner_of(ghost), minlength=size).tolist()
-    most = max(
-        row[0] for row in collectives.all_gather_counts([max(counts)], mesh.world)
-    )
-    sent = torch.bincount(peer, minlength=size).tolist()
-    planned = Halo.of_requests(
-        ghost, counts, ids[order], sent, nodes.gid, mesh.world, most
-    )
-    device, n = after.device, len(nodes)
-    by_gid = ghost.argsort()
-    place = by_gid[torch.searchsorted(ghost[by_gid], old.ghost_gid)]
-    moved = torch.cat([torch.arange(old.num_own), n + place])
-    lid = torch.empty_like(source)
-    lid[~away] = torch.searchsorted(nodes.gid, source[~away])
-    lid[away] = n + by_gid[torch.searchsorted(ghost[by_gid], source[away])]
-    most_here = torch.tensor([n + len(after.target_gid)])
+def _joined(
+    old: Tensor, new: Tensor, stays: Tensor, rows: Rows, nodes: Rows
+) -> DistTensor:
+    """Returns the rows that stay, and new ones behind them, within the memory cap."""
+    whole = torch.cat([old.detach()[stays.to(old.device)], new])
     if nodes.memory is not None:
-        most_here = collectives.all_reduce(most_here, mesh.world, "max")
-    return replace(
-        old,
-        source_lid=torch.cat([moved[old.source_lid.cpu()], lid]).to(device),
-        target_lid=torch.cat(
-            [old.target_lid.cpu(), torch.searchsorted(nodes.gid, target)]
-        ).to(device),
-        ghost_gid=ghost,
-        halo=planned.to(device),
-        num_own=n,
-        most=int(most_here),
-    )
+        nodes.memory.keep(whole)
+    return DistTensor.wrap(whole, rows)
 
 
-def _grouped(gid: Tensor, partition: Partition) -> Tensor:
-    """Returns ids by their owner, ascending within."""
-    gid = gid.sort().values
-    return gid[torch.argsort(partition.owner_of(gid), stable=True)]
+def _of_all_ranks(places: Tensor, mesh: Mesh) -> Tensor:
+    """Returns numbers of all ranks, ascending, on every rank; collective."""
+    sizes = [row[0] for row in collectives.all_gather_counts([len(places)], mesh.world)]
+    every = collectives.all_gather_rows(places, sizes, mesh.world, op="update")
+    return every.sort().values
+
+
+def _any(flag: bool, mesh: Mesh) -> bool:
+    return any(row[0] for row in collectives.all_gather_counts([int(flag)], mesh.world))
+
+
+def _replanned(old: Halo, source: NodeChange, ghost: Tensor, counts: list[int]) -> Halo:
+    """Returns the halo of changed edges; what it asks for already is not said; collective.
+
+    Args:
+        old: the halo of the edges as they were.
+        source: the nodes whose rows it brings.
+        ghost: ids afterwards of the ghosts, by their owners, ascending within.
+        counts: how many of each.
+    """
+    nodes, axis = source.after, old.axis
+    assert old.ghost_gid is not None
+    assert old.send_gid is not None
+    assert nodes.partition is not None
+    known = source.new_id[old.ghost_gid.cpu()]
+    known = known[known >= 0]  # their owners know, too, who has been removed
+    fresh = ghost[~torch.isin(ghost, known)]
+    idle = known[~torch.isin(known, ghost)]
+    told, home = torch.cat([fresh, -1 - idle]), torch.cat([fresh, idle])
+    home, order = nodes.partition.owner_of(home).sort(stable=True)
+    wanted = torch.bincount(home, minlength=axis.size).tolist()
+    back = collectives.exchange_counts(wanted, axis)
+    came = collectives.all_to_all(told[order], wanted, back, axis, "update").wait()
+    who, total = torch.arange(axis.size), max(1, nodes.total)
+    sent = source.new_id[old.send_gid.cpu()]
+    peer = who.repeat_interleave(torch.tensor(old.send_counts))
+    pairs = (peer * total + sent)[sent >= 0]
+    first = who.repeat_interleave(torch.tensor(back)) * total
+    leave, enter = (first - 1 - came)[came < 0], (first + came)[came >= 0]
+    pairs = torch.cat([pairs[~torch.isin(pairs, leave)], enter]).sort().values
+    send_counts = torch.bincount(pairs // total, minlength=axis.size).tolist()
+    every = collectives.all_gather_counts([max(counts)], axis)
+    most = max(row[0] for row in every)
+    wants = ghost, counts, pairs % total, send_counts
+    return Halo.of_requests(*wants, nodes.gid, axis, most)

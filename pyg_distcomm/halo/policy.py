@@ -202,6 +202,7 @@ class LinkPolicy:
             if self.exact_eval or (state.last or (-1,))[0] == number:
                 return None
             return self._call((number, 0), trains=False, degrees=degrees)
+        state.nodes = nodes  # of the graph that trains now, which may be an updated one
         number = state.number_of(layer, True, name)
         if mode in PROBLEMS:
             raise ValueError(f"{state.where(number)} {PROBLEMS[mode]}")

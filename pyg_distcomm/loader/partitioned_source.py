@@ -65,6 +65,7 @@ class PartitionedSource:
         embedding: Any = None,
     ) -> None:
         self.data, self.mesh = data, mesh_of(data)
+        self._updates = _updates(data)
         problem = None
         try:
             c = check_replication(self.mesh, replication)
@@ -132,7 +133,16 @@ class PartitionedSource:
         return taken
 
     def refresh(self) -> None:
-        """Reads rows again that have changed on any rank; collective, once an epoch."""
+        """Reads rows again that have changed on any rank; collective, once an epoch.
+
+        Raises:
+            RuntimeError: if the graph has been updated since the loader was made.
+        """
+        if _updates(self.data) != self._updates:
+            raise RuntimeError(
+                "this loader draws from the graph as it was before pdc.update; make a loader "
+                "of the share that update returned"
+            )
         same = [_same(self._marks, _marks(self.data))]
         found = collectives.all_gather_counts(
             [int(one) for one in same], self.fetching.world
@@ -331,14 +341,28 @@ def _embedded_rows(data: Any, embedding: Any) -> dict[Any, Rows]:
             raise ValueError(
                 f"embedding has node type {key!r}; there are {data.node_types}"
             )
-        nodes = _store(data, key).num_nodes
-        if rows.total != nodes:
+        nodes, old = _store(data, key).num_nodes, bool(rows.updates)
+        if rows.total != nodes or (old and not _updates(data)):
             raise ValueError(
-                f"the embedding has {rows.total} rows, and the graph {nodes} nodes; build "
-                "it with num_embeddings=data.num_nodes and like=data"
+                f"the embedding has {rows.total} rows{' from before pdc.update' * old}, and "
+                f"the graph {nodes} nodes; build it with num_embeddings=data.num_nodes and "
+                "like=data"
             )
         found[key] = rows
     return found
+
+
+def _updates(data: Data | HeteroData) -> int:
+    """Counts the rows that `pdc.update` has replaced in shares that follow this one."""
+    edges = [store.edge_index for store in data.edge_stores if "edge_index" in store]
+    rows = [rows for e in edges for rows in (e.edges, e.nodes, e.sources)]
+    rows += [
+        value.rows
+        for store in data.node_stores
+        for value in store.values()
+        if isinstance(value, DistTensor)
+    ]
+    return sum(each.updates for each in rows)
 
 
 def _part(found: Any, key: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch_geometric.data import TemporalData
 from torch_geometric.loader import TemporalDataLoader as PygTemporalDataLoader
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
-from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.graph.partitioning_events import event_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.gather_by_id import plan_ids
 
 
 class TemporalDataLoader(PygTemporalDataLoader):
@@ -28,12 +28,14 @@ class TemporalDataLoader(PygTemporalDataLoader):
     with torch's generator, on all ranks. Before `pdc.init`, and on one rank, it is PyG's own.
 
     Args:
-        data: the events, in the order of time, all of them on every rank.
+        data: the events, in the order of time, all of them on every rank; or what
+            `pdc.partition` returns of them, or a slice of that, whose messages are cut.
         batch_size, neg_sampling_ratio: as in PyG.
         mesh: the ranks; those of the last `pdc.init` if None.
         **kwargs: those of `torch.utils.data.DataLoader`.
 
-    Price: with negatives, a batch sends these from rank 0 to all ranks.
+    Price: with negatives, a batch sends these from rank 0 to all ranks. Of messages that are
+    cut, each rank brings those of its block of the batch that others hold, after their ids.
 
     Raises:
         ValueError: on all ranks, if the numbers of events, or of a batch, differ.
@@ -49,6 +51,11 @@ class TemporalDataLoader(PygTemporalDataLoader):
         **kwargs: Any,
     ) -> None:
         self.mesh = None if mesh is None else given_mesh(mesh, "TemporalDataLoader")
+        self._sharded, data = {}, copy.copy(data)
+        for name, value in data.to_dict().items():
+            if isinstance(value, DistTensor):
+                self._sharded[name] = value
+                del data[name]
         super().__init__(data, batch_size, neg_sampling_ratio, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -64,8 +71,16 @@ class TemporalDataLoader(PygTemporalDataLoader):
                 "give TemporalDataLoader all events and one batch_size on every rank; the "
                 f"ranks have {every}"
             )
+        begin = 0
         for batch in super().__iter__():
-            yield _cut(batch, mesh)
+            count, batch = batch.num_events, _cut(batch, mesh)
+            rows = batch.src.rows
+            for name, value in self._sharded.items():
+                plan = plan_ids([begin + rows.gid], value.rows, mesh.world)[0]
+                local = plan.to(value.device).gather(value.to_local())
+                batch[name] = DistTensor.wrap(local, rows)
+            begin += count
+            yield batch
 
 
 def _cut(batch: TemporalData, mesh: Mesh) -> TemporalData:
@@ -80,16 +95,8 @@ def _cut(batch: TemporalData, mesh: Mesh) -> TemporalData:
     for key, value in batch._store.items():
         if key != "n_id" and isinstance(value, Tensor) and value.size(0) == count:
             cut[key] = count
-    rows = {size: _blocks(size, mesh) for size in cut.values()}
+    rows = {size: event_rows(size, mesh) for size in cut.values()}
     for key, size in cut.items():
         local = batch[key][rows[size].gid.to(batch[key].device)]
         batch[key] = DistTensor.wrap(local, rows[size])
     return batch
-
-
-def _blocks(count: int, mesh: Mesh) -> Rows:
-    """Returns equal blocks of rows, whose owners all ranks know."""
-    block = Rows.blocks(count, mesh)
-    sizes = torch.tensor(balanced_split(count, mesh.size))
-    owner = torch.arange(mesh.size).repeat_interleave(sizes)
-    return Rows(block.gid, count, mesh, Partition.from_owner(owner, mesh.size, count))

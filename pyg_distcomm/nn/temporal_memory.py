@@ -10,6 +10,8 @@ these what else they hold.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -167,6 +169,54 @@ class TGNMemory(PygTGNMemory):
             _keep(store, events.at((near % size == rank).nonzero().view(-1)))
         if not self.training:
             self._write(lid)
+
+    def message_state(self) -> bytes:
+        """Returns the messages that wait for nodes of all ranks, as data; collective.
+
+        They are no buffers, as in PyG. `save_checkpoint(..., messages=memory.message_state())`
+        saves them, and what `load_checkpoint(..., messages=b"")` returns of them goes to
+        `load_message_state`, on any number of ranks. `eval()` after training leaves none.
+
+        Price: all messages, on every rank.
+        """
+        stores = self.msg_s_store, self.msg_d_store
+        box = io.BytesIO()
+        torch.save([_gathered(store, self) for store in stores], box)
+        return box.getvalue()
+
+    def load_message_state(self, state: bytes) -> None:
+        """Lets messages wait again as they did when `message_state` returned them.
+
+        Raises:
+            ValueError: if they are none, or those of a memory of other nodes or widths.
+        """
+        try:
+            tables = torch.load(io.BytesIO(state), weights_only=True)
+            for ints, raw in tables:
+                if raw.size(1) != self.raw_msg_dim:
+                    raise ValueError(f"raw_msg_dim is {raw.size(1)}")
+                if len(ints) and int(ints[:, :2].max()) >= self.num_nodes:
+                    raise ValueError(f"there is a node {int(ints[:, :2].max())}")
+        except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                "give load_message_state what message_state returned for a memory of "
+                f"{self.num_nodes} nodes and raw_msg_dim {self.raw_msg_dim}: {error}"
+            ) from None
+        self._reset_message_store()
+        stores = self.msg_s_store, self.msg_d_store
+        for store, (ints, raw) in zip(stores, tables, strict=True):
+            near, far, t, number = ints.to(self.device).unbind(1)
+            found = _Messages(near, far, t, number, raw.to(self.device))
+            if self.rows is None:
+                held: dict[int, Any] = {}
+                _keep(held, found)
+                store.update({k: (m.near, m.far, m.t, m.raw) for k, m in held.items()})
+                continue
+            mine = (
+                (near % self.rows.mesh.size == self.rows.mesh.rank).nonzero().view(-1)
+            )
+            _keep(store, found._replace(near=_lid(near, self.rows)).at(mine))
+            self._seen = max(self._seen, int(number.max()) + 1 if len(number) else 0)
 
     def _update_memory(self, n_id: Tensor) -> None:
         """Updates rows before PyG's code forgets their messages, as `eval()` has it do."""
@@ -475,6 +525,35 @@ def _same_nodes(n_id: Tensor, rows: Rows, unique: bool = False) -> Tensor:
     if unique and len(n_id.unique()) != len(n_id):
         raise ValueError("give each node once, by n_id.unique(): some ids repeat")
     return n_id
+
+
+def _gathered(store: dict[int, Any], memory: TGNMemory) -> tuple[Tensor, Tensor]:
+    """Returns messages of all ranks, by node and then in order; collective.
+
+    Returns:
+        Node, other end, time and number `[m, 4]`, and features `[m, d]`, on the CPU.
+    """
+    rows, raw_dim = memory.rows, memory.raw_msg_dim
+    held = [m for m in store.values() if len(m[0])]
+    raw = torch.cat(
+        [_local(memory.memory).new_empty(0, raw_dim), *(m[-1] for m in held)]
+    )
+    ints = [torch.stack([*m[:3]], 1) for m in held]
+    near_far_t = torch.cat([torch.empty(0, 3).long().to(raw.device), *ints])
+    number = torch.arange(len(raw), device=raw.device)
+    if rows is None:
+        return torch.cat([near_far_t, number.unsqueeze(1)], 1).cpu(), raw.detach().cpu()
+    number = torch.cat([number[:0], *(m.number for m in held)])
+    table = torch.cat([near_far_t, number.unsqueeze(1)], 1)
+    table[:, 0] = table[:, 0] * rows.mesh.size + rows.mesh.rank
+    world = rows.mesh.world
+    counts = [row[0] for row in collectives.all_gather_counts([len(raw)], world)]
+    table, raw = (
+        collectives.all_gather_rows(x, counts, world, op="events") for x in (table, raw)
+    )
+    order = table[:, 3].argsort()
+    order = order[table[order, 0].argsort(stable=True)]
+    return table[order].cpu(), raw[order].detach().cpu()
 
 
 def _keep(store: dict[int, Any], events: _Messages) -> None:

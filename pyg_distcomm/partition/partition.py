@@ -32,6 +32,8 @@ class Partition:
     sizes     nodes owned by each part
     before    the figures before `refine`, where it was used; not compared by `same_as`
     union     the partition of the nodes of all types, where these nodes have one of several
+    version   says which nodes were removed since the cut; 0 is none. Ids are of other nodes
+              in another version
     """
 
     owner: Tensor
@@ -39,6 +41,7 @@ class Partition:
     sizes: tuple[int, ...]
     before: PartitionReport | None = None
     union: Partition | None = None
+    version: int = 0
 
     @classmethod
     def from_owner(
@@ -94,6 +97,7 @@ class Partition:
         """Returns whether both have as many parts and assign all nodes alike."""
         return (
             self.num_parts == other.num_parts
+            and self.version == other.version
             and self.sizes == other.sizes
             and torch.equal(self.owner, other.owner)
         )
@@ -104,7 +108,8 @@ class Partition:
 
     def digest(self) -> str:
         """Hashes num_parts and owner: equal on two ranks when `same_as` holds."""
-        state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} ".encode())
+        version = f"{self.version} " if self.version else ""
+        state = hashlib.sha256(f"{self.num_parts} {self.num_nodes} {version}".encode())
         state.update(self.owner.contiguous().numpy().data)
         return state.hexdigest()
 
