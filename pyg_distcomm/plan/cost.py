@@ -28,6 +28,7 @@ import torch
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine
@@ -290,7 +291,7 @@ class Cost:
 def epoch_cost(
     flows: tuple[Flow, Flow, Flow],
     training: Training,
-    ways: tuple[list[ProductShape], tuple[str, ...]],
+    ways: tuple[list[ProductShape], tuple[str, ...], int],
     coding: Coding | None,
     dtype: torch.dtype,
     machine: Machine,
@@ -301,13 +302,13 @@ def epoch_cost(
         flows: of products, of those against the edges, and of `HaloConv`, which always
             sends only what is needed.
         training: the model.
-        ways: what it multiplies, and each layer's order.
+        ways: what it multiplies, each layer's order, and the width of ghosts that are kept.
         coding: the link; None is the exact one.
         dtype: of the features.
         machine: the figures for seconds.
     """
     flow, back, halo = flows
-    products, orders = ways
+    products, orders, kept_rows = ways
     size = int(np.prod(flow.grid))
     shape = np.broadcast_shapes(flow.nodes.shape, (1, 1, flow.grid[2]))
     exchange, messages, kept = (np.zeros(shape) for _ in range(3))
@@ -342,8 +343,50 @@ def epoch_cost(
         {name: sum(group) for name, group in sums.items()},
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
-        memory((flow, halo), training, products, orders, dtype) + kept,
+        memory((flow, halo), training, products, orders, dtype)
+        + kept
+        + kept_bytes(halo, kept_rows * training.itemsize, flow.grid),
     )
+
+
+def early_bytes(
+    flows: tuple[Flow, Flow, Flow],
+    training: Training,
+    how: tuple[MultiplyOrder, dict[str, Any]],
+    dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Returns what all ranks receive in the first and second epoch, over exact links.
+
+    Args:
+        flows, training, dtype: see `epoch_cost`.
+        how: the order of products, and what else `Training.products` takes.
+    """
+    (flow, back, halo), uses = flows, dict[Any, int]()
+    size, plain, known = math.prod(flow.grid), Writing(None, dtype, 0), {}
+    rest = size * sum(sum(group) for group in training.sums(size).values())
+    found = []
+    for _ in range(2):
+        total = 0.0
+        for product in training.products(how[0], uses=uses, **how[1]):
+            key = product.width, product.transposed, product.halo, product.against
+            if key not in known:
+                if product.halo:
+                    path = halo_path(halo, product, plain, flow.grid)
+                else:
+                    rows, item = back if product.against else flow, training.itemsize
+                    path = product_path(rows, product, item, plain)
+                came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
+                means = came.size < size
+                known[key] = float(came.mean() * size if means else came.sum())
+            total += known[key]
+        found.append(round(total) + rest)
+    return found[0], found[1]
+
+
+def kept_bytes(halo: Flow, row_bytes: int, grid: Grid) -> Array:
+    """Returns the bytes of ghosts that each rank keeps, `[r, s, p]`."""
+    ghosts: Array = _placed(halo.sides.ghost.ghosts[:, :, None], grid)
+    return ghosts * row_bytes
 
 
 def _writing(

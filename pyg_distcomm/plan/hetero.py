@@ -31,13 +31,14 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.codecs import Writing
 from pyg_distcomm.plan.cost import (
     halo_path,
+    kept_bytes,
     memory,
     product_path,
     product_seconds,
     sum_messages,
 )
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.model_profile import bare, is_layer, observed
+from pyg_distcomm.plan.model_profile import Round, bare, is_layer, observed
 from pyg_distcomm.plan.plans import Plan, Plans
 from pyg_distcomm.plan.traffic import CutEdges
 from pyg_distcomm.plan.training import LayerShape, Training, layer_called
@@ -54,21 +55,19 @@ class _RelationCall:
         width: of the rows of its sources.
         still: whether these are the features themselves.
         flows: whether a gradient goes on to them.
-        rounds: its halo exchanges: the width of rows, and whether they go to their owners.
+        rounds: its halo exchanges: see `Visited`.
         out: width of its outcome.
         read: whether a gradient comes back from the loss.
-        kept: whether rows of its sources are kept, which do not change.
     """
 
     conv: Module
     width: int
     still: bool
     flows: bool
-    rounds: list[tuple[int, bool, bool]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     out: int = 0
     against: bool = False
     read: bool = False
-    kept: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +150,11 @@ class _HeteroVisit:
     def note(self, kind: EdgeType, x: Tensor, home: bool) -> Tensor:
         """Records rows that would be exchanged, and their gradients when they come."""
         call = self._call_of(kind, x)
-        call.rounds.append((x[0].numel(), home, False))
+        call.rounds.append((x[0].numel(), home, False, False))
         if not x.requires_grad:
             return x
         x = x.view_as(x)
-        back = x[0].numel(), not home, False
+        back = x[0].numel(), not home, False, False
         x.register_hook(lambda grad: call.rounds.append(back))
         return x
 
@@ -163,8 +162,9 @@ class _HeteroVisit:
         """Records that rows of features are kept; returns None for what is computed."""
         if not (self.keeps and any(x is each for each in self.features)):
             return None
-        self._call_of(kind, x).kept = True
         rows: Tensor = x.to_local()
+        kept = rows[0].numel(), False, False, True
+        self._call_of(kind, x).rounds.append(kept)
         return rows
 
     def _call_of(self, kind: EdgeType, x: Tensor) -> _RelationCall:
@@ -447,7 +447,6 @@ class _Priced:
             left = left + sum(move.messages for move in path.moves)
             took += product_seconds(path, flow, self.machine)
         room = memory((flow, halo), training, products, orders, dtype)
-        kept = max((call.width for call in calls if call.kept), default=0)
-        ghosts = np.broadcast_to(halo.sides.ghost.ghosts, (self.size, 1))
-        room = room + ghosts.reshape(grid) * kept * self.item
+        kept = training.kept_rows(ordering) * self.item
+        room = room + kept_bytes(halo, kept, grid)
         return came, left, took, room, orders

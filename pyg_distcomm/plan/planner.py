@@ -28,7 +28,7 @@ from pyg_distcomm.plan.arguments import (
     ranks_of,
 )
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
-from pyg_distcomm.plan.cost import Cost, adds_on_grid, epoch_cost
+from pyg_distcomm.plan.cost import Cost, adds_on_grid, early_bytes, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
 from pyg_distcomm.plan.hetero import plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
@@ -445,18 +445,27 @@ def _plans_of(
             back = source.turned.flow(grid, halo, training.adds_loops)
         ghosts = _ghosts(source, grid) if training.runs_by_halo else flow
         adds = training.adds_rows and adds_on_grid(flow, ghosts, dtype)
-        seen = set()
+        seen: set[tuple[tuple[str, ...], bool]] = set()
         for ordering in _orderings():
             orders = training.orders(ordering)
-            if orders in seen:
+            kind = orders, training.kept_rows(ordering) > 0
+            if kind in seen:
                 continue
-            seen.add(orders)
-            for link in links:
-                adding = adds and link is None  # rows of a coded link are summed here
-                products = training.products(ordering, adds_on_grid=adding)
-                flows, ways = (flow, back, ghosts), (products, orders)
+            coded = [] if orders in {order for order, _ in seen} else links[1:]
+            seen.add(kind)
+            for link in (None, *coded):
+                # rows of a coded link are summed here, and none are kept
+                exact = link is None
+                how: Any = {"adds_on_grid": adds and exact, "keeps_rows": exact}
+                products = training.products(ordering, **how)
+                kept = training.kept_rows(ordering, **how)
+                flows, ways = (flow, back, ghosts), (products, orders, kept)
                 cost = epoch_cost(flows, training, ways, link, dtype, machine)
-                found.append(_plan(grid, ordering, orders, halo, link, cost))
+                one = _plan(grid, ordering, orders, halo, link, cost)
+                if exact:
+                    early = early_bytes(flows, training, (ordering, how), dtype)
+                    one = replace(one, early_bytes=early)
+                found.append(one)
     return found
 
 

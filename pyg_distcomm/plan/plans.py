@@ -51,6 +51,9 @@ class Plan:
         missing: what the model sends that bytes leave out, in words; else empty.
         link: what gives this codec to `pdc.partition`; None for the exact link.
         relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
+        early_bytes: over all ranks in the first epoch, and in the second, in which features
+            that do not change still travel, beside what planning them takes; () over a
+            link that is not exact, and of pipelines.
     """
 
     grid: Grid
@@ -75,6 +78,7 @@ class Plan:
     remark: str = ""
     missing: str = ""
     relation_bytes: dict[str, int] = field(default_factory=dict)
+    early_bytes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -145,6 +149,7 @@ class Plan:
             "remark": self.remark,
             "missing": self.missing,
             "relation_bytes": dict(self.relation_bytes),
+            "early_bytes": list(self.early_bytes),
         }
 
 
@@ -248,6 +253,7 @@ class Plans(Sequence[Plan]):
             for name, count in plan.relation_bytes.items()
         ]
         parts += _remarks(shown, self.machine) + _nothing_coded(self.ranked)
+        parts += _early(self.ranked[:1])
         parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
@@ -309,6 +315,17 @@ def _table(plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     return format_table(head, rows) if rows else "no plan can be run"
+
+
+def _early(plans: Sequence[Plan]) -> list[str]:
+    """Says what the first epochs of a plan move, where that is more than a later one."""
+    return [
+        f"the first two epochs of {plan.algorithm} {plan.sides} move "
+        f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
+        "change still travel"
+        for plan in plans
+        if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
+    ]
 
 
 def _sign(plan: Plan) -> str:
