@@ -106,8 +106,8 @@ class HaloVisit:
         self.source = 0 if conv.flow == "source_to_target" else 1
         scene = type(conv).__name__, self.nodes, self.sources, self.here, self.source
         self.scene = Scene(*scene, self.degrees)
-        ends = [self.here.source_lid, self.here.target_lid]
-        local = torch.stack(ends if self.source == 0 else ends[::-1])
+        local = self.here.ends
+        local = local if self.source == 0 else local.flip(0)
         self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
         overlap: Any = GhostMeshGuard(self.nodes.mesh, self.scene.layer)
         # one more in total: never taken for the rows of own nodes, not even on one rank

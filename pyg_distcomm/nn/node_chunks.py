@@ -26,7 +26,7 @@ from pyg_distcomm.comm.gradient_averaging import averager_of, meet
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.kernels.memory import MemoryCap
+from pyg_distcomm.kernels.memory import MemoryCap, give_back
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.nn.message_forms import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
@@ -220,7 +220,7 @@ class NodeChunks:
         Args:
             tensors: of the arguments that have one, in their order.
         """
-        scene, target = self.edges.scene, self.ends[1]
+        scene = self.edges.scene
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
         pairs = zip(kinds, tensors, strict=True)
         rows = [x for kind, x in pairs if kind != "whole"]
@@ -229,20 +229,34 @@ class NodeChunks:
         if scene.here.most <= fit:
             return False
         own = len(scene.nodes)
-        count = torch.bincount(target, minlength=own)
-        ends = (count + 1).cumsum(0)
+        first, self._order = self._by_target()
+        ends = first[1:] + torch.arange(1, own + 1, device=first.device)
         total = int(ends[-1]) if own else 0
         marks = torch.arange(fit, max(total, fit), fit)
         cuts = torch.searchsorted(ends, marks, right=True)
         cuts = torch.unique(cuts)
         cuts = cuts[(cuts > 0) & (cuts < own)]
         self.bounds = [0, *cuts.tolist(), own]
-        first = torch.cat([count.new_zeros(1), count.cumsum(0)])
-        self._first = [int(first[b]) for b in self.bounds]
-        self._order = self.cap.moved(torch.argsort(target, stable=True))
+        self._first = first[self.bounds].tolist()
         gid = torch.cat([scene.sources.gid, scene.here.ghost_gid.cpu()])
         self._gid = self.cap.moved(gid)
         return True
+
+    def _by_target(self) -> tuple[Tensor, Tensor]:
+        """Returns where the edges into each node begin `[n + 1]`, and their order `[e]`.
+
+        Both are kept with the edges, in files: the same for all layers and epochs.
+        """
+        scene, target = self.edges.scene, self.ends[1]
+        known, key = self.edges.rows.derived, ("by target", scene.source)
+        here, found = known.get(key, (None, None))
+        if here is not scene.here:
+            count = torch.bincount(target, minlength=len(scene.nodes))
+            first = torch.cat([count.new_zeros(1), count.cumsum(0)])
+            order = self.cap.moved(torch.argsort(target, stable=True))
+            found = self.cap.moved(first), order
+            known[key] = scene.here, found
+        return found  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -359,6 +373,7 @@ class _Chunked(torch.autograd.Function):
                 whole = chunks.cap.empty(shape, out.dtype, out.device)
             whole[edge if chunks.per_edge else own] = out
         assert whole is not None
+        give_back()
         kind = whole.device.type
         ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.chunks = chunks
@@ -407,6 +422,7 @@ class _Chunked(torch.autograd.Function):
                     if add is not None:
                         seen[k] = True
                         found[k] += add
+        give_back()
         each = iter(p if used else None for p, used in zip(found, seen, strict=True))
         return None, *sums, *(next(each) if on else None for on in learnt)
 

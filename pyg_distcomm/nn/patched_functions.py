@@ -139,6 +139,8 @@ def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) 
         rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
         kept.derived["looped"] = rows
     value = None if value is None else DistTensor.wrap(value, rows)
+    cap = edges.scene.here.memory
+    local = local if cap is None else cap.moved(local)
     return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
 
 

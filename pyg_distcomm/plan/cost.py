@@ -315,9 +315,9 @@ def epoch_cost(
     if not np.issubdtype(flow.nodes.dtype, np.floating):
         exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
     worked = machine.epoch + _dense_seconds(flow, training, machine)
-    clock, known = _Clock(flow, machine, worked), {}
+    clock, known = EpochClock(flow, machine, worked), {}
     for product in products:
-        writing = _writing(coding, product, len(training.layers) - 1, dtype)
+        writing = writing_of(coding, product, len(training.layers) - 1, dtype)
         kind = product.transposed, product.halo, product.against
         key = product.width, *kind, writing.codec
         if key not in known:
@@ -331,7 +331,7 @@ def epoch_cost(
         messages = messages + sum(move.messages for move in found.moves)
         clock.add(found, writing.late)
         if coding is not None and writing.codec is not None:
-            kept = kept + _kept(found, writing, coding, product.transposed)
+            kept = kept + link_bytes(found, writing, coding, product.transposed)
     sums = training.sums(size)
     if coding is not None and size > 1:
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
@@ -389,15 +389,19 @@ def kept_bytes(halo: Flow, row_bytes: int, grid: Grid) -> Array:
     return ghosts * row_bytes
 
 
-def _writing(
-    coding: Coding | None, product: ProductShape, last: int, dtype: torch.dtype
+def writing_of(
+    coding: Coding | None,
+    product: ProductShape,
+    last: int | None,
+    dtype: torch.dtype,
 ) -> Writing:
+    """Returns how a product is written by a link."""
     codec = None if coding is None else coding.codec_of(product, last)
     late = 0 if codec is None or coding is None else coding.late(product.transposed)
     return Writing(codec, dtype, late)
 
 
-def _kept(
+def link_bytes(
     found: ProductPath, writing: Writing, coding: Coding, transposed: bool
 ) -> Array:
     """Returns the bytes that exchanges keep from epoch to epoch, as `StaleBuffer` has them."""
@@ -413,7 +417,7 @@ def _kept(
 
 
 @dataclass
-class _Clock:
+class EpochClock:
     """Adds up the seconds of an epoch.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,23 @@ from pyg_distcomm.pipeline.layer_stack import (
 )
 from pyg_distcomm.pipeline.warmup import leaves
 
-Round = tuple[int, bool, bool, bool]
+
+class Round(NamedTuple):
+    """One halo exchange of a layer.
+
+    Args:
+        width: of the rows.
+        home: whether they go from ghosts to owners.
+        adds: whether nothing is read but their sums.
+        kept: whether they are kept, as they do not change.
+        coded: whether a link codes them.
+    """
+
+    width: int
+    home: bool
+    adds: bool = False
+    kept: bool = False
+    coded: bool = True
 
 
 @dataclass
@@ -54,9 +70,7 @@ class Visited:
         width: of its input.
         still: whether that is the features themselves.
         flows: whether a gradient goes on to it.
-        rounds: its halo exchanges, forward and backward: the width of rows, whether they
-            go from ghosts to owners, whether it reads nothing but their sums, and whether
-            the rows are kept, which do not change.
+        rounds: its halo exchanges, forward and backward.
         out: width of its outcome.
         against: whether it fetches rows against the edges, which is not foreseen.
     """
@@ -159,14 +173,15 @@ class _Recorder:
         ways = (home, not home) if x.requires_grad else (home,)
         # rows that are summed are those of features if these are where they are read
         kept = adds and self.keeps and x.data_ptr() == self.x.to_local().data_ptr()
-        self.calls[-1].rounds += [(x[0].numel(), way, adds, kept) for way in ways]
+        width = x[0].numel()
+        self.calls[-1].rounds += [Round(width, way, adds, kept) for way in ways]
 
     def keep(self, x: Any) -> Tensor | None:
         """Records that rows of features are kept; returns None for what is computed."""
         if not (self.keeps and x is self.x):
             return None
         rows: Tensor = x.to_local()
-        self.calls[-1].rounds.append((rows[0].numel(), False, False, True))
+        self.calls[-1].rounds.append(Round(rows[0].numel(), False, kept=True))
         return rows
 
     def note_against(self, x: Tensor, home: bool) -> None:

@@ -193,7 +193,7 @@ def plan(
 
     Args:
         graph: the whole graph, its edge_index, or a `RandomGraph` by size and law. Of a
-            HeteroData the plan has the bytes of each edge type (`relation_bytes`); widths
+            HeteroData plans have the bytes of each edge type (`relation_bytes`); widths
             are then those of hidden layers and the output.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; a mesh is only counted.
@@ -207,7 +207,8 @@ def plan(
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are exact where sizes do not depend on values,
+            of its present epoch); of a HeteroData also dictionaries of these by edge type,
+            as `link=` of `pdc.partition`. Bytes are exact where sizes do not depend on values,
             the most there can be elsewhere. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
@@ -230,8 +231,8 @@ def plan(
     machine, cutting = machine or Machine(), (graph, size, partition, seed)
     read = widths, model, layers, inputs, dtype
     if isinstance(graph, HeteroData):
-        check_hetero_options(loader, pipeline, codecs, grid, algorithm, size)
-        return plan_hetero(cutting, read, machine, memory)
+        check_hetero_options(loader, pipeline, grid, algorithm, size)
+        return plan_hetero(cutting, read, machine, memory, codecs)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
         return _loader_plans(cutting, others, (loader, machine, memory))

@@ -49,7 +49,8 @@ class Plan:
         balance: how many items of the stack each stage has.
         remark: how a pipeline compares with graph parallelism.
         missing: what the model sends that bytes leave out, in words; else empty.
-        link: what gives this codec to `pdc.partition`; None for the exact link.
+        link: what gives this codec to `pdc.partition`, of a HeteroData a dictionary, too;
+            None for the exact link.
         relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
         early_bytes: over all ranks in the first epoch, and in the second, in which features
             that do not change still travel, beside what planning them takes; () over a
@@ -71,7 +72,7 @@ class Plan:
     reason: str | None = None
     exact: bool = True
     sized: bool = True
-    link: LinkPolicy | None = None
+    link: LinkPolicy | dict[Any, LinkPolicy | None] | None = None
     stages: int = 1
     chunks: int = 1
     balance: tuple[int, ...] = ()
@@ -358,7 +359,7 @@ def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
         said.append("<= sizes depend on values, or on chunks: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
     said += [f">= bytes and seconds leave out {words}" for words in missing]
-    links = [plan.link for plan in plans if plan.link is not None]
+    links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
     if any(repr(link.codec) not in machine.codes for link in links):
         said.append(
             f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "

@@ -34,11 +34,11 @@ class LayerShape:
         still: whether its input is the features themselves; if None, its place tells.
         flows: whether a gradient goes on to its input; if None, its place tells.
         trains: whether the weights that an order could put before the product do.
-        rounds: of "halo", the rows it exchanges, as (width, whether to their owners,
-            whether for their sums, whether they are kept); if None, its input, and what
-            gradient there is.
+        rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
+            there is.
         against: whether messages flow against the edges.
         matrix: tells the matrices of layers of one kind apart, which are kept with an input.
+        coded: whether a link codes its products.
     """
 
     kind: str
@@ -51,6 +51,7 @@ class LayerShape:
     rounds: tuple[Round, ...] | None = None
     against: bool = False
     matrix: str = ""
+    coded: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -80,6 +81,7 @@ class ProductShape:
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
         against: whether the edges are turned around, and owned by their sources.
+        coded: whether a link codes its rows.
     """
 
     layer: int
@@ -87,6 +89,7 @@ class ProductShape:
     transposed: bool
     halo: bool = False
     against: bool = False
+    coded: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Training:
     @property
     def adds_rows(self) -> bool:
         """Whether some layer run by `HaloConv` sums rows, which grids may do."""
-        return any(adds for one in self.layers for *_, adds, _ in one.rounds or ())
+        return any(each.adds for one in self.layers for each in one.rounds or ())
 
     @property
     def goes_back(self) -> bool:
@@ -189,14 +192,15 @@ class Training:
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
             width = layer.width_out if order == "last" else layer.width_in
-            how = order == "halo", layer.against
+            how = order == "halo", layer.against, layer.coded
             if order == "halo" and layer.rounds is not None:
-                for width, home, adds, kept in layer.rounds:
-                    rows = not (adds and adds_on_grid)
-                    if kept and rows and keeps_rows and ordering.keep_inputs:
-                        if _used(uses, ("rows", layer.against)) > 1:
-                            continue
-                    found.append(ProductShape(i, width, home, rows))
+                for each in layer.rounds:
+                    rows = not (each.adds and adds_on_grid)
+                    kept = each.kept and rows and keeps_rows and ordering.keep_inputs
+                    if kept and _used(uses, ("rows", layer.against)) > 1:
+                        continue
+                    way = each.width, each.home, rows
+                    found.append(ProductShape(i, *way, coded=each.coded))
                 continue
             kept = how[0] and keeps_rows and self._keeps(i, ordering)
             if order == "kept" or kept:
