@@ -9,8 +9,11 @@ those of one run, in the same order, and so are masks of dropout, which are keye
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,15 +168,71 @@ def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
-    kinds = (kind.__module__.split(".")[0] for kind in type(layer).__mro__)
-    if next(k for k in kinds if k != "pyg_distcomm") != "torch_geometric":
-        return False  # a layer of the user's own may count rows, or its calls
+    if not all(map(_is_pure, layer.modules())):
+        return False
     if any(len(p._backward_hooks or ()) > ours for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
     if any(isinstance(m, _NormBase) or _is_pygs_norm(m) for m in aggregating):
         return False
     return not any(map(pads, layer.modules()))
+
+
+_STEPS = ("message", "edge_update", "aggregate", "update")
+_KNOWN = frozenset("pyg_distcomm torch_geometric torch builtins math".split())
+_TELLING = "size shape numel ndim len append extend insert setattr distributed print"
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR")
+
+
+def _is_pure(module: torch.nn.Module) -> bool:
+    """Whether a module of the user's own keeps nothing, nor asks how many rows it is given.
+
+    By what the code of its steps says, and of the functions and methods that it calls; not
+    where that cannot be told, as it may count rows, or its calls.
+    """
+    names = _STEPS if isinstance(module, MessagePassing) else ("forward",)
+    return all(_runs_alike(getattr(type(module), n), module, set()) for n in names)
+
+
+def _runs_alike(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    if _root(function) in _KNOWN or function in seen:
+        return True
+    seen.add(function)
+    code = getattr(function, "__code__", None)
+    if code is None or set(code.co_freevars) - {"__class__"}:
+        return False
+    names, steps = code.co_names, list(dis.get_instructions(code))
+    written = any(name.endswith("_") and name[0] != "_" for name in names)
+    inner = any(inspect.iscode(one) for one in code.co_consts)  # not looked into
+    if written or inner or {*_TELLING.split()} & {*names}:
+        return False
+    if any(step.opname in _STORES for step in steps):
+        return False
+    for name in names:
+        found = function.__globals__.get(name)
+        if inspect.ismodule(found) or isinstance(found, type):
+            if _root(found) not in _KNOWN:
+                return False
+        elif found is None:
+            found = getattr(module, name, None)
+            if found is None and not any(hasattr(one, name) for one in _PLAIN):
+                return False
+        if inspect.isroutine(found) and not _runs_alike(found, module, seen):
+            return False
+        if callable(found) and not isinstance(found, (type, torch.nn.Module)):
+            if not inspect.isroutine(found):
+                return False
+    return True
+
+
+_PLAIN = (Tensor, torch, torch.nn.functional, math, builtins)
+
+
+def _root(value: Any) -> str:
+    """Returns the package that a function, class or module is of."""
+    named = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    return str(named).split(".")[0]
 
 
 def _is_pygs_norm(module: torch.nn.Module) -> bool:
