@@ -233,8 +233,7 @@ def plan_hetero(
     Raises:
         ValueError: for a model that does not run on two nodes of each type.
     """
-    (data, size, method, seed), (widths, model, layers, inputs, dtype) = cutting, read
-    check_hetero(data)
+    (data, size, *_), (widths, model, layers, inputs, dtype) = cutting, read
     if (model is None) == (widths is None):
         raise ValueError("plan needs either model=... or widths=[hidden, ..., output]")
     if not isinstance(model, (Module, type(None))):
@@ -245,13 +244,7 @@ def plan_hetero(
     if model is None:
         kinds = "sage" if layers == "gcn" else layers
         model = _stack_of(data, widths, kinds, dtype or torch.float32)
-    owners = method
-    if not isinstance(method, Partition):
-        owners = cut_hetero(data, size, method, seed)
-    if owners.num_parts != size or owners.num_nodes != data.num_nodes:
-        raise ValueError(
-            f"{owners} does not fit {data.num_nodes} nodes of all types on {size} ranks"
-        )
+    owners = owners_of_types(*cutting)
     dry = _DryRun(model, data, inputs)
     priced = _Priced(data, owners, machine, dry, memory_limit)
     links = links_by_type(codecs, data.edge_types)  # refuses what is none
@@ -303,6 +296,19 @@ class _HeteroStack(Module):
                 x_dict = {name: x.relu() for name, x in x_dict.items()}
             x_dict = layer(x_dict, edge_index_dict)
         return x_dict
+
+
+def owners_of_types(data: HeteroData, size: int, method: Any, seed: int) -> Partition:
+    """Returns who owns which node, of all types one after the other."""
+    check_hetero(data)
+    owners = method
+    if not isinstance(method, Partition):
+        owners = cut_hetero(data, size, method, seed)
+    if owners.num_parts != size or owners.num_nodes != data.num_nodes:
+        raise ValueError(
+            f"{owners} does not fit {data.num_nodes} nodes of all types on {size} ranks"
+        )
+    return owners
 
 
 class _DryRun:

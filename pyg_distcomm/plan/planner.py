@@ -30,7 +30,7 @@ from pyg_distcomm.plan.arguments import (
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
 from pyg_distcomm.plan.cost import Cost, adds_on_grid, early_bytes, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
-from pyg_distcomm.plan.hetero import plan_hetero
+from pyg_distcomm.plan.hetero import owners_of_types, plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
@@ -129,7 +129,7 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
 
 @overload
 def plan(
-    graph: Data,
+    graph: Data | HeteroData,
     *,
     loader: Mapping[str, Any],
     ranks: int | None = None,
@@ -217,8 +217,9 @@ def plan(
         chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
         skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
-        loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
-            mesh, machine, memory (beside the share), partition and seed.
+        loader: plan its minibatches instead of epochs, of a Data or a HeteroData; see
+            `plan_loader`. With it go ranks, mesh, machine, memory (beside the share),
+            partition and seed.
 
     Returns:
         `Plans`: a sequence, the fastest first, with `best` and `refused`; or `LoaderPlans`.
@@ -230,8 +231,8 @@ def plan(
     size = ranks_of(ranks, mesh, partition)
     machine, cutting = machine or Machine(), (graph, size, partition, seed)
     read = widths, model, layers, inputs, dtype
-    if isinstance(graph, HeteroData):
-        check_hetero_options(loader, pipeline, grid, algorithm, size)
+    if isinstance(graph, HeteroData) and loader is None:
+        check_hetero_options(pipeline, grid, algorithm, size)
         return plan_hetero(cutting, read, machine, memory, codecs)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
@@ -287,9 +288,15 @@ def _loader_plans(
             "loader plans minibatches, whatever the model; leave out widths, model, "
             "algorithm, grid, codecs, pipeline and dtype"
         )
+    if isinstance(graph, HeteroData):
+        if "num_nodes_per_layer" in how[0]:
+            raise ValueError(
+                "layer-wise loaders take graphs of one node type; give num_neighbors"
+            )
+        return plan_loader(graph, owners_of_types(*cutting), *how)
     if not isinstance(graph, Data):
         raise TypeError(
-            "a loader is planned for a whole torch_geometric.data.Data, got "
+            "a loader is planned for a whole torch_geometric.data.Data or HeteroData, got "
             f"{type(graph).__name__}"
         )
     owners = _source(*cutting)[2]
