@@ -52,7 +52,7 @@ from pyg_distcomm.nn.node_chunks import (
 )
 from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf, standing_in
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, version_of
 
 _VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
 
@@ -97,8 +97,9 @@ class HaloVisit:
         # whether sources are fetched where they are looked up, not before
         self.late = coded or (bool(self.adding) and topology.adds_on_grid)
         self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
-        # arguments as the layer gets them, and as given, by which ghosts are remembered
-        self.inputs: list[tuple[Tensor, DistTensor]] = []
+        # arguments as the layer gets them, and as given, by which ghosts are remembered,
+        # with their versions: a layer may write to them
+        self.inputs: list[tuple[Tensor, DistTensor, int]] = []
         self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
@@ -120,7 +121,7 @@ class HaloVisit:
         """Returns an argument with the rows of `nodes` as the layer gets it."""
         x = LayerTensor.wrap(given.to_local().contiguous(), nodes)
         if self.keeps:
-            self.inputs.append((x, given))
+            self.inputs.append((x, given, version_of(x)))
         return x
 
     def ghosted(self, x: DistTensor) -> DistTensor:
@@ -132,8 +133,10 @@ class HaloVisit:
 
     def _constant_rows(self, x: Tensor) -> Tensor | None:
         """Returns own and ghost rows of an argument that does not change, if they are kept."""
-        given = next((given for known, given in self.inputs if known is x), None)
-        return None if given is None else self.topology.constant_rows(given)
+        for known, given, version in self.inputs:
+            if known is x and version_of(x) == version:
+                return self.topology.constant_rows(given)
+        return None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
