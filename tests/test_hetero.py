@@ -757,6 +757,16 @@ def test_plans_of_links_and_of_first_epochs_are_the_ledger(kind, option, link):
         assert sent[2:] == [sent[-1]] * 3
 
 
+def test_a_link_that_fits_no_layer_is_refused_in_the_plan():
+    model = model_of(graph(), "sage max", "sum")
+    mask = pdc.halo.codecs.ColumnMask(2)
+    plans = pdc.plan(graph(), ranks=2, model=model, codecs=[mask], partition="random")
+    assert len(plans) == len(plans.refused) == 1
+    assert "aggr='max'" in str(plans)
+    with pytest.raises(ValueError, match="the edge types are"):
+        pdc.plan(graph(), ranks=2, model=model, codecs=[{"likes": "bf16"}])
+
+
 def links_by_relation(kind, option):
     data, mesh = graph(), worlds.mesh()
     few = LINKS["cast"](1)

@@ -317,7 +317,6 @@ class _DryRun:
     Args:
         model, inputs: see `plan`.
         data: the whole graph.
-
     """
 
     def __init__(self, model: Module, data: HeteroData, inputs: str) -> None:
@@ -337,6 +336,8 @@ class _DryRun:
             with torch.inference_mode(False), grad, random:
                 return self._visited(copy.deepcopy(self.model).cpu().train(), links)
         except Exception as error:
+            if links and isinstance(error, ValueError):  # which ranks would raise, too
+                raise
             raise ValueError(
                 f"the model does not run on two nodes of each type ({type(error).__name__}: "
                 f"{error}); rows that it learns are planned as features, inputs='trained'"

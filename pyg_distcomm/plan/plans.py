@@ -274,7 +274,12 @@ class Plans(Sequence[Plan]):
             f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}{_odd(p)}: {p.reason}"
             for p in lean.values()
         ]
-        left = len(self.refused) - len(lean)
+        unfit = [
+            f"{plan.codec}: {plan.reason}"
+            for plan in self.refused
+            if (plan.stages, plan.grid) in usable and "needs" not in str(plan.reason)
+        ]
+        lines, left = lines + unfit, len(self.refused) - len(lean) - len(unfit)
         if left:
             lines.append(f"{left} orderings, halos and codecs that take more memory")
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.rejections]
