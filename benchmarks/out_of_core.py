@@ -229,7 +229,7 @@ def main() -> None:
     )
     heads = "layer|cap|s an epoch|s in all|major faults an epoch"
     heads += "|anonymous MiB|group's peak MiB|last loss"
-    print(format_table([heads.split("|"), *rows]))
+    print(format_table(heads.split("|"), rows))
 
 
 if __name__ == "__main__":

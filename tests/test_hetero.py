@@ -18,6 +18,7 @@ from torch_geometric.data import HeteroData
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as dist
 from pyg_distcomm.cli.command import main
+from pyg_distcomm.halo.schedule import Fixed
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
 from pyg_distcomm.partition.hetero import cut_hetero
@@ -309,7 +310,7 @@ def coded(kind, option, link):
 
 LINKS = {
     "varco": lambda few: pdc.VARCO(
-        6, schedule=pdc.Fixed(4 if few else 1), exact_last=False
+        6, schedule=Fixed(4 if few else 1), exact_last=False
     ),
     "cast": lambda few: pdc.LinkPolicy(
         pdc.halo.codecs.Quantise(2) if few else pdc.halo.codecs.Plain(),
@@ -676,6 +677,94 @@ def test_the_plan_of_a_heterodata_is_the_ledger(kind, option):
         (plan.sum_bytes["parameters"], plan.sum_bytes["loss"])
     }
     assert "venue of paper" in str(pdc.plan(data, [8, 3], size, partition=owners))
+
+
+def epochs(kind, option, owners, link):
+    """The bytes of the first five epochs, without what planning takes."""
+    mesh = worlds.mesh()
+    made = PLANNED[link]()[0] if link else None
+    share = pdc.partition(graph(), mesh, owners, link=made)
+    model = pdc.convert(model_of(graph(), kind, option))
+    if not link:  # plans
+        other = copy.copy(share)
+        for store in other.node_stores:
+            store.x = store.x.clone()
+        train(model, other, steps=1)
+    several = made.values() if isinstance(made, dict) else [made]
+    sent, messages = [], []
+    for _ in range(5):
+        mesh.ledger.reset()
+        train(model, share, steps=1)
+        for one in several:
+            if one is not None:
+                one.drain()
+        entries = mesh.ledger.entries
+        told = sum(mesh.ledger.bytes(op, at) for op, at in entries if at == "control")
+        sent.append(mesh.ledger.bytes() - told)
+        messages.append(mesh.ledger.messages() - mesh.ledger.messages("all_reduce"))
+        for one in {id(one): one for one in several if one is not None}.values():
+            one.step()
+    return sent, messages[-1], mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+
+
+def by_relation():
+    one = pdc.LinkPolicy(pdc.halo.codecs.Quantise(1, "stochastic"), late=1)
+    return {
+        "cites": one,
+        ("author", "writes", "paper"): one,
+        "in": pdc.LinkPolicy("bf16"),
+    }
+
+
+# the link, and what plan is given
+PLANNED = {
+    "1 bit": lambda: (pdc.LinkPolicy(pdc.halo.codecs.Quantise(1, "stochastic")),) * 2,
+    "bf16 late": lambda: (pdc.LinkPolicy("bf16", late=1), "bf16 late"),
+    "varco": lambda: (pdc.VARCO(6, schedule=Fixed(2), exact_last=False),) * 2,
+    "by relation": lambda: (by_relation(),) * 2,
+}
+
+
+@tiers.parametrize("link", ["", *PLANNED], ["", "by relation"])
+@tiers.parametrize(
+    ("kind", "option"),
+    [("hgt", 8), ("sage", "mean"), ("gatv2", "sum"), ("graph", "sum"), ("han", 8)],
+    [("hgt", 8)],
+)
+def test_plans_of_links_and_of_first_epochs_are_the_ledger(kind, option, link):
+    data, size = graph(), 3
+    owners = cut_hetero(data, size, "random")
+    begin, by_type = 0, {}
+    for name in data.node_types:
+        by_type[name] = owners.owner[begin : begin + COUNTS[name]]
+        begin += COUNTS[name]
+    asked = [PLANNED[link]()[1]] if link else []
+    how = {"model": model_of(data, kind, option), "codecs": asked}
+    plans = pdc.plan(data, ranks=size, partition=owners, **how)
+    assert len(plans) == 1 + len(asked)
+    (plan,) = [one for one in plans if (one.codec != "plain") == bool(link)]
+    found = worlds.run(epochs, size, kind, option, by_type, link)
+    sent = [list(each) for each in zip(*(each[0] for each in found), strict=True)]
+    rows = [n - sum(plan.sum_bytes.values()) for n in plan.bytes_by_rank]
+    assert [each[2] for each in found] == rows
+    if plan.missing:  # HAN sums over all nodes
+        return
+    assert sent[-1] == list(plan.bytes_by_rank)
+    assert max(each[1] for each in found) == plan.messages
+    assert plan.exact is not bool(link)
+    if not link:
+        assert tuple(map(sum, sent[:2])) == plan.early_bytes
+        assert sent[2:] == [sent[-1]] * 3
+
+
+def test_a_link_that_fits_no_layer_is_refused_in_the_plan():
+    model = model_of(graph(), "sage max", "sum")
+    mask = pdc.halo.codecs.ColumnMask(2)
+    plans = pdc.plan(graph(), ranks=2, model=model, codecs=[mask], partition="random")
+    assert len(plans) == len(plans.refused) == 1
+    assert "aggr='max'" in str(plans)
+    with pytest.raises(ValueError, match="the edge types are"):
+        pdc.plan(graph(), ranks=2, model=model, codecs=[{"likes": "bf16"}])
 
 
 def links_by_relation(kind, option):

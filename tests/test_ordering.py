@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.typing import OptPairTensor
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -158,7 +161,7 @@ def changing():
     with torch.no_grad():  # hidden features of an evaluation need no gradient either
         conv(share.x.relu(), share.edge_index, weight)
     kept = share.edge_index.topology.constants._known[share.x]
-    assert all(product is not None for _, product in kept.values())
+    assert all(product is not None for _, product, _ in kept.values())
     assert len(kept) == 2  # with weights and without
     weight.to_local().add_(0.5)
     check(share.x, weight)
@@ -205,10 +208,76 @@ def test_products_with_weights_and_without_are_both_kept():
     assert worlds.run(alternating, 2) == [0, 0]
 
 
-def changed_on_one():
+KEPT = {
+    "gat": lambda: pyg.GATConv(5, 3, heads=2),
+    "gatv2": lambda: pyg.GATv2Conv(5, 6),
+    "transformer": lambda: pyg.TransformerConv(5, 6),
+    "graph": lambda: pyg.GraphConv(5, 6),
+    "gin": lambda: pyg.GINConv(torch.nn.Linear(5, 6)),
+    "edge": lambda: pyg.EdgeConv(torch.nn.Linear(10, 6)),
+    "max": lambda: pyg.SAGEConv(5, 6, aggr="max"),
+    "no pair": lambda: pyg.TAGConv(5, 6, K=1, normalize=False),  # propagates x itself
+}
+
+
+class Writes(pyg.GraphConv):
+    """Writes to the rows that it is given."""
+
+    def forward(self, x: torch.Tensor | OptPairTensor, edge_index):
+        x = (x, x) if isinstance(x, torch.Tensor) else x
+        x[0].mul_(2).div_(2)
+        return super().forward(x, edge_index)
+
+
+def kept_ghosts(kind):
+    """The rows of features travel twice, and again when they have changed."""
+    data, mesh = graph(5), worlds.mesh()
+    share = pdc.partition(data, mesh, "random")
+    torch.manual_seed(2)
+    first = KEPT[kind]() if kind in KEPT else Writes(5, 6)
+    model = torch.nn.ModuleList([first, pyg.GATConv(6, 4)]).double()
+    ours = pdc.convert(copy.deepcopy(model))
+    halo = share.edge_index.topology.locals.halo
+    sent, edges = [], share.edge_index
+    for epoch in range(8):
+        if epoch == 4:  # in place, on all ranks
+            data.x.mul_(2.0)
+            share.x.mul_(2.0)
+        if epoch == 7:
+            edges = edges.with_ordering(keep_inputs=False)
+        mesh.ledger.reset()
+        found = []
+        for net, x, at in (
+            (model, data.x, data.edge_index),
+            (ours, share.x, edges),
+        ):
+            net.zero_grad()
+            h = net[0](x, at)
+            if x is share.x:
+                sent.append(mesh.ledger.words("halo"))
+            out = net[1](h.relu(), at)
+            out.sin().sum().backward()
+            found.append((out, [p.grad for p in net.parameters()]))
+        (want, grads), (got, same) = found
+        torch.testing.assert_close(got.full_tensor(), want)
+        torch.testing.assert_close(same, grads)
+    price = halo.price(5).words
+    if kind == "writes":
+        assert sent[1:] == [price] * 7
+    else:
+        assert sent[1:] == [price, 0, 0, price, price, 0, price]
+
+
+@tiers.parametrize("size", [2, 3, 4], [2])
+@tiers.parametrize("kind", [*KEPT, "writes"], ["gat"])
+def test_the_ghosts_of_features_travel_twice(kind, size):
+    worlds.run(kept_ghosts, size, kind)
+
+
+def changed_on_one(layer):
     mesh = worlds.mesh(fresh=True)
     share = pdc.partition(graph(5), mesh, "random")
-    convs = [DistGCNConv(5, 6).double(), DistGCNConv(6, 3).double()]
+    convs = [pdc.convert(layer(*w).double()) for w in ((5, 6), (6, 3))]
 
     def epoch():
         x = convs[0](share.x, share.edge_index).relu()
@@ -223,8 +292,9 @@ def changed_on_one():
         epoch()
 
 
-def test_a_change_on_one_rank_is_an_error_on_all():
-    worlds.run(changed_on_one, 2)
+@pytest.mark.parametrize("layer", [DistGCNConv, tiers.rarely(pyg.GATConv)])
+def test_a_change_on_one_rank_is_an_error_on_all(layer):
+    worlds.run(changed_on_one, 2, layer)
     worlds.only(0)  # messages are left over
 
 

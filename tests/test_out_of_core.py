@@ -9,11 +9,13 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 import worlds
 from layers import EXACT
 from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
 from test_layers import exact
+from torch_geometric.utils import softmax
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.halo import StagedHalo
@@ -50,6 +52,63 @@ def counted(monkeypatch):
 def test_layers_in_chunks_are_pygs(name, counted):
     exact(name, "loops_and_copies", "random", None, CAP)
     assert max(counted) > 3
+
+
+class Own(torch_geometric.nn.MessagePassing):
+    """Attends, as a layer of a script may."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin, self.score = torch.nn.Linear(7, 6), torch.nn.Linear(12, 1)
+        self.calls = 0
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i, x_j, index, size_i):
+        logit = F.leaky_relu(self.score(torch.cat([x_i, x_j], -1)))
+        return self.weigh(softmax(logit, index, num_nodes=size_i), x_j)
+
+    def weigh(self, share, x_j):
+        return share * x_j.tanh()
+
+
+class Counts(Own):
+    """The same, and counts its calls."""
+
+    def weigh(self, share, x_j):
+        self.calls = self.calls + 1
+        return super().weigh(share, x_j)
+
+
+def owned(kind):
+    found = []
+    for cap in (None, CAP):
+        share = cut(worlds.mesh(), "directed", cap)
+        torch.manual_seed(1)
+        layer = kind().double()
+        x = share.x.clone().requires_grad_()
+        out = pdc.convert(torch.nn.Sequential(layer))[0](x, share.edge_index)
+        out.sin().sum().backward()
+        found.append([out, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return layer.calls
+
+
+def test_layers_of_a_script_run_in_chunks_unless_they_keep_something(counted):
+    owned(Own)
+    assert max(counted) > 2
+    counted.clear()
+    assert owned(Counts) == 1
+    assert not counted
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_of_a_script_on_ranks(size):
+    worlds.run(owned, size, Own)
 
 
 def _several(cases):

@@ -46,6 +46,7 @@ CHOICES = [
     (2, 3, "owner"),
 ]
 CHOICES += [(4, 1, "requester"), (3, 2, "requester"), (3, 1, "owner")]
+EVERY = (2, 3, 4, 6, 8)
 FEW = [(3, ("nodes", "ladies")), (2, ("trees", "fastgcn", "twice"))]
 
 
@@ -55,9 +56,49 @@ def graph():
     return data
 
 
+TYPED = {
+    "typed": {
+        "num_neighbors": [4, 3],
+        "batch_size": 4,
+        "input_nodes": ("paper", torch.arange(30)),
+        "seed": 3,
+    },
+    "typed trees": {
+        "num_neighbors": [3, 2],
+        "batch_size": 6,
+        "input_nodes": "author",
+        "disjoint": True,
+        "seed": 1,
+    },
+    "some relations": {
+        "num_neighbors": {
+            kind: [2, 3] if kind[0] == "author" else [3, 0]
+            for kind in batches.hetero().edge_types
+        },
+        "batch_size": 5,
+        "input_nodes": ("paper", torch.tensor([1, 4, 4, 9, 13, 2, 1, 8])),
+        "seed": 2,
+    },
+}
+LOADERS |= TYPED
+
+
+def by_type(data, owner):
+    """Owners of the nodes of each type, of those of all one after the other."""
+    found, begin = {}, 0
+    for store in data.node_stores:
+        found[store._key] = owner[begin : begin + store.num_nodes]
+        begin += store.num_nodes
+    return found
+
+
 def counted(size, loaders):
     mesh, data = worlds.mesh(), graph()
-    share = pdc.partition(data, mesh, owners(data.num_nodes, size))
+    owner = owners(data.num_nodes, size)
+    if loaders[0] in TYPED:
+        data = batches.hetero()
+        owner = by_type(data, owners(data.num_nodes, size))
+    share = pdc.partition(data, mesh, owner)
     found = {}
     for name in loaders:
         asked = dict(LOADERS[name])
@@ -80,17 +121,21 @@ def counted(size, loaders):
 
 @tiers.parametrize(
     ("size", "loaders"),
-    [*FEW, *((p, tuple(LOADERS)) for p in (2, 3, 4, 6, 8))],
-    FEW,
+    [
+        *FEW,
+        (3, ("typed", "some relations")),
+        *((p, tuple(name for name in LOADERS if name not in TYPED)) for p in EVERY),
+        *((p, tuple(TYPED)) for p in EVERY),
+    ],
+    [*FEW, (3, ("typed", "some relations"))],
 )
 def test_the_bytes_of_a_plan_are_those_of_the_ledger(size, loaders):
-    data = graph()
+    data = batches.hetero() if loaders[0] in TYPED else graph()
+    owner = pdc.Partition.from_owner(owners(data.num_nodes, size), size)
     ledgers = worlds.run(counted, size, size, loaders)
     for name in loaders:
         asked = {**LOADERS[name], "probe": 99}
-        plans = pdc.plan(
-            data, ranks=size, partition=owners(data.num_nodes, size), loader=asked
-        )
+        plans = pdc.plan(data, ranks=size, partition=owner, loader=asked)
         assert all(plan.exact for plan in plans)
         for key, _ in ledgers[0].items():
             if key[0] != name or key[2] > 16:
@@ -99,7 +144,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_ledger(size, loaders):
             one = pdc.plan(
                 data,
                 ranks=size,
-                partition=owners(data.num_nodes, size),
+                partition=owner,
                 loader={**asked, "replication": c, "bulk_size": k, "sample_at": place},
             ).best
             for rank, ledger in enumerate(ledgers):

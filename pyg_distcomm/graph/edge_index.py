@@ -339,11 +339,11 @@ class DistEdgeIndex(torch.Tensor):
             order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges
                 less, forward and backward together.
             keep_inputs: whether the product with an input that does not change (a leaf
-                without gradient, the same tensor at the same version) is kept from its
-                second use on. It takes the input's memory once more. Not where hooks
-                look after saved tensors, as in torch's checkpointing. Such an input may
-                change in place, on all ranks or on none; writes to `x.data`, or through
-                numpy, are not noticed.
+                without gradient, the same tensor at the same version), or its ghosts in
+                layers that run by halo exchange, are kept from its second use on. It takes
+                the input's memory once more. Not where hooks look after saved tensors, as
+                in torch's checkpointing. Such an input may change in place, on all ranks
+                or on none; writes to `x.data`, or through numpy, are not noticed.
         """
         twin = copy.copy(self.topology)
         twin.ordering = MultiplyOrder(order, keep_inputs)

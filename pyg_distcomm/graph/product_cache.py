@@ -74,7 +74,8 @@ class ProductCache:
     """
 
     def __init__(self) -> None:
-        # for each input that is alive: kind -> (state of the inputs, product or None)
+        # for each input that is alive: kind -> (state of the inputs, product or None, its
+        # version: a layer may write to what it is given)
         self._known: Any = WeakTensorKeyDictionary()
 
     def product(
@@ -100,33 +101,34 @@ class ProductCache:
                 return None
             kinds = self._known.setdefault(x, {})
             key, now = _key(kind, weight), (x._version, _version(weight))
-            before, product = kinds.get(key, (None, None))
-        all_or_none(before not in (None, now), x.rows.mesh)
+            before, product, version = kinds.get(key, (None, None, 0))
+        written = product is not None and product._version != version
+        all_or_none(before not in (None, now) or written, x.rows.mesh)
         if before != now:
             at_once = _note(self, x, key, at_once)
         if before != now and not at_once:
-            for old in [k for k, (state, _) in kinds.items() if _gone(k, state, x)]:
+            for old in [k for k, (state, *_) in kinds.items() if _gone(k, state, x)]:
                 del kinds[old]
-            kinds[key] = now, None
+            kinds[key] = now, None, 0
             return None
-        if product is None or before != now:
+        if product is None or before != now or written:
             with torch.inference_mode(False), torch.no_grad():
                 product = multiply()  # to be trained with, too
-            kinds[key] = now, product
+            kinds[key] = now, product, product._version
         kept: Tensor = product
         return kept
 
     def alive(self) -> Iterator[tuple[str, Any]]:
         """Yields the inputs that were seen and have not changed, and the kinds of products."""
         for x, kinds in list(self._known.items()):
-            for key, (state, _) in kinds.items():
+            for key, (state, *_) in kinds.items():
                 if not _gone(key, state, x):
                     yield _named(key), x
 
     def stage(self, x: Any, kind: Any, weight: Any = None) -> int:
         """Returns 1 if an input was seen once, 2 if its product is kept, else 0."""
-        found = self._known.get(x, {}).get(_key(kind, weight), (None, None))
-        before, product = found
+        found = self._known.get(x, {}).get(_key(kind, weight), (None, None, 0))
+        before, product, _ = found
         if before is None or before[0] != x._version:
             return 0
         return 1 if product is None else 2

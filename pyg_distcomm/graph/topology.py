@@ -71,6 +71,17 @@ class LocalGraph:
             known[device] = torch.cat([sources.gid, self.ghost_gid.cpu()]).to(device)
         return known[device]
 
+    @property
+    def ends(self) -> Tensor:
+        """Returns sources and targets `[2, e]`, kept in a file within a memory cap."""
+        known = vars(self).get("_ends")
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        ends = torch.stack([self.source_lid, self.target_lid])
+        if self.memory is not None:
+            ends = vars(self)["_ends"] = self.memory.moved(ends)
+        return ends
+
     @cached_property
     def _source_gid(self) -> dict[torch.device, Tensor]:
         return {}

@@ -163,6 +163,25 @@ class LinkPolicy:
         plain = self.codec == Plain() and self.gradient_codec in (None, Plain())
         return plain and not self.timing.is_late
 
+    def is_used_on(self, mesh: Any) -> bool:
+        """Whether layers on a mesh exchange otherwise than exactly."""
+        return mesh.size > 1 and not self.is_exact
+
+    def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
+        """Raises a ValueError if it goes by in-degrees that there are not."""
+        if not self._ranked:
+            return
+        if nodes.mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
+        if degrees is None:
+            raise ValueError(
+                f"{self!r} goes by in-degrees, but edges between two types of nodes have none "
+                "for their sources; use RangeBits or Quantise"
+            )
+
     def begin(
         self,
         layer: Any,
@@ -183,18 +202,9 @@ class LinkPolicy:
             degrees: returns the in-degrees of own nodes `[n]`; None if it cannot.
         """
         state = self.state
-        if nodes.mesh.size == 1 or self.is_exact:
+        if not self.is_used_on(nodes.mesh):
             return None
-        if self._ranked and nodes.mesh.grid[1:] != (1, 1):
-            raise ValueError(
-                f"{self!r} goes by in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
-                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
-            )
-        if self._ranked and degrees is None:
-            raise ValueError(
-                f"{self!r} goes by in-degrees, but edges between two types of nodes have none "
-                "for their sources; use RangeBits or Quantise"
-            )
+        self.check_ranked(nodes, degrees)
         state.bind(nodes)
         mode = state.agree(layer, training and torch.is_grad_enabled())
         if mode == EVALUATES:

@@ -70,6 +70,8 @@ class Request:
         labor: whether the nodes of a hop draw by the same random number of a source, so
             that they draw the same sources; not with `replace`.
         tree_time: of each seed: no edge or node later than it is drawn in its tree.
+        rounds: by "labor", how often importances of sources are found anew: 0 draws as
+            many in-edges as `fan_outs` say, -1 goes on until that changes nothing.
     """
 
     seeds: tuple[tuple[int, Tensor], ...]
@@ -81,6 +83,7 @@ class Request:
     latest: bool = False
     tree_time: Tensor | None = None
     labor: bool = False
+    rounds: int = 0
 
     @property
     def hops(self) -> int:
@@ -103,6 +106,7 @@ class HopDraw:
         name: tells the draws of equal nodes apart, or None.
         limit: for each node, no edge later than it is drawn; or None.
         labor: whether nodes of one key draw by the same random number of a source.
+        rounds: how often importances are found anew; see `Request`.
     """
 
     node: Tensor
@@ -115,6 +119,7 @@ class HopDraw:
     name: Tensor | None = None
     limit: Tensor | None = None
     labor: bool = False
+    rounds: int = 0
 
 
 def everything(node: Tensor, place: Tensor) -> HopDraw:
@@ -153,6 +158,9 @@ class Minibatch:
         edge: by relation, ids of the edges.
         nodes_per_hop: by type, how many nodes each hop found; the seeds are the first.
         edges_per_hop: by relation, how many edges each hop drew.
+        weight: by relation, of each edge, 1 / (its target's in-edges times its chance), by
+            which the sum of what is drawn has the mean over all in-edges as its
+            expectation; None but where importances are found.
     """
 
     node: list[Tensor]
@@ -161,6 +169,7 @@ class Minibatch:
     edge: list[Tensor]
     nodes_per_hop: list[list[int]]
     edges_per_hop: list[list[int]]
+    weight: list[Tensor] | None = None
 
 
 class UnweightedNode(ValueError):

@@ -122,6 +122,7 @@ class Drawing:
         self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
         self.edge = [np.empty(0, np.int64) for _ in graph.relations]
         self.drawn: list[list[int]] = [[] for _ in graph.relations]
+        self.weight: list[list[Tensor]] = [[] for _ in graph.relations]
         trees = 0
         for kind, seed in request.seeds:
             self.seen[kind].seed(_vector(seed), trees)
@@ -190,14 +191,23 @@ class Drawing:
             name=None if names is None else torch.from_numpy(names),
             limit=limit,
             labor=request.labor and fan_out > 0,
+            rounds=request.rounds,
         )
 
     def draw(self, number: int, hop: int, relation: Relation, ask: HopDraw) -> None:
         """Draws for an ask, from rows that are here."""
         try:
-            start, edge, at = draw_rows(
-                relation, self._clock(relation), ask, lambda n: self._room(number, n)
-            )
+            if ask.rounds:
+                room: Room = lambda n: self._room(number, n)  # noqa: E731
+                start, edge, at, weight = draw_important(relation, ask, room)
+                self.weight[number].append(torch.from_numpy(weight))
+            else:
+                start, edge, at = draw_rows(
+                    relation,
+                    self._clock(relation),
+                    ask,
+                    lambda n: self._room(number, n),
+                )
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
@@ -264,7 +274,66 @@ class Drawing:
             edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.seen],
             edges_per_hop=self.drawn,
+            weight=self._weights() if self.request.rounds else None,
         )
+
+    def _weights(self) -> list[Tensor]:
+        none = torch.empty(0, dtype=torch.float64)
+        return [torch.cat([none, *parts]) for parts in self.weight]
+
+
+CLOSE, MOST_ROUNDS = 1e-4, 100  # the change in distinct sources that ends the rounds
+
+
+def draw_important(
+    relation: Relation, ask: HopDraw, room: Room
+) -> tuple[Array, Array, int, Array]:
+    """Draws in-edges by importances of their sources: LABOR-1 and later ([Balin23]).
+
+    Source t has the importance pi_t, at first 1. Node s with d in-edges draws those with
+    r_t < c_s pi_t, where r_t is one random number of t, and c_s is such that
+
+        sum over its in-edges of 1 / min(1, c_s pi_t)  =  d^2 / k,
+
+    so that the variance of its estimate is that of k draws; where d <= k it takes all. Each
+    round has pi_t <- pi_t max_s c_s, by which fewer distinct sources are drawn.
+
+    Args:
+        relation: where the in-edges are.
+        ask: the nodes of one minibatch.
+        room: see `draw_rows`.
+
+    Returns:
+        as `draw_rows`, and the weight of each edge drawn, 1 / (d min(1, c_s pi_t)).
+    """
+    low, high = _bounds(relation, None, ask)
+    first = np.zeros(len(low) + 1, np.int64)
+    np.cumsum(high - low, out=first[1:])
+    source = np.empty(first[-1], np.int64)
+    rows = (relation.row.numpy(), relation.stride, low, first, source)
+    ready(loops.sources_of, rows)()
+    node, place = np.unique(source, return_inverse=True)
+    place = place.reshape(-1)
+    importance, scale = np.ones(len(node)), np.empty(len(low))
+    best, expected = np.empty(len(node)), np.inf
+    rounds = MOST_ROUNDS if ask.rounds < 0 else ask.rounds
+    for number in range(rounds + 1):
+        solve = (first, place, importance, ask.fan_out, scale)
+        threads.run_split(ready(loops.solve_scales, solve, 2), len(low), GRAIN)
+        best[:] = 0
+        ready(loops.most_scale, (first, place, scale, best))()
+        found = float(np.minimum(importance * best, 1).sum())
+        done = ask.rounds < 0 and expected - found <= CLOSE * found
+        if number == rounds or done:
+            break
+        importance, expected = importance * best, found
+    chosen = (np.int64(ask.keys[0]), node, first, place, importance, scale)
+    start = np.empty(len(low) + 1, np.int64)
+    total = ready(loops.count_important, (*chosen, start))()
+    edge, at = room(int(total))
+    weight = np.empty(total)
+    ready(loops.draw_important, (*chosen, low, edge, at, weight))()
+    return start, edge, at, weight
 
 
 def draw_rows(

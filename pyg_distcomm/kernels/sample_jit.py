@@ -327,6 +327,105 @@ def draw_labor(
 
 
 @jit
+def sources_of(
+    row: Array, stride: int, low: Array, first: Array, source: Array
+) -> None:
+    """Writes the sources of all entries of each node."""
+    for i in range(len(low)):
+        for k in range(first[i + 1] - first[i]):
+            source[first[i] + k] = row[(low[i] + k) * stride]
+
+
+@jit
+def solve_scales(
+    first: Array,
+    place: Array,
+    importance: Array,
+    fan_out: int,
+    scale: Array,
+    begin: int,
+    end: int,
+) -> None:
+    """Finds the c of each node; see `draw_important` of `sample_cpu`."""
+    for i in range(begin, end):
+        size = first[i + 1] - first[i]
+        if fan_out < 0 or size <= fan_out:
+            scale[i] = np.inf
+            continue
+        value = np.empty(size, np.float64)
+        for k in range(size):
+            value[k] = importance[place[first[i] + k]]
+        value.sort()
+        # beside the sure ones, the most important, the inverse chances add up to the rest
+        inverse = np.empty(size, np.float64)
+        total = 0.0
+        for k in range(size):
+            total += 1 / value[k]
+            inverse[k] = total
+        want = size * (size / fan_out)
+        for sure in range(size):
+            scale[i] = inverse[size - 1 - sure] / (want - sure)
+            if scale[i] * value[size - 1 - sure] <= 1:
+                break
+
+
+@jit
+def most_scale(first: Array, place: Array, scale: Array, best: Array) -> None:
+    """Finds the greatest c of the nodes that each source has an edge to."""
+    for i in range(len(scale)):
+        for e in range(first[i], first[i + 1]):
+            best[place[e]] = max(best[place[e]], scale[i])
+
+
+@jit
+def count_important(
+    key: int,
+    node: Array,
+    first: Array,
+    place: Array,
+    importance: Array,
+    scale: Array,
+    start: Array,
+) -> int:
+    """Counts what each node draws by importances; returns the sum."""
+    total = 0
+    for i in range(len(scale)):
+        start[i] = total
+        for e in range(first[i], first[i + 1]):
+            t = place[e]
+            u = uniform(stream(key, 0, node[t]), 0)
+            total += u < scale[i] * importance[t]
+    start[len(scale)] = total
+    return total
+
+
+@jit
+def draw_important(
+    key: int,
+    node: Array,
+    first: Array,
+    place: Array,
+    importance: Array,
+    scale: Array,
+    low: Array,
+    position: Array,
+    at: int,
+    weight: Array,
+) -> None:
+    """Writes the entries that each node draws by importances, and their weights."""
+    total = 0
+    for i in range(len(scale)):
+        size = first[i + 1] - first[i]
+        for e in range(first[i], first[i + 1]):
+            t = place[e]
+            chance = scale[i] * importance[t]
+            if uniform(stream(key, 0, node[t]), 0) < chance:
+                position[at + total] = low[i] + e - first[i]
+                weight[total] = 1 / (size * min(1.0, chance))
+                total += 1
+
+
+@jit
 def fetch(row: Array, stride: int, edge: Array, source: Array, at: int) -> None:
     """Replaces entries ``edge[at:]`` by edge ids, and writes their sources."""
     last = len(edge) - 1

@@ -244,8 +244,16 @@ class BulkLoading(_PyGLoader):
         return self._finished(Collator(self)(out), getattr(out, "padding", None))
 
     def pyg_filter_fn(self, out: Any) -> Any:
-        """Calls PyG's own `filter_fn`."""
-        return super().filter_fn(out)
+        """Calls PyG's own `filter_fn`, and adds the weights that a rule gives edges."""
+        batch = super().filter_fn(out)
+        weights = getattr(out, "edge_weight", None)
+        if isinstance(weights, dict):
+            for kind, weight in weights.items():
+                if kind in batch.edge_types:
+                    batch[kind].edge_weight = weight
+        elif weights is not None:
+            batch.edge_weight = weights
+        return batch
 
     def _finished(self, data: Any, padding: bool | None) -> Any:
         if padding is not None:

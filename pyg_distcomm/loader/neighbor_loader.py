@@ -59,7 +59,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         rule: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
             a hop draw the same ones where they can ([Balin23]): fewer distinct nodes for the
             same fan-out, and what one node draws is distributed as before. Not with
-            `replace`.
+            `replace`. "labor-1" and "labor-*" draw by importances, for fewer nodes again,
+            and give batches an `edge_weight`; see `KeyedNeighborSampler`.
         bulk_size: minibatches sampled at a time; "auto" takes 4 for each thread (of a
             share 16), or as many as fit in 1 GiB, or in an eighth of the free memory.
         seed: of all draws and of the order of an epoch (default: from torch's generator,

@@ -75,7 +75,9 @@ class HaloConv(torch.nn.Module):
 
     Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
     Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; or
-    `GridMatrix.price(F)`, see above.
+    `GridMatrix.price(F)`, see above. An argument that does not change, and travels as it is,
+    travels twice: its ghosts are kept from the second use on, over exact links, as
+    `DistEdgeIndex.with_ordering` has it.
 
     Raises:
         TypeError: if conv is no MessagePassing layer, or reads the topology outside
@@ -268,12 +270,13 @@ def _through_halo(
     if at_work and context.link is not None:
         check_aggregations(layers_of(conv), context.link)
     whole = given.get("return_attention_weights") is not None  # kept while it runs
-    how = context.topology, context.exchange(), at_work, whole
+    keeps = edge_index.topology.ordering.keep_inputs
+    how = context.topology, context.exchange(), at_work, whole, keeps
     visit = HaloVisit(conv, *how)
     mesh = edge_index.nodes.mesh
     hooks = _meeting(conv, mesh)
     spilling = edge_index.nodes.spilling
-    with spilling(), visit.within_room(dict(given)):
+    with spilling(), visit.within_room(given):
         for where in (given, extra):
             for name, value in list(where.items()):
                 if where is given and name == "kwargs" and extra:
@@ -412,15 +415,14 @@ def _argument(
         source, target = (
             None
             if part is None
-            else LayerTensor.wrap(
-                edge_index.check_nodes(part, f"{name}[{k}]", ends[k]), ends[k]
+            else visit.argument(
+                edge_index.as_nodes(part, f"{name}[{k}]", ends[k]), ends[k]
             )
             for k, part in enumerate(value)
         )
         if source is None or visit.source == 1 or visit.late:
             return source, target
-        given = value[0] if isinstance(value[0], DistTensor) else None
-        return visit.ghosted(source, given), target
+        return visit.ghosted(source), target
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
@@ -437,7 +439,7 @@ def _argument(
             f"give {type(conv).__name__} a pair ({name}_source, {name}_target): its edges "
             "go from one node type to another"
         )
-    value = LayerTensor.wrap(edge_index.check_nodes(value, name), edge_index.nodes)
+    value = visit.argument(edge_index.as_nodes(value, name), visit.nodes)
     # a pair is (where edges start, where they end), so only one way can be ghosted early
     early = visit.source == 0 and not visit.late and _takes_pair(conv, name)
     return (visit.ghosted(value), value) if early else value

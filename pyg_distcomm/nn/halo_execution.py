@@ -50,9 +50,9 @@ from pyg_distcomm.nn.node_chunks import (
     pads,
     unaveraged,
 )
-from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf
+from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf, standing_in
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, version_of
 
 _VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
 
@@ -78,6 +78,7 @@ class HaloVisit:
         call: how this run goes by the layer's link; None is exactly.
         coded: whether that is not exactly, or not now.
         whole: whether the layer must not run in chunks.
+        keeps: whether ghosts of arguments that do not change are kept, where all is exact.
     """
 
     def __init__(
@@ -87,13 +88,18 @@ class HaloVisit:
         call: LayerExchange | None,
         coded: bool,
         whole: bool = False,
+        keeps: bool = True,
     ) -> None:
         self.call, self.link_codes, self.whole = call, coded, whole
+        self.keeps = keeps and not coded
         self.topology = topology
         self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
         # whether sources are fetched where they are looked up, not before
         self.late = coded or (bool(self.adding) and topology.adds_on_grid)
         self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
+        # arguments as the layer gets them, and as given, by which ghosts are remembered,
+        # with their versions: a layer may write to them
+        self.inputs: list[tuple[Tensor, DistTensor, int]] = []
         self.coded = self.asked = 0
         self.conv, self.here = conv, topology.locals
         self.nodes, self.all_gid = topology.nodes, topology.all_gid
@@ -101,8 +107,8 @@ class HaloVisit:
         self.source = 0 if conv.flow == "source_to_target" else 1
         scene = type(conv).__name__, self.nodes, self.sources, self.here, self.source
         self.scene = Scene(*scene, self.degrees)
-        ends = [self.here.source_lid, self.here.target_lid]
-        local = torch.stack(ends if self.source == 0 else ends[::-1])
+        local = self.here.ends
+        local = local if self.source == 0 else local.flip(0)
         self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
         overlap: Any = GhostMeshGuard(self.nodes.mesh, self.scene.layer)
         # one more in total: never taken for the rows of own nodes, not even on one rank
@@ -111,20 +117,26 @@ class HaloVisit:
         self.calls: list[_Call] = []
         self.most: int | None = None
 
-    def ghosted(self, x: DistTensor, given: DistTensor | None = None) -> DistTensor:
-        """Returns own and ghost rows.
+    def argument(self, given: DistTensor, nodes: Rows) -> DistTensor:
+        """Returns an argument with the rows of `nodes` as the layer gets it."""
+        x = LayerTensor.wrap(given.to_local().contiguous(), nodes)
+        if self.keeps:
+            self.inputs.append((x, given, version_of(x)))
+        return x
 
-        Args:
-            x: own rows.
-            given: the tensor that has them, whose rows between two node types are kept if
-                it does not change; None keeps nothing.
-        """
-        rows = None
-        if given is not None and self.topology.sources is not None:
-            rows = self.topology.constant_rows(given)
+    def ghosted(self, x: DistTensor) -> DistTensor:
+        """Returns own and ghost rows."""
+        rows = self._constant_rows(x)
         if rows is None:
             rows = self.here.with_ghosts(x.to_local().contiguous())
         return LayerTensor.wrap(rows, self.both)
+
+    def _constant_rows(self, x: Tensor) -> Tensor | None:
+        """Returns own and ghost rows of an argument that does not change, if they are kept."""
+        for known, given, version in self.inputs:
+            if known is x and version_of(x) == version:
+                return self.topology.constant_rows(given)
+        return None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -152,17 +164,18 @@ class HaloVisit:
             before = _running.set(self)
             stack.callback(_running.reset, before)
             stack.callback(self.fetched.clear)
+            stack.callback(self.inputs.clear)
             yield
 
     def within_room(
         self, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         """Returns a block that says what the layer, given arguments, lacks memory for."""
-        found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
-        local = [v.to_local() for v in found]
         edges = len(self.topology.edges)
 
         def size() -> int:
+            found = [v for v in tree_leaves(given) if isinstance(v, DistTensor)]
+            local = [v.to_local() for v in found]
             widths = [v.shape[1:].numel() * v.element_size() for v in local if v.dim()]
             return (edges + len(self.all_gid)) * max(widths, default=8)
 
@@ -424,11 +437,14 @@ class HaloVisit:
 
     def _with_ghosts(self, value: Tensor, local: Tensor, coded: bool) -> Tensor:
         """Fetches ghosts as this run goes by its link, and exact ones once."""
-        if not self.late:
-            return self.here.with_ghosts(local)
         for known, ghosted in self.fetched:
             if known is value:
                 return ghosted
+        kept = self._constant_rows(value)
+        if kept is not None:
+            return kept
+        if not self.late:
+            return self.here.with_ghosts(local)
         call, link = self.call, None
         if call is not None:
             call = call if coded else call.whole("attention depends on it")
@@ -521,7 +537,7 @@ def scopes_of(layers: list[MessagePassing]) -> list[dict[str, Any]]:
 
 
 _running: ContextVar[HaloVisit | None] = ContextVar("the layer that runs", default=None)
-_CHANGING, _SEGMENTS = threading.Lock(), threading.RLock()
+_SEGMENTS = threading.RLock()
 _AGGR = vars(torch_geometric.nn.aggr.base)
 
 
@@ -535,37 +551,6 @@ def _as_wide_on_all(original: Callable) -> Callable:
         return original(*args, max_num_nodes=max_num_nodes or most, **kwargs)
 
     return run
-
-
-@contextlib.contextmanager
-def standing_in(
-    scope: dict[str, Any],
-    name: str,
-    stand_in: Callable[[Callable], Callable],
-    inherited: Any = None,
-) -> Iterator[None]:
-    """Has a stand-in take the place of a function of PyG's module while layers run.
-
-    It does as the original for what is not of a layer that runs in its own thread, so
-    other threads may run PyG meanwhile. The last layer that ends puts the original back.
-    Where the scope has none, as an object has none of its own, `inherited` is the original.
-    """
-    with _CHANGING:
-        put: Any = scope.get(name)
-        if not hasattr(put, "layers_running"):
-            original, put = put, stand_in(inherited if put is None else put)
-            put.layers_running, put.original = 0, original
-            scope[name] = put
-        put.layers_running += 1
-    try:
-        yield
-    finally:
-        with _CHANGING:
-            put.layers_running -= 1
-            if not put.layers_running and put.original is None:
-                del scope[name]
-            elif not put.layers_running:
-                scope[name] = put.original
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class LayerContext:
     def is_coded(self) -> bool:
         """Whether anything it exchanges may be coded or late."""
         link = self.link
-        return link is not None and self.edges.nodes.mesh.size > 1 and not link.is_exact
+        return link is not None and link.is_used_on(self.edges.nodes.mesh)
 
     def exchange(self, x: Any = None, kind: Any = None) -> LayerExchange | None:
         """Returns how the links of this call write rows, None if it is exact.

@@ -43,10 +43,11 @@ from pyg_distcomm.graph.local_adjacency import (
     plain_edges,
 )
 from pyg_distcomm.nn import local_attention, trimming
-from pyg_distcomm.nn.halo_execution import scopes_of, standing_in
+from pyg_distcomm.nn.halo_execution import scopes_of
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading, whole
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, STEPS, has_hooks
+from pyg_distcomm.nn.patched_functions import standing_in
 
 _FLOATS = (torch.float32, torch.float64)
 

@@ -9,8 +9,11 @@ those of one run, in the same order, and so are masks of dropout, which are keye
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +29,7 @@ from pyg_distcomm.comm.gradient_averaging import averager_of, meet
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
-from pyg_distcomm.kernels.memory import MemoryCap
+from pyg_distcomm.kernels.memory import MemoryCap, give_back
 from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.nn.message_forms import has_hooks
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
@@ -165,15 +168,71 @@ def _is_plain(layer: MessagePassing, mesh: Mesh) -> bool:
     params = list(layer.parameters())
     if has_hooks(layer) or any(map(is_lazy, params)):
         return False
-    kinds = (kind.__module__.split(".")[0] for kind in type(layer).__mro__)
-    if next(k for k in kinds if k != "pyg_distcomm") != "torch_geometric":
-        return False  # a layer of the user's own may count rows, or its calls
+    if not all(map(_is_pure, layer.modules())):
+        return False
     if any(len(p._backward_hooks or ()) > ours for p in params):
         return False
     aggregating = list(layer.aggr_module.modules()) if layer.aggr_module else []
     if any(isinstance(m, _NormBase) or _is_pygs_norm(m) for m in aggregating):
         return False
     return not any(map(pads, layer.modules()))
+
+
+_STEPS = ("message", "edge_update", "aggregate", "update")
+_KNOWN = frozenset("pyg_distcomm torch_geometric torch builtins math".split())
+_TELLING = "size shape numel ndim len append extend insert setattr distributed print"
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR")
+
+
+def _is_pure(module: torch.nn.Module) -> bool:
+    """Whether a module of the user's own keeps nothing, nor asks how many rows it is given.
+
+    By what the code of its steps says, and of the functions and methods that it calls; not
+    where that cannot be told, as it may count rows, or its calls.
+    """
+    names = _STEPS if isinstance(module, MessagePassing) else ("forward",)
+    return all(_runs_alike(getattr(type(module), n), module, set()) for n in names)
+
+
+def _runs_alike(function: Any, module: torch.nn.Module, seen: set[Any]) -> bool:
+    function = inspect.unwrap(function)
+    if _root(function) in _KNOWN or function in seen:
+        return True
+    seen.add(function)
+    code = getattr(function, "__code__", None)
+    if code is None or set(code.co_freevars) - {"__class__"}:
+        return False
+    names, steps = code.co_names, list(dis.get_instructions(code))
+    written = any(name.endswith("_") and name[0] != "_" for name in names)
+    inner = any(inspect.iscode(one) for one in code.co_consts)  # not looked into
+    if written or inner or {*_TELLING.split()} & {*names}:
+        return False
+    if any(step.opname in _STORES for step in steps):
+        return False
+    for name in names:
+        found = function.__globals__.get(name)
+        if inspect.ismodule(found) or isinstance(found, type):
+            if _root(found) not in _KNOWN:
+                return False
+        elif found is None:
+            found = getattr(module, name, None)
+            if found is None and not any(hasattr(one, name) for one in _PLAIN):
+                return False
+        if inspect.isroutine(found) and not _runs_alike(found, module, seen):
+            return False
+        if callable(found) and not isinstance(found, (type, torch.nn.Module)):
+            if not inspect.isroutine(found):
+                return False
+    return True
+
+
+_PLAIN = (Tensor, torch, torch.nn.functional, math, builtins)
+
+
+def _root(value: Any) -> str:
+    """Returns the package that a function, class or module is of."""
+    named = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    return str(named).split(".")[0]
 
 
 def _is_pygs_norm(module: torch.nn.Module) -> bool:
@@ -220,7 +279,7 @@ class NodeChunks:
         Args:
             tensors: of the arguments that have one, in their order.
         """
-        scene, target = self.edges.scene, self.ends[1]
+        scene = self.edges.scene
         kinds = [a.kind for a in self.arguments if a.kind != "value"]
         pairs = zip(kinds, tensors, strict=True)
         rows = [x for kind, x in pairs if kind != "whole"]
@@ -229,20 +288,34 @@ class NodeChunks:
         if scene.here.most <= fit:
             return False
         own = len(scene.nodes)
-        count = torch.bincount(target, minlength=own)
-        ends = (count + 1).cumsum(0)
+        first, self._order = self._by_target()
+        ends = first[1:] + torch.arange(1, own + 1, device=first.device)
         total = int(ends[-1]) if own else 0
         marks = torch.arange(fit, max(total, fit), fit)
         cuts = torch.searchsorted(ends, marks, right=True)
         cuts = torch.unique(cuts)
         cuts = cuts[(cuts > 0) & (cuts < own)]
         self.bounds = [0, *cuts.tolist(), own]
-        first = torch.cat([count.new_zeros(1), count.cumsum(0)])
-        self._first = [int(first[b]) for b in self.bounds]
-        self._order = self.cap.moved(torch.argsort(target, stable=True))
+        self._first = first[self.bounds].tolist()
         gid = torch.cat([scene.sources.gid, scene.here.ghost_gid.cpu()])
         self._gid = self.cap.moved(gid)
         return True
+
+    def _by_target(self) -> tuple[Tensor, Tensor]:
+        """Returns where the edges into each node begin `[n + 1]`, and their order `[e]`.
+
+        Both are kept with the edges, in files: the same for all layers and epochs.
+        """
+        scene, target = self.edges.scene, self.ends[1]
+        known, key = self.edges.rows.derived, ("by target", scene.source)
+        here, found = known.get(key, (None, None))
+        if here is not scene.here:
+            count = torch.bincount(target, minlength=len(scene.nodes))
+            first = torch.cat([count.new_zeros(1), count.cumsum(0)])
+            order = self.cap.moved(torch.argsort(target, stable=True))
+            found = self.cap.moved(first), order
+            known[key] = scene.here, found
+        return found  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -359,6 +432,7 @@ class _Chunked(torch.autograd.Function):
                 whole = chunks.cap.empty(shape, out.dtype, out.device)
             whole[edge if chunks.per_edge else own] = out
         assert whole is not None
+        give_back()
         kind = whole.device.type
         ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.chunks = chunks
@@ -407,6 +481,7 @@ class _Chunked(torch.autograd.Function):
                     if add is not None:
                         seen[k] = True
                         found[k] += add
+        give_back()
         each = iter(p if used else None for p, used in zip(found, seen, strict=True))
         return None, *sums, *(next(each) if on else None for on in learnt)
 

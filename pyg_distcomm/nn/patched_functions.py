@@ -5,8 +5,10 @@ Each takes the original, and runs it unless it is given guarded edges.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,39 @@ from pyg_distcomm.nn.index_guard import GuardedEdgeIndex, Scene
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 Pair = tuple[GuardedEdgeIndex, Any]
+
+_CHANGING = threading.Lock()
+
+
+@contextlib.contextmanager
+def standing_in(
+    scope: dict[str, Any],
+    name: str,
+    stand_in: Callable[[Callable], Callable],
+    inherited: Any = None,
+) -> Iterator[None]:
+    """Has a stand-in take the place of a function of PyG's module while layers run.
+
+    It does as the original for what is not of a layer that runs in its own thread, so
+    other threads may run PyG meanwhile. The last layer that ends puts the original back.
+    Where the scope has none, as an object has none of its own, `inherited` is the original.
+    """
+    with _CHANGING:
+        put: Any = scope.get(name)
+        if not hasattr(put, "layers_running"):
+            original, put = put, stand_in(inherited if put is None else put)
+            put.layers_running, put.original = 0, original
+            scope[name] = put
+        put.layers_running += 1
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            put.layers_running -= 1
+            if not put.layers_running and put.original is None:
+                del scope[name]
+            elif not put.layers_running:
+                scope[name] = put.original
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +139,8 @@ def _with_loops(edges: GuardedEdgeIndex, kept: Rows, local: Tensor, value: Any) 
         rows = _Looped(gid, total, nodes.mesh, None, False, nodes=nodes)
         kept.derived["looped"] = rows
     value = None if value is None else DistTensor.wrap(value, rows)
+    cap = edges.scene.here.memory
+    local = local if cap is None else cap.moved(local)
     return GuardedEdgeIndex.wrap(local, edges.scene, rows), value
 
 

@@ -102,14 +102,12 @@ def check_width(graph: Any, first: int, inputs: str) -> None:
         )
 
 
-def check_hetero_options(
-    loader: Any, pipeline: bool, codecs: Any, grid: Any, algorithm: Any, size: int
-) -> None:
+def check_hetero_options(pipeline: bool, grid: Any, algorithm: Any, size: int) -> None:
     """Refuses what is not planned for a HeteroData."""
-    if loader is not None or pipeline or codecs:
+    if pipeline:
         raise ValueError(
-            "a HeteroData is planned for training on the full graph with exact links; "
-            "leave loader, pipeline and codecs out"
+            "a pipeline takes layers of one node type, and this is a HeteroData; leave "
+            "pipeline out"
         )
     if algorithm not in (None, "1d") or grid not in (None, (size, 1, 1)):
         raise ValueError(

@@ -7,21 +7,24 @@ piece by piece, as `halo.packing` has them; for others the most there can be.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from pyg_distcomm.graph.partitioning_hetero import links_of
 from pyg_distcomm.halo.codec import HEADER, Codec
 from pyg_distcomm.halo.codecs import codec_of, known_codecs
 from pyg_distcomm.halo.codecs.quantise import Cast, Plain, Quantise
 from pyg_distcomm.halo.codecs.sparse import Bitmap
 from pyg_distcomm.halo.compressed import gradient_codec
 from pyg_distcomm.halo.halo import MAX_CHUNKS
+from pyg_distcomm.halo.link import DEGREES, NAMES
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.partition.part_share import EdgeType
 from pyg_distcomm.plan.traffic import Array, Side
 from pyg_distcomm.plan.training import ProductShape
 
@@ -73,14 +76,17 @@ class Coding:
         whole = all(isinstance(c, (Plain, Bitmap)) for c in (self.rows, self.gradients))
         return whole and not self.link.timing.is_late
 
-    def codec_of(self, product: ProductShape, last: int) -> Codec | None:
+    def codec_of(self, product: ProductShape, last: int | None) -> Codec | None:
         """Returns how a product's rows are written; None for the exact exchange.
 
         Args:
             product: one of an epoch, from the third on.
-            last: the number of the last layer, whose exchanges are exact.
+            last: the number of the last layer, whose exchanges are exact; None if products
+                say so themselves.
         """
-        if self.link.is_exact or (self.link.exact_last and product.layer == last):
+        if self.link.is_exact or not product.coded:
+            return None
+        if self.link.exact_last and product.layer == last:
             return None
         return self.gradients if product.transposed else self.rows
 
@@ -101,6 +107,37 @@ def codings(asked: Sequence[Asked]) -> list[Coding | None]:
         asked = (asked,)
     found = [Coding.of(one) for one in asked]
     return [None, *(one for one in found if not one.link.is_exact)]
+
+
+def links_by_type(
+    asked: Any, kinds: Sequence[EdgeType]
+) -> list[tuple[str, Any, dict[EdgeType, Coding]]]:
+    """Returns of each link its name, what gives it to `pdc.partition`, and it by edge type.
+
+    Those that code no relation are left out.
+    """
+    if isinstance(asked, (str, Codec, LinkPolicy, Mapping)):
+        asked = (asked,)
+    found = []
+    for one in asked:
+        given: Any
+        if not isinstance(one, Mapping):
+            coding = Coding.of(one)
+            name, given = coding.name, coding.link
+            by_type = dict.fromkeys(kinds, coding)
+        else:
+            read = {k: None if v is None else Coding.of(v) for k, v in one.items()}
+            given = {k: None if c is None else c.link for k, c in read.items()}
+            by_link = {id(c.link): c for c in read.values() if c is not None}
+            links = links_of(given, kinds)
+            by_type = {k: by_link[id(x)] for k, x in links.items() if x is not None}
+            said = (
+                (k if isinstance(k, str) else "__".join(k), c) for k, c in read.items()
+            )
+            name = ", ".join(f"{k}: {c.name}" for k, c in said if c is not None)
+        if any(not coding.link.is_exact for coding in by_type.values()):
+            found.append((name, given, by_type))
+    return found
 
 
 def _link_of(asked: Any) -> LinkPolicy:
@@ -146,6 +183,92 @@ def _short(codec: Codec) -> str:
     if isinstance(codec, Cast):
         return "bf16" if codec.dtype == torch.bfloat16 else "fp16"
     return "plain" if codec == Plain() else f"{codec}"
+
+
+@dataclass(frozen=True)
+class DryExchange:
+    """Stands in for `LayerExchange` in a dry run, and for the links that it wraps.
+
+    Args:
+        coded: whether rows are coded.
+    """
+
+    coded: bool = True
+
+    def whole(self, why: str) -> DryExchange:
+        """Returns the same for rows that must be exact."""
+        return DryExchange(False)
+
+    def wrap(self, link: Any, name: int) -> Any:
+        """Returns a product's own link, which exchanges nothing, or a mark for rows."""
+        if name < len(NAMES):
+            return link
+        return self if name < DEGREES else DryExchange(False)
+
+
+@dataclass(eq=False)
+class DryCalls:
+    """The calls of layers by one link in an epoch of a dry run.
+
+    Args:
+        exact_last: whether the last is exact, of several.
+        made: the layer, and the number of its call, in order.
+        last: the call that is exact.
+    """
+
+    exact_last: bool
+    made: list[tuple[Any, int]] = field(default_factory=list)
+    last: tuple[Any, int] | None = None
+
+    def begin(self, layer: Any) -> DryExchange | None:
+        """Begins a call; returns None if it is the exact one."""
+        call = layer, sum(other is layer for other, _ in self.made)
+        self.made.append(call)
+        return None if call == self.last else DryExchange()
+
+    def end_first(self) -> None:
+        """Ends the first epoch, by which the last call is known."""
+        if self.exact_last and len(self.made) > 1:
+            self.last = self.made[-1]
+
+    @property
+    def agreements(self) -> int:
+        """How often ranks agree whether they train: in each call of the first layer."""
+        return sum(layer is self.made[0][0] for layer, _ in self.made)
+
+
+class DryLink(LinkPolicy):
+    """Stands in for a link on the one rank of a dry run: records calls, and codes nothing.
+
+    Args:
+        link: the link.
+        calls: of it.
+        tell: is told of each call whether it is coded.
+    """
+
+    def __init__(
+        self, link: LinkPolicy, calls: DryCalls, tell: Callable[[bool], None]
+    ) -> None:
+        self.__dict__.update(link.__dict__)
+        self._calls, self._tell = calls, tell
+
+    def is_used_on(self, mesh: Any) -> bool:
+        """Whether it is not exact, for as many ranks as are planned for."""
+        return not self.is_exact
+
+    def begin(self, layer: Any, nodes: Any, *_: Any, **more: Any) -> Any:
+        """Returns what stands in for a call of a layer."""
+        self.check_ranked(nodes, more["degrees"])
+        exchange = self._calls.begin(layer)
+        self._tell(exchange is not None)
+        return exchange
+
+    def note_cached(self, *_: Any) -> None:
+        """Records nothing."""
+
+    def was_constant(self, *_: Any) -> bool:
+        """Says that no run was before."""
+        return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ import torch
 from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.comm.ledger import balanced_split
 from pyg_distcomm.comm.mesh import Grid
+from pyg_distcomm.graph.product_cache import MultiplyOrder
 from pyg_distcomm.halo.codec import Codec
 from pyg_distcomm.plan.codecs import Coding, Writing
 from pyg_distcomm.plan.machine import Machine
@@ -290,7 +291,7 @@ class Cost:
 def epoch_cost(
     flows: tuple[Flow, Flow, Flow],
     training: Training,
-    ways: tuple[list[ProductShape], tuple[str, ...]],
+    ways: tuple[list[ProductShape], tuple[str, ...], int],
     coding: Coding | None,
     dtype: torch.dtype,
     machine: Machine,
@@ -301,22 +302,22 @@ def epoch_cost(
         flows: of products, of those against the edges, and of `HaloConv`, which always
             sends only what is needed.
         training: the model.
-        ways: what it multiplies, and each layer's order.
+        ways: what it multiplies, each layer's order, and the width of ghosts that are kept.
         coding: the link; None is the exact one.
         dtype: of the features.
         machine: the figures for seconds.
     """
     flow, back, halo = flows
-    products, orders = ways
+    products, orders, kept_rows = ways
     size = int(np.prod(flow.grid))
     shape = np.broadcast_shapes(flow.nodes.shape, (1, 1, flow.grid[2]))
     exchange, messages, kept = (np.zeros(shape) for _ in range(3))
     if not np.issubdtype(flow.nodes.dtype, np.floating):
         exchange, messages = exchange.astype(np.int64), messages.astype(np.int64)
     worked = machine.epoch + _dense_seconds(flow, training, machine)
-    clock, known = _Clock(flow, machine, worked), {}
+    clock, known = EpochClock(flow, machine, worked), {}
     for product in products:
-        writing = _writing(coding, product, len(training.layers) - 1, dtype)
+        writing = writing_of(coding, product, len(training.layers) - 1, dtype)
         kind = product.transposed, product.halo, product.against
         key = product.width, *kind, writing.codec
         if key not in known:
@@ -330,7 +331,7 @@ def epoch_cost(
         messages = messages + sum(move.messages for move in found.moves)
         clock.add(found, writing.late)
         if coding is not None and writing.codec is not None:
-            kept = kept + _kept(found, writing, coding, product.transposed)
+            kept = kept + link_bytes(found, writing, coding, product.transposed)
     sums = training.sums(size)
     if coding is not None and size > 1:
         sums["agreement"] = [ring_words(1, size)] * any(o != "kept" for o in orders)
@@ -342,19 +343,65 @@ def epoch_cost(
         {name: sum(group) for name, group in sums.items()},
         messages,
         clock.seconds(1.0 if coding is None else coding.synchronous),
-        memory((flow, halo), training, products, orders, dtype) + kept,
+        memory((flow, halo), training, products, orders, dtype)
+        + kept
+        + kept_bytes(halo, kept_rows * training.itemsize, flow.grid),
     )
 
 
-def _writing(
-    coding: Coding | None, product: ProductShape, last: int, dtype: torch.dtype
+def early_bytes(
+    flows: tuple[Flow, Flow, Flow],
+    training: Training,
+    how: tuple[MultiplyOrder, dict[str, Any]],
+    dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Returns what all ranks receive in the first and second epoch, over exact links.
+
+    Args:
+        flows, training, dtype: see `epoch_cost`.
+        how: the order of products, and what else `Training.products` takes.
+    """
+    (flow, back, halo), uses = flows, dict[Any, int]()
+    size, plain, known = math.prod(flow.grid), Writing(None, dtype, 0), {}
+    rest = size * sum(sum(group) for group in training.sums(size).values())
+    found = []
+    for _ in range(2):
+        total = 0.0
+        for product in training.products(how[0], uses=uses, **how[1]):
+            key = product.width, product.transposed, product.halo, product.against
+            if key not in known:
+                if product.halo:
+                    path = halo_path(halo, product, plain, flow.grid)
+                else:
+                    rows, item = back if product.against else flow, training.itemsize
+                    path = product_path(rows, product, item, plain)
+                came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
+                means = came.size < size
+                known[key] = float(came.mean() * size if means else came.sum())
+            total += known[key]
+        found.append(round(total) + rest)
+    return found[0], found[1]
+
+
+def kept_bytes(halo: Flow, row_bytes: int, grid: Grid) -> Array:
+    """Returns the bytes of ghosts that each rank keeps, `[r, s, p]`."""
+    ghosts: Array = _placed(halo.sides.ghost.ghosts[:, :, None], grid)
+    return ghosts * row_bytes
+
+
+def writing_of(
+    coding: Coding | None,
+    product: ProductShape,
+    last: int | None,
+    dtype: torch.dtype,
 ) -> Writing:
+    """Returns how a product is written by a link."""
     codec = None if coding is None else coding.codec_of(product, last)
     late = 0 if codec is None or coding is None else coding.late(product.transposed)
     return Writing(codec, dtype, late)
 
 
-def _kept(
+def link_bytes(
     found: ProductPath, writing: Writing, coding: Coding, transposed: bool
 ) -> Array:
     """Returns the bytes that exchanges keep from epoch to epoch, as `StaleBuffer` has them."""
@@ -370,7 +417,7 @@ def _kept(
 
 
 @dataclass
-class _Clock:
+class EpochClock:
     """Adds up the seconds of an epoch.
 
     Args:

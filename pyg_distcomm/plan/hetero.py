@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,28 +19,46 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import HeteroData
 
+from pyg_distcomm.comm.collectives import ring_words
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.partitioning import partition as cut_data
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.link import Link
+from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.convert import convert
 from pyg_distcomm.partition.hetero import check_hetero, cut_hetero, types_of
 from pyg_distcomm.partition.part_share import EdgeType
 from pyg_distcomm.partition.partition import Partition
-from pyg_distcomm.plan.codecs import Writing
+from pyg_distcomm.plan.codecs import (
+    Coding,
+    DryCalls,
+    DryExchange,
+    DryLink,
+    Writing,
+    links_by_type,
+)
 from pyg_distcomm.plan.cost import (
+    EpochClock,
+    ProductPath,
     halo_path,
+    kept_bytes,
+    link_bytes,
     memory,
     product_path,
-    product_seconds,
     sum_messages,
+    writing_of,
 )
 from pyg_distcomm.plan.machine import Machine
-from pyg_distcomm.plan.model_profile import bare, is_layer, observed
+from pyg_distcomm.plan.model_profile import Round, bare, is_layer, observed
 from pyg_distcomm.plan.plans import Plan, Plans
-from pyg_distcomm.plan.traffic import CutEdges
-from pyg_distcomm.plan.training import LayerShape, Training, layer_called
+from pyg_distcomm.plan.traffic import Array, CutEdges
+from pyg_distcomm.plan.training import (
+    LayerShape,
+    ProductShape,
+    Training,
+    layer_called,
+)
 
 KINDS = {"sage": pyg.SAGEConv, "halo": pyg.GraphConv}
 
@@ -54,21 +72,21 @@ class _RelationCall:
         width: of the rows of its sources.
         still: whether these are the features themselves.
         flows: whether a gradient goes on to them.
-        rounds: its halo exchanges: the width of rows, and whether they go to their owners.
+        rounds: its halo exchanges: see `Visited`.
         out: width of its outcome.
         read: whether a gradient comes back from the loss.
-        kept: whether rows of its sources are kept, which do not change.
+        coded: whether the relation's link codes what is a product.
     """
 
     conv: Module
     width: int
     still: bool
     flows: bool
-    rounds: list[tuple[int, bool, bool]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     out: int = 0
     against: bool = False
     read: bool = False
-    kept: bool = False
+    coded: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +98,7 @@ class _RecordingRelation(LocalGraph):
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Records own rows `x`, and their gradients when they come."""
-        return self.visit.note(self.kind, x, home=False)
+        return self.visit.note(self.kind, x, link, home=False)
 
     def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
         """Records that the rows of features are kept."""
@@ -90,7 +108,7 @@ class _RecordingRelation(LocalGraph):
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
     ) -> Tensor:
         """Records that sums for ghosts, of which there are none, would be sent."""
-        return self.visit.note(self.kind, own, home=True)
+        return self.visit.note(self.kind, own, link, home=True)
 
 
 class _HeteroVisit:
@@ -104,11 +122,24 @@ class _HeteroVisit:
         self.features: list[Any] = []
         self.kinds: dict[int, EdgeType] = {}
         self.keeps = False  # whether features are the same in every epoch
+        self.links: dict[int, DryCalls] = {}
 
     def clear(self) -> None:
         """Forgets what was recorded."""
         self.calls.clear()
         self.sums.clear()
+        for calls in self.links.values():
+            calls.made.clear()
+
+    def link(self, kind: EdgeType, link: LinkPolicy) -> LinkPolicy:
+        """Returns what stands in for the link of one edge type."""
+
+        def tell(coded: bool) -> None:
+            if kind in self.now:
+                self.now[kind].coded = coded
+
+        calls = self.links.setdefault(id(link), DryCalls(link.exact_last))
+        return DryLink(link, calls, tell)
 
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
@@ -148,14 +179,15 @@ class _HeteroVisit:
             if first.requires_grad:
                 first.register_hook(lambda grad, call=call: setattr(call, "read", True))
 
-    def note(self, kind: EdgeType, x: Tensor, home: bool) -> Tensor:
+    def note(self, kind: EdgeType, x: Tensor, link: Any, *, home: bool) -> Tensor:
         """Records rows that would be exchanged, and their gradients when they come."""
-        call = self._call_of(kind, x)
-        call.rounds.append((x[0].numel(), home, False))
+        call, coded = self._call_of(kind, x), isinstance(link, DryExchange)
+        coded = coded and link.coded
+        call.rounds.append(Round(x[0].numel(), home, coded=coded))
         if not x.requires_grad:
             return x
         x = x.view_as(x)
-        back = x[0].numel(), not home, False
+        back = Round(x[0].numel(), not home, coded=coded)
         x.register_hook(lambda grad: call.rounds.append(back))
         return x
 
@@ -163,8 +195,9 @@ class _HeteroVisit:
         """Records that rows of features are kept; returns None for what is computed."""
         if not (self.keeps and any(x is each for each in self.features)):
             return None
-        self._call_of(kind, x).kept = True
         rows: Tensor = x.to_local()
+        kept = Round(rows[0].numel(), False, kept=True)
+        self._call_of(kind, x).rounds.append(kept)
         return rows
 
     def _call_of(self, kind: EdgeType, x: Tensor) -> _RelationCall:
@@ -182,8 +215,9 @@ def plan_hetero(
     read: tuple[Any, Any, Any, str, torch.dtype | None],
     machine: Machine,
     memory_limit: float | None,
+    codecs: Sequence[Any] = (),
 ) -> Plans:
-    """Plans the one way to train on a HeteroData: rows travel between all ranks.
+    """Plans training on a HeteroData, where rows travel between all ranks, by each link.
 
     Args:
         cutting: the whole graph, the number of ranks, how it is cut, and the seed.
@@ -193,12 +227,13 @@ def plan_hetero(
             with them. Widths are those of `HeteroConv`s of SAGEConv ("sage") or GraphConv
             ("halo"), hidden layers and output, as features have their own.
         machine, memory_limit: see `plan`.
+        codecs: links beside the exact one, as `plan` takes them, or dictionaries of them by
+            edge type, as `pdc.partition(link=...)` does.
 
     Raises:
         ValueError: for a model that does not run on two nodes of each type.
     """
-    (data, size, method, seed), (widths, model, layers, inputs, dtype) = cutting, read
-    check_hetero(data)
+    (data, size, *_), (widths, model, layers, inputs, dtype) = cutting, read
     if (model is None) == (widths is None):
         raise ValueError("plan needs either model=... or widths=[hidden, ..., output]")
     if not isinstance(model, (Module, type(None))):
@@ -209,25 +244,25 @@ def plan_hetero(
     if model is None:
         kinds = "sage" if layers == "gcn" else layers
         model = _stack_of(data, widths, kinds, dtype or torch.float32)
-    owners = method
-    if not isinstance(method, Partition):
-        owners = cut_hetero(data, size, method, seed)
-    if owners.num_parts != size or owners.num_nodes != data.num_nodes:
-        raise ValueError(
-            f"{owners} does not fit {data.num_nodes} nodes of all types on {size} ranks"
-        )
-    try:
-        grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
-        with torch.inference_mode(False), grad, random:
-            model = copy.deepcopy(model).cpu().train()
-            visit, trained, item = _visited(model, data, inputs)
-    except Exception as error:
-        raise ValueError(
-            f"the model does not run on two nodes of each type ({type(error).__name__}: "
-            f"{error}); rows that it learns are planned as features, inputs='trained'"
-        ) from None
-    priced = _Priced(data, owners, machine, item, inputs)
-    return priced.plans(visit, trained, memory_limit)
+    owners = owners_of_types(*cutting)
+    dry = _DryRun(model, data, inputs)
+    priced = _Priced(data, owners, machine, dry, memory_limit)
+    links = links_by_type(codecs, data.edge_types)  # refuses what is none
+    found = [priced.plan(*dry.visited({}))]
+    for name, given, by_type in links:
+        try:
+            found.append(priced.plan(*dry.visited(by_type), by_type, name, given))
+        except ValueError as error:  # the link fits no layer, or no relation
+            how = {"codec": name, "link": given}
+            found.append(Plan((size, 1, 1), reason=str(error), **how))
+    found.sort(key=lambda one: (one.seconds, one.bytes, not one.exact))
+    words = (
+        f"{data.num_nodes:,} nodes of {len(data.node_types)} types, "
+        f"{data.num_edges:,} edges of {len(data.edge_types)}, {size} ranks"
+    )
+    ranked = tuple(one for one in found if one.reason is None)
+    refused = tuple(one for one in found if one.reason is not None)
+    return Plans(ranked, refused, (), words, machine, owners)
 
 
 def _stack_of(
@@ -263,37 +298,86 @@ class _HeteroStack(Module):
         return x_dict
 
 
-def _visited(
-    model: Module, data: HeteroData, inputs: str
-) -> tuple[_HeteroVisit, int, int]:
-    """Runs a model on two nodes of each type; returns also how many numbers it trains."""
-    visit, dtype = _HeteroVisit(), None
-    floats = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    floats = [p for p in floats if p.is_floating_point()]
-    dtype = floats[0].dtype if floats else torch.get_default_dtype()
-    share = cut_data(_two_of_each(data, dtype), observed(visit.note_sum), "block")
-    given = _arguments(model, share)
-    model = convert(model)
-    with torch.no_grad():  # lazy layers take their widths
-        model(*given)
-    for store in share.edge_stores:
-        topology = store.edge_index.topology
-        here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
-        topology.locals = _RecordingRelation(**here, visit=visit, kind=store._key)
-        visit.kinds[id(topology)] = store._key
-    for store in share.node_stores:
-        if "x" in store:
-            store.x = store.x.requires_grad_(inputs == "trained")
-            visit.features.append(store.x)
-    visit.keeps = inputs == "constant"
-    visit.watch(model)
-    for _ in range(2):  # after the first run what layers cache is there
-        visit.clear()
-        model.zero_grad()
-        rows = _trained_on(model(*_arguments(model, share)), data)
-        torch.stack([row.to_local().sum() for row in rows]).sum().backward()
-    counts = [p.numel() for p in model.parameters() if p.grad is not None]
-    return visit, sum(counts), dtype.itemsize
+def owners_of_types(data: HeteroData, size: int, method: Any, seed: int) -> Partition:
+    """Returns who owns which node, of all types one after the other."""
+    check_hetero(data)
+    owners = method
+    if not isinstance(method, Partition):
+        owners = cut_hetero(data, size, method, seed)
+    if owners.num_parts != size or owners.num_nodes != data.num_nodes:
+        raise ValueError(
+            f"{owners} does not fit {data.num_nodes} nodes of all types on {size} ranks"
+        )
+    return owners
+
+
+class _DryRun:
+    """Runs copies of a model on two nodes of each type, and one rank.
+
+    Args:
+        model, inputs: see `plan`.
+        data: the whole graph.
+    """
+
+    def __init__(self, model: Module, data: HeteroData, inputs: str) -> None:
+        floats = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
+        floats = [p for p in floats if p.is_floating_point()]
+        self.dtype = floats[0].dtype if floats else torch.get_default_dtype()
+        self.model, self.data, self.inputs = model, data, inputs
+
+    def visited(self, links: Mapping[EdgeType, Coding]) -> tuple[_HeteroVisit, int]:
+        """Runs three epochs over links; returns the last, and how many numbers it trains.
+
+        Raises:
+            ValueError: if that does not work.
+        """
+        try:
+            grad, random = torch.enable_grad(), torch.random.fork_rng(devices=[])
+            with torch.inference_mode(False), grad, random:
+                return self._visited(copy.deepcopy(self.model).cpu().train(), links)
+        except Exception as error:
+            if links and isinstance(error, ValueError):  # which ranks would raise, too
+                raise
+            raise ValueError(
+                f"the model does not run on two nodes of each type ({type(error).__name__}: "
+                f"{error}); rows that it learns are planned as features, inputs='trained'"
+            ) from None
+
+    def _visited(
+        self, model: Module, links: Mapping[EdgeType, Coding]
+    ) -> tuple[_HeteroVisit, int]:
+        visit, data = _HeteroVisit(), self.data
+        mesh = observed(visit.note_sum)
+        share = cut_data(_two_of_each(data, self.dtype), mesh, "block")
+        given = _arguments(model, share)
+        model = convert(model)
+        with torch.no_grad():  # lazy layers take their widths
+            model(*given)
+        for store in share.edge_stores:
+            topology, kind = store.edge_index.topology, store._key
+            here = {
+                f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)
+            }
+            topology.locals = _RecordingRelation(**here, visit=visit, kind=kind)
+            topology.constants = ProductCache()  # of what that pass has seen
+            visit.kinds[id(topology)] = kind
+            if kind in links:
+                topology.link = visit.link(kind, links[kind].link)
+        for store in share.node_stores:
+            if "x" in store:
+                store.x = store.x.requires_grad_(self.inputs == "trained")
+                visit.features.append(store.x)
+        visit.keeps = self.inputs == "constant"
+        visit.watch(model)
+        for epoch in range(3):  # by the third what is kept is there
+            visit.clear()
+            model.zero_grad()
+            rows = _trained_on(model(*_arguments(model, share)), data)
+            torch.stack([row.to_local().sum() for row in rows]).sum().backward()
+            if epoch == 0:
+                for calls in visit.links.values():
+                    calls.end_first()
+        return visit, sum(p.numel() for p in model.parameters() if p.grad is not None)
 
 
 def _two_of_each(data: HeteroData, dtype: torch.dtype) -> HeteroData:
@@ -344,110 +428,168 @@ def _trained_on(out: Any, data: HeteroData) -> list[Any]:
 
 
 class _Priced:
-    """Prices what a visit has recorded, on a graph and its owners."""
+    """Prices what dry runs have recorded, on a graph and its owners."""
 
     def __init__(
         self,
         data: HeteroData,
         owners: Partition,
         machine: Machine,
-        item: int,
-        inputs: str,
+        dry: _DryRun,
+        memory_limit: float | None,
     ) -> None:
         self.data, self.owners, self.machine = data, owners, machine
-        self.item, self.inputs, self.size = item, inputs, owners.num_parts
+        self.item, self.inputs, self.size = (
+            dry.dtype.itemsize,
+            dry.inputs,
+            owners.num_parts,
+        )
+        self.dtype = dry.dtype
+        self.limit = machine.memory if memory_limit is None else memory_limit
         ranges = types_of(data, owners).ranges("node")
         self.owner = {k: owners.owner[begin:end] for k, (begin, end) in ranges.items()}
+        self._cuts: dict[EdgeType, CutEdges] = {}
 
-    def plans(
-        self, visit: _HeteroVisit, trained: int, memory_limit: float | None
-    ) -> Plans:
-        """Returns the plan, in a list of its own."""
-        grid = self.size, 1, 1
+    def plan(
+        self,
+        visit: _HeteroVisit,
+        trained: int,
+        links: Mapping[EdgeType, Coding] | None = None,
+        name: str = "plain",
+        link: Any = None,
+    ) -> Plan:
+        """Returns the plan of one link; none are the exact one."""
+        grid, links = (self.size, 1, 1), links or {}
         exchange, messages, held = np.zeros((3, *grid), np.int64)
         by_type: dict[str, int] = {}
         orders: list[str] = []
-        seconds = self.machine.epoch
+        early, clock = np.zeros(2, np.int64), None
         for kind in dict.fromkeys(kind for kind, _ in visit.calls):
             calls = [call for other, call in visit.calls if other == kind]
-            came, left, took, room, how = self._relation(kind, calls)
-            exchange, messages, held = exchange + came, messages + left, held + room
-            by_type[" ".join(kind)] = int(came.sum())
-            seconds, orders = seconds + took, [*orders, *how]
+            found = self._relation(kind, calls, links.get(kind), clock)
+            clock = found.clock
+            exchange = exchange + found.came
+            messages, held = messages + found.left, held + found.room
+            early = early + found.early
+            by_type[" ".join(kind)] = int(found.came.sum())
+            orders += found.orders
         shape = LayerShape("halo", 1, 1)
         training = Training((shape,), (trained,), self.inputs, self.item)
-        sums = {name: sum(each) for name, each in training.sums(self.size).items()}
-        link = self.machine.sum_wire()
-        for each in (n for group in training.sums(self.size).values() for n in group):
-            seconds += float(link.seconds(sum_messages(self.size), each, each))
+        groups = training.sums(self.size)
+        agreements = sum(calls.agreements for calls in visit.links.values())
+        if agreements and self.size > 1:
+            groups["agreement"] = [ring_words(1, self.size)] * agreements
+        sums = {name: sum(each) for name, each in groups.items()}
+        wire, waited = self.machine.sum_wire(), self.machine.epoch
+        for each in (n for group in groups.values() for n in group):
+            waited += float(wire.seconds(sum_messages(self.size), each, each))
+        often = [coding.synchronous for coding in links.values()]
+        products = 0.0 if clock is None else clock.seconds(max(often, default=1.0))
         by_rank = tuple(int(n) + sum(sums.values()) for n in exchange.ravel())
         missing = "; ".join(
             f"sums over nodes of {n}" for n in dict.fromkeys(visit.sums)
         )
+        rest = self.size * sum(sums.values())
         plan = Plan(
             grid,
             tuple(dict.fromkeys(orders)),
+            codec=name,
             bytes_by_rank=by_rank,
             exchange_bytes=int(exchange.max()),
             sum_bytes=sums,
             total_bytes=sum(by_rank),
             messages=int(messages.max()),
-            seconds=seconds,
+            seconds=waited + products,
             memory=round(float(held.max())) + 4 * self.item * trained,
+            exact=all(coding.exact for coding in links.values()),
+            sized=all(coding.sized for coding in links.values()),
+            link=link,
             missing=missing,
             relation_bytes=by_type,
+            early_bytes=() if links else tuple(int(n) + rest for n in early),
         )
-        limit = self.machine.memory if memory_limit is None else memory_limit
-        if limit is not None and plan.memory > limit:
-            plan = replace(
-                plan, reason=f"needs {plan.memory:,} bytes a rank of {limit:,}"
-            )
-        data = self.data
-        words = (
-            f"{data.num_nodes:,} nodes of {len(data.node_types)} types, "
-            f"{data.num_edges:,} edges of {len(data.edge_types)}, {self.size} ranks"
-        )
-        ranked = (plan,) if plan.reason is None else ()
-        refused = () if plan.reason is None else (plan,)
-        return Plans(ranked, refused, (), words, self.machine, self.owners)
+        if self.limit is not None and plan.memory > self.limit:
+            need = f"needs {plan.memory:,} bytes a rank of {self.limit:,}"
+            plan = replace(plan, reason=need)
+        return plan
 
-    def _relation(self, kind: EdgeType, calls: list[_RelationCall]) -> tuple[Any, ...]:
-        """Prices all calls of one edge type: bytes, messages, seconds, memory, orders."""
+    def _cut(self, kind: EdgeType) -> CutEdges:
+        """Returns the edges of one type, over the nodes of its two types as one."""
+        if kind not in self._cuts:
+            source, _, target = kind
+            edges, owner = self.data[kind].edge_index.cpu().long(), self.owner[target]
+            if source != target:
+                shift = torch.tensor([[0], [len(self.owner[source])]])
+                edges, owner = edges + shift, torch.cat([self.owner[source], owner])
+            owners = Partition.from_owner(owner, self.size)
+            self._cuts[kind] = CutEdges.of(edges, owners)
+        return self._cuts[kind]
+
+    def _relation(
+        self,
+        kind: EdgeType,
+        calls: list[_RelationCall],
+        coding: Coding | None,
+        clock: EpochClock | None,
+    ) -> _RelationCost:
+        """Prices all calls of one edge type over its link."""
         source, _, target = kind
-        edges, owner = self.data[kind].edge_index.cpu().long(), self.owner[target]
-        if source != target:
-            shift = torch.tensor([[0], [len(self.owner[source])]])
-            edges, owner = edges + shift, torch.cat([self.owner[source], owner])
-        cut = CutEdges.of(edges, Partition.from_owner(owner, self.size))
-        grid, ordering = (self.size, 1, 1), MultiplyOrder()
+        cut, grid, ordering = self._cut(kind), (self.size, 1, 1), MultiplyOrder()
         shapes = []
         for call in calls:
             call.out = call.out or call.width
-            shape = layer_called(call)
+            shape = replace(layer_called(call), coded=call.coded)
             if source != target:  # rows travel, whatever the layer
                 shape = replace(shape, kind="halo", rounds=tuple(call.rounds))
             shapes.append(shape)
         training = Training(tuple(shapes), (), self.inputs, self.item)
         orders = training.orders(ordering)
-        products = [
-            product
-            for product in training.products(ordering)
-            if product.halo or not product.transposed or calls[product.layer].read
-        ]
-        flow = cut.flow(grid, "auto", training.adds_loops)
-        dtype = {4: torch.float32, 8: torch.float64}.get(self.item, torch.float16)
-        writing, halo = Writing(None, dtype, 0), cut.halo_flow
-        came, left, took = np.zeros(grid, np.int64), np.zeros(grid, np.int64), 0.0
-        for product in products:
+
+        def products(**how: Any) -> list[ProductShape]:
+            return [
+                one
+                for one in training.products(ordering, **how)
+                if one.halo or not one.transposed or calls[one.layer].read
+            ]
+
+        flow, halo = cut.flow(grid, "auto", training.adds_loops), cut.halo_flow
+        clock = clock or EpochClock(flow, self.machine, 0.0)
+
+        def path(product: ProductShape, writing: Writing) -> ProductPath:
             if product.halo:
-                path = halo_path(halo, product, writing, grid)
-            else:
-                path = product_path(flow, product, self.item, writing)
-            came = came + path.received
-            left = left + sum(move.messages for move in path.moves)
-            took += product_seconds(path, flow, self.machine)
-        room = memory((flow, halo), training, products, orders, dtype)
-        kept = max((call.width for call in calls if call.kept), default=0)
-        ghosts = np.broadcast_to(halo.sides.ghost.ghosts, (self.size, 1))
-        room = room + ghosts.reshape(grid) * kept * self.item
-        return came, left, took, room, orders
+                return halo_path(halo, product, writing, grid)
+            return product_path(flow, product, self.item, writing)
+
+        came, left, kept = (np.zeros(grid, np.int64) for _ in range(3))
+        steady, uses = products(), dict[Any, int]()
+        for product in steady:
+            writing = writing_of(coding, product, None, self.dtype)
+            found = path(product, writing)
+            came = came + found.received
+            left = left + sum(move.messages for move in found.moves)
+            clock.add(found, writing.late)
+            if coding is not None and writing.codec is not None:
+                kept = kept + link_bytes(found, writing, coding, product.transposed)
+        early = [
+            sum(
+                int(path(one, Writing(None, self.dtype)).received.sum())
+                for one in products(uses=uses)
+            )
+            for _ in range(2)
+        ]
+        room = memory((flow, halo), training, steady, orders, self.dtype) + kept
+        rows = training.kept_rows(ordering) * self.item
+        room = room + kept_bytes(halo, rows, grid)
+        return _RelationCost(came, left, room, np.array(early), orders, clock)
+
+
+@dataclass(frozen=True, eq=False)
+class _RelationCost:
+    """What one edge type costs: bytes, messages, memory, first epochs, orders, seconds."""
+
+    came: Array
+    left: Array
+    room: Array
+    early: Array
+    orders: tuple[str, ...]
+    clock: EpochClock

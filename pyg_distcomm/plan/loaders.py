@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.partition.partition import Partition
@@ -21,6 +21,7 @@ from pyg_distcomm.plan.minibatch_bytes import (
     probe_loader,
 )
 from pyg_distcomm.plan.plans import MOST_LINES, show_bytes
+from pyg_distcomm.sampling.neighbor_sampler import ROUNDS
 from pyg_distcomm.sampling.partitioned import PLACES
 
 BULKS = (1, 2, 4, 8, 16)
@@ -214,7 +215,7 @@ class LoaderPlans(Sequence[LoaderPlan]):
 
 
 def plan_loader(
-    data: Data,
+    data: Data | HeteroData,
     owners: Partition,
     loader: Mapping[str, Any],
     machine: Machine,
@@ -228,7 +229,7 @@ def plan_loader(
 
     Args:
         data: the whole graph.
-        owners: who owns which node.
+        owners: who owns which node, of all types one after the other.
         loader: arguments of `DistNeighborLoader`, or, with `num_nodes_per_layer`, of
             `DistLayerLoader`, as {"num_neighbors": [15, 10, 5], "batch_size": 1024}; of
             replication, bulk_size and sample_at those left out are chosen. "probe" is how
@@ -278,6 +279,11 @@ def _check(asked: Mapping[str, Any]) -> None:
             "loader needs either num_neighbors, of DistNeighborLoader, or "
             f"num_nodes_per_layer, of DistLayerLoader; got {sorted(asked)}"
         )
+    if asked.get("rule") in ROUNDS:
+        raise ValueError(
+            f"rule={asked['rule']!r} does not sample a partitioned graph where it lies, which "
+            "is what is planned; take rule='labor'"
+        )
     for name, priced in _UNPRICED.items():
         if name in asked and not any(
             asked[name] is p or asked[name] == p for p in priced
@@ -315,7 +321,7 @@ def _useful(bulks: Sequence[int], rounds: int) -> list[int]:
 
 
 def _plan(
-    data: Data,
+    data: Data | HeteroData,
     probe: MinibatchProbe,
     traffic: Traffic,
     choice: tuple[int, int, str],
@@ -354,15 +360,21 @@ def _plan(
     return found
 
 
-def _memory(data: Data, probe: MinibatchProbe, c: int, k: int) -> int:
+def _memory(data: Data | HeteroData, probe: MinibatchProbe, c: int, k: int) -> int:
     """Returns the bytes of the fullest block, and of the bulks in flight."""
-    by_block = probe.owner // c
-    blocks = probe.size // c
-    nodes = torch.bincount(by_block, minlength=blocks)
-    edges = torch.bincount(by_block[data.edge_index[1]], minlength=blocks)
-    block = _NODE * nodes + (_EDGE + probe.weight) * edges
-    if c > 1:  # rows of other ranks; own ones are read where they are
-        block = block + probe.row_bytes[0] * nodes + probe.row_bytes[1] * edges
+    by_block, blocks = probe.owner // c, probe.size // c
+    begin, block = 0, torch.zeros(blocks, dtype=torch.int64)
+    counts = (
+        [data.num_nodes] if isinstance(data, Data) else data.num_nodes_dict.values()
+    )
+    for count, width in zip(counts, probe.row_bytes[0], strict=True):
+        nodes = torch.bincount(by_block[begin : begin + int(count)], minlength=blocks)
+        block += (_NODE + width * (c > 1)) * nodes  # own rows are read where they are
+        begin += int(count)
+    each = zip(probe.degree, probe.weight, probe.row_bytes[1], strict=True)
+    for degree, weight, width in each:
+        edges = torch.zeros_like(block).index_add_(0, by_block, degree)
+        block += (_EDGE + weight + width * (c > 1)) * edges
     return int(block.max()) + round((_BESIDE + 1) * k * probe.batch_bytes)
 
 

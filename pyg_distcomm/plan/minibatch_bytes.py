@@ -11,7 +11,8 @@ which node:
 
 with c copies of a block, "elsewhere" is what a rank's process row does not hold. The words are
 those of `request_price`, `sums_price`, `edges_price` and `ShardedStore.price`, for all ranks at
-once.
+once. Of a HeteroData nodes are numbered through all types, and each relation has its own rows;
+a Data is one type and one relation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.profile import get_data_size
 
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
@@ -35,7 +37,7 @@ _COUNT = 8  # bytes of a count
 
 @dataclass(frozen=True, eq=False)
 class ProbedHop:
-    """Holds one hop, or layer, of a minibatch.
+    """Holds what one relation gives to one hop, or layer, of a minibatch.
 
     Shapes: rows [f] nodes whose in-edges are needed; target [e] the targets of the edges that
     the minibatch gets; cols how many columns a layer has.
@@ -50,15 +52,17 @@ class ProbedHop:
 class ProbedBatch:
     """Holds one minibatch of the probe.
 
-    Shapes: node [m] ids, edge [e] ids of edges that have rows, edge_target [e].
+    Args:
+        hops: by hop, and by relation.
+        nodes: ids by type `[m_t]`.
+        edges: by relation, ids of edges that have rows, and their targets, `[2, e_r]`.
+        named: whether seeds are given twice: each then travels with a number.
     """
 
-    hops: tuple[ProbedHop, ...]
-    node: Tensor
-    edge: Tensor
-    edge_target: Tensor
-    named: bool  # whether seeds are given twice: each then travels with a number
-    num_edges: int
+    hops: tuple[tuple[ProbedHop, ...], ...]
+    nodes: tuple[Tensor, ...]
+    edges: tuple[Tensor, ...]
+    named: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,7 @@ class MinibatchProbe:
 
     Args:
         owner: [n] the rank that owns each node.
-        degree: [n] in-edges of each node.
+        degree: [n] in-edges of each node, by relation.
         colptr, row: the graph by target, for layer-wise samplers; else None.
         batches: by rank, in order.
         rounds: minibatches of a rank in an epoch.
@@ -75,17 +79,16 @@ class MinibatchProbe:
         loops: whether each row of the graph has a loop (A + I).
         shared: whether all minibatches draw from one row, which is summed up once.
         disjoint: whether each node travels with its tree.
-        silent: the hops at which nobody draws: their fan-out is 0.
+        drawing: at each hop, the relations that are drawn from: their fan-out is not 0.
         word: bytes of an id.
-        weight: bytes of an edge's weight in its row, 0 without.
-        row_bytes: of a node's attributes, and of an edge's.
-        groups: how many of the two have attributes.
+        weight: bytes of an edge's weight in its row, by relation, 0 without.
+        row_bytes: of a node's attributes by type, and of an edge's by relation.
         seconds: to sample a minibatch, on one thread of this process.
         batch_bytes: of a minibatch with its features, on average.
     """
 
     owner: Tensor
-    degree: Tensor
+    degree: tuple[Tensor, ...]
     colptr: Tensor | None
     row: Tensor | None
     batches: tuple[tuple[ProbedBatch, ...], ...]
@@ -94,11 +97,10 @@ class MinibatchProbe:
     loops: bool
     shared: bool
     disjoint: bool
-    silent: tuple[bool, ...]
+    drawing: tuple[tuple[int, ...], ...]
     word: int
-    weight: int
-    row_bytes: tuple[int, int]
-    groups: int
+    weight: tuple[int, ...]
+    row_bytes: tuple[list[int], list[int]]
     seconds: float
     batch_bytes: float
 
@@ -106,6 +108,11 @@ class MinibatchProbe:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.batches)
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of a row of each group: node types, then relations."""
+        return [*self.row_bytes[0], *self.row_bytes[1]]
 
     @property
     def taken(self) -> int:
@@ -119,7 +126,7 @@ class MinibatchProbe:
 
 
 def probe_loader(
-    data: Data, owners: Partition, loader: Mapping[str, Any], most: int
+    data: Data | HeteroData, owners: Partition, loader: Mapping[str, Any], most: int
 ) -> MinibatchProbe:
     """Draws the first `most` minibatches of each rank, on this process.
 
@@ -131,18 +138,24 @@ def probe_loader(
     layered = "num_nodes_per_layer" in loader
     kind: Any = DistLayerLoader if layered else DistNeighborLoader
     own = kind(data, **{"seed": 0, **loader, "split": False})
-    batches, rounds, seconds = _drawn(own, owners.num_parts, most, layered)
-    edges, sampler = data.edge_index, own.neighbor_sampler_in_use
-    degree = torch.bincount(edges[1], minlength=owners.num_nodes)
+    types, sampler = _Types.of(data), own.neighbor_sampler_in_use
+    drawn = _drawn(own, owners.num_parts, most, layered, types)
+    batches, rounds, seconds = drawn
+    n, every = owners.num_nodes, [store.edge_index for store in types.relations]
+    degree = tuple(
+        torch.bincount(edges[1] + types.first[kind], minlength=n)
+        for edges, (_, kind) in zip(every, types.names, strict=True)
+    )
     colptr = row = None
     if layered:
-        row = edges[0][torch.argsort(edges[1], stable=True)]
-        colptr = torch.nn.functional.pad(degree.cumsum(0), (1, 0))
+        row = every[0][0][torch.argsort(every[0][1], stable=True)]
+        colptr = torch.nn.functional.pad(degree[0].cumsum(0), (1, 0))
     rule: Any = sampler.rule if layered else None
-    word = 8 if max(owners.num_nodes, edges.size(1)) >= 2**31 else 4
-    widths = _row_bytes(data)
+    most_ids = max(n, *(edges.size(1) for edges in every))
+    word = 8 if most_ids >= 2**31 else 4
+    fan_outs = () if layered else sampler._fan_outs()
     return MinibatchProbe(
-        owner=owners.owner_of(torch.arange(owners.num_nodes)).long(),
+        owner=owners.owner_of(torch.arange(n)).long(),
         degree=degree,
         colptr=colptr,
         row=row,
@@ -152,18 +165,49 @@ def probe_loader(
         loops=layered and rule.loops,
         shared=layered and rule.shared,
         disjoint=bool(loader.get("disjoint")),
-        silent=() if layered else tuple(s == 0 for s in sampler._fan_outs()[0]),
+        drawing=tuple(
+            tuple(r for r, fan_out in enumerate(hop) if fan_out != 0)
+            for hop in zip(*fan_outs, strict=True)
+        ),
         word=word,
-        weight=_weight_bytes(data, loader.get("weight_attr"), word),
-        row_bytes=(sum(widths[0]), sum(widths[1])),
-        groups=sum(bool(w) for w in widths),
+        weight=tuple(
+            _weight_bytes(store, loader.get("weight_attr"), word)
+            for store in types.relations
+        ),
+        row_bytes=_row_bytes(types),
         seconds=seconds,
         batch_bytes=_batch_bytes(own),
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Types:
+    """Holds the node types and relations of a graph, and how their nodes are numbered.
+
+    Args:
+        first: the number of the first node of each type, by its name; None of a Data.
+        nodes, relations: their stores.
+        names: of relations, and the type of their targets.
+    """
+
+    first: dict[Any, int]
+    nodes: list[Any]
+    relations: list[Any]
+    names: list[tuple[Any, Any]]
+
+    @staticmethod
+    def of(data: Data | HeteroData) -> _Types:
+        """Reads the types of a graph."""
+        if isinstance(data, Data):
+            return _Types({None: 0}, [data], [data], [(None, None)])
+        counts = [int(store.num_nodes) for store in data.node_stores]
+        first = dict(zip(data.node_types, accumulate(counts, initial=0), strict=False))
+        names = [(name, name[2]) for name in data.edge_types]
+        return _Types(first, data.node_stores, data.edge_stores, names)
+
+
 def _drawn(
-    own: Any, size: int, most: int, layered: bool
+    own: Any, size: int, most: int, layered: bool, types: _Types
 ) -> tuple[tuple[tuple[ProbedBatch, ...], ...], int, float]:
     """Draws the first minibatches of each rank.
 
@@ -188,7 +232,7 @@ def _drawn(
         outs = own._sampled_bulk(numbered) if layered else map(own._sampled, numbered)
         found = list(outs)
         spent.append((time.process_time() - begin) / len(found))
-        batches.append(tuple(_probed(out, layered) for out in found))
+        batches.append(tuple(_probed(out, layered, types) for out in found))
     return tuple(batches), rounds, min(spent)  # the first may have compiled kernels
 
 
@@ -200,39 +244,50 @@ def _batch_bytes(own: Any) -> float:
     )
 
 
-def _weight_bytes(data: Data, name: str | None, word: int) -> int:
+def _weight_bytes(store: Any, name: str | None, word: int) -> int:
     """Returns the bytes of a weight that travels with its row."""
-    return 0 if name is None else max(data[name].element_size(), word)
+    if name is None or name not in store:
+        return 0
+    return max(int(store[name].element_size()), word)
 
 
-def _row_bytes(data: Data) -> tuple[list[int], list[int]]:
-    """Returns the bytes of one row of each attribute of nodes, and of edges."""
-    nodes, edges = [], []
-    for name, value in data.items():
-        if name == "edge_index" or not isinstance(value, Tensor) or not value.dim():
-            continue
-        bytes_ = value[:1].numel() * value.element_size() if len(value) else 0
-        if data.is_node_attr(name):
-            nodes.append(bytes_)
-        elif data.is_edge_attr(name):
-            edges.append(bytes_)
-    return nodes, edges
+def _row_bytes(types: _Types) -> tuple[list[int], list[int]]:
+    """Returns the bytes of a row of all attributes of each node type, and relation."""
+
+    def wide(store: Any, belongs: Any) -> int:
+        total = 0
+        for name, value in store.items():
+            if name == "edge_index" or not isinstance(value, Tensor) or not value.dim():
+                continue
+            if belongs(name) and len(value):
+                total += value[:1].numel() * value.element_size()
+        return total
+
+    nodes = [wide(store, store.is_node_attr) for store in types.nodes]
+    return nodes, [wide(store, store.is_edge_attr) for store in types.relations]
 
 
-def _probed(out: Any, layered: bool) -> ProbedBatch:
-    nodes = out.node.long().split(out.num_sampled_nodes)
-    targets = out.node.long()[out.col].split(out.num_sampled_edges)
-    hops = tuple(
-        ProbedHop(rows, target, len(nodes[i + 1]))
-        for i, (rows, target) in enumerate(zip(nodes, targets, strict=False))
-    )
-    real = out.edge >= 0
-    seeds = nodes[0]
-    named = not layered and len(seeds.unique()) < len(seeds)
-    every = torch.cat([*targets]) if targets else out.edge[:0].long()
-    return ProbedBatch(
-        hops, out.node.long(), out.edge.long()[real], every[real], named, len(out.edge)
-    )
+def _probed(out: Any, layered: bool, types: _Types) -> ProbedBatch:
+    def part(value: Any, key: Any) -> Any:
+        return value if key is None else value.get(key)
+
+    node = {k: part(out.node, k).long() + at for k, at in types.first.items()}
+    counts = {k: [*map(int, part(out.num_sampled_nodes, k))] for k in node}
+    found = {k: ids.split(counts[k]) for k, ids in node.items()}
+    by_relation, edges = [], []
+    for name, kind in types.names:
+        ids, col = part(out.edge, name), part(out.col, name)
+        target = node[kind][col.long()]
+        drawn = target.split([*map(int, part(out.num_sampled_edges, name))])
+        columns = map(len, found[kind][1:])
+        parts = zip(found[kind], drawn, columns, strict=False)
+        by_relation.append([ProbedHop(*each) for each in parts])
+        real = ids >= 0
+        edges.append(torch.stack([ids.long()[real], target[real]]))
+    seeds = [each[0] for each in found.values() if each]
+    named = not layered and any(len(s.unique()) < len(s) for s in seeds)
+    hops = tuple(zip(*by_relation, strict=True))
+    return ProbedBatch(hops, tuple(node.values()), tuple(edges), named)
 
 
 @dataclass
@@ -299,17 +354,24 @@ class TrafficModel:
         for hop in range(len(bulk[0][0].hops)):
             parts = [[batch.hops[hop] for batch in mine] for mine in bulk]
             if probe.layered:
-                total += self._layer(grid, parts, place, found)
-            elif probe.silent[hop]:
-                continue  # nobody draws at this hop
-            elif place == "owner":
+                layer = [[each[0] for each in mine] for mine in parts]
+                total += self._layer(grid, layer, place, found)
+                continue
+            where = probe.drawing[hop]
+            every = [[[each[r] for each in mine] for mine in parts] for r in where]
+            if place == "owner" and where:
                 named = [
                     probe.disjoint or (hop == 0 and any(b.named for b in mine))
                     for mine in bulk
                 ]
-                total += self._hop(grid, parts, named, found)
-            else:
-                total += self._rows(grid, parts, found)
+                joined = [
+                    [h for mine in column for h in mine]
+                    for column in zip(*every, strict=True)
+                ]
+                total += self._hop(grid, joined, named, found)
+            elif place == "requester":
+                for r, some in zip(where, every, strict=True):
+                    total += self._rows(grid, some, r, found)
         return total
 
     def _hop(
@@ -325,29 +387,33 @@ class TrafficModel:
         counts = _COUNT * (len(parts[0]) + 2) * others
         return self.probe.word * (grid.asked(*got[0]) + got[1]) + counts
 
-    def _rows(self, grid: _Grid, parts: list[Any], found: Traffic) -> Tensor:
+    def _rows(
+        self, grid: _Grid, parts: list[Any], relation: int, found: Traffic
+    ) -> Tensor:
         """Prices whole rows of one hop, each once: over the process row, and the column."""
         probe = self.probe
         none = torch.empty(0, dtype=torch.int64)
         wanted = [torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts]
-        word, extra = probe.word, probe.weight
+        word, extra = probe.word, probe.weight[relation]
         total = torch.zeros(probe.size, dtype=torch.int64)
         pools, twins = grid.pools(wanted)
         if grid.c > 1:
             ids = grid.at_twins(twins)
-            rows = grid.at_twins(twins, probe.degree)
+            rows = grid.at_twins(twins, probe.degree[relation])
             total += word * (grid.asked(ids, "col") + ids.sum(1) + 2 * rows.sum(1))
             total += extra * rows.sum(1) + _COUNT * 3 * (grid.c - 1)
             found.messages += 4 * (grid.c - 1)
-        return total + self._column(grid, pools, found)
+        return total + self._column(grid, pools, relation, found)
 
-    def _column(self, grid: _Grid, pools: list[Tensor], found: Traffic) -> Tensor:
+    def _column(
+        self, grid: _Grid, pools: list[Tensor], relation: int, found: Traffic
+    ) -> Tensor:
         """Prices the distinct rows that a rank brings from its column."""
         probe, others = self.probe, grid.blocks - 1
-        ids, rows = grid.away(pools), grid.away(pools, probe.degree)
+        ids, rows = grid.away(pools), grid.away(pools, probe.degree[relation])
         found.messages += 4 * others
         got = probe.word * (grid.asked(ids, "row") + ids.sum(1) + 2 * rows.sum(1))
-        return got + probe.weight * rows.sum(1) + _COUNT * 3 * others
+        return got + probe.weight[relation] * rows.sum(1) + _COUNT * 3 * others
 
     # Layers ---------------------------------------------------------------------------
 
@@ -364,7 +430,7 @@ class TrafficModel:
             wanted = [
                 torch.cat([none, *(h.rows for h in mine)]).unique() for mine in parts
             ]
-            total += self._column(grid, grid.pools(wanted)[0], found)
+            total += self._column(grid, grid.pools(wanted)[0], 0, found)
         if peers == 1:
             return total
         word = probe.word
@@ -391,7 +457,7 @@ class TrafficModel:
         if not probe.shared:
             got += k * (peers - 1) + columns.sum(1)
             counts += 1
-        eight = (edges if probe.weight else asked).sum(1)
+        eight = (edges if probe.weight[0] else asked).sum(1)
         eight = eight + (0 if probe.shared else columns.sum(1))
         found.messages += (5 if probe.shared else 7) * (peers - 1)
         return total + word * got + 8 * eight + _COUNT * counts * (peers - 1)
@@ -402,7 +468,7 @@ class TrafficModel:
         assert probe.colptr is not None
         assert probe.row is not None
         n = len(probe.owner)
-        start, size = probe.colptr[rows], probe.degree[rows]
+        start, size = probe.colptr[rows], probe.degree[0][rows]
         first = torch.nn.functional.pad(size.cumsum(0), (1, 0))[:-1]
         each = torch.repeat_interleave(torch.arange(len(rows)), size)
         source = probe.row[torch.arange(len(each)) - first[each] + start[each]]
@@ -419,34 +485,37 @@ class TrafficModel:
         """Prices the rows of the distinct nodes, and edges, of a bulk."""
         probe, others = self.probe, grid.blocks - 1
         total = torch.zeros(probe.size, dtype=torch.int64)
-        if not probe.groups or not others:
+        groups = sum(map(bool, probe.widths))
+        if not groups or not others:
             return total
         key = which
         if key not in self._kept:
             self._kept[key] = self._distinct(bulk)
-        for owners, width in zip(self._kept[key], probe.row_bytes, strict=True):
+        for owners, width in zip(self._kept[key], probe.widths, strict=True):
             if width:
                 ids = grid.blocked(owners)
                 total += 4 * grid.asked(ids, "row") + width * ids.sum(1)
         found.messages += 3 * others
-        return total + _COUNT * (probe.groups + 1) * others
+        return total + _COUNT * (groups + 1) * others
 
-    def _distinct(self, bulk: list[Any]) -> tuple[Tensor, Tensor]:
-        """Returns how many distinct nodes, and edges, of each owner a bulk has, [P, P]."""
-        probe = self.probe
-        nodes, edges = torch.zeros((2, probe.size, probe.size), dtype=torch.int64)
+    def _distinct(self, bulk: list[Any]) -> list[Tensor]:
+        """Returns how many distinct rows of each owner a bulk has, [P, P], by group."""
+        probe, kinds = self.probe, len(self.probe.row_bytes[0])
+        found = [
+            torch.zeros(2 * (probe.size,), dtype=torch.int64) for _ in probe.widths
+        ]
         for rank, mine in enumerate(bulk):
-            node = torch.cat([b.node for b in mine]).unique()
-            nodes[rank] = torch.bincount(probe.owner[node], minlength=probe.size)
-            if probe.row_bytes[1]:
-                both = torch.stack(
-                    [
-                        torch.cat([b.edge for b in mine]),
-                        torch.cat([b.edge_target for b in mine]),
-                    ]
-                ).unique(dim=1)
-                edges[rank] = torch.bincount(probe.owner[both[1]], minlength=probe.size)
-        return nodes, edges
+            for group, width in enumerate(probe.widths):
+                if not width:
+                    continue
+                if group < kinds:
+                    node = torch.cat([b.nodes[group] for b in mine]).unique()
+                else:
+                    pairs = [b.edges[group - kinds] for b in mine]
+                    node = torch.cat(pairs, 1).unique(dim=1)[1]
+                owners = probe.owner[node]
+                found[group][rank] = torch.bincount(owners, minlength=probe.size)
+        return found
 
 
 class _Grid:

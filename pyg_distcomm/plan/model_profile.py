@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.mesh import Mesh, alone
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.partitioning import partition
+from pyg_distcomm.graph.product_cache import ProductCache
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.nn.batch_norm import DistBatchNorm
@@ -41,7 +42,23 @@ from pyg_distcomm.pipeline.layer_stack import (
 )
 from pyg_distcomm.pipeline.warmup import leaves
 
-Round = tuple[int, bool, bool]
+
+class Round(NamedTuple):
+    """One halo exchange of a layer.
+
+    Args:
+        width: of the rows.
+        home: whether they go from ghosts to owners.
+        adds: whether nothing is read but their sums.
+        kept: whether they are kept, as they do not change.
+        coded: whether a link codes them.
+    """
+
+    width: int
+    home: bool
+    adds: bool = False
+    kept: bool = False
+    coded: bool = True
 
 
 @dataclass
@@ -53,8 +70,7 @@ class Visited:
         width: of its input.
         still: whether that is the features themselves.
         flows: whether a gradient goes on to it.
-        rounds: its halo exchanges, forward and backward: the width of rows, whether they
-            go from ghosts to owners, and whether it reads nothing but their sums.
+        rounds: its halo exchanges, forward and backward.
         out: width of its outcome.
         against: whether it fetches rows against the edges, which is not foreseen.
     """
@@ -102,11 +118,16 @@ class _RecordingGraph(LocalGraph):
     """Records which rows of these edges more ranks would exchange."""
 
     note: Callable[[Tensor, bool], None]
+    keep: Callable[[Any], Tensor | None] = field(kw_only=True)
 
     def with_ghosts(self, x: Tensor, link: Link | None = None) -> Tensor:
         """Records own rows `x`, and returns them."""
         self.note(x, False)
         return x
+
+    def with_constant_ghosts(self, x: Any, constants: ProductCache) -> Tensor | None:
+        """Records that the rows of features are kept."""
+        return self.keep(x)
 
     def scatter_to_owners(
         self, ghosts: Tensor, own: Tensor, link: Link | None = None
@@ -125,6 +146,7 @@ class _Recorder:
         self.norms: list[int] = []
         self.stack: list[Module] = []
         self.x: Any = None
+        self.keeps = False  # whether x is the same in every epoch
 
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
@@ -149,7 +171,18 @@ class _Recorder:
     def note(self, x: Tensor, home: bool, adds: bool = False) -> None:
         """Records rows that would be exchanged, or summed, and their gradients."""
         ways = (home, not home) if x.requires_grad else (home,)
-        self.calls[-1].rounds += [(x[0].numel(), way, adds) for way in ways]
+        # rows that are summed are those of features if these are where they are read
+        kept = adds and self.keeps and x.data_ptr() == self.x.to_local().data_ptr()
+        width = x[0].numel()
+        self.calls[-1].rounds += [Round(width, way, adds, kept) for way in ways]
+
+    def keep(self, x: Any) -> Tensor | None:
+        """Records that rows of features are kept; returns None for what is computed."""
+        if not (self.keeps and x is self.x):
+            return None
+        rows: Tensor = x.to_local()
+        self.calls[-1].rounds.append(Round(rows[0].numel(), False, kept=True))
+        return rows
 
     def note_against(self, x: Tensor, home: bool) -> None:
         """Records that rows would be fetched against the edges."""
@@ -171,7 +204,7 @@ class _Recorder:
 
 
 def visited(
-    model: Module, num_features: int, trained: bool
+    model: Module, num_features: int, inputs: str
 ) -> tuple[list[Visited], list[int], list[str]]:
     """Runs a copy of a model, as it would be distributed, on two nodes and one rank.
 
@@ -184,13 +217,13 @@ def visited(
     visit, grad = _Recorder(), torch.enable_grad()
     try:
         with torch.inference_mode(False), grad, torch.random.fork_rng(devices=[]):
-            _run(copy.deepcopy(model).cpu().train(), num_features, trained, visit)
+            _run(copy.deepcopy(model).cpu().train(), num_features, inputs, visit)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return visit.calls, visit.norms, list(dict.fromkeys(visit.sums))
 
 
-def _run(model: Module, num_features: int, trained: bool, visit: _Recorder) -> None:
+def _run(model: Module, num_features: int, inputs: str, visit: _Recorder) -> None:
     model = model.converted() if isinstance(model, SequentialStack) else convert(model)
     visit.watch(model)
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
@@ -199,12 +232,13 @@ def _run(model: Module, num_features: int, trained: bool, visit: _Recorder) -> N
     data.edge_weight = torch.ones(2, dtype=dtype)
     mesh = observed(visit.note_sum)
     share = partition(data, mesh, "block", node_attrs=["x"], edge_attrs=["edge_weight"])
-    visit.x = share.x.requires_grad_(trained)
+    visit.x = share.x.requires_grad_(inputs == "trained")
+    visit.keeps = inputs == "constant"
     edges = share.edge_index.topology
     notes = (edges, visit.note), (edges.reversed.topology, visit.note_against)
     for topology, note in notes:
         here = {f.name: getattr(topology.locals, f.name) for f in fields(LocalGraph)}
-        topology.locals = _RecordingGraph(**here, note=note)
+        topology.locals = _RecordingGraph(**here, note=note, keep=visit.keep)
     vars(edges).update(adds_on_grid=True, add_rows=_recording(edges.add_rows, visit))
     if isinstance(model, SequentialStack):
         model.given = {"edge_weight": share.edge_weight}

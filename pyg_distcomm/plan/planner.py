@@ -28,9 +28,9 @@ from pyg_distcomm.plan.arguments import (
     ranks_of,
 )
 from pyg_distcomm.plan.codecs import Asked, Coding, codings
-from pyg_distcomm.plan.cost import Cost, adds_on_grid, epoch_cost
+from pyg_distcomm.plan.cost import Cost, adds_on_grid, early_bytes, epoch_cost
 from pyg_distcomm.plan.degree_distribution import RandomGraph
-from pyg_distcomm.plan.hetero import plan_hetero
+from pyg_distcomm.plan.hetero import owners_of_types, plan_hetero
 from pyg_distcomm.plan.loaders import LoaderPlans, plan_loader
 from pyg_distcomm.plan.machine import Machine
 from pyg_distcomm.plan.model_profile import SequentialStack, items_of_stack
@@ -129,7 +129,7 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
 
 @overload
 def plan(
-    graph: Data,
+    graph: Data | HeteroData,
     *,
     loader: Mapping[str, Any],
     ranks: int | None = None,
@@ -193,7 +193,7 @@ def plan(
 
     Args:
         graph: the whole graph, its edge_index, or a `RandomGraph` by size and law. Of a
-            HeteroData the plan has the bytes of each edge type (`relation_bytes`); widths
+            HeteroData plans have the bytes of each edge type (`relation_bytes`); widths
             are then those of hidden layers and the output.
         widths: of the features, the hidden layers and the output, as [602, 16, 41].
         ranks, mesh: how many ranks; a mesh is only counted.
@@ -207,7 +207,8 @@ def plan(
         algorithm, grid: only grids of this name ("1d", "1.5d", "2d", ...), or only this one.
         codecs: beside the exact link, others to plan for: names as "1 bit", "bf16" or
             "4 bits late", Codecs, or LinkPolicys (as they stand: of a schedule, the ratio
-            of its present epoch). Bytes are exact where sizes do not depend on values,
+            of its present epoch); of a HeteroData also dictionaries of these by edge type,
+            as `link=` of `pdc.partition`. Bytes are exact where sizes do not depend on values,
             the most there can be elsewhere. A plan that changes numbers is never `best`.
         pipeline: whether to plan for `Pipeline` too: layers in every number of stages, as
             `init(stages=S)` has them, of 1 rank or more each. Bytes are those of
@@ -216,8 +217,9 @@ def plan(
         chunks, bubble: as `Pipeline` has them; seconds price the idle turns.
         skips: values beside x that cross all borders (GCNII: 1); a model knows its own.
         dtype: of the features; that of data.x, else of the model, else float32.
-        loader: plan its minibatches instead of epochs; see `plan_loader`. With it go ranks,
-            mesh, machine, memory (beside the share), partition and seed.
+        loader: plan its minibatches instead of epochs, of a Data or a HeteroData; see
+            `plan_loader`. With it go ranks, mesh, machine, memory (beside the share),
+            partition and seed.
 
     Returns:
         `Plans`: a sequence, the fastest first, with `best` and `refused`; or `LoaderPlans`.
@@ -229,9 +231,9 @@ def plan(
     size = ranks_of(ranks, mesh, partition)
     machine, cutting = machine or Machine(), (graph, size, partition, seed)
     read = widths, model, layers, inputs, dtype
-    if isinstance(graph, HeteroData):
-        check_hetero_options(loader, pipeline, codecs, grid, algorithm, size)
-        return plan_hetero(cutting, read, machine, memory)
+    if isinstance(graph, HeteroData) and loader is None:
+        check_hetero_options(pipeline, grid, algorithm, size)
+        return plan_hetero(cutting, read, machine, memory, codecs)
     if loader is not None:
         others = widths, model, grid, algorithm, dtype, *codecs, pipeline or None
         return _loader_plans(cutting, others, (loader, machine, memory))
@@ -286,9 +288,15 @@ def _loader_plans(
             "loader plans minibatches, whatever the model; leave out widths, model, "
             "algorithm, grid, codecs, pipeline and dtype"
         )
+    if isinstance(graph, HeteroData):
+        if "num_nodes_per_layer" in how[0]:
+            raise ValueError(
+                "layer-wise loaders take graphs of one node type; give num_neighbors"
+            )
+        return plan_loader(graph, owners_of_types(*cutting), *how)
     if not isinstance(graph, Data):
         raise TypeError(
-            "a loader is planned for a whole torch_geometric.data.Data, got "
+            "a loader is planned for a whole torch_geometric.data.Data or HeteroData, got "
             f"{type(graph).__name__}"
         )
     owners = _source(*cutting)[2]
@@ -445,18 +453,27 @@ def _plans_of(
             back = source.turned.flow(grid, halo, training.adds_loops)
         ghosts = _ghosts(source, grid) if training.runs_by_halo else flow
         adds = training.adds_rows and adds_on_grid(flow, ghosts, dtype)
-        seen = set()
+        seen: set[tuple[tuple[str, ...], bool]] = set()
         for ordering in _orderings():
             orders = training.orders(ordering)
-            if orders in seen:
+            kind = orders, training.kept_rows(ordering) > 0
+            if kind in seen:
                 continue
-            seen.add(orders)
-            for link in links:
-                adding = adds and link is None  # rows of a coded link are summed here
-                products = training.products(ordering, adds_on_grid=adding)
-                flows, ways = (flow, back, ghosts), (products, orders)
+            coded = [] if orders in {order for order, _ in seen} else links[1:]
+            seen.add(kind)
+            for link in (None, *coded):
+                # rows of a coded link are summed here, and none are kept
+                exact = link is None
+                how: Any = {"adds_on_grid": adds and exact, "keeps_rows": exact}
+                products = training.products(ordering, **how)
+                kept = training.kept_rows(ordering, **how)
+                flows, ways = (flow, back, ghosts), (products, orders, kept)
                 cost = epoch_cost(flows, training, ways, link, dtype, machine)
-                found.append(_plan(grid, ordering, orders, halo, link, cost))
+                one = _plan(grid, ordering, orders, halo, link, cost)
+                if exact:
+                    early = early_bytes(flows, training, (ordering, how), dtype)
+                    one = replace(one, early_bytes=early)
+                found.append(one)
     return found
 
 

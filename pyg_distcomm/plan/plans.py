@@ -49,8 +49,12 @@ class Plan:
         balance: how many items of the stack each stage has.
         remark: how a pipeline compares with graph parallelism.
         missing: what the model sends that bytes leave out, in words; else empty.
-        link: what gives this codec to `pdc.partition`; None for the exact link.
+        link: what gives this codec to `pdc.partition`, of a HeteroData a dictionary, too;
+            None for the exact link.
         relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
+        early_bytes: over all ranks in the first epoch, and in the second, in which features
+            that do not change still travel, beside what planning them takes; () over a
+            link that is not exact, and of pipelines.
     """
 
     grid: Grid
@@ -68,13 +72,14 @@ class Plan:
     reason: str | None = None
     exact: bool = True
     sized: bool = True
-    link: LinkPolicy | None = None
+    link: LinkPolicy | dict[Any, LinkPolicy | None] | None = None
     stages: int = 1
     chunks: int = 1
     balance: tuple[int, ...] = ()
     remark: str = ""
     missing: str = ""
     relation_bytes: dict[str, int] = field(default_factory=dict)
+    early_bytes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -145,6 +150,7 @@ class Plan:
             "remark": self.remark,
             "missing": self.missing,
             "relation_bytes": dict(self.relation_bytes),
+            "early_bytes": list(self.early_bytes),
         }
 
 
@@ -248,6 +254,7 @@ class Plans(Sequence[Plan]):
             for name, count in plan.relation_bytes.items()
         ]
         parts += _remarks(shown, self.machine) + _nothing_coded(self.ranked)
+        parts += _early(self.ranked[:1])
         parts += dict.fromkeys(plan.remark for plan in self.ranked if plan.remark)
         lines = self._refusals()
         if lines:
@@ -267,7 +274,12 @@ class Plans(Sequence[Plan]):
             f"{p.algorithm} {p.sides if p.stages > 1 else p.grid}{_odd(p)}: {p.reason}"
             for p in lean.values()
         ]
-        left = len(self.refused) - len(lean)
+        unfit = [
+            f"{plan.codec}: {plan.reason}"
+            for plan in self.refused
+            if (plan.stages, plan.grid) in usable and "needs" not in str(plan.reason)
+        ]
+        lines, left = lines + unfit, len(self.refused) - len(lean) - len(unfit)
         if left:
             lines.append(f"{left} orderings, halos and codecs that take more memory")
         return lines + [f"{m.algorithm}: {m.reason}" for m in self.rejections]
@@ -311,6 +323,17 @@ def _table(plans: Sequence[Plan]) -> str:
     return format_table(head, rows) if rows else "no plan can be run"
 
 
+def _early(plans: Sequence[Plan]) -> list[str]:
+    """Says what the first epochs of a plan move, where that is more than a later one."""
+    return [
+        f"the first two epochs of {plan.algorithm} {plan.sides} move "
+        f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
+        "change still travel"
+        for plan in plans
+        if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
+    ]
+
+
 def _sign(plan: Plan) -> str:
     return ">= " if plan.missing else "" if plan.sized else "<= "
 
@@ -341,7 +364,7 @@ def _remarks(plans: Sequence[Plan], machine: Machine) -> list[str]:
         said.append("<= sizes depend on values, or on chunks: the most there can be")
     missing = dict.fromkeys(plan.missing for plan in plans if plan.missing)
     said += [f">= bytes and seconds leave out {words}" for words in missing]
-    links = [plan.link for plan in plans if plan.link is not None]
+    links = [plan.link for plan in plans if isinstance(plan.link, LinkPolicy)]
     if any(repr(link.codec) not in machine.codes for link in links):
         said.append(
             f"coding is assumed to go through {machine.code / 1e9:.3g} GB of rows a second, "

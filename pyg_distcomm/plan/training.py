@@ -34,9 +34,11 @@ class LayerShape:
         still: whether its input is the features themselves; if None, its place tells.
         flows: whether a gradient goes on to its input; if None, its place tells.
         trains: whether the weights that an order could put before the product do.
-        rounds: of "halo", the rows it exchanges, as (width, whether to their owners,
-            whether for their sums); if None, its input, and what gradient there is.
+        rounds: of "halo", the rows it exchanges; if None, its input, and what gradient
+            there is.
         against: whether messages flow against the edges.
+        matrix: tells the matrices of layers of one kind apart, which are kept with an input.
+        coded: whether a link codes its products.
     """
 
     kind: str
@@ -48,6 +50,8 @@ class LayerShape:
     trains: bool = True
     rounds: tuple[Round, ...] | None = None
     against: bool = False
+    matrix: str = ""
+    coded: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,6 +81,7 @@ class ProductShape:
         transposed: whether it is one of the backward pass.
         halo: whether rows travel alone, as `HaloConv` has it.
         against: whether the edges are turned around, and owned by their sources.
+        coded: whether a link codes its rows.
     """
 
     layer: int
@@ -84,6 +89,7 @@ class ProductShape:
     transposed: bool
     halo: bool = False
     against: bool = False
+    coded: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Training:
     @property
     def adds_rows(self) -> bool:
         """Whether some layer run by `HaloConv` sums rows, which grids may do."""
-        return any(adds for one in self.layers for *_, adds in one.rounds or ())
+        return any(each.adds for one in self.layers for each in one.rounds or ())
 
     @property
     def goes_back(self) -> bool:
@@ -145,42 +151,84 @@ class Training:
         return tuple(self._order(i, ordering) for i in range(len(self.layers)))
 
     def _order(self, number: int, ordering: MultiplyOrder) -> str:
-        layer, grad = self.layers[number], self.wants_gradient(number)
+        layer = self.layers[number]
         if layer.kind == "halo":
             return "halo"
-        still = number == 0 if layer.still is None else layer.still
-        still = still and self.inputs == "constant" and not (grad or layer.fresh)
-        if still and ordering.keep_inputs and ordering.order != "last":
+        if self._keeps(number, ordering) and ordering.order != "last":
             return "kept"
-        widths = layer.width_in, layer.width_out
-        grads = grad, grad or layer.trains
+        return self._multiplied(number, ordering)
+
+    def _multiplied(self, number: int, ordering: MultiplyOrder) -> str:
+        """Returns the order of a product that is not kept."""
+        layer, grad = self.layers[number], self.wants_gradient(number)
+        widths, grads = (layer.width_in, layer.width_out), (grad, grad or layer.trains)
         return "first" if ordering.takes_first(*widths, grads) else "last"
 
+    def _keeps(self, number: int, ordering: MultiplyOrder) -> bool:
+        """Whether what a layer reads of its input is kept, which does not change."""
+        layer = self.layers[number]
+        still = number == 0 if layer.still is None else layer.still
+        still = still and self.inputs == "constant" and ordering.keep_inputs
+        return still and not (self.wants_gradient(number) or layer.fresh)
+
     def products(
-        self, ordering: MultiplyOrder, *, adds_on_grid: bool = False
+        self,
+        ordering: MultiplyOrder,
+        *,
+        adds_on_grid: bool = False,
+        keeps_rows: bool = True,
+        uses: dict[Any, int] | None = None,
     ) -> list[ProductShape]:
         """Lists what an epoch multiplies, from the third on (see `ProductCache`).
 
         Args:
             ordering: how layers take A X W apart.
             adds_on_grid: whether rows that `HaloConv` sums are products on the grid.
+            keeps_rows: whether it keeps rows that do not change.
+            uses: how often an input that is kept was used in earlier epochs, by what is
+                kept of it, which this epoch is added to: {} in the first.
         """
         found = []
         for i, order in enumerate(self.orders(ordering)):
             layer = self.layers[i]
-            if order == "kept":
-                continue
             width = layer.width_out if order == "last" else layer.width_in
+            how = order == "halo", layer.against, layer.coded
             if order == "halo" and layer.rounds is not None:
-                for width, home, adds in layer.rounds:
-                    rows = not (adds and adds_on_grid)
-                    found.append(ProductShape(i, width, home, rows))
+                for each in layer.rounds:
+                    rows = not (each.adds and adds_on_grid)
+                    kept = each.kept and rows and keeps_rows and ordering.keep_inputs
+                    if kept and _used(uses, ("rows", layer.against)) > 1:
+                        continue
+                    way = each.width, each.home, rows
+                    found.append(ProductShape(i, *way, coded=each.coded))
                 continue
-            how = order == "halo", layer.against
+            kept = how[0] and keeps_rows and self._keeps(i, ordering)
+            if order == "kept" or kept:
+                what = "rows" if how[0] else (layer.kind, layer.matrix)
+                known = _used(uses, (what, layer.against))
+                if known > 1:
+                    continue
+                if known == 1 or how[0]:  # for the first time as for the last
+                    found.append(ProductShape(i, layer.width_in, False, *how))
+                    continue
+                order = self._multiplied(i, ordering)
+                width = layer.width_out if order == "last" else layer.width_in
             found.append(ProductShape(i, width, False, *how))
             if (order == "last" and layer.trains) or self.wants_gradient(i):
                 found.append(ProductShape(i, width, True, *how))
         return found
+
+    def kept_rows(self, ordering: MultiplyOrder, **how: bool) -> int:
+        """Returns the width of the ghosts that layers run by `HaloConv` keep, or 0.
+
+        Arguments are those of `products`.
+        """
+        first = self.products(ordering, uses={}, **how)  # type: ignore[arg-type]
+        always = [one.width for one in self.products(ordering, **how) if one.halo]  # type: ignore[arg-type]
+        left = [one.width for one in first if one.halo]
+        for width in always:
+            left.remove(width)
+        return max(left, default=0)
 
     def sums(self, size: int) -> dict[str, list[int]]:
         """Returns the bytes a rank receives in each all-reduce, by what is summed."""
@@ -192,6 +240,15 @@ class Training:
             "loss": [ring_words(LOSS_WORDS, size) * LOSS_ITEM] * 2,
             "norms": [ring_words(c, size) * item for c in self.norms],
         }
+
+
+def _used(uses: dict[Any, int] | None, key: Any) -> int:
+    """Returns how often what is kept was used before, and counts a use."""
+    if uses is None:
+        return 2  # from the third epoch on
+    before = uses.get(key, 0)
+    uses[key] = before + 1
+    return before
 
 
 def training_of(
@@ -247,7 +304,7 @@ def training_of_model(
         )
     layers: list[LayerShape] = []
     try:
-        calls, norms, sums = visited(model, num_features, inputs == "trained")
+        calls, norms, sums = visited(model, num_features, inputs)
         layers = [layer_called(call) for call in calls]
         missing = [f"sums over nodes of {name}" for name in sums]
         missing += [
@@ -307,7 +364,14 @@ def layer_called(call: Any) -> LayerShape:
     trains = bool(weights & trained)
     rounds = tuple(call.rounds) if kind == "halo" else None
     how: Any = {"still": call.still, "flows": flows, "trains": trains}
-    return replace(read, **how, rounds=rounds, against=_is_against(conv, kind))
+    how |= {"rounds": rounds, "matrix": _matrix_of(conv)}
+    return replace(read, **how, against=_is_against(conv, kind))
+
+
+def _matrix_of(conv: torch.nn.Module) -> str:
+    """Tells by which matrix a layer multiplies, beside its kind."""
+    names = "aggr", "improved", "add_self_loops", "normalize"
+    return " ".join(f"{getattr(conv, name, None)}" for name in names)
 
 
 def _is_against(conv: torch.nn.Module, kind: str) -> bool:

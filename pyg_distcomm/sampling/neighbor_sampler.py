@@ -107,7 +107,8 @@ def keyed_negatives(
     return KeyedNegatives(given, fold(key, 1))
 
 
-RULES = NEIGHBOR, LABOR = "neighbor", "labor"
+RULES = NEIGHBOR, LABOR, *_ = "neighbor", "labor", "labor-1", "labor-*"
+ROUNDS = {"labor-1": 1, "labor-*": -1}  # in which importances of sources are found
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 
 
@@ -131,7 +132,11 @@ class KeyedNeighborSampler(NeighborSampler):
         rule: "neighbor", each node draws by itself; or "labor", the nodes of a
             hop draw the same sources where they can ([Balin23]): each draws those of
             its in-edges with the least -log(u_s) / w, u_s being one random number of
-            source s. What a node draws has one distribution by both rules.
+            source s. What a node draws has one distribution by both rules. "labor-1"
+            and "labor-*" find importances of sources as well, once or until that changes
+            nothing, for fewer distinct nodes: a node draws `num_neighbors` in-edges at
+            the least on average, and the output's `edge_weight` says how much each counts
+            in a mean over all of its in-edges, without bias; see `check_rule`.
         seed: of all draws (default: taken from torch's generator).
         device: where to sample, and what is sampled lies; None for the host.
         pinned: whether a device reads the graph from pinned host memory.
@@ -165,7 +170,16 @@ class KeyedNeighborSampler(NeighborSampler):
         # times or weights are asked for; what it would set is set here
         BaseSampler.__init__(self)
         _check_options(sample_direction, temporal_strategy, time_attr, directed)
-        self.rule = check_rule(rule, replace)
+        options = {
+            "replace": replace,
+            "weight_attr": weight_attr,
+            "time_attr": time_attr,
+            "disjoint": disjoint,
+            "subgraph_type": SubgraphType(subgraph_type).value != "directional",
+            "directed": not directed,
+            "device": device,
+        }
+        self.rule = check_rule(rule, options)
         self._place = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
@@ -339,7 +353,8 @@ class KeyedNeighborSampler(NeighborSampler):
             induced=self.subgraph_type == SubgraphType.induced,
             latest=self.is_temporal and self.temporal_strategy == "last",
             tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
-            labor=self.rule == LABOR,
+            labor=self.rule in (LABOR, *ROUNDS),
+            rounds=ROUNDS.get(self.rule, 0),
         )
 
     def _drawn(self, request: Request) -> Minibatch:
@@ -412,6 +427,15 @@ class KeyedNeighborSampler(NeighborSampler):
         if self._topology.dtype != torch.int64:
             found.node = [t.to(self._topology.dtype) for t in found.node]
             found.edge_index = [t.to(self._topology.dtype) for t in found.edge_index]
+        out = self._joined(found, hetero)
+        if found.weight is not None:
+            kind = torch.get_default_dtype()
+            weight = [w.to(kind) for w in found.weight]
+            named = _named(self._topology.edge_types, weight) if hetero else weight[0]
+            out.edge_weight = named  # type: ignore[union-attr]
+        return out
+
+    def _joined(self, found: Minibatch, hetero: bool) -> Output:
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
         if self.sample_direction == "backward":
             row, col = col, row
@@ -494,15 +518,22 @@ def _check_options(
         )
 
 
-def check_rule(rule: str, replace: bool) -> str:
+def check_rule(rule: str, options: dict[str, Any]) -> str:
     """Returns how nodes draw their neighbours.
 
     Raises:
-        ValueError: if there is no such rule, or it does not draw with replacement.
+        ValueError: if there is no such rule, or it does not draw with replacement; with
+            importances, for weights, times, trees of their own, other subgraphs and devices.
     """
     if rule not in RULES:
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-    if rule == LABOR and replace:
+    wrong = [name for name, value in options.items() if value]
+    if rule in ROUNDS and wrong:
+        raise ValueError(
+            f"rule={rule!r} draws from all in-edges of the nodes of a hop alike, on the host; "
+            f"leave {', '.join(wrong)} out, or take rule='labor'"
+        )
+    if rule == LABOR and options["replace"]:
         raise ValueError(
             "rule='labor' draws without replacement; leave replace out, or take "
             "rule='neighbor'"

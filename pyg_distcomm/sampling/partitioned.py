@@ -56,6 +56,7 @@ from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
 from pyg_distcomm.sampling.neighbor_sampler import (
     LABOR,
+    ROUNDS,
     KeyedNeighborSampler,
     Output,
     keyed_negatives,
@@ -99,6 +100,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         if sample_at not in PLACES:
             raise ValueError(
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
+            )
+        if options.get("rule") in ROUNDS:
+            raise ValueError(
+                f"rule={options['rule']!r} needs the in-edges of all nodes of a hop at once, "
+                "which lie with other ranks; take topology='replicated', or rule='labor'"
             )
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}

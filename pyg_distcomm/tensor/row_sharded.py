@@ -70,11 +70,11 @@ class RowShardedTensor(torch.Tensor):
     def holds_ends(self) -> bool:
         """Whether it holds the two ends of edges, whose transpose is an edge_index."""
         found: int | None = vars(self).get("_ends")
-        return found is not None and found == _version_of(self)
+        return found is not None and found == version_of(self)
 
     @holds_ends.setter
     def holds_ends(self, value: bool) -> None:
-        self._ends = _version_of(self) if value else -2
+        self._ends = version_of(self) if value else -2
 
     @classmethod
     def wrap(cls, local: Tensor, rows: Rows) -> Self:
@@ -108,7 +108,7 @@ class Picker(torch.Tensor):
         raise NotImplementedError
 
 
-def _version_of(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """Returns how often values were changed in place; -1 where nobody counts."""
     with torch._C.DisableTorchFunctionSubclass():
         return -1 if x.is_inference() else x._version
