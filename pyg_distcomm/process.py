@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import weakref
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class ProcessState:
         mesh: refers to the mesh that `init` made last.
         collected: axes of meshes that nobody holds any more, to be closed.
         traces: counts the traces of each failure monitor.
+        refused: rows sent from devices that may turn out not to be finite.
         loaders: kinds of loaders built, and keys of epochs begun, in order.
         stores: feature stores made for a share, by its edges.
         topologies: what samplers have built for an edge_index.
@@ -42,6 +44,7 @@ class ProcessState:
     mesh: Any = None
     collected: list[Any] = field(default_factory=list)
     traces: Any = field(default_factory=weakref.WeakKeyDictionary)
+    refused: Any = field(default_factory=collections.deque)
     loaders: list[tuple[str, str]] = field(default_factory=list)
     stores: Any = field(default_factory=WeakIdKeyDictionary)
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)

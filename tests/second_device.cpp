@@ -62,6 +62,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   bool isAvailable() const override { return true; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return false; }
 };
 
 Hooks hooks;
@@ -115,6 +117,11 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage s, int64_t offset, c10::In
   return at::cpu::set_(self, s, offset, size, stride);
 }
 
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage s) {
+  const auto count = static_cast<int64_t>(s.nbytes() / self.dtype().itemsize());
+  return at::cpu::set_(self, s, 0, {count}, {});
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
@@ -129,6 +136,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize);
   m.impl("_local_scalar_dense", item);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("as_strided", at::cpu::as_strided);
   m.impl("view", at::cpu::view);
   m.impl("_reshape_alias", at::cpu::_reshape_alias);

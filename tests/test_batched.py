@@ -387,3 +387,14 @@ def _heads():
 
 def test_heads_on_pooled_values_have_to_be_alike():
     worlds.run(_heads, 2)
+
+
+def test_graphs_that_say_how_many_nodes_they_have():
+    """PyG's Batch then keeps a list of the numbers, which is no attribute of the batch."""
+    ends = torch.tensor([[0, 1], [1, 2]])
+    batch = Batch.from_data_list(
+        [Data(torch.randn(n, 2), ends, num_nodes=n) for n in (3, 5, 4)]
+    )
+    share = pdc.partition(batch, pdc.init())
+    assert share.num_graphs == 3
+    assert torch.equal(share.x.full_tensor(), batch.x)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+
 import definitions
 import pytest
 import tiers
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyg_distcomm.halo import codecs
 from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.kernels.registry import Op
+from pyg_distcomm.process import PROCESS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from pyg_distcomm.kernels import codec_cuda
@@ -65,7 +72,199 @@ def test_quantised_rows_have_the_bytes_of_the_cpu(f, m, dtype, bits, ids):
     compare(x, index, bits, (KEY, gid[: len(index)]))
 
 
-def test_tensors_on_cuda_get_these_twins():
-    for name in ("quantise_wide", "dequantise_wide"):
-        assert getattr(codec_ops, name).twin("cuda") is getattr(codec_cuda, name)
-    assert codec_ops.top_columns.twin("cuda") is None
+def same(name, *given):
+    """Runs a twin and its definition on the same arguments, and returns what is equal."""
+    want = getattr(reference, name)(*given)
+    here = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
+    found = getattr(codec_cuda, name)(*here)
+    if isinstance(want, torch.Tensor):
+        assert found.dtype == want.dtype
+        assert torch.equal(found.cpu().nan_to_num(7.5), want.nan_to_num(7.5))
+    else:
+        assert int(found) == want
+    return want
+
+
+SHAPES = ((33, 16), (1, 2), (513, 3), (2, 130), (0, 4), (4, 0))
+
+
+@tiers.cover(
+    "shape, dtype, ids",
+    SHAPES,
+    codec_ops.REALS,
+    (torch.int64, torch.int32),
+    step=4,
+)
+def test_rows_without_zeros_and_by_columns(shape, dtype, ids):
+    (f, m), g = shape, torch.Generator().manual_seed(0)
+    x = rows(m, f, dtype).masked_fill(torch.rand(m, f, generator=g) < 0.4, 0.0)
+    ties = (torch.randn(m, f, generator=g) * 2).round().to(dtype)
+    index = torch.randperm(m, generator=g)[: m // 2 + 1].to(ids)
+    for at in (None, index):
+        same("first_nonfinite", x, at)
+        same("first_nonfinite", ties, at)
+        message = same("compact", x, at)
+        out = torch.full((m if at is None else len(at), f), 7.0, dtype=dtype)
+        same("expand", message, out)
+        with pytest.raises(ValueError, match="says itself that it has"):
+            codec_cuda.expand(
+                torch.cat([message, message[:0].new_ones(1)]).to(DEVICE), out
+            )
+        for k in {1, (f + 1) // 2, f} if f else ():
+            same("top_columns", ties, at, k)
+            columns = same("top_columns", x.nan_to_num(9.0), at, k)
+            flags = torch.zeros(len(columns), f, dtype=torch.uint8)
+            same("flagged_columns", flags.scatter_(1, columns.long(), 1), k)
+            which = torch.randint(max(len(columns), 1), (len(columns),), generator=g)
+            for lists in ((columns, which), (columns[:1], None)):
+                y = same("take_columns", ties, at, *lists) if m else ties[:, :k]
+                if dtype in codec_ops.FLOATS and m:
+                    same(
+                        "put_columns", y, *lists, f / k, torch.ones(len(y), f).to(dtype)
+                    )
+    turned = torch.zeros(f, m, dtype=dtype).t()
+    same("expand", reference.compact(x), turned)
+
+
+@tiers.cover("f, k", (33, 1, 513, 4096, 5000), (1, 20, 512), step=3)
+def test_columns_by_key(f, k):
+    k, gid = min(f, k), torch.randint(0, 2**62, (9,))
+    same("keyed_columns", KEY, gid, f, k)
+    same("keyed_columns", KEY, gid[:0], f, k)
+    gid = torch.tensor([5, 700, 6, 64, 63, 700])
+    for ids in (gid, gid.int()):
+        lists, which = reference.block_columns(KEY, ids, 64, f, k)
+        found, each = codec_cuda.block_columns(KEY, ids.to(DEVICE), 64, f, k)
+        assert torch.equal(found[each].cpu(), lists[which])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_without_gaps(bits):
+    for n in (0, 1, 7, 9, 4099):
+        x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)
+        same("unpack_bits", same("pack_bits", x, bits), bits, n)
+
+
+TWINS = [name for name, value in vars(codec_ops).items() if isinstance(value, Op)]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_tensors_on_cuda_get_these_twins(name):
+    assert getattr(codec_ops, name).twin("cuda") is getattr(codec_cuda, name)
+
+
+CODECS = [
+    codecs.Quantise(1, "stochastic"),
+    codecs.Quantise(8),
+    codecs.ColumnMask(3, "prefix"),
+    codecs.ColumnMask(3, "epoch", scaled=True),
+    codecs.ColumnMask(3, "block", block=4),
+    codecs.TopK(2),
+    codecs.TopK(16, codecs.Quantise(4)),
+    codecs.RowSample(2.5),
+    codecs.DegreeBits(1),
+    codecs.Chain(codecs.ColumnMask(2), codecs.Quantise(2, "stochastic")),
+    codecs.Residual(codecs.TopK(4)),
+    codecs.Residual(codecs.ColumnMask(4)),
+]
+SIZED = [
+    codecs.Bitmap(),
+    codecs.RangeBits(4),
+    codecs.Chain(codecs.ColumnMask(2), codecs.Bitmap()),
+]
+
+
+class Event:
+    """An event of a device that has come, or not yet."""
+
+    come = True
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.come
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Has the twins of CUDA run for tensors of the CPU, in the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("a stand-in for a device")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def change():
+        for name in TWINS:
+            monkeypatch.setitem(
+                getattr(codec_ops, name)._twins, "cpu", getattr(codec_cuda, name)
+            )
+
+    yield change
+    PROCESS.refused.clear()
+
+
+def passed(codec, x, waits=None):
+    """Sends rows twice: what was written and read, and how often the host waited."""
+    ids = torch.arange(len(x)) * 3
+    draw = codecs.RngKey(KEY, ids, degree=ids % 5)
+    states = [codecs.fresh_state(*x.shape, x.dtype) for _ in range(2)]
+    found = []
+    for k in range(2):
+        with waits or contextlib.nullcontext():
+            message = codec.encode(x * (k + 1), draw, state=states[0])
+            out = torch.full_like(x, 7.0)
+            found += [message, codec.decode(message, out, draw, state=states[1])]
+    return found
+
+
+@tiers.parametrize("codec", CODECS + SIZED, slice(0, None, 4), ids=repr)
+def test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing(
+    codec, as_on_cuda, monkeypatch
+):
+    monkeypatch.setattr(Event, "come", False)
+    x = torch.randn(21, 33).relu()
+    want = passed(codec, x)
+    as_on_cuda()
+    waits = Waits()
+    found = passed(codec, x, waits)
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+    assert codec in SIZED or not waits.found
+
+
+class Waits(TorchDispatchMode):
+    """Records where codecs ask for the value of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        frames = [f.filename for f in traceback.extract_stack()]
+        inside = any("triton/runtime" in f for f in frames)
+        if name in ("_local_scalar_dense", "nonzero", "_unique2") and not inside:
+            self.found.append("".join(traceback.format_stack()[-4:-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@tiers.parametrize("codec", [CODECS[1], CODECS[5], CODECS[8], CODECS[10]], [CODECS[1]])
+def test_a_device_tells_later_what_it_could_not_write(codec, as_on_cuda, monkeypatch):
+    as_on_cuda()
+    x = torch.randn(21, 33)
+    bad = x.clone()
+    bad[4, 3] = float("nan")
+    draw = codecs.RngKey(KEY, torch.arange(21), degree=torch.arange(21) % 5)
+
+    def send(rows):
+        state = codecs.fresh_state(21, 33)
+        codec.encode(rows, draw, state=state, where="conv1")
+
+    monkeypatch.setattr(Event, "come", False)
+    send(bad)
+    send(x)
+    monkeypatch.setattr(Event, "come", True)
+    with pytest.raises(ValueError, match=r"conv1: row 4 of a message before this one"):
+        send(x)
+    send(x)
+    send(x)

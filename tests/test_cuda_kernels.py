@@ -6,6 +6,11 @@ must be set before Triton is imported, which conftest does.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import definitions
 import pytest
 import tiers
@@ -160,3 +165,17 @@ def test_keyed_dropout(dtype, p):
     else:  # the interpreter cuts bits off where a device rounds to nearest
         assert torch.equal(found == 0, want == 0)
         torch.testing.assert_close(found, want, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.exhaustive
+def test_every_kernel_compiles_for_sm_90(tmp_path):
+    pytest.importorskip(
+        "triton.backends.nvidia", reason="Triton cannot compile for CUDA"
+    )
+    script = Path(__file__).with_name("compiled_for_sm90.py")
+    given = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    given.pop("TRITON_INTERPRET", None)
+    run = [sys.executable, str(script)]
+    found = subprocess.run(run, env=given, capture_output=True, text=True, timeout=1200)
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert "spmm_rows" in found.stdout

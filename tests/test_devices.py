@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import second_device
 import tiers
 import torch
 import worlds
@@ -19,6 +21,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.cli import doctor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.loader import NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
 from pyg_distcomm.plan.machine import DEVICES, Machine
 
@@ -57,6 +60,63 @@ def test_misplaced_tensors_are_named_on_all_ranks(what, ranks):
     for said in worlds.run(misplaced, 2, what, ranks):
         assert f"{name} lies on meta, and the edges on cpu" in said, said
         assert "mesh.device" in said
+
+
+def unlike(case):
+    """Says what a rank hears where one of them has another device, or none."""
+    mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
+    seen = torch.cuda.is_available, torch.cuda.device_count
+    alone = mesh.rank == 1
+    where = second_device.device() if case.startswith("on ") else torch.device("meta")
+    try:
+        if case == "init lacks":
+            if not alone:  # and would have it
+                torch.cuda.is_available, torch.cuda.device_count = (
+                    lambda: True,
+                    lambda: 1,
+                )
+            pdc.init(device="cuda")
+        elif case == "init differs":
+            pdc.init(device="meta" if alone else None)
+        elif case == "init has no such":
+            pdc.init(device="gpu" if alone else None)
+        elif case == "loader":
+            if alone:
+                NeighborLoader(data, [2], device="cuda")
+            collectives.all_reduce(torch.ones(1), mesh.world)
+        elif case == "on partition":
+            pdc.partition(data.to(where) if alone else data, mesh, "random")
+        else:
+            share, conv = pdc.partition(data, mesh, "random"), DistGCNConv(7, 4)
+            conv = conv.double()
+            if alone:
+                share, conv = share.to(where), conv.to(where)
+            conv(share.x, share.edge_index)
+    except ValueError as error:
+        return str(error)
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = seen
+    return "it went on"
+
+
+UNLIKE = {
+    "init lacks": r"device='cuda': rank 1, on .*, sees 0 CUDA devices",
+    "init differs": r"the same device: it is 'cpu' on rank 0, and 'meta' on rank 1",
+    "init has no such": r"device must name a device, as 'cuda:0', got 'gpu'|same device",
+    "loader": r"this process sees 0 CUDA devices",
+    "on partition": r"data\.\w+: it is [^\n]* on rank 0, and [^\n]* on spare, [^\n]*rank 1",
+    "on layer": r"kind of device: it is cpu on rank 0, and spare on rank 1",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks without CUDA")
+@tiers.parametrize("case", list(UNLIKE), ["init lacks"])
+def test_a_rank_with_another_device_is_named_on_all_ranks(case):
+    if case.startswith("on ") and not second_device.can_build():
+        pytest.skip("no C++ compiler")
+    start = worlds.anew if case.startswith("on ") else worlds.run
+    for said in start(unlike, 2, case):
+        assert re.search(UNLIKE[case], said), said
 
 
 def blocks(same):

@@ -82,9 +82,6 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
     assert lines[1].startswith('"""')
 
 
-# the second device has neither pinned memory, for checkpoints, nor deep copies of parameters
-LACKING = "any_layer", "elastic", "sage", "sylvie"
-ON_DEVICE = [path for path in EXAMPLES if path.stem not in LACKING]
 DEVICE = {
     "deep_pipeline": ("--layers", "4"),
     "lossy_links": ("--seeds", "1"),
@@ -102,7 +99,7 @@ def _on_the_second_device(path, folder, *flags):
 @pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 @tiers.rare
 @pytest.mark.subprocess
-@pytest.mark.parametrize("path", ON_DEVICE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_on_a_device(path, tmp_path):
     flags = DEVICE.get(path.stem, ())
     given = path, str(tmp_path), "--epochs", "2", *flags

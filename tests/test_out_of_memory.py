@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+import tempfile
 
 import pytest
 import tiers
 import torch
 import worlds
 from problems import GRAPHS, owners
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.graph import partitioning
 from pyg_distcomm.halo import halo
 from pyg_distcomm.nn import DistGCNConv
+from pyg_distcomm.ops.grid_plan import GridPlan
+from pyg_distcomm.partition.folder import write_folder
+from pyg_distcomm.tensor import dispatch
 
 TEXTS = {
     "cuda": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -37,13 +43,30 @@ def full(where, text, ranks):
         "backward": (kernels, "spmm"),
         "halo": (halo.kernels, "gather_rows"),
         "partition": (partitioning, "part_of"),
+        "typed": (partitioning, "part_of_hetero"),
+        "folder": (partitioning, "_read_share"),
+        "to": (dispatch, "apply"),
+        "matrix": (GridPlan, "valued"),
     }
     module, name = places[where]
     before = getattr(module, name)
     try:
-        if mesh.rank in ranks and where == "partition":
+        if mesh.rank in ranks and where in ("partition", "typed", "folder"):
             setattr(module, name, fails)
+        if where == "typed":
+            typed = HeteroData()
+            typed["v"].x = data.x
+            typed["v", "to", "v"].edge_index = data.edge_index
+            data = typed
+        if where == "folder":
+            with tempfile.TemporaryDirectory() as folder:
+                each = torch.arange(data.num_nodes) % mesh.size
+                owners_of = pdc.Partition.from_owner(each, mesh.size)
+                write_folder(f"{folder}/parts", data, owners_of)
+                pdc.load_partition(f"{folder}/parts", mesh)
         share = pdc.partition(data, mesh, cut)
+        if where == "typed":  # a rank that has room goes on until it waits
+            collectives.barrier(mesh.world)
         x = share.x.clone().requires_grad_()
         layer = GATConv(7, 4) if where == "halo" else DistGCNConv(7, 4)
         conv = pdc.convert(layer.double())
@@ -55,6 +78,9 @@ def full(where, text, ranks):
             return "it went on"
         if mesh.rank in ranks:
             setattr(module, name, fails)
+        if where == "to":
+            share.x.to(torch.device("cpu"))
+            collectives.barrier(mesh.world)
         conv(x, share.edge_index).sum().item()
     except (RuntimeError, MemoryError, pdc.RankError) as error:
         return f"{type(error).__name__}: {error}"
@@ -69,12 +95,18 @@ CASES = [
     ("backward", "cuda", (0,)),
     ("partition", "cpu", (1,)),
     ("product", "cpu", (0, 1)),
+    ("typed", "cpu", (0,)),
+    ("folder", "cpu", (1,)),
+    ("to", "cuda", (1,)),
+    ("matrix", "cpu", (0,)),
 ]
 
 
 @tiers.parametrize(("where", "text", "ranks"), CASES, slice(0, 1))
 def test_all_ranks_say_what_did_not_fit(where, text, ranks):
-    part = {"halo": "GATConv, with messages", "partition": "share of the graph"}
+    part = {"halo": "GATConv, with messages", "to": "a tensor of rows"}
+    part |= dict.fromkeys(("partition", "typed", "folder"), "share of the graph")
+    part |= {"matrix": "a matrix of"}
     part = part.get(where, "a product of the graph and rows")
     for said in worlds.run(full, 2, where, text, ranks):
         assert re.search(r"needs about [\d,]+ bytes", said), said

@@ -168,7 +168,7 @@ def cuda_kernels() -> Finding:
     version = _version("triton")
     found = "cuSPARSE and plain torch (no Triton)"
     if version is not None:
-        found = f"Triton {version} (products, dropout, quantised rows), cuSPARSE, plain torch"
+        found = f"Triton {version} (products, dropout, codecs, draws), cuSPARSE, plain torch"
     found += "; sampling on the host"
     if not torch.cuda.is_available():
         return Finding("kernels, CUDA", f"no CUDA device; on one: {found}")

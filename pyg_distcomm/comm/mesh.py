@@ -32,6 +32,8 @@ from pyg_distcomm.comm.store import (
     StoreMailbox,
     arrive,
     check_launched,
+    chosen_device,
+    default_backend,
     join,
     joined_mesh,
     open_group,
@@ -376,7 +378,8 @@ def init(
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do. On all
-            ranks, if arguments differ between them; it names the first that does.
+            ranks, if a rank lacks its device, or if arguments or the kinds of devices
+            differ between them; it names the first that does.
     """
     asked: dict[str, Any] = {"algorithm": algorithm, "grid": grid}
     asked |= {"replication": replication}
@@ -387,7 +390,7 @@ def init(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     patience = _PATIENCE if problem else timeout
     if not dist.is_initialized() and launched:
-        join(backend or _default_backend(), patience)
+        join(backend or default_backend(), patience)
     size = world_size()
     sides = (1, 1, 1)
     if problem is None:
@@ -395,10 +398,15 @@ def init(
             sides = resolve_grid(ways_of(size, stages), algorithm, replication, grid)
         except (TypeError, ValueError) as error:
             problem = error
+    home: Any = "none"
+    try:
+        home = chosen_device(device)
+    except ValueError as error:
+        problem = problem or error
+    asked["device"] = getattr(home, "type", device)
     watch = _make_watch(patience, asked, problem) if dist.is_initialized() else None
     if problem is not None:
         raise problem
-    home = torch.device(device) if device is not None else _default_device()
     if home.type == "cuda" and home.index is not None:
         torch.cuda.set_device(home)
     if watch is None:
@@ -475,23 +483,8 @@ def latest_mesh() -> Mesh | None:
     return joined_mesh()
 
 
-def _default_backend() -> str:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # NCCL needs a device a rank
-    if dist.is_nccl_available() and here <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
-
-
 def _back_end() -> str:
     return str(dist.get_backend()) if dist.is_initialized() else "no network"
-
-
-def _default_device() -> torch.device:
-    over_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    if over_nccl and torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", local % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def alone(grid: Grid, seed: int, device: torch.device) -> Mesh:

@@ -26,6 +26,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pyg_distcomm.process import PROCESS
@@ -176,6 +177,44 @@ def joined_mesh() -> Any:
         return None
     watch = found.everyone.watch
     return None if watch is not None and watch.closed else found
+
+
+def default_backend() -> str:
+    """Returns NCCL beside gloo where each rank of this host has a device, else gloo."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if dist.is_nccl_available() and here <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def chosen_device(asked: Any) -> torch.device:
+    """Returns where this rank computes: as asked, or by default.
+
+    Raises:
+        ValueError: if this process does not see such a device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is None:
+        over_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return (
+            torch.device("cuda", local % count)
+            if over_nccl and count
+            else torch.device("cpu")
+        )
+    try:
+        found = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device must name a device, as 'cuda:0', got {asked!r}"
+        ) from error
+    if found.type == "cuda" and (found.index or 0) >= count:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"device={asked!r}: rank {rank}, on {socket.gethostname()}, sees {count} CUDA "
+            "devices; give a device that every rank has, or start fewer ranks on a host"
+        )
+    return found
 
 
 def check_launched() -> None:

@@ -17,7 +17,6 @@ from torch_geometric.data import Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
-from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
@@ -132,9 +131,7 @@ def _partition_data(
         owners = mesh.owners
     else:
         owners = _cut_once(data, mesh, method, seed, refine)
-    size = sum(v.nbytes for v in data.to_dict().values() if isinstance(v, Tensor))
-    how = mesh.world.watch, data.edge_index.device
-    with needing("a rank's share of the graph", lambda: size // mesh.size, *how):
+    with partitioning_hetero.room_for(data, mesh):
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
@@ -215,11 +212,11 @@ def _partition_hetero(
         problem = error
     _agree(problem, mesh)
     owners = _broadcast(owners, mesh)
-    share = hetero.part_of_hetero(
-        data, owners, hetero.types_of(data, owners), mesh.rank
-    )
-    for store in data.edge_stores[:1]:
-        share = _placed(share, store.edge_index)
+    with partitioning_hetero.room_for(data, mesh):
+        types = hetero.types_of(data, owners)
+        share = hetero.part_of_hetero(data, owners, types, mesh.rank)
+        for store in data.edge_stores[:1]:
+            share = _placed(share, store.edge_index)
     return partitioning_hetero.assemble_hetero(share, mesh, oblivious, links, memory)
 
 
@@ -294,7 +291,9 @@ def _mark(value: Any) -> str:
         )
         return repr(value) if plain else type(value).__name__
     x = torch.as_tensor(value).detach()
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, hash {sampled_digest(x):x}"
+    kind = str(x.dtype).removeprefix("torch.")
+    place = "" if x.is_cpu else f" on {x.device.type}"
+    return f"{kind} {list(x.shape)}{place}, hash {sampled_digest(x):x}"
 
 
 def _agree_same(told: Mapping[str, Any], mesh: Mesh, name: str = "partition") -> None:
@@ -550,7 +549,8 @@ def load_partition(
     share, problem = None, None
     try:
         parts = open_folder(folder, verify)
-        share = _read_share(Path(folder), parts, mesh, merge)
+        with partitioning_hetero.room_for(Path(folder), mesh):
+            share = _read_share(Path(folder), parts, mesh, merge)
         meta = parts.about.read_bytes()
         kinds = None if share.types is None else share.types.edges
         if kinds is not None:

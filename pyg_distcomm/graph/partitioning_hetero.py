@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
@@ -150,3 +153,18 @@ def assemble_hetero(
         kind, name = key_parts(key)
         (out if kind is None else out[kind])[name] = value
     return out
+
+
+def room_for(data: Any, mesh: Mesh) -> Any:
+    """Returns a block that says what a share, of a graph or of a folder, lacks memory for."""
+
+    def size() -> int:
+        if isinstance(data, Path):
+            files = [data] if data.is_file() else data.rglob("*")
+            return sum(f.stat().st_size for f in files if f.is_file()) // mesh.size
+        held = [v for store in data.stores for v in store.values()]
+        return sum(v.nbytes for v in held if isinstance(v, Tensor)) // mesh.size
+
+    edges = [] if isinstance(data, Path) else data.edge_stores
+    device = edges[0].edge_index.device if edges else torch.device("cpu")
+    return needing("a rank's share of the graph", size, mesh.world.watch, device)

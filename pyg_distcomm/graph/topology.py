@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
 from pyg_distcomm.halo.halo import Halo, StagedHalo
@@ -473,7 +474,7 @@ class Topology:
             all_or_none(same and seen_version != version, self.nodes.mesh)
             if same and seen_version == version:
                 return matrix  # type: ignore[no-any-return]
-        with torch.no_grad():
+        with torch.no_grad(), self._room(dtype):
             matrix = self._valued(kind, weight, dtype)
         if self.nodes.memory is not None:
             how = self.nodes.memory, self.nodes.mesh.world, torch.is_grad_enabled()
@@ -483,6 +484,17 @@ class Topology:
         memory.give_back()
         self._plans[key] = (weight, version, matrix)
         return matrix
+
+    def _room(self, dtype: torch.dtype) -> Any:
+        """Returns a block that says what a matrix of the edges lacks memory for."""
+        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        each = 2 * (8 + dtype.itemsize)  # a column and a value, and the same by source
+
+        def size() -> int:
+            return each * (len(self.edges) + len(self.nodes))
+
+        what = f"a matrix of {len(self.edges):,} edges, and its transpose,"
+        return needing(what, size, watch, self.device)
 
     def placed(self, name: str, x: Kind) -> Kind:
         """Returns a tensor if it lies where the edges do; else raises, on ranks that wait too.

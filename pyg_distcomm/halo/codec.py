@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias, final
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.trace import label
 from pyg_distcomm.kernels import codec_ops
+from pyg_distcomm.process import PROCESS
 
 __all__ = [
     "Codec",
@@ -133,12 +134,51 @@ class CodingContext:
         """Returns the error for a row that holds a number that cannot be sent."""
         row = x[bad if index is None else int(index[bad])]
         worst = row[~row.isfinite()][:1].tolist() or [float(row.abs().max())]
+        return self.wrong(f"row {bad} of a message holds {worst[0]:g}, which")
+
+    def wrong(self, what: str) -> ValueError:
+        """Returns the error for what a sentence begins with."""
         place = f"{self.where}: " if self.where else ""
         return ValueError(
-            f"{place}row {bad} of a message holds {worst[0]:g}, which {self.codec!r} cannot "
-            "write; the numbers diverged before they were sent: check the layer below, "
-            "lower the learning rate, or send them unchanged with Plain()"
+            f"{place}{what} {self.codec!r} cannot write; the numbers diverged before they "
+            "were sent: check the layer below, lower the learning rate, or send them "
+            "unchanged with Plain()"
         )
+
+    def refuse(self, x: Tensor, index: Index, bad: int | Tensor) -> None:
+        """Raises the error for the first row that cannot be written, if there is one.
+
+        Args:
+            x, index: the rows.
+            bad: its place in the message, or -1; a tensor on CUDA, where the host does not
+                wait for it, and a later message of this process raises.
+        """
+        raise_late()
+        if not isinstance(bad, Tensor):
+            if bad >= 0:
+                raise self.error(x, index, bad)
+        elif not (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
+            told = bad.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            PROCESS.refused.append((event, told, replace(self, draw=None, state=None)))
+
+
+def raise_late() -> None:
+    """Raises for a row that was sent before, and that a device has found unfit since."""
+    for _ in range(len(PROCESS.refused)):
+        try:
+            event, told, context = first = PROCESS.refused.popleft()
+        except IndexError:  # another thread took it
+            return
+        if not event.query():
+            return PROCESS.refused.appendleft(first)
+        if int(told) >= 0:
+            PROCESS.refused.clear()
+            row = f"row {int(told)} of a message before this one"
+            raise context.wrong(f"{row} is not finite, which")
 
 
 class Codec(abc.ABC):
@@ -168,7 +208,7 @@ class Codec(abc.ABC):
     begins. One that draws has `keyed = True`, and draws from the key alone: what both
     ends choose from `context.key.key`, roundings as
     `random.keyed_uniform(*context.key.rounding, chosen)`. It refuses what it cannot write by
-    `raise context.error(x, index, bad)`, with `bad` the first such row of the message.
+    `context.refuse(x, index, bad)`, with `bad` the first such row of the message, or -1.
     """
 
     def __repr__(self) -> str:

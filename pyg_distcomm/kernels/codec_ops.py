@@ -73,7 +73,7 @@ def _check_columns(key: int, ids: Tensor, width: int, count: int) -> None:
 
 def quantise(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
-) -> int:
+) -> int | Tensor:
     """Writes rows as codes, to nearest or, with `noise`, up or down at random.
 
         t = (x - z) (1/D),   q = round(t)  or  floor((round(2^16 t) + u) / 2^16)
@@ -85,7 +85,8 @@ def quantise(
     Rows of float16 and bfloat16 are written as float32, some at a time.
 
     Shapes: x [n, f]; out as long as `message_bytes` says, uint8.
-    Returns the first row that could not be written, or -1.
+    Returns the first row that could not be written, or -1: on a device as a tensor, where
+    nothing has to wait for it.
     """
     wanted = message_bytes(_count(x, index), x.size(1), bits, x.element_size())
     if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
@@ -98,14 +99,17 @@ def quantise(
         )
     if x.dtype in FLOATS:
         return quantise_wide(x, index, bits, noise, out)
-    bad = -1
+    bad: int | Tensor = -1
     for rows, meta, packed in _blocks(_count(x, index), x, bits):
         some = x[rows] if index is None else x[index[rows].long()]
         drawn = None if noise is None else (noise[0], noise[1][rows])
         sizes = len(out[meta]), len(out[packed])
         part = out.new_empty(sum(sizes))
         found = quantise(some.float(), None, bits, drawn, part)
-        bad = rows.start + found if bad < 0 <= found else bad
+        if isinstance(found, Tensor):  # of all rows
+            bad = found
+        elif isinstance(bad, int) and bad < 0 <= found:
+            bad = rows.start + found
         out[meta], out[packed] = part.split(sizes)
     return bad
 
@@ -113,7 +117,7 @@ def quantise(
 @op("x", FLOATS)
 def quantise_wide(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
-) -> int:
+) -> int | Tensor:
     """Writes rows of float32 or float64; see `quantise`."""
     x = _rows(x, index)
     m, f = x.shape
@@ -281,6 +285,19 @@ def keyed_columns(key: int, ids: Tensor, width: int, count: int) -> Tensor:
     return least.sort(dim=1).values.to(torch.int32)
 
 
+@op("gid", INDICES)
+def block_columns(
+    key: int, gid: Tensor, block: int, width: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Chooses columns as `keyed_columns` for each `block` consecutive ids.
+
+    Shapes: gid [m]; returns lists [i, count], int32, and the list of each row [m].
+    """
+    blocks = gid.long().div(block, rounding_mode="floor")
+    ids, which = torch.unique(blocks, return_inverse=True)
+    return keyed_columns(key, ids, width, count), which
+
+
 @op("x", FLOATS)
 def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     """Finds the columns of the `count` largest magnitudes of each row, ascending.
@@ -290,6 +307,15 @@ def top_columns(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     size = _rows(x, index).abs()
     order = torch.argsort(size, dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values.to(torch.int32)
+
+
+@op("flags", (torch.uint8,))
+def flagged_columns(flags: Tensor, count: int) -> Tensor:
+    """Returns the columns of the `count` flags that are set in each row, ascending.
+
+    Shapes: flags [m, f]; columns [m, count], int32.
+    """
+    return flags.nonzero()[:, 1].view(len(flags), count).int()
 
 
 @op("x", FLOATS)
@@ -316,8 +342,8 @@ def put_columns(
 
 
 @op("x", FLOATS)
-def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int:
-    """Returns the first row that has a NaN or an infinity, or -1."""
+def first_nonfinite(x: Tensor, index: Tensor | None = None) -> int | Tensor:
+    """Returns the first row that has a NaN or an infinity, or -1; see `quantise`."""
     bad = ~_rows(x, index).isfinite().all(dim=1)
     return int(bad.nonzero()[0]) if bool(bad.any()) else -1
 

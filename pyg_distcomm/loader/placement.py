@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm.comm.store import joined_mesh
+
 PLACES = DEVICE, PINNED = "device", "pinned"
 HOST = frozenset({"cpu"})  # types of devices that mean the host's own sampler
 
@@ -40,8 +42,18 @@ class Placement:
         """Checks the arguments of a loader; returns None for the host.
 
         Raises:
-            ValueError: for no such device or place.
+            ValueError: for no such device or place; other ranks raise where they wait next.
         """
+        try:
+            return Placement._of(device, graph_on, rows_on)
+        except ValueError as error:
+            mesh = joined_mesh()
+            if mesh is not None and mesh.everyone.watch is not None:
+                mesh.everyone.watch.report(error)
+            raise
+
+    @staticmethod
+    def _of(device: Any, graph_on: str, rows_on: str) -> Placement | None:
         for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
             if place not in PLACES:
                 raise ValueError(f"{name} must be one of {PLACES}, got {place!r}")

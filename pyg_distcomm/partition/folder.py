@@ -484,7 +484,7 @@ def attribute_kinds(
     return {
         name: _kind(data, name, declared.get(name) or batch_kind(data, data, name))
         for name in data.to_dict()  # data.keys() has no fixed order
-        if name not in STRUCTURE
+        if name not in STRUCTURE and name in data  # a Batch adds _num_nodes
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_distcomm.comm.failure import needing
 from pyg_distcomm.tensor import dispatch, getitem
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.row_sharded import (
@@ -91,6 +92,18 @@ class DistTensor(RowShardedTensor):
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the rows on a device, or of another type; see `torch.Tensor.to`.
+
+        Raises:
+            OutOfMemoryError: on all ranks, if they do not fit on this rank's device.
+        """
+        watch = getattr(getattr(self.rows.mesh, "world", None), "watch", None)
+        where, local = (*args, None)[0], self.to_local()
+        place = where if isinstance(where, torch.device) else local.device
+        with needing("a tensor of rows", lambda: local.nbytes, watch, place):
+            return super().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         check_saved(self.rows.mesh.size, "this rank's rows")

@@ -218,9 +218,8 @@ class Residual(Codec):
         self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
     ) -> Tensor:
         """Writes the difference, and updates the state as the other end will."""
-        bad = codec_ops.first_nonfinite(x, index)
-        if bad >= 0:  # it would stay in the state for good
-            raise context.error(x, index, bad)
+        # what is not finite would stay in the state for good
+        context.refuse(x, index, codec_ops.first_nonfinite(x, index))
         difference = rows_at(x, index) - context.last
         for one in nested(self.inner):
             if isinstance(one, Cast):

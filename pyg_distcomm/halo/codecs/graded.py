@@ -36,16 +36,19 @@ class _Graded(Codec):
     ) -> None:
         """Writes groups of rows, as (bits, rows of the message), one after the other."""
         key, gid = context.key.rounding
-        end, bad = 0, []
+        end, bad = 0, list[int | Tensor]()
         for bits, rows in groups:
             begin, end = end, end + self._size(len(rows), bits, x)
             chosen = rows if index is None else index[rows]
             noise = key, gid[rows]
             found = codec_ops.quantise(x, chosen, bits, noise, out[begin:end])
-            bad += [int(rows[found])] if found >= 0 else []
+            if isinstance(found, Tensor):
+                row = rows.index_select(0, found.clamp(min=0).view(1))
+                bad.append(row.masked_fill(found < 0, len(gid)))
+            elif found >= 0:
+                bad.append(int(rows[found]))
         out[end:] = 0
-        if bad:
-            raise context.error(x, index, min(bad))
+        context.refuse(x, index, _least(bad, len(gid)))
 
     def _get(
         self, message: Tensor, groups: Sequence[tuple[int, Tensor]], out: Tensor
@@ -209,6 +212,15 @@ class RangeBits(_Graded):
         head = -(-len(out) // 4)
         level = codec_ops.unpack_bits(message[:head], 2, len(out))
         return self._get(message[head:], _by_level(level), out)
+
+
+def _least(bad: list[int | Tensor], none: int) -> int | Tensor:
+    """Returns the first of the rows that could not be written, or -1."""
+    late = [row for row in bad if isinstance(row, Tensor)]
+    if late:
+        row = torch.stack(late).amin()
+        return row.masked_fill(row == none, -1)
+    return min((row for row in bad if isinstance(row, int)), default=-1)
 
 
 def _by_level(level: Tensor) -> list[tuple[int, Tensor]]:

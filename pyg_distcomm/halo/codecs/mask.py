@@ -134,10 +134,7 @@ class ColumnMask(ColumnReducer):
         if self.pick == "epoch":
             ids = torch.zeros(1, dtype=torch.int64, device=device)
             return codec_ops.keyed_columns(draw.key, ids, width, count), None
-        ids, which = torch.unique(
-            draw.gid.long().div(self.block, rounding_mode="floor"), return_inverse=True
-        )
-        return codec_ops.keyed_columns(draw.key, ids, width, count), which
+        return codec_ops.block_columns(draw.key, draw.gid, self.block, width, count)
 
 
 @dataclass(frozen=True)

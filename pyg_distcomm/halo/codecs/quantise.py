@@ -147,8 +147,8 @@ class Quantise(Codec):
         if not len(out):
             return out
         bad = codec_ops.quantise(x, index, self.bits, noise, out)
-        if bad >= 0 and self.strict:
-            raise context.error(x, index, bad)
+        if self.strict:
+            context.refuse(x, index, bad)
         return out
 
     def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:

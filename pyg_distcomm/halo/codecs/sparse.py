@@ -109,9 +109,7 @@ class TopK(Codec):
         self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
     ) -> Tensor:
         """Writes columns, then values."""
-        bad = codec_ops.first_nonfinite(x, index)
-        if bad >= 0:
-            raise context.error(x, index, bad)
+        context.refuse(x, index, codec_ops.first_nonfinite(x, index))
         rows, width = context.rows, x.size(1)
         chosen = codec_ops.top_columns(x, index, self.kept(width))
         which = torch.arange(rows, device=x.device)
@@ -166,4 +164,4 @@ class TopK(Codec):
         if not self._as_flags(rows, width):
             return matrix_of(head, rows, count, self._index_type(width)).int()
         flags = codec_ops.unpack_bits(head, 1, rows * width).view(rows, width)
-        return flags.nonzero()[:, 1].view(rows, count).int()
+        return codec_ops.flagged_columns(flags, count)
