@@ -20,7 +20,11 @@ from torch_geometric.nn import aggr
 import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn as nn
+from pyg_distcomm.comm import autograd, collectives
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.graph.edge_matrix import EdgeMatrix
 from pyg_distcomm.graph.partitioning_batch import graph_owners
+from pyg_distcomm.partition.partition import Partition
 
 SIZES = (5, 1, 8, 3, 12, 2, 6)  # nodes of each graph
 EDGES = (9, 0, 20, 4, 30, 1, 10)
@@ -86,12 +90,58 @@ class Pooling(torch.nn.Module):
         out = 0.0
         for conv, pool in zip(self.convs, self.pools, strict=False):
             x = conv(x, edges, weight).relu()
-            x, edges, weight, batch, _, _ = pool(x, edges, weight, batch)
+            x, edges, weight, batch, *_ = pool(x, edges, weight, batch)
             read = (self.lib.global_max_pool, self.lib.global_mean_pool)
             out = out + torch.cat([pool(x, batch, GRAPHS) for pool in read], 1)
         return out + self.lib.global_add_pool(
             self.convs[2](x, edges, weight), batch, GRAPHS
         ).repeat(1, 2)
+
+
+class Asa(Pooling):
+    """Pools by ASAPooling, through whose values PyG has no gradients."""
+
+    def forward(self, d):
+        edges, weight, batch = d.edge_index, d.edge_attr[:, 0].detach(), d.batch
+        x, out = self.convs[0](d.x, edges, weight).relu(), 0.0
+        for pool in self.pools:
+            x, edges, weight, batch, _ = pool(x, edges, weight.detach(), batch)
+            out = out + self.lib.global_max_pool(x, batch, GRAPHS)
+        x = self.convs[2](x, edges, weight.detach())
+        return out + self.lib.global_add_pool(x, batch, GRAPHS)
+
+
+def in_order(edges, weight):
+    """Returns edges and values by source and target; torch has a row in any order."""
+    edges, weight = full(edges), full(weight)
+    order = (edges[0] * 1000 + edges[1]).argsort()
+    if weight is None:
+        return edges[:, order]
+    return torch.cat([edges[:, order], weight.detach()[order][None]])
+
+
+class Merging(torch.nn.Module):
+    """Merges nodes twice between layers."""
+
+    def __init__(self, lib, *pools):
+        super().__init__()
+        self.lib = lib
+        self.convs = torch.nn.ModuleList(lib.GraphConv(F_IN, F_IN) for _ in pools)
+        self.pools = torch.nn.ModuleList(pools)
+
+    def forward(self, d):
+        x, edges, batch = d.x, d.edge_index, d.batch
+        out = 0.0
+        for conv, pool in zip(self.convs, self.pools, strict=True):
+            x, edges, batch, _ = pool(conv(x, edges).tanh(), edges, batch)
+            read = (self.lib.global_max_pool, self.lib.global_mean_pool)
+            out = out + torch.cat([pool(x, batch, GRAPHS) for pool in read], 1)
+        return out
+
+
+def unmerged(pool, d):
+    x, _, _, info = pool(d.x, d.edge_index, d.batch)
+    return pool.unpool(x.sin(), info)[0]
 
 
 def cases(lib):
@@ -209,6 +259,55 @@ def cases(lib):
             lambda m, d: m(d.x, d.edge_index, d.edge_attr, d.batch)[2],
             lambda: lib.TopKPooling(F_IN, 0.5),
         ),
+        "ties": case(
+            lambda m, d: torch.cat(
+                [
+                    U.scatter(x[d.edge_index[0]], d.edge_index[1], 0, 37, reduce="max")
+                    + U.scatter(x, d.batch, reduce="min")[d.batch]
+                    for x in (d.x.clamp(max=0.1), d.x.clamp(min=0.0))
+                ],
+                1,
+            )
+        ),
+        "edge pool": case(
+            lambda m, d: m(d),
+            lambda: Merging(lib, *(lib.EdgePooling(F_IN) for _ in range(2))),
+        ),
+        "cluster pool": case(
+            lambda m, d: m(d),
+            lambda: Merging(
+                lib,
+                lib.ClusterPooling(F_IN),
+                lib.ClusterPooling(F_IN, "sigmoid", threshold=0.6),
+            ),
+        ),
+        "unmerged": case(unmerged, lambda: lib.EdgePooling(F_IN)),
+        "asa": case(
+            lambda m, d: m(d),
+            lambda: Asa(
+                lib,
+                lib.ASAPooling(F_IN, 0.7, GNN=lib.GraphConv),
+                lib.ASAPooling(F_IN, 0.5, add_self_loops=True),
+            ),
+        ),
+        "edges of asa": case(
+            lambda m, d: in_order(*m(d.x, d.edge_index, None, d.batch)[1:3]),
+            lambda: lib.ASAPooling(F_IN, 3),
+        ),
+        "values of asa": case(
+            lambda m, d: in_order(
+                *m(d.x, d.edge_index, d.edge_attr[:, 0], d.batch)[1:3]
+            ),
+            lambda: lib.ASAPooling(F_IN, 0.6),
+        ),
+        "u-net": case(
+            lambda m, d: m(d.x, d.edge_index, d.batch, d.edge_attr[:, 0].abs()),
+            lambda: lib.GraphUNet(F_IN, 8, 3, depth=3, pool_ratios=0.7),
+        ),
+        "u-net of ones": case(
+            lambda m, d: m(d.x, d.edge_index),
+            lambda: lib.GraphUNet(F_IN, 8, 3, depth=2, sum_res=False),
+        ),
     }
     out |= {
         f"pool {n}": case(lambda m, d, f=f: f(d.x, d.batch)) for n, f in pools.items()
@@ -260,12 +359,68 @@ def _cases(how, sizes, edges):
     mine, theirs = cases(nn), cases(pyg)
 
     def check(name):
+        # PyG's sparse matrices and one-hot vectors are of the default type
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            compared(name)
+        finally:
+            torch.set_default_dtype(before)
+
+    def compared(name):
         want, got = measured(theirs[name], batch), measured(mine[name], share)
         assert want.keys() == got.keys()
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
     return failures_of({name: name for name in mine}, check)
+
+
+def _products():
+    """Products of matrices, and the gradients of their values, are those of dense ones."""
+    mesh = worlds.mesh()
+    g = torch.Generator().manual_seed(2)
+    n, k, e = 9, 4, 25
+    ends = torch.randint(0, n, (2, 3, e), generator=g)
+    ends[1, 1] %= k  # the second matrix has k columns
+    values = torch.randn(3, e, generator=g, dtype=torch.float64)
+    of = [
+        Partition.from_owner((torch.arange(m) * 5 + 1) % 3 % mesh.size, mesh.size)
+        for m in (n, k)
+    ]
+    rows = [Rows(p.gids(mesh.rank), p.num_nodes, mesh, p) for p in of]
+
+    def dense(i, value, shape):
+        out = torch.zeros(shape, dtype=torch.float64)
+        return out.index_put(tuple(ends[:, i]), value, accumulate=True)
+
+    want = values.clone().requires_grad_()
+    a, s = dense(0, want[0], (n, n)), dense(1, want[1], (n, k))
+    c = s.t() @ a @ s
+    weight = torch.linspace(-1, 2, k * k).double().view(k, k)
+    (c * weight).sum().backward()
+
+    here = torch.arange(e) % mesh.size == mesh.rank  # anywhere
+    got = values.clone().requires_grad_()
+    a, s = (
+        EdgeMatrix(*ends[:, i, here], got[i, here], r)
+        for i, r in ((0, rows[0]), (1, rows[1]))
+    )
+    edges, value = (s.turned(rows[0]) @ (a.at_owners() @ s)).edges()
+    loss = (value.to_local() * weight[tuple(edges.to_local())]).sum()
+    loss = autograd.all_reduce(loss, mesh.world)
+    assert edges.shape[1] == int((c != 0).sum())
+    out = torch.zeros_like(c)
+    out[tuple(full(edges))] = full(value.detach())
+    torch.testing.assert_close(out, c.detach(), rtol=1e-12, atol=1e-12)
+    loss.backward()
+    mine = collectives.all_reduce(got.grad, mesh.world) / mesh.size
+    torch.testing.assert_close(mine, want.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, *map(tiers.rarely, (1, 3, 4))])
+def test_products_of_edges_are_those_of_dense_matrices(size):
+    worlds.run(_products, size)
 
 
 @tiers.parametrize(

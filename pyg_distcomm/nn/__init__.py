@@ -26,6 +26,7 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
 from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
+from pyg_distcomm.nn.pooling import POOLS as _POOLS
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.nn.temporal_memory import LastAggregator as _LastAggregator
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> Any:
     is_model = isinstance(found, type) and issubclass(found, torch.nn.Module)
     if is_model and found.__module__.startswith(_WITH_LAYERS):
         told = {"__module__": __name__, "__doc__": found.__doc__}
-        found = type(name, (_Converted, found), told)
+        found = type(name, (_Converted, _POOLS.get(found, found)), told)
     globals()[name] = found
     return found
 

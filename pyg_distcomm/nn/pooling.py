@@ -1,10 +1,16 @@
-"""Pools nodes of a graph that is spread over ranks: PyG's selection and its edges.
+"""Pools nodes of a graph that is spread over ranks: those selected, or clusters of them.
 
 With ids v_1 .. v_k of the nodes that stay, and each edge (i, j) between two of them,
 
     x'_a = x[v_a]         (a, b) of the pooled graph, where v_a = i and v_b = j
 
-A node stays with its owner, and an edge with that of its target, so that no row moves.
+A node stays with its owner, and an edge with that of its target, so that no row moves. With
+c(i) of k clusters for each node, and S a row for each node and a column for each that stays,
+
+    (c(i), c(j)) of the pooled graph       A' = S^T A S
+
+A cluster is with the owner of one of its nodes. The exchanges of a pooled graph are planned
+anew each time, and are exact, whatever link the edges have.
 """
 
 from __future__ import annotations
@@ -12,15 +18,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from torch import Tensor
+from torch_geometric.nn.pool import cluster_pool, edge_pool
 from torch_geometric.nn.pool.connect import ConnectOutput, FilterEdges
 from torch_geometric.nn.pool.select import SelectOutput, SelectTopK
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    remove_self_loops,
+    scatter,
+    softmax,
+)
 
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.graph.edge_matrix import EdgeMatrix
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.gather_by_id import recut
+from pyg_distcomm.tensor.gather_by_id import plan_of, recut
 
 
 class DistSelectTopK(SelectTopK):
@@ -39,11 +56,8 @@ class DistSelectTopK(SelectTopK):
         if not isinstance(x, DistTensor):
             return out
         chosen = _whole(out.node_index)
-        owners = x.rows.owners.owner_of(chosen.cpu())
-        partition = Partition.from_owner(owners, x.rows.mesh.size)
-        gid = partition.gids(x.rows.mesh.rank)
-        rows = Rows(gid, len(chosen), x.rows.mesh, partition, memory=x.rows.memory)
-        weight = out.weight
+        rows = _pooled_rows(chosen, x.rows)
+        gid, weight = rows.gid, out.weight
         if isinstance(weight, DistTensor):
             weight = DistTensor.wrap(recut(weight, rows), rows)
         return SelectOutput(
@@ -57,9 +71,6 @@ class DistSelectTopK(SelectTopK):
 
 class DistFilterEdges(FilterEdges):
     """PyG's FilterEdges, of TopKPooling and SAGPooling: edges between selected nodes.
-
-    The exchanges of the pooled graph are planned anew each time, and are exact, whatever
-    link the edges have.
 
     Shapes: edge_index `[2, e_i]` -> `[2, e'_i]`, edge_attr `[e_i, F]` -> `[e'_i, F]`,
     batch `[n_i]` -> `[k_i]`.
@@ -106,8 +117,275 @@ class DistFilterEdges(FilterEdges):
         return ConnectOutput(pooled, values, nodes)
 
 
+class DistEdgePooling(pyg.EdgePooling):
+    """PyG's EdgePooling: merges the two nodes of edges, those with the highest scores first.
+
+    Every rank goes through the scores of all edges, as one process does.
+
+    Shapes: x `[n_i, F]`, edge_index `[2, e_i]`, batch `[n_i]` -> `[c_i, F]`, `[2, e'_i]`,
+    `[c_i]`, row-sharded by the owners of the merged edges' targets.
+    Price: both ends of each edge and its score, to all ranks; rows at the sources of edges,
+    and of merged nodes; and the pooled edges (see `EdgeMatrix.edges`).
+    """
+
+    def _merge_edges(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor, edge_score: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, edge_pool.UnpoolInfo]:
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super()._merge_edges(x, edge_index, batch, edge_score)
+        x = edge_index.as_nodes(x, "x")
+        order = torch.argsort(_whole(edge_score.detach()), descending=True)
+        source, target = edge_index.full_tensor().tolist()
+        cluster = [-1] * x.rows.total
+        merged: list[int] = []
+        for edge in order.tolist():
+            one, two = source[edge], target[edge]
+            if cluster[one] < 0 and cluster[two] < 0:
+                cluster[one] = cluster[two] = len(merged)
+                merged.append(edge)
+        found = torch.tensor(cluster, dtype=torch.int64)
+        single = (found < 0).nonzero().flatten()
+        found[single] = torch.arange(len(merged), len(merged) + len(single))
+        edges = torch.tensor(merged, dtype=torch.int64)
+        ends = torch.tensor([target[edge] for edge in merged], dtype=torch.int64)
+        pool = _Clusters(found, torch.cat([ends, single]), x, edge_index)
+        own = edges[pool.rows.gid[pool.rows.gid < len(edges)]]
+        at = torch.searchsorted(edge_index.edges.place, own).to(x.device)
+        local = edge_index.check_edges(edge_score, "edge_score")
+        assert local is not None
+        alone = x.to_local().new_ones(len(pool.rows) - len(own))
+        score = DistTensor.wrap(torch.cat([local[at], alone]), pool.rows)
+        info = edge_pool.UnpoolInfo(edge_index, pool.cluster, batch, score)
+        out = pool.sums(x) * score.view(-1, 1)
+        return out, pool.edges(loops=True), pool.first(batch), info
+
+
+class DistClusterPooling(pyg.ClusterPooling):
+    """PyG's ClusterPooling: merges what edges with high scores connect.
+
+    Shapes: x `[n_i, F]`, edge_index `[2, e_i]`, batch `[n_i]` -> `[c_i, F]`, `[2, e'_i]`,
+    `[c_i]`; a cluster is with the owner of its first node.
+    Price: two words for each node at such an edge, to all ranks; a product with the edges, and
+    its rows at nodes of a cluster; and the pooled edges (see `EdgeMatrix.edges`).
+    """
+
+    def _merge_edges(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor, edge_score: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, cluster_pool.UnpoolInfo]:
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super()._merge_edges(x, edge_index, batch, edge_score)
+        x = edge_index.as_nodes(x, "x")
+        score = edge_index.check_edges(edge_score, "edge_score")
+        assert score is not None
+        joined = edge_index.to_local()[:, score > self.threshold].cpu()
+        cluster, first = _connected(joined, x.rows)
+        pool = _Clusters(cluster, first, x, edge_index)
+        alone = torch.bincount(cluster, minlength=len(first))[cluster] == 1
+        own = alone[x.rows.gid].to(x.device).unsqueeze(1)
+        sums = edge_index.with_link(None).matmul(x, edge_score)
+        rows = DistTensor.wrap(sums.to_local() + own * x.to_local(), x.rows)
+        info = cluster_pool.UnpoolInfo(edge_index, pool.cluster, batch)
+        return pool.sums(rows), pool.edges(loops=False), pool.first(batch), info
+
+
+class DistASAPooling(pyg.ASAPooling):
+    """PyG's ASAPooling: keeps the fittest neighbourhoods, and joins those that touch.
+
+        A' = S^T A S      with s_ia the attention of neighbourhood a to its node i
+
+    Shapes: x `[n_i, F]`, edge_index `[2, e_i]`, edge_weight `[e_i]`, batch `[n_i]` ->
+    `[k_i, F]`, `[2, e'_i]`, `[e'_i]`, `[k_i]`.
+    Price: rows at the sources of edges, that of SelectTopK, and of two products (see
+    `EdgeMatrix`).
+    """
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Any = None, batch: Any = None
+    ) -> tuple[Tensor, Tensor, Any, Tensor, Tensor]:
+        """Pools a graph."""
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().forward(x, edge_index, edge_weight, batch)
+        edges, weight = edge_index.with_link(None), edge_weight
+        x = edges.as_nodes(x.unsqueeze(-1) if x.dim() == 1 else x, "x")
+        count = edges.nodes.total
+        edges, weight = add_remaining_self_loops(edges, weight, 1.0, count)
+        if batch is None:
+            zeros = torch.zeros(len(x.rows), dtype=torch.int64, device=x.device)
+            batch = DistTensor.wrap(zeros, x.rows)
+        source, target = edges
+        near: Any = x
+        if self.gnn_intra_cluster is not None:
+            near = self.gnn_intra_cluster(x=x, edge_index=edges, edge_weight=weight)
+        near = near[source]
+        query = scatter(near, target, 0, count, reduce="max")
+        score = self.att(torch.cat([self.lin(query)[target], near], dim=-1)).view(-1)
+        score = F.leaky_relu(score, self.negative_slope)
+        score = softmax(score, target, num_nodes=count)
+        score = F.dropout(score, p=self.dropout, training=self.training)
+        x = scatter(x[source] * score.view(-1, 1), target, 0, count, reduce="sum")
+        fitness = self.gnn_score(x, edges).sigmoid().view(-1)
+        kept = self.select(fitness, batch).node_index
+        x = x[kept] * fitness[kept].view(-1, 1)
+        pooled, value = _coarsened(edges, weight, score, kept)
+        if self.add_self_loops:
+            pooled, value = add_remaining_self_loops(
+                pooled, value, num_nodes=kept.rows.total
+            )
+        else:
+            pooled, value = remove_self_loops(pooled, value)
+        return x, pooled, value, batch[kept], kept
+
+
+def _coarsened(
+    edges: DistEdgeIndex, weight: Any, score: Any, kept: DistTensor
+) -> tuple[Any, Any]:
+    """Returns `S^T A S`, of all entries of S whose target is kept."""
+    nodes, (source, target) = edges.nodes, edges.to_local()
+    number = source.new_full((nodes.total,), -1)
+    ids = _whole(kept)
+    number[ids] = torch.arange(len(ids), device=ids.device)
+    stays = number[target] >= 0
+    parts = edges.check_edges(score, "score")
+    values = edges.check_edges(weight, "edge_weight")
+    assert parts is not None
+    if values is None:  # of the result only the places of its entries count
+        parts = None
+    else:
+        parts = parts[stays]
+    whole = EdgeMatrix(source, target, values, nodes)
+    chosen = EdgeMatrix(source[stays], number[target[stays]], parts, kept.rows)
+    return (chosen.turned(nodes) @ (whole @ chosen)).edges()
+
+
+class DistGraphUNet(pyg.GraphUNet):
+    """PyG's GraphUNet: TopKPooling of a graph whose two-hop neighbours are joined.
+
+    Shapes: x `[n_i, F]`, edge_index `[2, e_i]` -> `[n_i, F']`.
+    Price: that of its layers and pools, and of a product (see `EdgeMatrix`) for each pool.
+    """
+
+    def augment_adj(
+        self, edge_index: Tensor, edge_weight: Tensor, num_nodes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the entries of `(A + I)^2` off its diagonal, and their values."""
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().augment_adj(edge_index, edge_weight, num_nodes)
+        nodes, value = edge_index.nodes, edge_index.check_edges(edge_weight, "weight")
+        assert value is not None
+        source, target = edge_index.to_local()
+        given = EdgeMatrix(source, target, value, nodes).without_loops()
+        own = nodes.gid_on(edge_index.device)
+        assert given.value is not None
+        matrix = EdgeMatrix(
+            torch.cat([given.source, own]),
+            torch.cat([given.target, own]),
+            torch.cat([given.value, given.value.new_ones(len(own))]),
+            nodes,
+        )
+        edges, values = (matrix @ matrix).without_loops().edges()
+        assert values is not None
+        return edges, values
+
+
+class _Clusters:
+    """Merges nodes into clusters, of which each is with the owner of one of its nodes.
+
+    Args:
+        cluster: of each node `[n]`, on every rank.
+        member: a node of each cluster `[c]`, on every rank.
+        x: rows of the nodes.
+        edge_index: the edges between them.
+    """
+
+    def __init__(
+        self, cluster: Tensor, member: Tensor, x: DistTensor, edge_index: DistEdgeIndex
+    ) -> None:
+        self._of, self._edges = cluster, edge_index
+        self.rows = _pooled_rows(member, x.rows)
+        self._member = torch.searchsorted(x.rows.gid, member[self.rows.gid])
+        own = cluster[x.rows.gid].to(x.device)
+        self.cluster = DistTensor.wrap(own, x.rows)
+
+    def sums(self, x: DistTensor) -> DistTensor:
+        """Returns the sum of rows `[c_i, F]` over each cluster."""
+        plan = plan_of(self.cluster, self.rows)
+        return DistTensor.wrap(plan.scatter_add(x.to_local()), self.rows)
+
+    def first(self, batch: Any) -> Any:
+        """Returns the graphs `[c_i]` that the clusters are of."""
+        nodes = self.cluster.rows
+        if isinstance(batch, DistTensor):
+            local = batch.to_local()
+        else:
+            local = batch[nodes.gid_on(batch.device)]
+        return DistTensor.wrap(local[self._member.to(local.device)], self.rows)
+
+    def edges(self, loops: bool) -> DistEdgeIndex:
+        """Returns the edges between clusters, each once."""
+        of = self._of.to(self._edges.device)
+        source, target = of[self._edges.to_local()]
+        matrix = EdgeMatrix(source, target, None, self.rows)
+        return (matrix if loops else matrix.without_loops()).edges()[0]
+
+
+def _connected(ends: Tensor, nodes: Rows) -> tuple[Tensor, Tensor]:
+    """Returns the component `[n]` of each node, and the first node `[c]` of each.
+
+    Args:
+        ends: edges `[2, k]` on this rank, as global ids.
+        nodes: which nodes are here.
+
+    Price: two words for each node at an edge here, to all ranks.
+    """
+    ids, place = torch.unique(ends, return_inverse=True)
+    label, first = _components(place, len(ids))
+    pairs = torch.stack([ids, ids[first[label]]], 1)
+    world = nodes.mesh.world
+    sizes = [row[0] for row in collectives.all_gather_counts([len(pairs)], world)]
+    every = collectives.all_gather_rows(pairs, sizes, world, op="plan")
+    return _components(every.t(), nodes.total)
+
+
+def _components(ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the components of nodes, in the order of their first ones, and these.
+
+    Nodes point to lower ones of their component, and take over where these point.
+    """
+    label, (row, col) = torch.arange(count), ends
+    while True:
+        low = torch.minimum(label[row], label[col])
+        lower = label
+        for place in (row, col, label[row], label[col]):
+            lower = lower.scatter_reduce(0, place, low, "amin")
+        lower = lower[lower]
+        if torch.equal(lower, label):
+            first, of = torch.unique(label, return_inverse=True)
+            return of, first
+        label = lower
+
+
+def _pooled_rows(node: Tensor, rows: Rows) -> Rows:
+    """Returns the rows of a pooled graph, each with the owner of a node.
+
+    Args:
+        node: of each row `[k]`, on every rank.
+        rows: which nodes are here.
+    """
+    owners = rows.owners.owner_of(node.cpu())
+    partition = Partition.from_owner(owners, rows.mesh.size)
+    gid = partition.gids(rows.mesh.rank)
+    return Rows(gid, len(node), rows.mesh, partition, memory=rows.memory)
+
+
 def _whole(ids: Tensor) -> Tensor:
     return ids.full_tensor() if isinstance(ids, DistTensor) else ids
 
 
-POOLS: dict[type, type] = {SelectTopK: DistSelectTopK, FilterEdges: DistFilterEdges}
+POOLS: dict[type, type] = {
+    SelectTopK: DistSelectTopK,
+    FilterEdges: DistFilterEdges,
+    pyg.ASAPooling: DistASAPooling,
+    pyg.ClusterPooling: DistClusterPooling,
+    pyg.EdgePooling: DistEdgePooling,
+    pyg.GraphUNet: DistGraphUNet,
+}

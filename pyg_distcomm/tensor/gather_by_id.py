@@ -493,9 +493,10 @@ def _to_owners(
     if not source.requires_grad:
         return best
     mine = source == plan.gather(best)
-    ties = plan.scatter_add(mine.to(source.dtype)).clamp(min=1)
-    picked = plan.scatter_add(torch.where(mine, source, 0)) / ties
-    return torch.where((hits > 0) & (best == picked.detach()), picked, best)
+    # as torch, which counts a target of the same value whether it is included or not
+    ties = plan.scatter_add(mine.to(source.dtype)) + (start.detach() == best)
+    picked = plan.scatter_add(torch.where(mine, source, 0)) / ties.clamp(min=1)
+    return _learning(best, picked, hits)
 
 
 def _to_all(
@@ -527,15 +528,25 @@ def _to_all(
     if not source.requires_grad:
         return best
     mine = source == best.index_select(0, index)
-    ties = summed(mine.to(source.dtype)).clamp(min=1)
-    picked = summed(torch.where(mine, source, 0)) / ties
-    return torch.where((hits > 0) & (best == picked.detach()), picked, best)
+    ties = summed(mine.to(source.dtype)) + (target.detach() == best)
+    picked = summed(torch.where(mine, source, 0)) / ties.clamp(min=1)
+    return _learning(best, picked, hits)
 
 
 def _extremes(start: Tensor, index: Tensor, rows: Tensor, op: str) -> Tensor:
     """Returns `start` with the rows at an index taken into its maxima or minima."""
     wide = index.view(-1, *([1] * (rows.dim() - 1))).expand_as(rows)
     return start.scatter_reduce(0, wide, rows, op)
+
+
+def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
+    """Returns extremes with the gradient of what was picked, which may be rounded.
+
+    Of three equal values a mean is not always the value.
+    """
+    held = picked.detach()
+    exact = torch.where(best.isfinite(), best + (picked - held), picked)
+    return torch.where((hits > 0) & (best.isfinite() | (best == held)), exact, best)
 
 
 def _beginning(start: Tensor, hits: Tensor, op: str, include: bool) -> Tensor:
