@@ -566,8 +566,10 @@ def test_compiled_ops_have_the_arguments_of_their_definitions(name):
     module = importlib.import_module(f"pyg_distcomm.kernels.{name}_ops")
     twins = importlib.import_module(f"pyg_distcomm.kernels.{name}_cpu")
     ops = vars(definitions.of(module))
-    assert ops
-    for op, definition in ops.items():
+    compiled = {op: d for op, d in ops.items() if hasattr(twins, op)}
+    alone = set(ops) - set(compiled)  # on the CPU the definition runs
+    assert compiled and alone <= {"block_columns", "flagged_columns"}
+    for op, definition in compiled.items():
         wanted, found = (
             [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
             for f in (definition, getattr(twins, op))
