@@ -941,7 +941,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end all ranks
     only = [name for name in args.only.split(",") if name]
     names = only or [*FULL, *MANY, *BATCHED, *SPARSE]
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         work = Path(args.work or scratch).resolve()
         work.mkdir(parents=True, exist_ok=True)
         if args.rows:
@@ -956,6 +956,16 @@ def main():
     if args.write:
         Path(args.write).write_text(report)
     sys.exit(1 if any(row.get("bad") for row in rows) else 0)
+
+
+@contextlib.contextmanager
+def scratch_folder():
+    """A folder that this process alone removes: its forks end by what it has registered."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def warmed():
