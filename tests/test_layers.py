@@ -304,6 +304,7 @@ def test_arguments_of_the_matrix_layers(kind, name):
 # what is computed by code of our own, or in a way of its own
 REWRITTEN = {
     "ARMAConv": (lambda: pyg.ARMAConv(F, 4, num_stacks=3, num_layers=2), W),
+    "MFConv": (lambda: pyg.MFConv(F, 4, max_degree=3), X),
     "ARMAConv shared": (
         lambda: pyg.ARMAConv(F, 4, 2, 3, shared_weights=True, bias=False),
         X,

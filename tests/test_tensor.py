@@ -162,6 +162,7 @@ DECOMPOSED = {
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "logsumexp of all": lambda x: x.logsumexp((0, 1)),
     "one row": lambda x: x.select(0, 3),
+    "rows in one": lambda x: x.unsqueeze(0).expand(2, -1, -1) + x[None],
     "one number": lambda x: x[3, 2],
     "rows one by one": lambda x: sum(row * k for k, row in enumerate(x)),
     "expand": lambda x: x[:, :1].expand(-1, 3),
@@ -363,7 +364,6 @@ REFUSED = {
     "float": lambda x: float(x),
     "rows meet columns": lambda x: x * x[:, 0],
     "wrong plain": lambda x: x + torch.ones(13, 7).double(),
-    "unsqueeze": lambda x: x.unsqueeze(0),
     "other mask": lambda x: x[x[:, 0] > 0] + x[x[:, 0] > 1],
 }
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_self_loops, remove_self_loops
+from torch_geometric.utils import add_self_loops, degree, remove_self_loops
 
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution, spread_inputs
@@ -211,11 +211,35 @@ class DistGroupAddRev(pyg.GroupAddRev):
         return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 
 
+class DistMFConv(HaloExecution, pyg.MFConv):
+    """PyG's MFConv, which multiplies nodes by the weights of their degrees, rank by rank.
+
+    Shapes: x `[n_i, F_in]` -> `[n_i, F_out]`. Price: `halo.price(F_in)`.
+    """
+
+    def forward(self, x: Any, edge_index: Any, size: Any = None) -> Tensor:
+        """Runs the layer."""
+        if not isinstance(edge_index, GuardedEdgeIndex):
+            return super().forward(x, edge_index, size)
+        pair = (x, x) if isinstance(x, Tensor) else x
+        h = self.propagate(edge_index, x=pair, size=size)
+        end = 1 if self.flow == "source_to_target" else 0
+        count = degree(edge_index[end], h.size(0), dtype=torch.long)
+        count = count.clamp(max=self.max_degree)
+        out = torch.zeros_like(h[:, :1]).repeat(1, self.out_channels)
+        for k, (lin_l, lin_r) in enumerate(zip(self.lins_l, self.lins_r, strict=True)):
+            mask = count == k
+            rows = lin_l(h[mask])
+            out[mask] = rows if pair[1] is None else rows + lin_r(pair[1][mask])
+        return out
+
+
 REWRITTEN: dict[type, type] = {
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,
     pyg.LabelPropagation: DistLabelPropagation,
+    pyg.MFConv: DistMFConv,
     pyg.SignedConv: DistSignedConv,
     pyg.SuperGATConv: DistSuperGATConv,
 }

@@ -14,6 +14,7 @@ from pyg_distcomm.nn.adapted_layers import DistARMAConv as ARMAConv
 from pyg_distcomm.nn.adapted_layers import DistFastRGCNConv as FastRGCNConv
 from pyg_distcomm.nn.adapted_layers import DistGroupAddRev as GroupAddRev
 from pyg_distcomm.nn.adapted_layers import DistLabelPropagation as LabelPropagation
+from pyg_distcomm.nn.adapted_layers import DistMFConv as MFConv
 from pyg_distcomm.nn.adapted_layers import DistSignedConv as SignedConv
 from pyg_distcomm.nn.adapted_layers import DistSuperGATConv as SuperGATConv
 from pyg_distcomm.nn.gcn2_conv import DistGCN2Conv as GCN2Conv
@@ -195,10 +196,6 @@ class DistLGConv(HaloExecution, pyg.LGConv):
     pass
 
 
-class DistMFConv(HaloExecution, pyg.MFConv):
-    pass
-
-
 class DistMeshCNNConv(HaloExecution, pyg.MeshCNNConv):
     pass
 
@@ -310,7 +307,6 @@ HEATConv = DistHEATConv
 HypergraphConv = DistHypergraphConv
 LEConv = DistLEConv
 LGConv = DistLGConv
-MFConv = DistMFConv
 MeshCNNConv = DistMeshCNNConv
 MessagePassing = DistMessagePassing
 MixHopConv = DistMixHopConv

@@ -418,6 +418,8 @@ def _shape(func: Callable, args: Any, kwargs: Any) -> Any:
     try:
         out = SHAPING[name](func, *local_args, **local_kwargs)
     except UnsupportedOp:
+        if name == "unsqueeze" and not first.reads_local:
+            return gathered(func, args, kwargs)  # all rows in one: [1, n, ...]
         raise unsupported_op(f"{name}() that moves rows or mixes them") from None
     return first.wrap(out, first.rows)
 

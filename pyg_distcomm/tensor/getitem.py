@@ -97,6 +97,8 @@ def ids_of(key: Any, total: int) -> Tensor:
 
 def get(x: RowShardedTensor, key: Any) -> Any:
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    if first is None and not x.reads_local:  # all rows in one, on every rank
+        return x.unsqueeze(0)[(slice(None), *rest)]
     if isinstance(first, Picker):
         return first.pick(x, rest)
     if _is_edges(first) and not rest:
