@@ -327,6 +327,29 @@ def rewritten(name):
     return _in_doubles(parity, build, names, "directed", "random", pdc.convert)
 
 
+def lpformer():
+    data, mesh = problem("undirected"), worlds.mesh()
+    share, n = shared(data, mesh, "random"), data.num_nodes
+    model = make(lambda: pyg.LPFormer(F, 8, num_gnn_layers=2, gnn_dropout=0.0))
+    model.trans_drop = 0.0
+    dense = torch.rand(n, n, generator=torch.Generator().manual_seed(0)).double()
+    ppr = (dense * (dense > 0.5)).to_sparse()
+    pairs = torch.tensor([[0, 3, 7], [5, 3, 1]])
+    own = pdc.convert(copy.deepcopy(model)).eval()
+    want = model.eval()(pairs, data.x, data.edge_index, ppr)
+    got = own(pairs, share.x, share.edge_index, ppr)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    want.sum().backward(), got.sum().backward()
+    for mine, theirs in zip(own.parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+
+
+@tiers.parametrize("size", [1, 2, 3], [2])
+def test_pairs_of_nodes_are_scored_alike(size):
+    worlds.run(_in_doubles, size, lpformer)
+
+
 def propagated(build):
     data, mesh = problem("directed"), worlds.mesh()
     share = shared(data, mesh, "random")

@@ -16,6 +16,7 @@ import torch
 import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
+from pyg_distcomm.nn.adapted_layers import REWRITTEN as _REWRITTEN
 from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
 from pyg_distcomm.nn.convert import Converted as _Converted
@@ -53,7 +54,9 @@ def __getattr__(name: str) -> Any:
     is_model = isinstance(found, type) and issubclass(found, torch.nn.Module)
     if is_model and found.__module__.startswith(_WITH_LAYERS):
         told = {"__module__": __name__, "__doc__": found.__doc__}
-        found = type(name, (_Converted, _POOLS.get(found, found)), told)
+        found = type(
+            name, (_Converted, {**_POOLS, **_REWRITTEN}.get(found, found)), told
+        )
     globals()[name] = found
     return found
 

@@ -234,11 +234,42 @@ class DistMFConv(HaloExecution, pyg.MFConv):
         return out
 
 
+class DistLPFormer(pyg.LPFormer):
+    """PyG's LPFormer, which scores pairs of nodes by their neighbours, on every rank alike.
+
+    Shapes: batch `[2, k]`, x `[n_i, F]`, edge_index `[2, e_i]`, ppr_matrix `[n, n]` -> `[k]`,
+    the same on all ranks. Price: that of its layers; then the rows of all nodes and both ends
+    of all edges, to all ranks.
+    """
+
+    def forward(
+        self, batch: Tensor, x: Tensor, edge_index: Any, ppr_matrix: Tensor
+    ) -> Tensor:
+        """Scores pairs of nodes."""
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().forward(batch, x, edge_index, ppr_matrix)
+        rows = super().propagate(x, edge_index).unsqueeze(0)[0]
+        edges = edge_index.full_tensor()
+        return super().forward(batch, _Propagated(rows), edges, ppr_matrix)  # type: ignore[arg-type]
+
+    def propagate(self, x: Tensor, adj: Any) -> Tensor:
+        """Runs the layers, unless it is given what they return."""
+        return x.rows if isinstance(x, _Propagated) else super().propagate(x, adj)
+
+
+class _Propagated:
+    """Holds all rows that the layers of an LPFormer return."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.device = rows, rows.device
+
+
 REWRITTEN: dict[type, type] = {
     pyg.ARMAConv: DistARMAConv,
     pyg.FastRGCNConv: DistFastRGCNConv,
     pyg.GroupAddRev: DistGroupAddRev,
     pyg.LabelPropagation: DistLabelPropagation,
+    pyg.LPFormer: DistLPFormer,
     pyg.MFConv: DistMFConv,
     pyg.SignedConv: DistSignedConv,
     pyg.SuperGATConv: DistSuperGATConv,
