@@ -230,6 +230,55 @@ def _gradients(cutter):
         )
 
 
+MODULES = {
+    "attention": lambda x, m: m(*[x.view(-1, 7, 1)] * 3)[0],
+    "steps": lambda x, m: m(x[:, :6].view(-1, 3, 2)),
+    "convolution": lambda x, m: m(x.unsqueeze(1)),
+    "cell": lambda x, m: m(x),
+    "classes": lambda x, m: m(x, x.argmax(1) % 3),
+    "distances": lambda x, m: torch.cdist(x, m.weight),
+    "plain rows": lambda x, m: torch.einsum("nf,nk->fk", x, m.weight),
+    "rows written": lambda x, m: x.index_copy(0, torch.tensor([1, 40]), m.weight),
+    "all rows in one": lambda x, m: m(*[x[None]] * 3)[0].squeeze(0) + x,
+}
+
+
+def _modules():
+    nn = torch.nn
+    return {
+        "attention": _seeded(nn.MultiheadAttention, 1, 1, batch_first=True),
+        "steps": _seeded(nn.TransformerEncoderLayer, 2, 1, 4, 0.0, batch_first=True),
+        "convolution": _seeded(nn.Conv1d, 1, 2, 3),
+        "cell": _seeded(nn.GRUCell, 7, 3),
+        "classes": _seeded(HeteroLinear, 7, 2, 3),
+        "distances": _seeded(nn.Linear, 7, 3),
+        "plain rows": _seeded(nn.Linear, 2, 50),
+        "rows written": _seeded(nn.Linear, 7, 2),
+        "all rows in one": _seeded(nn.MultiheadAttention, 7, 1, batch_first=True),
+    }
+
+
+def _learn(cutter):
+    data, share = _share(cutter)
+    found = []
+    for x in (data.x.clone(), share.x):
+        made = _modules()
+        for name, module in made.items():
+            (MODULES[name](x, module) ** 2).sum().backward()
+        found.append({k: [p.grad for p in m.parameters()] for k, m in made.items()})
+    for name, wanted in found[0].items():
+        for want, got in zip(wanted, found[1][name], strict=True):
+            assert (want is None) == (got is None), name
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@tiers.parametrize("size", SIZES, slice(0, 3, 2))
+def test_gradients_of_parameters(size):
+    for cutter in CUTS:
+        worlds.run(_learn, size, cutter)
+
+
 @tiers.parametrize("size", SIZES, slice(0, 3, 2))
 def test_gradients_of_everything(size):
     for cutter in CUTS:
@@ -358,6 +407,9 @@ REFUSED = {
     "rows as channels": lambda x: F.avg_pool1d(x, 2),
     "pad of rows": lambda x: F.pad(x, (0, 0, 1, 1)),
     "columns for rows": lambda x: torch.outer(torch.ones(3).double(), x[:, 0]),
+    "a mask of each row": lambda x: F.scaled_dot_product_attention(
+        *[x.view(-1, 1, 7, 1)] * 3, attn_mask=torch.ones(50, 1, 7, 7).double()
+    ),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "item": lambda x: x[:, 0].item(),
     "bool": lambda x: bool(x),

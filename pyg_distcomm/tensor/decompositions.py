@@ -178,10 +178,13 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     local: list[Tensor] = []
     for term, x in zip(terms, operands, strict=True):
         if not isinstance(x, RowShardedTensor):
-            if row in term and x.size(term.index(row)) != like.rows.count:
+            if row not in term:
+                local.append(x)
+                continue
+            dim = term.index(row)
+            if "." in term or like.reads_local or x.size(dim) != like.rows.count:
                 raise refused
-            at = like.rows.place_on(x.device)
-            local.append(x.index_select(term.index(row), at) if row in term else x)
+            local.append(x.index_select(dim, like.rows.place_on(x.device)))
         elif term[0] != row or row in term[1:]:
             raise refused
         else:
@@ -301,6 +304,9 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> A
         raise unsupported_op("attention between rows")
     if any(args[1:2]) or kwargs.get("dropout_p"):
         raise unsupported_op("attention with dropout of its weights")
+    mask = args[0] if args else kwargs.get("attn_mask")
+    if mask is not None and (isinstance(mask, RowShardedTensor) or mask.dim() > 2):
+        raise unsupported_op("attention with a mask of each row")
     local: list[Any] = [gather_by_id.cut_as(t, query.rows) for t in parts]
     if any(t is None for t in local):
         raise unsupported_op("attention of rows that are cut differently")

@@ -38,6 +38,9 @@ class DistTensor(RowShardedTensor):
     back. Sizes and `repr` never communicate, but for the length of rows that a computed
     mask keeps: the first question for it is one small all-reduce.
 
+    What needs all rows at once gathers them on every rank, (P-1)/P n f words: `sort`, `cumsum`,
+    `unique`, singular values, `for row in x`, and `x[None]`, an ordinary tensor `[1, n, f]`.
+
     `x[idx]` with plain integer ids (the same on all ranks) returns the rows of those
     ids, cut into equal blocks (as x is, if there are as many); with a DistTensor of ids,
     each rank gets those it asks for. `x[mask]` costs nothing. Noise is what one process
@@ -100,8 +103,9 @@ class DistTensor(RowShardedTensor):
             OutOfMemoryError: on all ranks, if they do not fit on this rank's device.
         """
         watch = getattr(getattr(self.rows.mesh, "world", None), "watch", None)
-        where, local = (*args, None)[0], self.to_local()
-        place = where if isinstance(where, torch.device) else local.device
+        where, local = kwargs.get("device", (*args, None)[0]), self.to_local()
+        named = isinstance(where, (str, int, torch.device))
+        place = torch.device(where) if named else local.device
         with needing("a tensor of rows", lambda: local.nbytes, watch, place):
             return super().to(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
-from pyg_distcomm.tensor.gradients import agree
+from pyg_distcomm.tensor.gradients import agree, meet_all
 from pyg_distcomm.tensor.op_tables import FACTS, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
@@ -224,6 +224,14 @@ SHAPING: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def _size_in(shape: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Answers shape, size, len and numel of what has another order of dims than its rows."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim is not None):
+        return shape[dim or 0]
+    return torch.Size(shape) if name in ("shape", "size") else shape.numel()
+
+
 @eager
 class Transposed(torch.Tensor):
     """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, this rank having some columns.
@@ -254,11 +262,7 @@ class Transposed(torch.Tensor):
             whole = getitem.gather_all(args[0].x.to_local(), args[0].x.rows)
             return func(whole.t(), *args[1:], **kwargs)
         if name in SIZES:
-            shape = args[0].x.shape[::-1]
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if name == "len" or (name == "size" and dim is not None):
-                return shape[dim or 0]
-            return torch.Size(shape) if name in ("shape", "size") else shape.numel()
+            return _size_in(args[0].x.shape[::-1], name, args, kwargs)
         if name in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -296,11 +300,7 @@ class BatchSecond(torch.Tensor):
             return args[0].x
         if name in SIZES:
             n, steps, *rest = args[0].x.shape
-            shape = torch.Size((steps, n, *rest))
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if name == "len" or (name == "size" and dim is not None):
-                return shape[dim or 0]
-            return shape if name in ("shape", "size") else shape.numel()
+            return _size_in(torch.Size((steps, n, *rest)), name, args, kwargs)
         if name in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -309,11 +309,12 @@ class BatchSecond(torch.Tensor):
 
 def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
     """Returns what multi-head attention among the steps of each row does."""
+    like = next(a.x for a in args[:3] if isinstance(a, BatchSecond))
+    args, kwargs = meet_all(like, func.__name__, args, kwargs)  # weights, too
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     if given["dropout_p"] and given.get("training", True):
         raise unsupported_op("attention with dropout of its weights")
     parts = [given[k] for k in ("query", "key", "value")]
-    like = next(p.x for p in parts if isinstance(p, BatchSecond))
     padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
     if mask is not None and mask.dim() > 2:
         raise unsupported_op("attention with a mask of each row")
@@ -387,11 +388,7 @@ class Stacked(torch.Tensor):
             return whole.x[:, args[1]]
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            shape = torch.Size((k, n, *rest))
-            if name == "len" or (name == "size" and dim is not None):
-                return shape[dim or 0]
-            return shape if name in ("shape", "size") else shape.numel()
+            return _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
         elif name in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
