@@ -468,6 +468,11 @@ def needing(
         raise full from error
 
 
+def watch_of(mesh: Any) -> FailureMonitor | None:
+    """Returns what tells the ranks of a mesh of a failure; None where there is none."""
+    return getattr(getattr(mesh, "world", None), "watch", None)
+
+
 _FULL = re.compile("out of memory|can't allocate memory|not enough memory", re.I)
 
 

@@ -67,8 +67,9 @@ class EdgeMatrix:
 
             c_st = sum over k of a_sk b_kt
 
-        Collective. Price: each distinct k of `other` that another rank owns, and two words
-        for each entry of this matrix at them.
+        Collective. Price: for each distinct k of `other` that another rank owns its id and a
+        count; for each entry of this matrix at them its source, and its value if there are any,
+        which returns as a gradient. All paths of two entries are held at once.
         """
         device, world = other.source.device, self.rows.mesh.world
         asked, place = torch.unique(other.source, return_inverse=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.failure import needing
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.product_cache import MultiplyOrder, ProductCache, all_or_none
 from pyg_distcomm.halo.halo import Halo, StagedHalo
@@ -487,7 +487,7 @@ class Topology:
 
     def _room(self, dtype: torch.dtype) -> Any:
         """Returns a block that says what a matrix of the edges lacks memory for."""
-        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        watch = watch_of(self.nodes.mesh)
         each = 2 * (8 + dtype.itemsize)  # a column and a value, and the same by source
 
         def size() -> int:
@@ -511,7 +511,7 @@ class Topology:
             f"move the model and the data to one device, by .to(mesh.device): {name} lies on "
             f"{there}, and the edges on {here}"
         )
-        watch = getattr(getattr(self.nodes.mesh, "world", None), "watch", None)
+        watch = watch_of(self.nodes.mesh)
         if watch is not None:
             watch.fail(error)
         raise error

@@ -408,6 +408,15 @@ def keyed_columns(
 
 
 @triton.jit
+def chosen_columns(columns, which, k, r, count, live, LISTS: tl.constexpr):
+    """Returns the column of each number k, of the list of its row r."""
+    place = k % count
+    if LISTS:
+        place += tl.load(which + r, mask=live, other=0).to(tl.int64) * count
+    return tl.load(columns + place, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
 def take_columns(
     x,
     ld,
@@ -424,10 +433,7 @@ def take_columns(
     """Copies BLOCK numbers of chosen columns."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    place = k % count
-    if LISTS:
-        place += tl.load(which + r, mask=live, other=0).to(tl.int64) * count
-    c = tl.load(columns + place, mask=live, other=0).to(tl.int64)
+    c = chosen_columns(columns, which, k, r, count, live, LISTS)
     word = words_at(x, ld, index, r, c, live, INDEXED)
     tl.store(out + k, word.to(out.dtype.element_ty), mask=live)
 
@@ -448,9 +454,6 @@ def put_columns(
     """Puts BLOCK numbers back into their columns, scaled."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total
-    place = k % count
-    if LISTS:
-        place += tl.load(which + r, mask=live, other=0).to(tl.int64) * count
-    c = tl.load(columns + place, mask=live, other=0).to(tl.int64)
+    c = chosen_columns(columns, which, k, r, count, live, LISTS)
     number = tl.load(y + k, mask=live, other=0.0) * tl.load(scale)
     tl.store(out + r * ld + c, number, mask=live)

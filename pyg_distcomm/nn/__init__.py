@@ -16,9 +16,9 @@ import torch
 import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
-from pyg_distcomm.nn.adapted_layers import REWRITTEN as _REWRITTEN
 from pyg_distcomm.nn.batch_norm import DistBatchNorm as DistBatchNorm
 from pyg_distcomm.nn.batch_norm import InstanceNorm as InstanceNorm
+from pyg_distcomm.nn.convert import DISTRIBUTED as _DISTRIBUTED
 from pyg_distcomm.nn.convert import Converted as _Converted
 from pyg_distcomm.nn.convert import convert as convert
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
@@ -27,7 +27,6 @@ from pyg_distcomm.nn.gcn_conv import DistGCNConv as DistGCNConv
 from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
 from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
-from pyg_distcomm.nn.pooling import POOLS as _POOLS
 from pyg_distcomm.nn.replicate import replicate as replicate
 from pyg_distcomm.nn.sage_conv import DistSAGEConv as DistSAGEConv
 from pyg_distcomm.nn.temporal_memory import LastAggregator as _LastAggregator
@@ -54,9 +53,7 @@ def __getattr__(name: str) -> Any:
     is_model = isinstance(found, type) and issubclass(found, torch.nn.Module)
     if is_model and found.__module__.startswith(_WITH_LAYERS):
         told = {"__module__": __name__, "__doc__": found.__doc__}
-        found = type(
-            name, (_Converted, {**_POOLS, **_REWRITTEN}.get(found, found)), told
-        )
+        found = type(name, (_Converted, _DISTRIBUTED.get(found, found)), told)
     globals()[name] = found
     return found
 

@@ -29,7 +29,7 @@ from pyg_distcomm.nn.sage_conv import DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_MATRIX: dict[type, type] = {
+DISTRIBUTED: dict[type, type] = {
     GCNConv: DistGCNConv,
     GCN2Conv: DistGCN2Conv,
     SAGEConv: DistSAGEConv,
@@ -109,7 +109,7 @@ def _ranks() -> int:
 
 
 def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
-    ours = *_MATRIX.values(), HaloConv, HaloExecution, DistBatchNorm
+    ours = *DISTRIBUTED.values(), HaloConv, HaloExecution, DistBatchNorm
     if isinstance(module, ours):
         return module
     if type(module) is pyg.TGNMemory and _ranks() > 1:
@@ -117,8 +117,8 @@ def _stand_in(module: torch.nn.Module) -> torch.nn.Module:
             "import TGNMemory from pyg_distcomm.nn, after pdc.init(): PyG's keeps the memory "
             "of all nodes on one rank, and what it holds is not cut afterwards"
         )
-    if type(module) in _MATRIX:
-        module.__class__ = _MATRIX[type(module)]
+    if type(module) in DISTRIBUTED:
+        module.__class__ = DISTRIBUTED[type(module)]
         return module
     if type(module) is torch.nn.BatchNorm1d:
         return DistBatchNorm.of(module)

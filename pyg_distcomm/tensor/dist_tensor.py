@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm.comm.failure import needing
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.row_sharded import (
@@ -102,7 +102,7 @@ class DistTensor(RowShardedTensor):
         Raises:
             OutOfMemoryError: on all ranks, if they do not fit on this rank's device.
         """
-        watch = getattr(getattr(self.rows.mesh, "world", None), "watch", None)
+        watch = watch_of(self.rows.mesh)
         where, local = kwargs.get("device", (*args, None)[0]), self.to_local()
         named = isinstance(where, (str, int, torch.device))
         place = torch.device(where) if named else local.device
