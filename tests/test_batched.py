@@ -453,6 +453,10 @@ def _whole_graphs():
         pdc.partition(graphs()[2], mesh, "graphs")
     with pytest.raises(TypeError, match="to_data_list"):
         share.to_data_list()
+    count = share.num_nodes + 1
+    pool, batch = nn.EdgePooling(F_IN).double(), torch.zeros(count, dtype=torch.int64)
+    with pytest.raises(TypeError, match=f"shape \\[{count}\\]"):
+        pool(share.x, share.edge_index, batch)
     typed = HeteroData()
     typed["a"].x, typed["b"].x = torch.randn(4, 2), torch.randn(3, 2)
     typed["a", "b"].edge_index = torch.tensor([[0, 3, 2], [1, 2, 0]])

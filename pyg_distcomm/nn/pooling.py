@@ -38,6 +38,7 @@ from pyg_distcomm.graph.edge_matrix import EdgeMatrix
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import plan_of, recut
+from pyg_distcomm.tensor.row_sharded import fit_plain
 
 
 class DistSelectTopK(SelectTopK):
@@ -317,7 +318,7 @@ class _Clusters:
         if isinstance(batch, DistTensor):
             local = batch.to_local()
         else:
-            local = batch[nodes.gid_on(batch.device)]
+            local = fit_plain(batch, nodes, 1, "batch")
         return DistTensor.wrap(local[self._member.to(local.device)], self.rows)
 
     def edges(self, loops: bool) -> DistEdgeIndex:

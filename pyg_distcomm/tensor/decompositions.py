@@ -19,7 +19,7 @@ from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.getitem import gather_all
 from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.op_tables import base_name
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, unsupported_op
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
 
 
 def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -182,9 +182,10 @@ def _einsum(equation: Any, *operands: Any) -> Any:
                 local.append(x)
                 continue
             dim = term.index(row)
-            if "." in term or like.reads_local or x.size(dim) != like.rows.count:
+            if "." in term or like.reads_local:
                 raise refused
-            local.append(x.index_select(dim, like.rows.place_on(x.device)))
+            rows = fit_plain(x.movedim(dim, 0), like, x.dim(), "einsum")
+            local.append(rows.movedim(0, dim))
         elif term[0] != row or row in term[1:]:
             raise refused
         else:
