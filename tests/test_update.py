@@ -722,6 +722,14 @@ def in_adj(size_of_step):
     torch.testing.assert_close(got, model[0](x, whole_adj), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="give new_edges a 'adj_t'"):
         pdc.update(share, new_edges=ends[:, :1])
+    adj = torch.sparse_coo_tensor(torch.tensor([[1, 2], [0, 1]]), torch.ones(2), (3, 3))
+    share = pdc.partition(Data(x=plain.x[:3], adj_t=adj.coalesce().double()), mesh)
+    loop = torch.sparse_coo_tensor(torch.tensor([[2], [2]]), torch.ones(1), (3, 3))
+    grown = pdc.update(share, new_edges=loop.coalesce().double())
+    assert grown.adj_t.looped  # on all ranks, though one has the loop
+    gcn = pdc.convert(pyg.GCNConv(7, 4).double())
+    with pytest.raises(TypeError, match="add_self_loops=False"):
+        gcn(grown.x, grown.adj_t)
 
 
 @tiers.parametrize("size", [1, 2, 3, 4], [2])
