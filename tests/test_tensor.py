@@ -592,6 +592,19 @@ def _noise():
     got = torch.randn_like(share.x[share.train_mask])
     assert torch.equal(got.full_tensor(), want)
     assert torch.randn_like(share.x, requires_grad=True).requires_grad
+    # masks are drawn by key: entries are kept, or those of SELU at minus infinity
+    got, low, p = (
+        F.alpha_dropout(share.x, 0.4, True).full_tensor(),
+        -1.7580993408473766,
+        0.4,
+    )
+    scale = ((1 - p) * (1 + p * low**2)) ** -0.5
+    kept, dropped = (
+        scale * (v - p * low) for v in (data.x, torch.full_like(data.x, low))
+    )
+    lost = torch.isclose(got, dropped)
+    torch.testing.assert_close(got, torch.where(lost, dropped, kept))
+    assert 0.2 < lost.double().mean() < 0.6
 
 
 @ranks
