@@ -757,6 +757,42 @@ def test_plans_of_links_and_of_first_epochs_are_the_ledger(kind, option, link):
         assert sent[2:] == [sent[-1]] * 3
 
 
+class Authors(Stack):
+    """Returns the rows of authors, so that nothing reads what papers cite last."""
+
+    def forward(self, x, edge_index, edge_attr):
+        for layer in self.layers:
+            x = {name: h.relu() for name, h in layer(x, edge_index).items()}
+        return self.out(x["author"])
+
+
+def authors():
+    torch.manual_seed(4)
+    model, data = Authors(graph(), "sage", "sum", pyg).double(), graph()
+    model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+    return model
+
+
+def epoch_of_authors(owners):
+    mesh, model = worlds.mesh(), pdc.convert(authors())
+    share = pdc.partition(graph(), mesh, owners)
+    for _ in range(3):
+        mesh.ledger.reset()
+        out = model(share.x_dict, share.edge_index_dict, share.edge_attr_dict)
+        out.square().sum().backward()
+    return mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+
+
+def test_gradients_that_no_loss_reads_are_not_planned():
+    owners = cut_hetero(graph(), 2, "random")
+    (plan,) = pdc.plan(graph(), ranks=2, model=authors(), partition=owners)
+    ends = [COUNTS[name] for name in graph().node_types]
+    by_type = dict(zip(graph().node_types, owners.owner.split(ends), strict=True))
+    sums = sum(plan.sum_bytes.values())
+    found = worlds.run(epoch_of_authors, 2, by_type)
+    assert found == [n - sums for n in plan.bytes_by_rank]
+
+
 def test_a_link_that_fits_no_layer_is_refused_in_the_plan():
     model = model_of(graph(), "sage max", "sum")
     mask = pdc.halo.codecs.ColumnMask(2)
