@@ -367,6 +367,11 @@ def edges_between_types():
     torch.testing.assert_close(out.full_tensor(), right, **CLOSE)
     assert torch.equal(found.full_tensor(), want)
     torch.testing.assert_close(alpha.full_tensor(), beta, **CLOSE)
+    for size in ((23, 41), (None, 41)):
+        out = wide(x, edges, size=size).full_tensor()
+        torch.testing.assert_close(out, right, **CLOSE)
+    with pytest.raises(ValueError, match="its edges go from 23 nodes to 41"):
+        wide(x, edges, size=(23, 40))
 
 
 def test_edges_between_two_types_are_edges():
