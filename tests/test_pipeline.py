@@ -392,7 +392,7 @@ def test_a_graph_from_before_an_update_is_refused():
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=1)
     pipe.train_step(share, loss_of)
     grown = pdc.update(share, removed_edges=data.edge_index[:, :1])
-    with pytest.raises(RuntimeError, match="before pdc.update; make a Pipeline"):
+    with pytest.raises(RuntimeError, match="make a Pipeline of the share"):
         pipe.train_step(share, loss_of)
     with pytest.raises(ValueError, match="make another Pipeline"):
         pipe(grown)
