@@ -151,6 +151,11 @@ class Spreader:
 
     def spread(self, given, module):
         """The same inputs with rows of nodes, and of edges, spread over ranks."""
+        cells = [
+            c for v in given.values() for c in getattr(v, "__closure__", None) or ()
+        ]
+        if any(isinstance(c.cell_contents, torch.Tensor) for c in cells):
+            raise Skipped("a function that holds tensors, which are not spread")
         if any(isinstance(v, dict) for v in given.values()):
             return self.of_types(given)
         pairs = {k: v for k, v in given.items() if is_pair(v)}
