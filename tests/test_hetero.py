@@ -696,7 +696,7 @@ def epochs(kind, option, owners, link):
             store.x = store.x.clone()
         train(model, other, steps=1)
     several = made.values() if isinstance(made, dict) else [made]
-    sent, messages = [], []
+    sent, messages, early = [], [], []
     for _ in range(5):
         mesh.ledger.reset()
         train(model, share, steps=1)
@@ -706,10 +706,12 @@ def epochs(kind, option, owners, link):
         entries = mesh.ledger.entries
         told = sum(mesh.ledger.bytes(op, at) for op, at in entries if at == "control")
         sent.append(mesh.ledger.bytes() - told)
+        early.append(sum(map(mesh.ledger.bytes, ("halo", "halo_transpose"))))
         messages.append(mesh.ledger.messages() - mesh.ledger.messages("all_reduce"))
         for one in {id(one): one for one in several if one is not None}.values():
             one.step()
-    return sent, messages[-1], mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+    rows = mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+    return sent, messages[-1], rows, early[:2]
 
 
 def by_relation():
@@ -757,6 +759,9 @@ def test_plans_of_links_and_of_first_epochs_are_the_ledger(kind, option, link):
     assert sent[-1] == list(plan.bytes_by_rank)
     assert max(each[1] for each in found) == plan.messages
     assert plan.exact is not bool(link)
+    early = zip(*(each[3] for each in found), strict=True)
+    sums = size * sum(plan.sum_bytes.values())
+    assert tuple(sum(each) + sums for each in early) == plan.early_bytes
     if not link:
         assert tuple(map(sum, sent[:2])) == plan.early_bytes
         assert sent[2:] == [sent[-1]] * 3

@@ -53,8 +53,8 @@ class Plan:
             None for the exact link.
         relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
         early_bytes: over all ranks in the first epoch, and in the second, in which features
-            that do not change still travel, beside what planning them takes; () over a
-            link that is not exact, and of pipelines.
+            that do not change still travel, and a link may not code yet, beside what
+            planning takes; () of pipelines.
     """
 
     grid: Grid
