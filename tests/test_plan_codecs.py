@@ -63,7 +63,10 @@ def trained(grid, graph, owner, layer, switches):
             got = mesh.ledger.bytes()
             messages = mesh.ledger.messages() - mesh.ledger.messages("all_reduce")
             sums = mesh.ledger.bytes("all_reduce")
-            ledger, planned = mesh.ledger, sum(map(mesh.ledger.bytes, ("plan", "edges")))
+            ledger, planned = (
+                mesh.ledger,
+                sum(map(mesh.ledger.bytes, ("plan", "edges"))),
+            )
             norms = ledger.bytes("halo", "world")  # of degrees, for the matrix
             early.append(got - sums - planned - norms)
             link.step()
