@@ -378,6 +378,47 @@ def test_edges_between_two_types_are_edges():
     worlds.run(edges_between_types, 3)
 
 
+def stacked_types():
+    """Attention over relations, written by hand on outcomes stacked along dim 0."""
+    data = graph()
+    share = pdc.partition(data, worlds.mesh(), "random")
+    kinds = [k for k in data.edge_types if k[2] == "paper"]
+    torch.manual_seed(0)
+    widths = {name: data[name].x.size(1) for name in COUNTS}
+    plain = torch.nn.ModuleList(
+        pyg.SAGEConv((widths[k[0]], widths["paper"]), 6) for k in kinds
+    )
+    plain.append(torch.nn.Linear(6, 6))
+    plain.query = torch.nn.Parameter(torch.randn(6))
+    plain = plain.double()
+    found = []
+    for one, model in ((data, plain), (share, pdc.convert(copy.deepcopy(plain)))):
+        x = {name: v.clone().requires_grad_() for name, v in one.x_dict.items()}
+        outs = [
+            conv((x[k[0]], x["paper"]), one[k].edge_index)
+            for k, conv in zip(kinds, model, strict=False)
+        ]
+        z = torch.stack(outs)
+        score = (model[-1](z).tanh() * model.query).sum(-1).mean(1)
+        whole = (score.softmax(0).view(-1, 1, 1) * z).sum(0)
+        shifted = (x["paper"][:, :6] + (1 - z).relu()).amax(0)
+        (whole.sin() * shifted).sum().backward()
+        grads = [v.grad for v in x.values()] + [p.grad for p in model.parameters()]
+        found.append([score, whole, shifted, *grads, torch.tensor(z.shape)])
+    for want, got in zip(*found, strict=True):
+        if want is not None:  # fields have no in-edges here
+            got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+            torch.testing.assert_close(got, want, **CLOSE)
+    with pytest.raises(TypeError, match="stacked along dim 0"):
+        z.add_(1)
+    with pytest.raises(TypeError, match="stacked along dim 0"):
+        torch.cumsum(z, 1)
+
+
+def test_outcomes_of_relations_are_stacked():
+    worlds.run(stacked_types, 3)
+
+
 def mistakes():
     data, mesh = graph(), worlds.mesh()
     share = pdc.partition(data, mesh, "random")
