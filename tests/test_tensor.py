@@ -395,7 +395,7 @@ def test_losses_are_global_means(size):
 REFUSED = {
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
-    "stack": lambda x: torch.stack([x, x]).exp(),
+    "stack": lambda x: torch.stack([x, x]).cumsum(1),
     "sum of a stack": lambda x: torch.stack([x, x]).sum(),
     "pairs": lambda x: x[x[:, :2] > 0, torch.tensor([0, 1])],
     "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
