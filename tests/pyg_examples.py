@@ -203,14 +203,6 @@ SAMPLED = (
     "batch.num_sampled_nodes_dict)"
 )
 
-EXPLAINED = (
-    Edit(
-        "explain on whole tensors, `.full_tensor()`",
-        "explainer(data.x, data.edge_index,",
-        "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
-    ),
-)
-
 
 def changed(why, *pairs):
     """Edits of one purpose."""
@@ -230,21 +222,11 @@ EDITS = {
     "compile/gcn": (
         Edit("no torch.compile", "model = torch.compile(model, dynamic=False)\n", ""),
     ),
-    "explain/gnn_explainer": EXPLAINED,
-    "explain/graphmask_explainer": EXPLAINED,
-    "explain/gnn_explainer_ba_shapes": EXPLAINED
-    + changed(
-        EXPLAINED[0].why,
-        ("target = data.y if", "target = data.y.full_tensor() if"),
-        ("edge_index=data.edge_index)", "edge_index=data.edge_index.full_tensor())"),
-        ("data.edge_mask[hard", "data.edge_mask.full_tensor()[hard"),
-    ),
-    "explain/gnn_explainer_link_pred": changed(
-        EXPLAINED[0].why,
-        ("    x=train_data.x,", "    x=train_data.x.full_tensor(),"),
-        (
-            "    edge_index=train_data.edge_index,",
-            "    edge_index=train_data.edge_index.full_tensor(),",
+    "explain/graphmask_explainer": (
+        Edit(
+            "explain on whole tensors, `.full_tensor()`",
+            "explainer(data.x, data.edge_index,",
+            "explainer(data.x.full_tensor(), data.edge_index.full_tensor(),",
         ),
     ),
     "ogc": changed(

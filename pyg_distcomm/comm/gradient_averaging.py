@@ -490,6 +490,7 @@ def meet(x: Any, mesh: Any) -> Any:
     """
     if not isinstance(mesh, Mesh) or mesh.world.size == 1:
         return x
-    if isinstance(x, Tensor) and x.requires_grad:
+    plain = isinstance(x, Tensor) and not getattr(type(x), "_spread", False)
+    if plain and x.requires_grad:
         return averager_of(mesh).meet(x)
     return x

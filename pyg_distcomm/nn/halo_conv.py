@@ -269,7 +269,8 @@ def _through_halo(
     at_work = context.is_coded
     if at_work and context.link is not None:
         check_aggregations(layers_of(conv), context.link)
-    whole = given.get("return_attention_weights") is not None  # kept while it runs
+    # attention that is kept while the layer runs, and masks of all edges, need it whole
+    whole = given.get("return_attention_weights") is not None or bool(conv.explain)
     keeps = edge_index.topology.ordering.keep_inputs
     how = context.topology, context.exchange(), at_work, whole, keeps
     visit = HaloVisit(conv, *how)
@@ -362,10 +363,10 @@ def _check(
     conv: MessagePassing, edge_index: DistEdgeIndex, given: dict[str, Any]
 ) -> None:
     name = type(conv).__name__
-    if conv.explain or conv.decomposed_layers > 1:
+    if conv.decomposed_layers > 1:
         raise ValueError(
-            f"{name} has explain={conv.explain} and decomposed_layers="
-            f"{conv.decomposed_layers}; explain it, or decompose it, on one process"
+            f"{name} has decomposed_layers={conv.decomposed_layers}; leave it out, or cap "
+            "memory by pdc.partition(..., memory='8GiB'), which runs layers in chunks"
         )
     two_types = edge_index.topology.sources is not None
     if two_types and conv.flow != "source_to_target":

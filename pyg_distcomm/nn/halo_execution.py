@@ -42,7 +42,13 @@ from pyg_distcomm.nn.index_guard import (
     gids_of,
 )
 from pyg_distcomm.nn.layer_context import tell_of_rows
-from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, adds_rows
+from pyg_distcomm.nn.message_forms import (
+    AGGREGATIONS,
+    MESSAGES,
+    adds_rows,
+    mask_messages,
+    untemplated,
+)
 from pyg_distcomm.nn.node_chunks import (
     arguments_of,
     in_chunks,
@@ -54,7 +60,8 @@ from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf, standing_in
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, version_of
 
-_VERBS = ("propagate", "edge_updater", "message", "edge_update", "aggregate", "update")
+_VERBS = """propagate edge_updater message explain_message edge_update aggregate
+update""".split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +218,7 @@ class HaloVisit:
 
     def _propagate(self, layer: MessagePassing, call: Callable) -> Callable:
         wanted = {*layer._user_args}
+        call = untemplated(layer) if layer.explain else call
 
         def run(edge_index: Any, size: Any = None, **given: Any) -> Any:
             found = self._added(layer, call, edge_index, given)
@@ -314,6 +322,13 @@ class HaloVisit:
                 return self._own(self._of_nothing(call, _bare(inputs), given, own))
 
         return run
+
+    def _explain_message(self, layer: MessagePassing, call: Callable) -> Callable:
+        if getattr(call, "__func__", None) is not MessagePassing.explain_message:
+            return lambda inputs, **given: call(inputs, **self._typed(given))
+        return lambda inputs, **_: mask_messages(
+            layer, _bare(inputs), self.calls[-1].edges.rows, self.topology.edges
+        )
 
     def _most(self, index: Tensor) -> int:
         """The most messages that any node of any rank gets."""

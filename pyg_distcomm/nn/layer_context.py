@@ -210,6 +210,8 @@ def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:
     kind, own = type(conv), vars(conv)
     if any(s in own or getattr(kind, s) is not getattr(base, s) for s in steps):
         return False
+    if conv.explain:  # messages are weighed by a mask of edges
+        return False
     if any(own.get(f"_{s}_forward_{when}") for s in _HOOKED for when in _WHEN):
         return False
     named = {"mean": MeanAggregation, "max": MaxAggregation}

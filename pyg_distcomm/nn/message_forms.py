@@ -1,11 +1,17 @@
-"""Names PyG's layers whose messages are rows of sources, and how they are added up."""
+"""Names layers whose messages are rows of sources, and weighs messages by explainers' masks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch_geometric.nn as pyg
+from torch import Tensor
 from torch_geometric.nn import MessagePassing
+
+from pyg_distcomm.comm.gradient_averaging import meet
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 AGGREGATIONS: dict[type, str] = {
     pyg.SumAggregation: "sum",
@@ -48,6 +54,60 @@ def adds_rows(conv: MessagePassing) -> bool:
         and kind.aggregate is MessagePassing.aggregate
         and kind.update is MessagePassing.update
         and conv.node_dim == -2
-        and not has_hooks(conv)
+        and not (has_hooks(conv) or conv.explain)
         and not any(step in vars(conv) for step in STEPS)
     )
+
+
+def untemplated(conv: MessagePassing) -> Any:
+    """Returns a layer's `propagate` as it is written, which weighs messages by masks.
+
+    PyG replaces it by a template that does not; under `explain` it takes a class's own
+    template out, but leaves that of a base class in place.
+    """
+    for kind in type(conv).__mro__:
+        call = vars(kind).get("propagate")
+        template = f"{kind.__module__}_{kind.__name__}_propagate"
+        if call is not None and call.__module__ != template:
+            return call.__get__(conv)
+    raise AssertionError("MessagePassing has no propagate")
+
+
+def mask_messages(
+    conv: MessagePassing, messages: Tensor, rows: Rows, edges: Rows
+) -> Tensor:
+    """Weighs messages by the mask of edges that an explainer gave a layer.
+
+    As `MessagePassing.explain_message` does: message e is multiplied by mask[e], or by its
+    sigmoid; those of loops that the layer added stay as they are.
+
+    Args:
+        conv: has the mask, `[E]` of all edges in the order of the edge_index that was cut,
+            or this rank's rows of it.
+        messages: `[m, ...]` of this rank.
+        rows: their edges; ids from E on are loops that the layer added.
+        edges: the edges of this rank, without them.
+
+    Raises:
+        ValueError: if there is no mask, or one of other edges.
+    """
+    mask, name = conv._edge_mask, type(conv).__name__
+    if mask is None:
+        raise ValueError(
+            f"{name} has explain=True and no mask of edges; let an Explainer of "
+            "torch_geometric.explain set it"
+        )
+    here = isinstance(mask, DistTensor)
+    if not (mask.rows.same_as(edges) if here else len(mask) == edges.total):
+        raise ValueError(
+            f"the mask that explains {name} has shape {list(mask.shape)}; give one value for "
+            f"each of {edges.total} edges, the same on every rank"
+        )
+    gid = rows.gid_on(messages.device)
+    weight = mask.to_local() if here else meet(mask, edges.mesh)
+    place = torch.searchsorted(edges.gid_on(gid.device), gid) if here else gid
+    weight = weight.sigmoid() if conv._apply_sigmoid else weight
+    place = place.where(gid < edges.total, len(weight))
+    size = [1] * messages.dim()
+    size[conv.node_dim] = -1
+    return messages * torch.cat([weight, weight.new_ones(1)])[place].view(size)

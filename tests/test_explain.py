@@ -1,0 +1,171 @@
+"""Explanations by PyG's explainers on a share: masks equal those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import tiers
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from torch_geometric.data import Data
+from torch_geometric.explain import Explainer, GNNExplainer, PGExplainer, fidelity
+
+import pyg_distcomm as pdc
+from pyg_distcomm import nn
+
+NODES, F_IN, CLASSES = 30, 6, 3
+MODEL = {
+    "mode": "multiclass_classification",
+    "task_level": "node",
+    "return_type": "raw",
+}
+LAYERS = {
+    "gcn": lambda ns, i, o: ns.GCNConv(i, o),
+    "gat": lambda ns, i, o: ns.GATConv(i, o, heads=2, concat=False),
+    "sage max": lambda ns, i, o: ns.SAGEConv(i, o, aggr="max"),
+    "sage": lambda ns, i, o: ns.SAGEConv(i, o),
+    "gin": lambda ns, i, o: ns.GINConv(torch.nn.Linear(i, o)),
+    "gcn, against edges": lambda ns, i, o: ns.GCNConv(i, o, flow="target_to_source"),
+    "gat, against edges": lambda ns, i, o: ns.GATConv(i, o, flow="target_to_source"),
+    "tag": lambda ns, i, o: ns.TAGConv(i, o),
+    "gcn2": lambda ns, i, o: _Initial(ns, i, o),
+}
+
+
+class _Initial(torch.nn.Module):
+    """A layer that takes its first features, too."""
+
+    def __init__(self, ns, i, o):
+        super().__init__()
+        self.start, self.conv = torch.nn.Linear(i, o), ns.GCN2Conv(o, 0.1)
+
+    def forward(self, x, edge_index):
+        x = self.start(x)
+        return self.conv(x, x, edge_index)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, ns, kind):
+        super().__init__()
+        self.one = LAYERS[kind](ns, F_IN, 8)
+        self.two = LAYERS[kind](ns, 8, CLASSES)
+
+    def forward(self, x, edge_index):
+        return self.two(self.one(x, edge_index).relu(), edge_index)
+
+
+def graph():
+    """Edges with loops, one of them twice."""
+    g = torch.Generator().manual_seed(3)
+    loops = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    edge_index = torch.randint(0, NODES, (2, 100), generator=g)
+    return Data(
+        x=torch.randn(NODES, F_IN, generator=g, dtype=torch.float64),
+        edge_index=torch.cat([edge_index, loops], 1),
+        y=torch.randint(0, CLASSES, (NODES,), generator=g),
+    )
+
+
+@contextlib.contextmanager
+def doubles():
+    """Makes tensors, an explainer's masks too, of float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def full(value):
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach()
+
+
+@doubles()
+def explained(ns, data, kind, index):
+    """Returns masks of nodes and edges, the output afterwards, and how faithful they are."""
+    torch.manual_seed(7)
+    net = Net(ns, kind)
+    explainer = Explainer(
+        net,
+        GNNExplainer(epochs=4),
+        explanation_type="model",
+        node_mask_type="object",
+        edge_mask_type="object",
+        model_config=MODEL,
+    )
+    found = explainer(data.x, data.edge_index, index=index)
+    after = net(data.x, data.edge_index)
+    measured = torch.tensor(fidelity(explainer, found))
+    return [full(v) for v in (found.node_mask, found.edge_mask, after, measured)]
+
+
+def _share(kind, index, grid):
+    mesh = worlds.mesh(grid=grid)
+    return explained(nn, pdc.partition(graph(), mesh), kind, index)
+
+
+@tiers.parametrize("kind", LAYERS, default=["gcn", "gat"])
+@pytest.mark.parametrize(
+    ("grid", "index"),
+    [
+        ((2, 1, 1), torch.tensor([3, 7, 1])),
+        tiers.rarely((3, 1, 1), 5),
+        tiers.rarely((2, 2, 1), None),
+    ],
+)
+def test_masks_equal_those_of_one_process(kind, grid, index):
+    wanted = explained(pyg, graph(), kind, index)
+    size = grid[0] * grid[1] * grid[2]
+    for found in worlds.run(_share, size, kind, index, grid):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@doubles()
+def trained(ns, data):
+    """Returns a mask of edges by an explainer that learns from three nodes."""
+    torch.manual_seed(7)
+    net = Net(ns, "gcn")
+    algorithm = PGExplainer(epochs=2, lr=0.01)
+    explainer = Explainer(
+        net,
+        algorithm,
+        explanation_type="phenomenon",
+        edge_mask_type="object",
+        model_config=MODEL,
+    )
+    for epoch in range(2):
+        for index in (1, 2, 8):
+            at = {"target": data.y, "index": index}
+            algorithm.train(epoch, net, data.x, data.edge_index, **at)
+    found = explainer(data.x, data.edge_index, target=data.y, index=3)
+    return full(found.edge_mask)
+
+
+def _trained_share():
+    return trained(nn, pdc.partition(graph(), worlds.mesh()))
+
+
+@tiers.rare
+def test_an_explainer_that_learns_equals_that_of_one_process():
+    wanted = trained(pyg, graph())
+    for found in worlds.run(_trained_share, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def _held_wrong():
+    data, net = pdc.partition(graph(), worlds.mesh()), Net(nn, "gcn").double()
+    net.one.explain = True
+    net.one._edge_mask = None
+    with pytest.raises(ValueError, match="no mask of edges"):
+        net(data.x, data.edge_index)
+    net.one._edge_mask = torch.ones(5)
+    with pytest.raises(ValueError, match="each of 103 edges"):
+        net(data.x, data.edge_index)
+
+
+def test_a_mask_of_other_edges_is_refused():
+    worlds.run(_held_wrong, 2)
