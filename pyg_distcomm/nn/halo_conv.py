@@ -382,13 +382,13 @@ def _check(
     size = given.get("size")
     if size is not None:
         nodes = [edge_index.sources.total, edge_index.nodes.total]
-        same = len(size) == 2 and all(
-            said is None or said == count
+        pair = isinstance(size, (tuple, list)) and len(size) == 2
+        if not pair or any(
+            said is not None and said != count
             for said, count in zip(size, nodes, strict=True)
-        )
-        if not same:
+        ):
             raise ValueError(
-                f"{name} got size={tuple(size)}, but its edges go from {nodes[0]} nodes to "
+                f"{name} got size={size}, but its edges go from {nodes[0]} nodes to "
                 f"{nodes[1]}; leave size out"
             )
         given["size"] = None  # edges know their nodes

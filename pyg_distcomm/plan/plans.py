@@ -328,7 +328,7 @@ def _early(plans: Sequence[Plan]) -> list[str]:
     return [
         f"the first two epochs of {plan.algorithm} {plan.sides} move "
         f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
-        "change still travel"
+        f"change still travel{'' if plan.exact else ', and the link may not code yet'}"
         for plan in plans
         if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
     ]

@@ -394,9 +394,12 @@ class Stacked(torch.Tensor):
         dims = kwargs.pop("dim", kwargs.pop("axis", args[0] if args else None))
         if isinstance(dims, (list, tuple)) and len(dims) == 1:
             dims = dims[0]
+        reduce = getattr(torch, name)
+        if dims is None and not args and name != "logsumexp":
+            return reduce(self.x, **kwargs)
         if kwargs.get("keepdim") or len(args) > 1 or type(dims) is not int:
             return None
-        dim, reduce = dims % self.x.dim(), getattr(torch, name)
+        dim = dims % self.x.dim()
         if dim < 2:  # rows are in front here
             return reduce(self.x, dim=1 - dim, **kwargs)
         out = reduce(self.x, dim=dim, **kwargs)
@@ -419,6 +422,8 @@ def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     if len(dims) != 1 or (name in WEIGHTED and not (name == "linear" and dims == {3})):
         return None
     if name in WEIGHTED:
+        if not args or len(stacks) != 1 or stacks[0] is not args[0]:
+            return None
         return Stacked.over(func(args[0].x, *args[1:], **kwargs))
     (most,) = dims
 
@@ -434,13 +439,13 @@ def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
             return value.unsqueeze(1)
         if not isinstance(value, Tensor) or value.dim() < most - 1:
             return value
-        if value.size(1 - most) != 1:
+        if value.dim() > most or value.size(1 - most) != 1:
             raise unsupported_op(f"{name}() of stacked tensors and plain rows of each")
         return value.transpose(0, 1) if value.dim() == most else value
 
     args = [turned(value) for value in args]
-    kwargs = {k: turned(value) for k, value in kwargs.items()}
-    return Stacked.over(func(*args, **kwargs))
+    found = func(*args, **{k: turned(value) for k, value in kwargs.items()})
+    return Stacked.over(found) if isinstance(found, RowShardedTensor) else found
 
 
 def transposed(name: str, args: Any, kwargs: Any) -> Any:
