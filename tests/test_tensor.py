@@ -52,6 +52,7 @@ LOCAL = {
     "flatten": lambda x: x.unsqueeze(1).flatten(1),
     "stack": lambda x: torch.stack([x, x], dim=-1).sum(-1),
     "stacks": lambda x: torch.stack([x, x * 2]).mean(0) + torch.stack([x, -x])[1],
+    "sum of a stack": lambda x: x * torch.stack([x, x]).sum(),
     "largest of stacks": lambda x: torch.max(torch.stack([x, x**2]), dim=0).values,
     "columns": lambda x: x[:, 1:3],
     "one column": lambda x: x[:, 0],
@@ -395,8 +396,7 @@ def test_losses_are_global_means(size):
 REFUSED = {
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
-    "stack": lambda x: torch.stack([x, x]).exp(),
-    "sum of a stack": lambda x: torch.stack([x, x]).sum(),
+    "stack": lambda x: torch.stack([x, x]).cumsum(1),
     "pairs": lambda x: x[x[:, :2] > 0, torch.tensor([0, 1])],
     "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
     "spectral": lambda x: torch.linalg.norm(x, 2),
