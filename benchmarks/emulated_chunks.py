@@ -16,16 +16,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deep import stack_of
+from deep import loss_of, stack_of
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.datasets import load_dataset
 
 ROWS, GRADIENTS = ("fresh", "old"), ("all", "dropped", "late")
+
+
+Csr = tuple[Tensor, Tensor, Tensor]
+
+
+def times(matrix: Csr, x: Tensor) -> Tensor:
+    """Returns the product of a square matrix and rows."""
+    return kernels.spmm(*matrix, x.contiguous())
 
 
 @dataclass
@@ -44,15 +53,15 @@ class Product(torch.autograd.Function):
         ctx.made = chunks, read
         late = x if chunks.rows == "fresh" or read.rows is None else read.rows
         read.rows = x.detach()
-        return chunks.now[0] @ x + chunks.later[0] @ late
+        return times(chunks.now[0], x) + times(chunks.later[0], late)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         chunks, read = ctx.made
-        out = chunks.now[1] @ g
+        out = times(chunks.now[1], g)
         late = {"all": g, "dropped": None, "late": read.gradient}[chunks.gradients]
         if late is not None:
-            out += chunks.later[1] @ late
+            out += times(chunks.later[1], late)
         read.gradient = g
         return out, None, None
 
@@ -73,7 +82,9 @@ class EmulatedChunks:
     ) -> None:
         self.model, self.data, self.chunk = model, data, chunk
         self.rows, self.gradients = rows, gradients
-        edges, weight = gcn_norm(data.edge_index, None, data.num_nodes, dtype=data.x.dtype)
+        edges, weight = gcn_norm(
+            data.edge_index, None, data.num_nodes, dtype=data.x.dtype
+        )
         turn = torch.argsort(edges[1] * data.num_nodes + edges[0])
         back = torch.argsort(edges[0] * data.num_nodes + edges[1])
         self._sides = [
@@ -97,21 +108,22 @@ class EmulatedChunks:
             for which, kept in ((~late, self.now), (late, self.later)):
                 kept.append(self._csr(row[which], col[which], weight[which]))
 
-    def _csr(self, row: Tensor, col: Tensor, weight: Tensor) -> Tensor:
-        n = len(self.chunk)
-        ends = F.pad(torch.bincount(row, minlength=n).cumsum(0), (1, 0))
-        return torch.sparse_csr_tensor(ends, col, weight, (n, n))
+    def _csr(self, row: Tensor, col: Tensor, weight: Tensor) -> Csr:
+        ends = F.pad(torch.bincount(row, minlength=len(self.chunk)).cumsum(0), (1, 0))
+        return ends.int(), col.int(), weight
 
-    def _product(self, edge_index: Any, *, x: Tensor, read: Read, **more: Any) -> Tensor:
+    def _product(
+        self, edge_index: Any, *, x: Tensor, read: Read, **more: Any
+    ) -> Tensor:
         if self.model.training:
             return Product.apply(x, self, read)
-        return self.now[0] @ x
+        return times(self.now[0], x)
 
     def step(self, order: list[int]) -> Tensor:
         """Runs an epoch forward and backward in an order of chunks; returns the loss."""
         self.plan(order)
-        out, data = self.model.train()(self.data.x, self.data.edge_index), self.data
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        out = self.model.train()(self.data.x, self.data.edge_index)
+        loss = loss_of(out, self.data)
         loss.backward()
         return loss.detach()
 
@@ -150,6 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from deep import loss_of
-
     main()
