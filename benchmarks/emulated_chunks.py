@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deep import loss_of, stack_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
