@@ -26,9 +26,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.datasets import load_dataset
 
-ROWS, GRADIENTS = ("fresh", "old"), ("all", "dropped", "late")
-
-
 Csr = tuple[Tensor, Tensor, Tensor]
 
 
