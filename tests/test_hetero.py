@@ -886,7 +886,7 @@ def resumed(folder):
 
     def begin():
         late = pdc.Sylvie()
-        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9)}
+        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9, slope=1)}
         links |= {"written": late, "in": None}
         model = pdc.convert(model_of(data, "sage", "sum"))
         return pdc.partition(data, mesh, "random", link=links), model, links
