@@ -53,6 +53,13 @@ LOCAL = {
     "stack": lambda x: torch.stack([x, x], dim=-1).sum(-1),
     "stacks": lambda x: torch.stack([x, x * 2]).mean(0) + torch.stack([x, -x])[1],
     "sum of a stack": lambda x: x * torch.stack([x, x]).sum(),
+    "softmax over a stack": lambda x: (
+        torch.stack([x, x**2]).softmax(dim=0) * torch.stack([x.sin(), x])
+    ).sum(0),
+    "softmax of rows of a stack": lambda x: torch.log_softmax(torch.stack([x, -x]), 1)[
+        0
+    ],
+    "normalize a stack": lambda x: F.normalize(torch.stack([x, x**2]), dim=-1).sum(0),
     "largest of stacks": lambda x: torch.max(torch.stack([x, x**2]), dim=0).values,
     "columns": lambda x: x[:, 1:3],
     "one column": lambda x: x[:, 0],

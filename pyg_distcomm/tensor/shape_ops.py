@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_distcomm.comm import autograd
@@ -378,6 +379,8 @@ class Stacked(torch.Tensor):
             found = whole._reduced(name, args[1:], kwargs)
         elif whole is not None and name == "unbind":
             found = None if any((*args[1:], *kwargs.values())) else whole.x.unbind(1)
+        elif whole is not None and name in _ALONG:
+            found = whole._along(name, args[1:], kwargs)
         elif whole is not None and name == "getitem" and type(args[1]) is int:
             found = whole.x[:, args[1]]
         elif whole is not None and name in SIZES:
@@ -405,11 +408,23 @@ class Stacked(torch.Tensor):
         out = reduce(self.x, dim=dim, **kwargs)
         return Stacked.over(out) if isinstance(out, Tensor) else None
 
+    def _along(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns a stack of the same shape that is made along one dim, or None."""
+        given = inspect.signature(_ALONG[name]).bind(self.x, *args, **kwargs)
+        given.apply_defaults()
+        dim = given.arguments["dim"]
+        if type(dim) is not int or (len(args) > 1 and name != "normalize"):
+            return None
+        dim = dim % self.x.dim()
+        given.arguments["dim"] = 1 - dim if dim < 2 else dim  # rows are in front here
+        return Stacked.over(_ALONG[name](*given.args, **given.kwargs))
+
     def __iter__(self) -> Any:
         return iter(self.x.unbind(1))
 
 
 _OVER_STACKS = frozenset("sum mean max min amax amin prod logsumexp".split())
+_ALONG = {f.__name__: f for f in (F.softmax, F.log_softmax, F.normalize)}
 
 
 def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
