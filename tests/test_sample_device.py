@@ -305,6 +305,45 @@ def test_triton_draws_what_is_defined(rows, draws, replaced, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @tiers.parametrize(
+    ("most", "draws"),
+    list(itertools.product([2, 9, 1 << 50], [1, 5, 40, 200])),
+    slice(2, None, 6),
+)
+def test_triton_draws_from_urns_what_is_defined(most, draws, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    g = torch.Generator().manual_seed(draws)
+    size = torch.tensor([draws + 1, 2000, 130 * 128, draws + 40])
+    weight = torch.randint(1, most, (int(size.sum()),), generator=g)
+    weight[::3] *= torch.rand(len(weight[::3]), generator=g) < 0.5
+    high = size.cumsum(0)
+    weight[high[:1] - draws - 1 : high[0]] += 1  # more than draws are not zero
+    weight[high[2:3] : high[2] + draws + 1] += 1
+    running = torch.cat([torch.zeros(1).long(), weight.cumsum(0)]) + 2**63 - 2**20
+    keys = torch.randint(2**62, (4,), generator=g)
+    given = running, high - size, high, keys
+    wanted = sample_ops.draw_urns.definition(*given, draws)
+    assert all(len(set(row.tolist())) == draws for row in wanted[0])
+    assert bool((weight[wanted[0]] > 0).all())
+    found = triton_kernels.draw_urns(*(t.to(device) for t in given), draws)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[], [0], [3, 0, 257, 1] * 40])
+def test_triton_adds_up_rows_in_order(sizes, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    ptr = torch.tensor([0, *sizes]).cumsum(0)
+    value = torch.rand(int(ptr[-1]), dtype=torch.float64)
+    wanted = [sum(row.tolist(), 0.0) for row in value.split(sizes)] if sizes else []
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    assert torch.equal(sample_ops.row_sums.definition(ptr, value), wanted)
+    found = triton_kernels.row_sums(ptr.to(device), value.to(device))
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
     ("shape", "dtype"),
     list(
         itertools.product(
