@@ -13,12 +13,17 @@ from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm.kernels import sample_ops
+from pyg_distcomm.kernels import matrix_ops, matrix_torch, sample_ops
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
+from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
-from pyg_distcomm.loader import DistLayerLoader, LinkNeighborLoader, NeighborLoader
-from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.loader import (
+    DistLayerLoader,
+    LinkNeighborLoader,
+    NeighborLoader,
+)
+from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -196,6 +201,45 @@ def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forc
         alike(one, other, device)
 
 
+LAYERS = {
+    "ladies": {},
+    "cagnet": {"rule": Ladies("cagnet"), "weights": "importance", "replace": True},
+    "paper": {"rule": Ladies("paper"), "weights": "debiased", "batch_size": 23},
+    "fastgcn": {"rule": "fastgcn", "weights": "importance"},
+    "fastgcn, replace": {"rule": "fastgcn", "replace": True, "keep_batch": True},
+    "weighted": {"weight_attr": "weight", "weights": "debiased", "shuffle": True},
+    "weighted fastgcn": {"rule": "fastgcn", "weight_attr": "weight"},
+    "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
+    "exponential": {"method": "exponential"},
+    "exponential fastgcn": {"method": "exponential", "rule": "fastgcn"},
+}
+
+
+def layered(name, graph, place=None, **more):
+    options = {"num_nodes_per_layer": [12, 7], "batch_size": 9, "seed": 4}
+    return DistLayerLoader(graph, **(options | LAYERS[name] | more), device=place)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize("name", list(LAYERS), slice(0, None, 3))
+def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
+    if device == "cpu":  # by operations of torch, as on a device
+        for op in vars(matrix_ops).values():
+            if isinstance(op, Op) and hasattr(matrix_torch, op.__name__):
+                twin = getattr(matrix_torch, op.__name__)
+                monkeypatch.setitem(op._twins, "cpu", twin)
+    graph = data()
+    graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
+    graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
+    graph.edge_index[1, graph.edge_index[1] == 3] = 4  # a node without in-edges
+    there = list(layered(name, graph, device))
+    monkeypatch.undo()
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_go_from_one_device_to_another(device, forced):
     def loader(place):
@@ -257,12 +301,6 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
 def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
     with pytest.raises(ValueError, match=said):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
-
-
-def test_other_loaders_refuse_devices():
-    with pytest.raises(ValueError, match="leave device out, and move them"):
-        DistLayerLoader(data(), [4], batch_size=5, device="cuda")
-    assert len(DistLayerLoader(data(), [4], batch_size=5, device="cpu"))
 
 
 def test_a_share_is_refused(forced):
@@ -376,6 +414,16 @@ def test_loaders_read_pinned_memory(name, rows_on):
         alike(one, other, "cuda")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+def test_layers_read_pinned_memory(name, rows_on):
+    place = {"graph_on": "pinned", "rows_on": rows_on}
+    there = layered(name, data(), "cuda", **place)
+    for one, other in zip(layered(name, data()), there, strict=True):
+        alike(one, other, "cuda")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 @pytest.mark.parametrize("links", [False, True])
@@ -398,3 +446,13 @@ def test_nothing_of_the_host_meets_the_device(hetero, links):
         there = kind(graph, **options, **seeds, device=place)
         for one, other in zip(host, there, strict=True):
             alike(one, other, "spare")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_no_layer_meets_the_host(name):
+    place, graph = second_device.device(), data()
+    there = layered(name, graph, place)
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, "spare")

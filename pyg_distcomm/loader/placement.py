@@ -120,6 +120,11 @@ class Placement:
             raise ValueError(f"device={str(self.device)!r}: {wrong}")
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        """Returns what a sampler is told."""
+        return {"device": self.device, "pinned": self.graph_pinned}
+
+    @property
     def cuda(self) -> bool:
         """Returns whether the device is one of CUDA, with streams."""
         return self.device.type == "cuda"
