@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import second_device
 import tiers
 import torch
+import worlds
 from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
@@ -19,11 +21,23 @@ from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
 from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    DistFeatureStore,
     DistLayerLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTRandomWalkSampler,
+    HGTLoader,
     LinkNeighborLoader,
     NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+    placement,
 )
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.placement import HOST
 from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
+from pyg_distcomm.tensor.gather_by_id import route_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -303,10 +317,95 @@ def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
 
 
-def test_a_share_is_refused(forced):
-    share = pdc.partition(data(), pdc.init())
-    with pytest.raises(ValueError, match="give each rank the whole graph"):
-        NeighborLoader(share, [2], device="cpu")
+def shared(place="cpu", rows=("device", "host")):
+    """Loads shares for a device: the minibatches of the host."""
+    mesh = worlds.mesh()
+    place = second_device.device() if place == "spare" else torch.device(place)
+    share, two = (pdc.partition(g, mesh) for g in (data(), typed()))
+    lossy = DistFeatureStore.from_data(share, mesh, wire="int8", cache=0.3)
+    hot = DistFeatureStore.from_data(two, mesh, cache=7)
+    table = pdc.nn.DistEmbedding(70, 3, mesh=mesh)
+    at = {"batch_size": 6, "seed": 3}
+    ways = {
+        "nodes": partial(NeighborLoader, share, [3, 2], embedding=table, **at),
+        "coded": partial(NeighborLoader, share, [3, 2], features=lossy, **at),
+        "types": partial(NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at),
+        "links": partial(
+            LinkNeighborLoader, share, [3, 2], neg_sampling="binary", batch_size=60
+        ),
+        "layers": partial(DistLayerLoader, share, [9, 9], **at, prefetch=2),
+        "late": partial(
+            NeighborLoader, share, [3], transform_sampler_output=lambda out: out, **at
+        ),
+        "whole": partial(NeighborLoader, share, [3], topology="replicated", **at),
+        **subgraphs(share, two),
+    }
+    try:
+        for name, make in ways.items():
+            torch.manual_seed(1)
+            host = list(make())
+            placement.HOST = frozenset()
+            for rows_on in rows:
+                torch.manual_seed(1)
+                there = list(make(device=place, rows_on=rows_on))
+                assert len(there) == len(host) > 0
+                for one, other in zip(host, there, strict=True):
+                    alike(one, other, place.type)
+                    if name == "nodes":
+                        assert route_of(other.n_id, table.rows) is not None
+            placement.HOST = HOST
+        pinned = placement.Placement(place, graph_pinned=True)
+        with pytest.raises(ValueError, match="leave graph_on out"):
+            PartitionedOptions().wanted(share, pinned)
+    finally:
+        placement.HOST = HOST
+
+
+def subgraphs(graph, two):
+    parts = ClusterData(graph, 6)
+    saint = {"batch_size": 9, "num_steps": 2, "log": False}
+    return {
+        "random": partial(RandomNodeLoader, graph, 4, shuffle=True, seed=5),
+        "cluster": partial(ClusterLoader, parts, batch_size=2, shuffle=True, seed=1),
+        "around": partial(ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
+        "edges": partial(GraphSAINTEdgeSampler, graph, sample_coverage=3, **saint),
+        "walks": partial(GraphSAINTRandomWalkSampler, graph, walk_length=2, **saint),
+        "budgets": partial(HGTLoader, two, [5, 4], "a", batch_size=6, seed=3),
+    }
+
+
+@tiers.parametrize(
+    ("size", "rows"), [(2, ["device"]), (1, ["host"]), (3, ["host"])], [(2, ["device"])]
+)
+def test_shares_are_loaded_for_a_device(size, rows):
+    worlds.run(shared, size, "cpu", rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nothing_of_a_share_meets_the_device(size):
+    worlds.anew(shared, size, "spare")
+
+
+@pytest.mark.cuda
+def test_shares_are_loaded_for_cuda():
+    shared("cuda", ("device", "pinned", "host"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("rows_on", ["device", "host"])
+def test_subgraphs_are_those_of_the_host(rows_on):
+    place = second_device.device()
+    for make in subgraphs(data(), typed()).values():
+        torch.manual_seed(1)
+        host = list(make())
+        torch.manual_seed(1)
+        there = list(make(device=place, rows_on=rows_on))
+        assert len(there) == len(host) > 0
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
 
 
 def test_pinned_memory_without_a_device_is_refused():

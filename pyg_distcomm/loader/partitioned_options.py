@@ -77,11 +77,10 @@ class PartitionedOptions:
     def wanted(self, data: Any, placement: Placement | None = None) -> bool:
         """Tells whether a graph is spread; refuses options that need one that is, or not."""
         if is_share(data):
-            if placement is not None:
+            if placement is not None and placement.graph_pinned:
                 raise ValueError(
-                    f"device={str(placement.device)!r}: a partitioned graph is sampled on "
-                    "the hosts of all ranks; leave device out and move minibatches by "
-                    ".to(device), or give each rank the whole graph"
+                    "graph_on='pinned': a partitioned graph is sampled on the hosts of all "
+                    "ranks; leave graph_on out, or give each rank the whole graph"
                 )
             return True
         if isinstance(data, (Data, HeteroData)) and any(
