@@ -111,6 +111,10 @@ def codecs(codec, ops):
 def samples(sample):
     for replaced in (True, False):
         sample.uniform_picks(torch.arange(9), torch.arange(9) + 9, 4, replaced)
+    for draws in (5, 512, 8192):
+        urns = (torch.arange(9), *torch.arange(6).view(3, 2))
+        sample.draw_urns(*urns, draws)
+    sample.row_sums(torch.arange(9), torch.zeros(9, dtype=torch.float64))
     for dtype, f in itertools.product(
         (torch.float64, torch.float32, torch.int8), (3, 8)
     ):

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import second_device
 import tiers
 import torch
+import worlds
 from test_sample_kernels import graph, request, same
 from torch_geometric.data import Data, HeteroData
 
 import pyg_distcomm as pdc
-from pyg_distcomm.kernels import sample_ops
+from pyg_distcomm.kernels import matrix_ops, matrix_torch, sample_ops
 from pyg_distcomm.kernels.minibatch import Minibatch, UnweightedNode
+from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.kernels.sample_cpu import Sampler
 from pyg_distcomm.kernels.sample_device import DeviceSampler
-from pyg_distcomm.loader import DistLayerLoader, LinkNeighborLoader, NeighborLoader
-from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.loader import (
+    ClusterData,
+    ClusterLoader,
+    DistFeatureStore,
+    DistLayerLoader,
+    GraphSAINTEdgeSampler,
+    GraphSAINTRandomWalkSampler,
+    HGTLoader,
+    LinkNeighborLoader,
+    NeighborLoader,
+    RandomNodeLoader,
+    ShaDowKHopSampler,
+    placement,
+)
+from pyg_distcomm.loader.partitioned_options import PartitionedOptions
+from pyg_distcomm.loader.placement import HOST
+from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
+from pyg_distcomm.tensor.gather_by_id import route_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -196,6 +215,45 @@ def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forc
         alike(one, other, device)
 
 
+LAYERS = {
+    "ladies": {},
+    "cagnet": {"rule": Ladies("cagnet"), "weights": "importance", "replace": True},
+    "paper": {"rule": Ladies("paper"), "weights": "debiased", "batch_size": 23},
+    "fastgcn": {"rule": "fastgcn", "weights": "importance"},
+    "fastgcn, replace": {"rule": "fastgcn", "replace": True, "keep_batch": True},
+    "weighted": {"weight_attr": "weight", "weights": "debiased", "shuffle": True},
+    "weighted fastgcn": {"rule": "fastgcn", "weight_attr": "weight"},
+    "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
+    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
+    "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
+    "exponential": {"method": "exponential"},
+    "exponential fastgcn": {"method": "exponential", "rule": "fastgcn"},
+}
+
+
+def layered(name, graph, place=None, **more):
+    options = {"num_nodes_per_layer": [12, 7], "batch_size": 9, "seed": 4}
+    return DistLayerLoader(graph, **(options | LAYERS[name] | more), device=place)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize("name", list(LAYERS), slice(0, None, 3))
+def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
+    if device == "cpu":  # by operations of torch, as on a device
+        for op in vars(matrix_ops).values():
+            if isinstance(op, Op) and hasattr(matrix_torch, op.__name__):
+                twin = getattr(matrix_torch, op.__name__)
+                monkeypatch.setitem(op._twins, "cpu", twin)
+    graph = data()
+    graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
+    graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
+    graph.edge_index[1, graph.edge_index[1] == 3] = 4  # a node without in-edges
+    there = list(layered(name, graph, device))
+    monkeypatch.undo()
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_go_from_one_device_to_another(device, forced):
     def loader(place):
@@ -259,16 +317,95 @@ def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
 
 
-def test_other_loaders_refuse_devices():
-    with pytest.raises(ValueError, match="leave device out, and move them"):
-        DistLayerLoader(data(), [4], batch_size=5, device="cuda")
-    assert len(DistLayerLoader(data(), [4], batch_size=5, device="cpu"))
+def shared(place="cpu", rows=("device", "host")):
+    """Loads shares for a device: the minibatches of the host."""
+    mesh = worlds.mesh()
+    place = second_device.device() if place == "spare" else torch.device(place)
+    share, two = (pdc.partition(g, mesh) for g in (data(), typed()))
+    lossy = DistFeatureStore.from_data(share, mesh, wire="int8", cache=0.3)
+    hot = DistFeatureStore.from_data(two, mesh, cache=7)
+    table = pdc.nn.DistEmbedding(70, 3, mesh=mesh)
+    at = {"batch_size": 6, "seed": 3}
+    ways = {
+        "nodes": partial(NeighborLoader, share, [3, 2], embedding=table, **at),
+        "coded": partial(NeighborLoader, share, [3, 2], features=lossy, **at),
+        "types": partial(NeighborLoader, two, [3], "a", features=hot, prefetch=0, **at),
+        "links": partial(
+            LinkNeighborLoader, share, [3, 2], neg_sampling="binary", batch_size=60
+        ),
+        "layers": partial(DistLayerLoader, share, [9, 9], **at, prefetch=2),
+        "late": partial(
+            NeighborLoader, share, [3], transform_sampler_output=lambda out: out, **at
+        ),
+        "whole": partial(NeighborLoader, share, [3], topology="replicated", **at),
+        **subgraphs(share, two),
+    }
+    try:
+        for name, make in ways.items():
+            torch.manual_seed(1)
+            host = list(make())
+            placement.HOST = frozenset()
+            for rows_on in rows:
+                torch.manual_seed(1)
+                there = list(make(device=place, rows_on=rows_on))
+                assert len(there) == len(host) > 0
+                for one, other in zip(host, there, strict=True):
+                    alike(one, other, place.type)
+                    if name == "nodes":
+                        assert route_of(other.n_id, table.rows) is not None
+            placement.HOST = HOST
+        pinned = placement.Placement(place, graph_pinned=True)
+        with pytest.raises(ValueError, match="leave graph_on out"):
+            PartitionedOptions().wanted(share, pinned)
+    finally:
+        placement.HOST = HOST
 
 
-def test_a_share_is_refused(forced):
-    share = pdc.partition(data(), pdc.init())
-    with pytest.raises(ValueError, match="give each rank the whole graph"):
-        NeighborLoader(share, [2], device="cpu")
+def subgraphs(graph, two):
+    parts = ClusterData(graph, 6)
+    saint = {"batch_size": 9, "num_steps": 2, "log": False}
+    return {
+        "random": partial(RandomNodeLoader, graph, 4, shuffle=True, seed=5),
+        "cluster": partial(ClusterLoader, parts, batch_size=2, shuffle=True, seed=1),
+        "around": partial(ShaDowKHopSampler, graph, 2, 3, batch_size=9, seed=1),
+        "edges": partial(GraphSAINTEdgeSampler, graph, sample_coverage=3, **saint),
+        "walks": partial(GraphSAINTRandomWalkSampler, graph, walk_length=2, **saint),
+        "budgets": partial(HGTLoader, two, [5, 4], "a", batch_size=6, seed=3),
+    }
+
+
+@tiers.parametrize(
+    ("size", "rows"), [(2, ["device"]), (1, ["host"]), (3, ["host"])], [(2, ["device"])]
+)
+def test_shares_are_loaded_for_a_device(size, rows):
+    worlds.run(shared, size, "cpu", rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nothing_of_a_share_meets_the_device(size):
+    worlds.anew(shared, size, "spare")
+
+
+@pytest.mark.cuda
+def test_shares_are_loaded_for_cuda():
+    shared("cuda", ("device", "pinned", "host"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("rows_on", ["device", "host"])
+def test_subgraphs_are_those_of_the_host(rows_on):
+    place = second_device.device()
+    for make in subgraphs(data(), typed()).values():
+        torch.manual_seed(1)
+        host = list(make())
+        torch.manual_seed(1)
+        there = list(make(device=place, rows_on=rows_on))
+        assert len(there) == len(host) > 0
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "spare")
 
 
 def test_pinned_memory_without_a_device_is_refused():
@@ -300,6 +437,45 @@ def test_triton_draws_what_is_defined(rows, draws, replaced, device):
     assert bool((wanted >= 0).all() & (wanted < size[:, None]).all())
     given = streams.to(device), size.to(device)
     found = triton_kernels.uniform_picks(*given, draws, replaced)
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@tiers.parametrize(
+    ("most", "draws"),
+    list(itertools.product([2, 9, 1 << 50], [1, 5, 40, 200])),
+    slice(2, None, 6),
+)
+def test_triton_draws_from_urns_what_is_defined(most, draws, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    g = torch.Generator().manual_seed(draws)
+    size = torch.tensor([draws + 1, 2000, 130 * 128, draws + 40])
+    weight = torch.randint(1, most, (int(size.sum()),), generator=g)
+    weight[::3] *= torch.rand(len(weight[::3]), generator=g) < 0.5
+    high = size.cumsum(0)
+    weight[high[:1] - draws - 1 : high[0]] += 1  # more than draws are not zero
+    weight[high[2:3] : high[2] + draws + 1] += 1
+    running = torch.cat([torch.zeros(1).long(), weight.cumsum(0)]) + 2**63 - 2**20
+    keys = torch.randint(2**62, (4,), generator=g)
+    given = running, high - size, high, keys
+    wanted = sample_ops.draw_urns.definition(*given, draws)
+    assert all(len(set(row.tolist())) == draws for row in wanted[0])
+    assert bool((weight[wanted[0]] > 0).all())
+    found = triton_kernels.draw_urns(*(t.to(device) for t in given), draws)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[], [0], [3, 0, 257, 1] * 40])
+def test_triton_adds_up_rows_in_order(sizes, device):
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    ptr = torch.tensor([0, *sizes]).cumsum(0)
+    value = torch.rand(int(ptr[-1]), dtype=torch.float64)
+    wanted = [sum(row.tolist(), 0.0) for row in value.split(sizes)] if sizes else []
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    assert torch.equal(sample_ops.row_sums.definition(ptr, value), wanted)
+    found = triton_kernels.row_sums(ptr.to(device), value.to(device))
     assert torch.equal(found.cpu(), wanted)
 
 
@@ -337,6 +513,16 @@ def test_loaders_read_pinned_memory(name, rows_on):
         alike(one, other, "cuda")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+def test_layers_read_pinned_memory(name, rows_on):
+    place = {"graph_on": "pinned", "rows_on": rows_on}
+    there = layered(name, data(), "cuda", **place)
+    for one, other in zip(layered(name, data()), there, strict=True):
+        alike(one, other, "cuda")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 @pytest.mark.parametrize("links", [False, True])
@@ -359,3 +545,13 @@ def test_nothing_of_the_host_meets_the_device(hetero, links):
         there = kind(graph, **options, **seeds, device=place)
         for one, other in zip(host, there, strict=True):
             alike(one, other, "spare")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_no_layer_meets_the_host(name):
+    place, graph = second_device.device(), data()
+    there = layered(name, graph, place)
+    for one, other in zip(layered(name, graph), there, strict=True):
+        alike(one, other, "spare")

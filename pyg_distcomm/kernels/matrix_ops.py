@@ -1,7 +1,8 @@
 """Defines products of sparse matrices, and draws from their rows, in plain Python.
 
 Matrices are CSR, `rowptr` [m + 1] and `col` [nnz] (any stride); the twins return the same
-numbers, bit for bit. A row draws from a generator of its own key,
+numbers, bit for bit, but for logarithms. On a device A may lie in pinned host memory. A row
+draws from a generator of its own key,
 
     s = mix(key + G),    h_j = mix(s + (j + 1) G)
 
@@ -26,7 +27,7 @@ Csr = tuple[Tensor, Tensor, Tensor | None]  # rowptr, col, value (None: ones)
 WeightedSampler = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
-@op("a", types=None)
+@op("q", types=None)
 def spgemm(
     q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +63,7 @@ def value_type(*values: Tensor | None) -> torch.dtype:
     return torch.float64 if real else torch.int64
 
 
-@op("a", types=None)
+@op("rows", types=None)
 def extract(
     a: tuple[Tensor, Tensor],
     rows: tuple[Tensor, Tensor],

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 FLOATS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
-MODULES = {"cpu": ("cpu",), "cuda": ("cuda", "library"), "fake": ("fake",)}
+MODULES = {"cpu": ("cpu",), "cuda": ("cuda", "library", "torch"), "fake": ("fake",)}
+ELSEWHERE = ("torch",)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,8 +28,9 @@ class Op(Generic[P, R]):
     The definition is a function of tensors in plain torch, without autograd, in a module
     `x_ops`. Its twins have its name and signature, one in each module of `MODULES` that
     has one: on the CPU `x_cpu` (compiled by Numba); on CUDA `x_cuda` (Triton), or where
-    Triton is not installed `x_library` (what torch brings); for fake tensors, which have
-    shapes and no numbers, `x_fake`. Where no module has a twin the definition runs. Twins
+    Triton is not installed `x_library` (what torch brings); there and on other devices
+    `x_torch`, where the definition is plain Python; for fake tensors, which have shapes and
+    no numbers, `x_fake`. Where no module has a twin the definition runs. Twins
     are imported when they are first called, because importing Numba or Triton takes a
     while.
 
@@ -93,7 +95,7 @@ class Op(Generic[P, R]):
 
     def _load(self, where: str) -> Callable[P, R] | None:
         stem, _, ending = self.definition.__module__.rpartition("_")
-        for kind in MODULES.get(where, ()) if ending == "ops" else ():
+        for kind in MODULES.get(where, ELSEWHERE) if ending == "ops" else ():
             try:
                 module = importlib.import_module(f"{stem}_{kind}")
             except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Runs `sample_ops` on CUDA, by kernels in Triton: draws, and reads of pinned memory."""
+"""Runs `sample_ops` on CUDA, by kernels in Triton: draws, sums, reads of pinned memory."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pyg_distcomm.kernels.core_triton import mix
 
 BLOCK = 128  # one thread a node: what it has written it reads again
 WORDS = 1024
+MOST = 8192  # draws of an urn whose entries one program remembers
 
 
 @triton.jit
@@ -49,6 +50,58 @@ def copy_rows(values, index, out, total, width, BLOCK: tl.constexpr):
     tl.store(out + k, word, mask=live)
 
 
+@triton.jit
+def draw_from_urn(running, low, high, keys, entries, lefts, draws, LANES: tl.constexpr):
+    """Draws from one urn; lane k remembers draw k. See `sample_ops.draw_urns`."""
+    urn = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(low + urn), tl.load(high + urn)
+    base = tl.load(running + begin)
+    left = tl.load(running + end) - base
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    word = mix(tl.load(keys + urn).to(tl.uint64) + golden)
+    lane = tl.arange(0, LANES).to(tl.int64)
+    weight = tl.zeros((LANES,), tl.int64)
+    before = tl.full((LANES,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for k in range(0, draws):
+        word += golden
+        goal = tl.umulhi(mix(word), left.to(tl.uint64)).to(tl.int64)
+        passed = before <= goal
+        skipped = tl.sum(tl.where(passed, weight, 0), 0)
+        first, last = begin, end
+        while first < last:  # LANES + 1 parts at a time
+            step = (last - first + LANES - 1) // LANES
+            probe = first + lane * step
+            total = tl.load(running + probe + 1, mask=probe < last, other=0) - base
+            below = (probe < last) & (total <= goal + skipped)
+            count = tl.sum(below.to(tl.int64), 0)
+            last = tl.minimum(last, first + count * step)
+            first = tl.where(count > 0, first + (count - 1) * step + 1, first)
+        start = tl.load(running + first)
+        mine = tl.load(running + first + 1) - start
+        before = tl.where(passed, before, before - mine)
+        before = tl.where(lane == k, start - base - skipped, before)
+        weight = tl.where(lane == k, mine, weight)
+        tl.store(entries + urn * draws + k, first)
+        tl.store(lefts + urn * draws + k, left)
+        left -= mine
+
+
+@triton.jit
+def sum_rows(ptr, value, out, rows, BLOCK: tl.constexpr):
+    """Adds up BLOCK rows, each by one thread, in order."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = r < rows
+    place = tl.load(ptr + r, mask=live, other=0)
+    end = tl.load(ptr + r + 1, mask=live, other=0)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for _ in range(0, tl.max(end - place, 0)):
+        there = place < end
+        one = tl.load(value + place, mask=there, other=0.0)
+        total = tl.where(there, total + one, total)
+        place += 1
+    tl.store(out + r, total, mask=live)
+
+
 def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> Tensor:
     """Runs `sample_ops.uniform_picks`, one thread a node."""
     out = torch.empty((len(size), draws), dtype=torch.int64, device=size.device)
@@ -57,6 +110,39 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
             draw_rows[(triton.cdiv(len(size), BLOCK),)](
                 *(streams.contiguous(), size.contiguous(), out, len(size), draws),
                 REPLACED=replaced,
+                BLOCK=BLOCK,
+                num_warps=BLOCK // 32,
+            )
+    return out
+
+
+def draw_urns(
+    running: Tensor, low: Tensor, high: Tensor, keys: Tensor, draws: int
+) -> tuple[Tensor, Tensor]:
+    """Runs `sample_ops.draw_urns`, one program an urn; up to MOST draws."""
+    if draws > MOST:
+        return sample_ops.draw_urns.definition(running, low, high, keys, draws)
+    shape = (2, len(low), draws)
+    entries, lefts = torch.empty(shape, dtype=torch.int64, device=low.device)
+    if entries.numel():
+        lanes = max(triton.next_power_of_2(draws), BLOCK)
+        with torch.cuda.device_of(low):
+            draw_from_urn[(len(low),)](
+                *(t.contiguous() for t in (running, low, high, keys)),
+                *(entries, lefts, draws),
+                LANES=lanes,
+                num_warps=min(lanes // 32, 16),
+            )
+    return entries, lefts
+
+
+def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
+    """Runs `sample_ops.row_sums`, one thread a row."""
+    out = torch.empty(len(ptr) - 1, dtype=torch.float64, device=value.device)
+    if len(out):
+        with torch.cuda.device_of(value):
+            sum_rows[(triton.cdiv(len(out), BLOCK),)](
+                *(ptr.contiguous(), value.contiguous(), out, len(out)),
                 BLOCK=BLOCK,
                 num_warps=BLOCK // 32,
             )

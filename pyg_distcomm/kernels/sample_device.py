@@ -32,6 +32,7 @@ from pyg_distcomm.kernels.minibatch import (
 from pyg_distcomm.kernels.sample_ops import (
     UNIT,
     read_rows,
+    spread,
     streams_of,
     uniform,
     uniform_picks,
@@ -266,7 +267,7 @@ class _Drawing:
             draws = choices.clamp(max=fan_out)
             if replaced:
                 draws = torch.where(choices > 0, fan_out, 0)
-        owner, within, start = _spread(draws)
+        owner, within, start = spread(draws)
         entry = low[owner] + within
         partial = draws > 0 if replaced else draws < size
         some = partial.nonzero().view(-1)
@@ -293,7 +294,7 @@ class _Drawing:
     def _choices(self, relation: Relation, low: Tensor, size: Tensor) -> Tensor:
         """Counts the entries of positive weight."""
         assert relation.weight is not None
-        owner, within, _ = _spread(size)
+        owner, within, _ = spread(size)
         positive = (read_rows(relation.weight, low[owner] + within) > 0).long()
         return torch.zeros_like(size).index_add_(0, owner, positive)
 
@@ -339,7 +340,7 @@ class _Drawing:
     ) -> tuple[Tensor, Tensor]:
         """Draws the entries of least u, or -log(u) / weight; returns where, and them."""
         relation = self.graph.relations[number]
-        owner, within, _ = _spread(size)
+        owner, within, _ = spread(size)
         entry, weight = low[owner] + within, None
         if relation.weight is not None:
             weight = read_rows(relation.weight, entry)
@@ -368,7 +369,7 @@ class _Drawing:
         relation = self.graph.relations[number]
         target, source = self.seen[relation.target], self.seen[relation.source]
         low, high = self._bounds(number, target.node, target.tree, -1)
-        owner, within, _ = _spread(high - low)
+        owner, within, _ = spread(high - low)
         entry = low[owner] + within
         row = read_rows(relation.row, entry * relation.stride).long()
         label = source.find(row, target.tree[owner])
@@ -396,16 +397,6 @@ class _Drawing:
             nodes_per_hop=[end.diff().tolist() for end in ends],
             edges_per_hop=self.drawn,
         )
-
-
-def _spread(count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the owner of each of `sum(count)` items, its number there, and offsets."""
-    ends = count.cumsum(0)
-    start = ends - count
-    total = int(ends[-1]) if len(ends) else 0
-    each = torch.arange(len(count), device=count.device)
-    owner = torch.repeat_interleave(each, count, output_size=total)
-    return owner, torch.arange(total, device=count.device) - start[owner], start
 
 
 def _repeats(values: Tensor) -> Tensor:

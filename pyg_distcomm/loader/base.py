@@ -68,8 +68,7 @@ def chosen_sampler(
     if backend is not None:
         return library_sampler(backend, data, num_neighbors, **options)
     seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
-    if placement is not None:
-        options |= {"device": placement.device, "pinned": placement.graph_pinned}
+    options |= placement.sampling if placement else {}
     return KeyedNeighborSampler(data, num_neighbors, seed=seed, **options)
 
 

@@ -133,7 +133,7 @@ class Collator:
     def fetch(self, outs: list[Any]) -> Pools:
         """Fetches the distinct rows that a bulk needs; collective if they are spread."""
         if self._spread is not None:
-            return self._spread.fetch(outs)
+            return self._spread.fetch(outs, self._placement)
         pools: Pools = {}
         for k, rows in enumerate(self._rows):
             if isinstance(rows.values, np.ndarray):
@@ -167,19 +167,21 @@ class Collator:
                 pools = self.fetch([out]) if pools is None else pools
                 find, values = pools[k]
                 ids = find(ids)
+                if self._placement is not None:  # the pool lies there
+                    found = kernels.read_rows(values, self._placement.send(ids))
+                else:
+                    found = _gather(values, ids, self._buffers)
             elif self._placement is not None:
-                values = self._placement.rows((rows.store, rows.name), values)
-            if self._placement is not None:
-                found = kernels.read_rows(values, ids)
+                found = self._placement.take((rows.store, rows.name), values, ids)
             else:
                 found = _gather(values, ids, self._buffers)
             if len(found) < len(every):
                 found = found.new_zeros(len(every), *found.shape[1:]).index_put_(
-                    (real,), found
+                    (real.to(found.device),), found
                 )
             store[rows.name] = found
         if self._placement is not None:
-            batch = batch.to(self._placement.device)
+            batch = batch.apply(self._placement.send)
         _carry(batch, out)
         return batch
 

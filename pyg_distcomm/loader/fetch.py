@@ -16,6 +16,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.loader.placement import ON_HOST, Placement
 from pyg_distcomm.loader.row_group import Group, RowGroup, take_rows, width_of, words_of
 from pyg_distcomm.sampling.row_service import RowRound
 
@@ -202,11 +203,13 @@ class Fetch:
         channel: its row axis holds all blocks between its ranks.
         row_groups: the groups of the store, in the same order on all ranks.
         columns: the attributes to bring, likewise; `group` numbers the row_groups.
+        placement: the device that rows are brought to; None for the host.
     """
 
     channel: ProcessGrid
     row_groups: Sequence[RowGroup]
     columns: Sequence[FetchedColumn]
+    placement: Placement | None = None
 
     def __call__(self, wanted: Wanted) -> dict[Group, Pool]:
         """Returns the distinct rows wanted, by group; collective.
@@ -365,10 +368,16 @@ class Fetch:
     # After ----------------------------------------------------------------------------
 
     def _room(self, column: FetchedColumn, asks: Sequence[GroupQuery]) -> Tensor:
-        """Returns where the rows of a column go; its values, if all are read in place."""
-        if self._direct(column.group, asks[column.group]):
+        """Returns where rows of a column go, those that arrive last, all for a device.
+
+        It returns the values of the column, if all are read in place.
+        """
+        ask = asks[column.group]
+        if self._direct(column.group, ask):
             return column.values
-        count = len(asks[column.group].ids)
+        if self.placement is not None:
+            return self.placement.landing(sum(ask.counts), column.values)
+        count = len(ask.ids)
         return column.values.new_empty((count, *column.values.shape[1:]))
 
     def _landing(
@@ -378,7 +387,7 @@ class Fetch:
         if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
             return None
         ask = asks[self.columns[0].group]
-        rows = room[0][len(ask.ids) - sum(ask.counts) :]
+        rows = room[0][len(room[0]) - sum(ask.counts) :]
         if not sum(ask.counts) or not rows.numel():  # nothing comes
             return None
         return rows.view(-1).view(torch.uint8)
@@ -397,17 +406,22 @@ class Fetch:
         for column, rows in zip(self.columns, room, strict=True):
             ask, row_group = asks[column.group], self.row_groups[column.group]
             here, kept = len(ask.here), len(ask.here) + len(ask.kept)
-            if not direct[column.group]:
+            if not direct[column.group] and self.placement is None:
                 take_rows(column.values, ask.here, rows[:here])
                 if kept > here:
                     take_rows(row_group.hot[column.name], ask.kept, rows[here:kept])
             whole.append(rows)
-            away.append(rows[:0] if direct[column.group] else rows[kept:])
+            away.append(rows[len(rows) - sum(ask.counts) :])
         if pending is not None:
             counts = [ask.counts for ask in asks]
             message, gids = pending.wait(), [ask.away for ask in asks]
             if self._landing(asks, room) is None:
                 unpack_rows(message, self.columns, counts, gids, away)
+        if self.placement is not None:
+            whole = [
+                self._placed(*one, asks)
+                for one in zip(self.columns, whole, strict=True)
+            ]
         pools: dict[Group, Pool] = {}
         for number, (row_group, ask) in enumerate(
             zip(self.row_groups, asks, strict=True)
@@ -419,9 +433,28 @@ class Fetch:
                 pools[row_group.group] = Pool(ask.ids, place, rows_of)
         return pools
 
+    def _placed(
+        self, column: FetchedColumn, rows: Tensor, asks: Sequence[GroupQuery]
+    ) -> Tensor:
+        """Returns rows of a column on the device: those here, kept here, and come."""
+        place, ask = self.placement, asks[column.group]
+        assert place is not None
+        row_group = self.row_groups[column.group]
+        key = row_group.group, column.name
+        if self._direct(column.group, ask):
+            return place.rows(key, column.values)
+        parts = [place.take(key, column.values, ask.here)]
+        if len(ask.kept):
+            parts.append(
+                place.take((*key, "kept"), row_group.hot[column.name], ask.kept)
+            )
+        return torch.cat([*parts, place.send(rows)])
+
     def _direct(self, number: int, ask: GroupQuery) -> bool:
         """Returns whether a group's rows are all here, and can be read in place."""
         alone = not self.row_groups[number].foreign
+        if self.placement is not None and self.placement.rows_on == ON_HOST:
+            return False
         return alone and 0 < len(ask.here) == len(ask.ids)
 
 

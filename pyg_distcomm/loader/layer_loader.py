@@ -17,6 +17,7 @@ from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike, ranks_of
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
@@ -66,7 +67,8 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         weight_attr: the name of the edges' weights in data (default: all are 1).
         method: "its" or "exponential"; see `sampling.algebra.sample`.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, embedding, **kwargs: as in `DistNeighborLoader`.
+        features, embedding, device, graph_on, rows_on, **kwargs: as in
+        `DistNeighborLoader`.
 
     Raises:
         ValueError, TypeError: on all ranks, for what cannot be.
@@ -99,26 +101,29 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         sample_at: str = "owner",
         features: DistFeatureStore | None = None,
         embedding: Any = None,
+        device: Any = None,
+        graph_on: str = "device",
+        rows_on: str = "device",
         **kwargs: Any,
     ) -> None:
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
+            self.placement = Placement.of(device, graph_on, rows_on)
             partitioned = PartitionedOptions(*placing)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
-            is_spread = partitioned.wanted(data)
+            is_spread = partitioned.wanted(data, self.placement)
             if is_spread:
                 partitioned.check(None, loader_options, kwargs)
-        options = {
-            "weights": weights,
-            "replace": replace,
-            "keep_batch": keep_batch,
-            "method": method,
-        }
+            elif self.placement is not None:
+                self.placement.check(data, None, None, kwargs)
+        options: dict[str, Any] = {"weights": weights, "replace": replace}
+        options |= {"keep_batch": keep_batch, "method": method}
         if is_spread:
-            replicated_args = partitioned.replicated_args(
+            self.spread = partitioned.source(
+                data,
                 loader_options,
                 kwargs,
                 num_nodes_per_layer=numbers,
@@ -128,14 +133,13 @@ class DistLayerLoader(BulkLoading, NodeLoader):
                 loader=type(self).__qualname__,
                 **options,
             )
-            given = data, replication, features, replicated_args, embedding
-            self.spread = PartitionedSource(*given)
             input_time = self.spread.plain(input_time, "input_time")
             most = _most_rows(numbers, self.spread.hollow, kwargs)
             graph = _spread_graph(self.spread, partitioned, chosen, weight_attr, most)
             whole = self.spread.hollow
         else:
             input_nodes = checked_seeds(data, input_nodes)
+            options |= self.placement.sampling if self.placement else {}
             most = _most_rows(numbers, data, kwargs)
         local = not isinstance(graph, PartitionedLayerGraph)
         sampler = KeyedLayerSampler(
@@ -145,7 +149,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
             weight_attr=weight_attr if local else None,
             most_rows=most if local else None,
             seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         if self.spread is not None:
             input_nodes = self.spread.seeds(input_nodes, input_time, sampler)

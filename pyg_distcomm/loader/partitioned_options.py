@@ -62,14 +62,25 @@ class PartitionedOptions:
         own["embedding"] = types
         return {**options, **loading, **vars(loader_options), **own}
 
+    def source(
+        self,
+        data: Any,
+        loader_options: LoaderOptions,
+        dataloader: dict[str, Any],
+        **options: Any,
+    ) -> PartitionedSource:
+        """Returns the source of a loader of a share; collective."""
+        arguments = self.replicated_args(loader_options, dataloader, **options)
+        given = data, self.replication, self.features, arguments, self.embedding
+        return PartitionedSource(*given)
+
     def wanted(self, data: Any, placement: Placement | None = None) -> bool:
         """Tells whether a graph is spread; refuses options that need one that is, or not."""
         if is_share(data):
-            if placement is not None:
+            if placement is not None and placement.graph_pinned:
                 raise ValueError(
-                    f"device={str(placement.device)!r}: a partitioned graph is sampled on "
-                    "the hosts of all ranks; leave device out and move minibatches by "
-                    ".to(device), or give each rank the whole graph"
+                    "graph_on='pinned': a partitioned graph is sampled on the hosts of all "
+                    "ranks; leave graph_on out, or give each rank the whole graph"
                 )
             return True
         if isinstance(data, (Data, HeteroData)) and any(
@@ -143,16 +154,14 @@ class PartitionedOptions:
             loader_options, dataloader, options: its options, torch's and PyG's.
             own_transform: whether it got a `transform_sampler_output`.
         """
-        arguments = self.replicated_args(
+        source = self.source(
+            data,
             loader_options,
             dataloader,
             num_neighbors=num_neighbors,
             own_transform=own_transform,
             loader=loader,
             **options,
-        )
-        source = PartitionedSource(
-            data, self.replication, self.features, arguments, self.embedding
         )
         return source, self.sampler(source, num_neighbors, options, loader_options.seed)
 

@@ -30,6 +30,7 @@ from pyg_distcomm.loader.options import (
     named_seeds,
     seed_ids,
 )
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.row_group import EDGES
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
@@ -236,8 +237,8 @@ class PartitionedSource:
                     store.learn_owners(group)
         self._edge_owners_known = True
 
-    def fetch(self, outs: Sequence[Any]) -> Pools:
-        """Fetches the distinct rows that a bulk needs; collective.
+    def fetch(self, outs: Sequence[Any], placement: Placement | None = None) -> Pools:
+        """Fetches the distinct rows that a bulk needs, to a device if any; collective.
 
         One exchange of ids and one of rows for each store.
         """
@@ -247,7 +248,7 @@ class PartitionedSource:
         for store, attrs in zip(self.stores, self._attrs, strict=True):
             if attrs:
                 some = {group: wanted[group] for group in attrs}
-                for group, pool in store.fetch_unique(some, attrs).items():
+                for group, pool in store.fetch_unique(some, attrs, placement).items():
                     for name in attrs[group]:
                         found[group, name] = pool.find, pool.rows[name]
         return {k: found[_group(a), a.name] for k, a in enumerate(self.attributes)}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm.store import joined_mesh
 
-PLACES = DEVICE, PINNED = "device", "pinned"
+DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
+PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
 HOST = frozenset({"cpu"})  # types of devices that mean the host's own sampler
 
 
@@ -25,13 +27,14 @@ class Placement:
 
     Args:
         device: of the minibatches.
-        graph_pinned, rows_pinned: whether the graph, and the rows of nodes and edges, stay
-            in pinned host memory, which the device reads.
+        graph_pinned: whether the graph stays in pinned host memory, which the device reads.
+        rows_on: where rows of nodes and edges are: on the device, in pinned memory, or where
+            they were, on the host, which picks those that travel.
     """
 
     device: torch.device
     graph_pinned: bool = False
-    rows_pinned: bool = False
+    rows_on: str = DEVICE
     _rows: dict[Any, tuple[Tensor, int, Tensor]] = field(
         default_factory=dict, repr=False
     )
@@ -55,8 +58,8 @@ class Placement:
     @staticmethod
     def _of(device: Any, graph_on: str, rows_on: str) -> Placement | None:
         for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
-            if place not in PLACES:
-                raise ValueError(f"{name} must be one of {PLACES}, got {place!r}")
+            if place not in PLACES[name]:
+                raise ValueError(f"{name} must be one of {PLACES[name]}, got {place!r}")
         try:
             found = torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError) as error:
@@ -65,11 +68,11 @@ class Placement:
             ) from error
         pinned = PINNED in (graph_on, rows_on)
         if found.type in HOST:
-            if pinned:
+            if (graph_on, rows_on) != (DEVICE, DEVICE):
                 raise ValueError(
                     f"graph_on={graph_on!r}, rows_on={rows_on!r} say what a device reads "
-                    f"from pinned memory, got device={device!r}; give device='cuda', or "
-                    "leave them out"
+                    f"and where, got device={device!r}; give device='cuda', or leave them "
+                    "out"
                 )
             return None
         if found.type == "cuda":
@@ -85,7 +88,7 @@ class Placement:
             found = torch.device("cuda", index)
         if pinned:
             _check_pinned(found)
-        return Placement(found, graph_on == PINNED, rows_on == PINNED)
+        return Placement(found, graph_on == PINNED, rows_on)
 
     def check(
         self,
@@ -120,18 +123,29 @@ class Placement:
             raise ValueError(f"device={str(self.device)!r}: {wrong}")
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        """Returns what a sampler is told."""
+        return {"device": self.device, "pinned": self.graph_pinned}
+
+    @property
     def cuda(self) -> bool:
         """Returns whether the device is one of CUDA, with streams."""
         return self.device.type == "cuda"
 
     def rows(self, key: Any, values: Tensor) -> Tensor:
         """Returns an attribute where the device reads it; a copy made anew if it changed."""
-        pinned = self.rows_pinned
+        pinned = self.rows_on == PINNED
         return self._kept(
             key,
             values,
             lambda t: t.contiguous().pin_memory() if pinned else self.put(t),
         )
+
+    def take(self, key: Any, values: Tensor, index: Tensor) -> Tensor:
+        """Returns rows `index` `[k]` of an attribute on the device, its name being `key`."""
+        if self.rows_on == ON_HOST:
+            return self.send(values.index_select(0, index.cpu()))
+        return kernels.read_rows(self.rows(key, values), self.send(index))
 
     def shape_of(self, key: Any, edges: Tensor) -> Tensor:
         """Returns edges of the shape of others, on the device, between their last nodes.
@@ -158,6 +172,19 @@ class Placement:
     def put(self, t: Tensor) -> Tensor:
         """Returns a tensor on the device."""
         return t.to(self.device)
+
+    def send(self, t: Tensor) -> Tensor:
+        """Returns a tensor of a minibatch on the device; nobody waits for the copy."""
+        if t.device == self.device:
+            return t
+        if self.cuda and not t.is_pinned():
+            t = t.pin_memory()  # its memory is used again when the copy has ended
+        return t.to(self.device, non_blocking=True)
+
+    def landing(self, rows: int, like: Tensor) -> Tensor:
+        """Returns room for rows that arrive on the host, on their way to the device."""
+        shape = (rows, *like.shape[1:])
+        return torch.empty(shape, dtype=like.dtype, pin_memory=self.cuda)
 
     def free_memory(self) -> int | None:
         """Returns the bytes that are free on the device, if that is known."""

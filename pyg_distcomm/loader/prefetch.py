@@ -247,14 +247,19 @@ class BulkBuilder:
         if self._spread is not None:
             stages = [self._reporting(stage) for stage in stages]
         if self._side is not None:
-            stages = [self._streamed(self._side, stage) for stage in stages]
+            last = len(stages) - 1
+            stages = [
+                self._streamed(self._side, stage, k == last)
+                for k, stage in enumerate(stages)
+            ]
         return stages
 
     @staticmethod
-    def _streamed(side: SideStream, stage: Stage) -> Stage:
+    def _streamed(side: SideStream, stage: Stage, last: bool) -> Stage:
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
             with side.use():
-                return side.sent(stage(bulk, stopped))
+                found = stage(bulk, stopped)
+                return side.sent(found) if last else found
 
         return work
 

@@ -148,9 +148,17 @@ class GraphSAINTSampler(SubgraphLoading):
 
     def _finished(self, data: Any, padding: bool | None) -> Any:
         if self.sample_coverage > 0:
-            data.node_norm = self.node_norm[data.n_id]
-            data.edge_norm = self.edge_norm[data.e_id]
+            data.node_norm = self._rows("node_norm", data.n_id)
+            data.edge_norm = self._rows("edge_norm", data.e_id)
         return super()._finished(data, padding)
+
+    def _rows(self, name: str, ids: Tensor) -> Tensor:
+        values: Tensor = getattr(self, name)
+        return (
+            values[ids]
+            if self.placement is None
+            else self.placement.take(name, values, ids)
+        )
 
     # The graph as the sampler holds it: edges by target, then by id -------------------
 
@@ -217,8 +225,8 @@ class GraphSAINTSampler(SubgraphLoading):
             while nodes < wanted:
                 for step in range(subgraphs, subgraphs + self.num_steps):
                     out = self._sample(self.drawn(fold(key, step)))
-                    drawn[out.node] += 1
-                    met[out.edge] += 1
+                    drawn[out.node.cpu()] += 1
+                    met[out.edge.cpu()] += 1
                     nodes += len(out.node)
                     bar.update(len(out.node))
                 subgraphs += self.num_steps

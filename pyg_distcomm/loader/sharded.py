@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,6 +42,7 @@ from pyg_distcomm.loader.fetch import (
     ids_of,
     message_bytes,
 )
+from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.row_group import (
     NODES,
     Group,
@@ -472,17 +473,24 @@ class ShardedStore(FeatureStore):
             for group, asked in wanted.items()
         }
 
-    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, without laying them out."""
+    def fetch_unique(
+        self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
+    ) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, without laying them out.
+
+        With a placement they are on its device, and so are, from the first time on, the rows
+        of this rank and those it keeps of others, unless `rows_on` says otherwise.
+        """
         if not self._row_groups:
             return {}
-        pools = self._fetcher(attrs)(wanted)
+        pools = replace(self._fetcher(attrs), placement=placement)(wanted)
         for group, pool in pools.items():
             for name, source in self._row_groups[group].foreign.items():
                 if attrs is None or name in attrs.get(group, ()):
                     in_order = torch.empty_like(pool.ids)
                     in_order[pool.place] = pool.ids
-                    pool.rows[name] = source[in_order]
+                    rows = source[in_order]
+                    pool.rows[name] = rows if placement is None else placement.put(rows)
         return pools
 
     def _fetcher(self, attrs: Attrs, exact: bool = False) -> Fetch:

@@ -258,7 +258,7 @@ class ShaDowKHopSampler(SubgraphLoading):
         """Puts the nodes and edges of each subgraph one after the other, roots first."""
         order = torch.argsort(out.batch, stable=True)
         place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
+        place[order] = torch.arange(len(order), device=order.device)
         ends = place[torch.stack([out.row, out.col])]
         edges = torch.argsort(ends[1], stable=True)
         ends = ends[:, edges]
@@ -268,7 +268,7 @@ class ShaDowKHopSampler(SubgraphLoading):
 
     def _finished(self, data: Any, padding: bool | None) -> Any:
         tree, roots = data.batch, int(data.batch_size)
-        ptr = torch.zeros(roots + 1, dtype=torch.int64)
+        ptr = torch.zeros(roots + 1, dtype=torch.int64, device=tree.device)
         ptr[1:] = torch.bincount(tree, minlength=roots).cumsum(0)
         y = data.get("y")
         if isinstance(y, Tensor) and y.dim() and len(y) == len(tree):

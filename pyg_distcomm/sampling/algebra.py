@@ -61,7 +61,11 @@ class BulkNodes:
     @property
     def batch(self) -> Tensor:
         """Returns the minibatch of each node [total]."""
-        return torch.repeat_interleave(self.ptr.diff())
+        return torch.repeat_interleave(self.ptr.diff(), output_size=len(self.id))
+
+    def to(self, device: torch.device) -> BulkNodes:
+        """Returns the same nodes on a device."""
+        return BulkNodes(self.id.to(device), self.ptr.to(device))
 
     def split(self) -> list[Tensor]:
         """Returns one vector of ids for each minibatch."""
@@ -143,7 +147,7 @@ class BulkMatrix:
     @property
     def row(self) -> Tensor:
         """Returns the row of each entry [nnz]."""
-        return torch.repeat_interleave(self.rowptr.diff())
+        return torch.repeat_interleave(self.rowptr.diff(), output_size=self.nnz)
 
     @property
     def values(self) -> Tensor:
@@ -265,7 +269,7 @@ def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
 
 def offsets(sizes: Tensor) -> Tensor:
     """Returns where each of a list of ranges begins, and where the last one ends."""
-    ptr = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    ptr = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=sizes.device)
     torch.cumsum(sizes, 0, out=ptr[1:])
     return ptr
 
@@ -393,8 +397,8 @@ def sample(
     k, rowptr, value = len(keys), p.rowptr, fixed_point(p)
     batch_ptr = p.batch_ptr
     if shared:
-        rowptr, value = p.nnz * torch.arange(k + 1), value.repeat(k)
-        batch_ptr = torch.arange(k + 1)
+        batch_ptr = torch.arange(k + 1, device=keys.device)
+        rowptr, value = p.nnz * batch_ptr, value.repeat(k)
     count = _choices(rowptr, value)
     ptr, complete = _draws(count, s, replace)
     if method == "its":
@@ -421,9 +425,10 @@ class SharedRow:
     def sample(self, s: int, keys: Tensor, replace: bool = False) -> Sample:
         """Draws s columns for each key."""
         k = len(keys)
-        ptr, complete = _draws(torch.full((k,), self._count), s, replace)
+        count = torch.full((k,), self._count, device=keys.device)
+        ptr, complete = _draws(count, s, replace)
         drawn, left = self._urn(keys, ptr, replace)
-        batch_ptr = torch.arange(k + 1)
+        batch_ptr = torch.arange(k + 1, device=keys.device)
         return _sampled(self.p, batch_ptr, drawn, left, ptr, complete, replace)
 
 
@@ -445,7 +450,8 @@ def fixed_point(p: BulkMatrix) -> Tensor:
     row, value = p.row, value.double()
     top = value.new_zeros(p.num_rows).scatter_reduce_(0, row, value, "amax")
     size = p.rowptr.diff()
-    bits = FIXED - torch.log2(size.clamp(min=1).double()).long().sub(20).clamp(min=0)
+    _, length = torch.frexp(size.clamp(min=1).double())  # bits of a size
+    bits = FIXED - length.long().sub(21).clamp(min=0)
     scale = (torch.ones_like(bits) << bits).double()
     whole = (value / top[row] * scale[row]).round().clamp(min=1)
     return torch.where(value > 0, whole, 0).long()
@@ -495,12 +501,14 @@ def _sampled(
     replace: bool,
 ) -> Sample:
     """Puts draws into the order of columns."""
-    step, row = max(p.nnz, 1), torch.repeat_interleave(ptr.diff())
+    step = max(p.nnz, 1)
+    row = torch.repeat_interleave(ptr.diff(), output_size=len(drawn))
     code, _ = torch.sort(row * step + drawn)
     often = None
     if replace:
         code, often = torch.unique_consecutive(code, return_counts=True)
     place = code % step
-    rowptr = offsets(torch.bincount(code // step, minlength=len(ptr) - 1))
+    each = torch.arange(len(ptr), device=code.device)
+    rowptr = torch.searchsorted(code, each * step)
     matrix = BulkMatrix(rowptr, p.col[place], often, p.num_cols, batch_ptr)
     return Sample(matrix, place, ptr, drawn, left, complete)

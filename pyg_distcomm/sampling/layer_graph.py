@@ -21,10 +21,11 @@ edges count as one entry, of their sum.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -183,16 +184,18 @@ class LocalLayerGraph:
         peak: float | None = None,
     ) -> None:
         self.num_nodes, self.rule, self.most_rows = num_nodes, rule, most_rows
-        self._gid, self._rows = gid, rows
+        self._gid, self._ptr = gid, rows.colptr
         self._weight = None if rows.weight is None else rows.weight.double()
         self._col = rows.row[:: rows.stride]
+        self._edge = rows.row[1::2] if rows.stride == 2 else None
         #: the largest row sum of A (or A + I) among these rows
         self.peak = self._peak()
         self.scale = self._scale(self.peak if peak is None else peak)
+        self._home: LocalLayerGraph | None = None  # whose copy on a device this is
         self._own: Tensor | None = None  # the node of each row, where it has a loop
         if rule.loops:
             self._own = torch.arange(num_nodes) if gid is None else gid
-        graph = (rows.colptr, self._col, self._weight)
+        graph = (self._ptr, self._col, self._weight)
         made = kernels.layer_weights(graph, self._own, rule.power, self.scale)
         total, self._even, self._value, loop = made
         self._total = total.masked_fill_(total == 0, 1.0)  # 0 / 1 is a zero row of Ahat
@@ -245,26 +248,58 @@ class LocalLayerGraph:
         rows = Relation(0, 0, rowptr.long(), pair, 2, weight)
         return LocalLayerGraph(rows, num_nodes, rule, gid.long(), most_rows, peak)
 
+    def on(self, device: torch.device, pinned: bool = False) -> LocalLayerGraph:
+        """Returns the same rows, all of a graph, on a device; it holds on to these.
+
+        Args:
+            device: where it multiplies.
+            pinned: whether edges stay in host memory, pinned, and the device reads them there.
+        """
+
+        def near(t: Tensor | None) -> Any:
+            return None if t is None else t.to(device)
+
+        def far(t: Tensor | None) -> Any:
+            if t is None or not pinned:
+                return near(t if t is None else t.contiguous())
+            return t.contiguous().pin_memory()
+
+        other = copy.copy(self)
+        other._home, other._own = self, near(self._own)
+        other._total, other._even = near(self._total), near(self._even)
+        other._ptr, other._col, other._edge = map(
+            far, (self._ptr, self._col, self._edge)
+        )
+        other._weight, other._value = far(self._weight), far(self._value)
+        if self._diagonal is not None:
+            other._diagonal = other._own, near(self._diagonal[1])
+        return other
+
     def sums(self, rows: BulkNodes) -> BulkMatrix:
         """Returns `P = Q W` over the rows that are here, [k, n] int64.
 
         Price: one addition for each edge of the rows, and a sort of the columns found.
         """
         place, here = self._find(rows)
-        ptr = offsets(torch.bincount(rows.batch[here], minlength=len(rows)))
-        place = place[here]
+        ptr = rows.ptr
+        if self._gid is not None:
+            ptr = offsets(torch.bincount(rows.batch[here], minlength=len(rows)))
+            place = place[here]
         scale = self._even[place] if self._value is None else None
-        graph = (self._rows.colptr, self._col, self._value)
+        graph = (self._ptr, self._col, self._value)
         q, n = (ptr, place, scale), self.num_nodes
         found = kernels.spgemm(q, graph, n, self._diagonal)
-        return BulkMatrix(*found, self.num_nodes, torch.arange(len(rows) + 1))
+        each = torch.arange(len(rows) + 1, device=rows.ptr.device)
+        return BulkMatrix(*found, self.num_nodes, each)
 
     def column_sums(self) -> Tensor:
         """Returns the sums of W over the rows that are here, [n] int64. Linear in edges."""
+        if self._home is not None:
+            return self._home.column_sums().to(self._even.device)
         out = torch.zeros(self.num_nodes, dtype=torch.int64)
         value = self._value
         if value is None:
-            value = torch.repeat_interleave(self._even, self._rows.colptr.diff())
+            value = torch.repeat_interleave(self._even, self._ptr.diff())
         out.index_add_(0, self._col.long(), value)
         if self._diagonal is not None:
             own, loop = self._diagonal
@@ -278,24 +313,22 @@ class LocalLayerGraph:
         """
         place, here = self._find(rows)
         place = torch.where(here, place, -1)
-        graph = (self._rows.colptr, self._col)
+        graph = (self._ptr, self._col)
         wanted = (place, rows.ptr), (cols.id, cols.ptr)
         row, col, entry = kernels.extract(graph, *wanted, self._own)
-        loop = entry < 0
-        entry = entry.clamp(min=0)
-        one = torch.ones(len(entry), dtype=torch.float64)
+        loop, at = entry < 0, entry.clamp(min=0)
+        weight = torch.ones_like(entry, dtype=torch.float64)
         if self._weight is not None and len(self._weight):
-            one = torch.where(loop, one, self._weight[entry])
+            weight = torch.where(loop, weight, kernels.read_rows(self._weight, at))
         edge = entry
-        if self._rows.stride == 2 and len(self._col):
-            edge = self._rows.row[1::2][entry].long()
-        return LayerEdges(
-            row, col, edge.masked_fill(loop, -1), one / self._total[place[row]]
-        )
+        if self._edge is not None and len(self._edge):
+            edge = kernels.read_rows(self._edge, at).long().masked_fill(loop, -1)
+        return LayerEdges(row, col, edge, weight / self._total[place[row]])
 
     def _find(self, rows: BulkNodes) -> tuple[Tensor, Tensor]:
         """Returns the place of each row among those that are here, and whether it is one."""
-        check_nodes(rows, self.num_nodes, "rows")
+        if self._home is None:  # of a copy on a device, who asks has checked
+            check_nodes(rows, self.num_nodes, "rows")
         if self._gid is None:
             return rows.id, torch.ones_like(rows.id).bool()
         if not len(self._gid):
@@ -304,9 +337,9 @@ class LocalLayerGraph:
         return place, self._gid[place] == rows.id
 
     def _peak(self) -> float:
-        total = self._rows.colptr.diff().double()
+        total = self._ptr.diff().double()
         if self._weight is not None:
-            ends = self._rows.colptr
+            ends = self._ptr
             total = torch.segment_reduce(self._weight, "sum", offsets=ends, initial=0)
         peak = (float(total.max()) if len(total) else 0.0) + self.rule.loops
         if not math.isfinite(peak):

@@ -47,7 +47,6 @@ from pyg_distcomm.sampling.algebra import (
     check_draws,
     check_nodes,
     fixed_point,
-    offsets,
     sample,
 )
 from pyg_distcomm.sampling.layer_graph import (
@@ -98,7 +97,8 @@ def edge_weights(
         return edges.weight.float()
     weight = edges.weight * factors(option, cols, kept, p, drawn)[edges.col]
     if option == "normalized":
-        ptr = offsets(torch.bincount(edges.row, minlength=len(rows.id)))
+        each = torch.arange(len(rows.id) + 1, device=edges.row.device)
+        ptr = torch.searchsorted(edges.row, each)
         whole = drawn.complete[rows.batch][edges.row]
         weight = torch.where(whole, weight, kernels.normalize_rows(ptr, weight))
     return weight.float()
@@ -112,11 +112,12 @@ def factors(
     if option == "normalized":
         found = _normalized(cols, p, drawn)
     else:
-        each = torch.repeat_interleave(drawn.ptr.diff())
+        count = len(drawn.drawn)
+        each = torch.repeat_interleave(drawn.ptr.diff(), output_size=count)
         value = p.values[drawn.drawn]
         s = drawn.ptr.diff()[each]
         if option == "debiased":
-            nth = torch.arange(len(each)) - drawn.ptr[each]
+            nth = torch.arange(count, device=each.device) - drawn.ptr[each]
             chance = drawn.left.double() / value.double() + (s - nth - 1)
         else:
             whole = drawn.left[drawn.ptr[each]]  # before the first draw: the sum of P
@@ -125,7 +126,7 @@ def factors(
         place = torch.searchsorted(
             batch * step + cols.id, each * step + p.col[drawn.drawn]
         )
-        found = torch.zeros(len(cols.id), dtype=torch.float64)
+        found = torch.zeros(len(cols.id), dtype=torch.float64, device=each.device)
         found.index_add_(0, place, chance / s)
         found.masked_fill_(kept, 1.0)
     return found.masked_fill_(drawn.complete[batch], 1.0)
@@ -136,9 +137,9 @@ def _normalized(cols: BulkNodes, p: BulkMatrix, drawn: Sample) -> Tensor:
     if p.num_rows == len(cols):
         entry, known = p.find(cols)
     else:  # one row for all
-        entry, known = p.find(BulkNodes(cols.id, torch.tensor([0, len(cols.id)])))
+        entry, known = p.find(BulkNodes(cols.id, cols.ptr[[0, -1]]))
     if not p.nnz:
-        return torch.ones(len(cols.id), dtype=torch.float64)
+        return torch.ones_like(cols.id, dtype=torch.float64)
     value = torch.where(known, p.values[entry], 0).double()
     begin = drawn.ptr[:-1].clamp(max=max(len(drawn.left) - 1, 0))
     first = drawn.left[begin] if len(drawn.left) else torch.ones_like(begin)
@@ -204,6 +205,9 @@ class KeyedLayerSampler(BaseSampler):
             finely weights are rounded (`layer_graph`). Default: 8192 seeds, and as many nodes
             as are drawn.
         seed: of calls that bring no key (default: taken from torch's generator).
+        device: where minibatches are drawn from a Data that lies on the host, and lie: the
+            same bits. None for the host.
+        pinned: whether the edges stay in pinned host memory, which a CUDA device reads.
 
     Raises:
         ValueError: for numbers below -1, options that do not fit, seeds out of range,
@@ -223,6 +227,8 @@ class KeyedLayerSampler(BaseSampler):
         weight_attr: str | None = None,
         most_rows: int | None = None,
         seed: int | None = None,
+        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         super().__init__()
         check_draws(0, method, replace)
@@ -234,6 +240,13 @@ class KeyedLayerSampler(BaseSampler):
             raise ValueError(
                 "GraphSAGE draws for each node by itself: use KeyedNeighborSampler"
             )
+        self.device = device
+        if device is not None:
+            if not isinstance(self.graph, LocalLayerGraph):
+                raise ValueError(
+                    f"device={str(device)!r} is for a Data; leave it out, or give one"
+                )
+            self.graph = self.graph.on(device, pinned)
         self.num_nodes_per_layer = numbers
         self.weights, self.replace, self.method = weights, replace, method
         self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch
@@ -271,11 +284,13 @@ class KeyedLayerSampler(BaseSampler):
         keys = [self._key(each) for each in inputs]
         batch = BulkNodes.of([_seeds(each.node) for each in inputs])
         check_nodes(batch, self.graph.num_nodes, "seeds")
+        if self.device is not None:
+            batch = batch.to(self.device)
         layers: list[_Layer] = []
         rows = batch
         for number, s in enumerate(self.num_nodes_per_layer):
             each = torch.tensor([fold(key, number) for key in keys], dtype=torch.int64)
-            layers.append(self._layer(rows, batch, s, each))
+            layers.append(self._layer(rows, batch, s, each.to(batch.id.device)))
             rows = layers[-1].cols
         return _outputs(inputs, batch, layers)
 
@@ -310,8 +325,8 @@ class KeyedLayerSampler(BaseSampler):
         if self._shared is None:
             total = self.graph.column_sums()
             n = len(total)
-            ends = torch.tensor([0, n])
-            row = BulkMatrix(ends, torch.arange(n), total, n, torch.tensor([0, 1]))
+            each, one = (torch.arange(k, device=total.device) for k in (n, 2))
+            row = BulkMatrix(one * n, each, total, n, one)
             self._shared = SharedRow(self.rule.judge(row, self.graph.scale))
         return self._shared
 
@@ -323,9 +338,9 @@ class KeyedLayerSampler(BaseSampler):
         step = max(self.graph.num_nodes, 1)
         mine = torch.unique(batch.batch * step + batch.id)
         every = torch.unique(torch.cat([mine, drawn.row * step + drawn.col]))
-        sizes = torch.bincount(every // step, minlength=len(batch))
-        kept = torch.isin(every, mine)
-        return BulkNodes(every % step, offsets(sizes)), kept
+        each = torch.arange(len(batch) + 1, device=every.device)
+        ptr = torch.searchsorted(every, each * step)
+        return BulkNodes(every % step, ptr), torch.isin(every, mine)
 
     def _key(self, inputs: Any) -> int:
         key: int | None = getattr(inputs, "key", None)

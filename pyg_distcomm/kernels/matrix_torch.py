@@ -1,0 +1,225 @@
+"""Runs the ops of `matrix_ops` on any device by operations of torch: the same bits.
+
+All rows are worked on at once. Integers are added up in any order, and floats in the order
+of their entries. `exponential_race` compares logarithms, whose last bit may differ between
+devices: two entries can change places where their clocks agree to 2^-52 of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.kernels.matrix_ops import Csr, value_type
+from pyg_distcomm.kernels.sample_ops import (
+    UNIT,
+    draw_urns,
+    first_above,
+    hashes,
+    keyed_hash,
+    read_rows,
+    row_sums,
+    share,
+    spread,
+)
+
+HALF = 31  # bits of a weight that are summed apart, so that no sum wraps around
+
+
+def spgemm(
+    q: Csr, a: Csr, num_cols: int, diagonal: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs `matrix_ops.spgemm`: lists all products, and sorts them by row and column."""
+    device, m, dtype = q[1].device, len(q[0]) - 1, value_type(q[2], a[2])
+    row = _rows(q[0], len(q[1]))
+    owner, entry, loop = _entries(a[0], q[1].long(), diagonal is not None)
+    inner = q[1].long()[owner]
+    col = _read(a[1], entry, ~loop).long()
+    value = torch.ones(len(owner), dtype=dtype, device=device)
+    if a[2] is not None:
+        value = _read(a[2], entry, ~loop).to(dtype)
+    if diagonal is not None:
+        col = torch.where(loop, diagonal[0][inner], col)
+        value = torch.where(loop, diagonal[1][inner].to(dtype), value)
+    if q[2] is not None:
+        value = q[2].to(dtype)[owner] * value
+    step = max(num_cols, 1)
+    codes, place = torch.unique(row[owner] * step + col, return_inverse=True)
+    if dtype == torch.int64:
+        total = value.new_zeros(len(codes)).index_add_(0, place, value)
+    else:
+        order = torch.argsort(place, stable=True)
+        each = torch.arange(len(codes) + 1, device=device)
+        total = row_sums(torch.searchsorted(place[order], each), value[order])
+    return _offsets(codes, m, step), codes % step, total
+
+
+def extract(
+    a: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    cols: tuple[Tensor, Tensor],
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs `matrix_ops.extract`: looks each entry of the rows up among the columns."""
+    none = rows[0].new_empty(0, dtype=torch.int64)
+    if not len(rows[0]) or not len(cols[0]):
+        return none, none, none
+    owner, entry, loop = _entries(a[0], rows[0].long(), own is not None)
+    if not len(owner):
+        return none, none, none
+    col = _read(a[1], entry, ~loop).long()
+    if own is not None:
+        col = torch.where(loop, own[rows[0].long()[owner]], col)
+    step = cols[0].max() + 1
+    known, order = torch.sort(_rows(cols[1], len(cols[0])) * step + cols[0])
+    code = _rows(rows[1], len(rows[0]))[owner] * step + col
+    place = torch.searchsorted(known, code).clamp_(max=len(known) - 1)
+    kept = ((known[place] == code) & (col < step)).nonzero().view(-1)
+    return owner[kept], order[place[kept]], torch.where(loop, -1, entry)[kept]
+
+
+def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Runs `matrix_ops.count_positive`."""
+    row, m = _rows(rowptr, len(value)), len(rowptr) - 1
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(m, dtype=torch.int64, device=row.device).index_add_(
+            0, row, values.long()
+        )
+
+    high = summed(value >> HALF) + (summed(value & ((1 << HALF) - 1)) >> HALF)
+    count = summed(value > 0).masked_fill_(high >= 1 << HALF, -2)
+    return count.masked_fill_(summed(value < 0) > 0, -1)
+
+
+def draw(
+    rowptr: Tensor,
+    value: Tensor,
+    count: Tensor,
+    keys: Tensor,
+    ptr: Tensor,
+    replace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Runs `matrix_ops.draw`, all rows at once; see `sample_ops.draw_urns`."""
+    running, found = _running(value), _running(value > 0)
+    return _drawn(running, found, rowptr[:-1], rowptr[1:], count, keys, ptr, replace)
+
+
+def weighted_sampler(
+    value: Tensor,
+) -> Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]:
+    """Runs `matrix_ops.weighted_sampler`; sums of the weights are kept."""
+    running, found = _running(value), _running(value > 0)
+
+    def draw_all(keys: Tensor, ptr: Tensor, replace: bool) -> tuple[Tensor, Tensor]:
+        low, high = torch.zeros_like(keys), torch.full_like(keys, len(value))
+        count = found[-1].expand(len(keys))
+        return _drawn(running, found, low, high, count, keys, ptr, replace)
+
+    return draw_all
+
+
+def exponential_race(
+    rowptr: Tensor, value: Tensor, keys: Tensor, ptr: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Runs `matrix_ops.exponential_race`: sorts all clocks."""
+    entry = (value > 0).nonzero().view(-1)
+    row = _rows(rowptr, len(value))[entry]
+    bits = keyed_hash(hashes(keys)[row], entry - rowptr[row])
+    u = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * UNIT
+    order = torch.argsort(-torch.log(u) / value[entry], stable=True)
+    order = order[torch.argsort(row[order], stable=True)]
+    entry, row = entry[order], row[order]
+    first = torch.searchsorted(row, torch.arange(len(keys), device=row.device))
+    rank = torch.arange(len(row), device=row.device) - first[row]
+    taken = (rank < ptr.diff()[row]).nonzero().view(-1)
+    entry, row = entry[taken], row[taken]
+    before, running = _running(value[entry]), _running(value)
+    total = running[rowptr[row + 1]] - running[rowptr[row]]
+    return entry, total - (before[:-1] - before[ptr[row]])
+
+
+def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
+    """Runs `matrix_ops.normalize_rows`."""
+    total = row_sums(rowptr, value)[_rows(rowptr, len(value))]
+    return torch.where(total != 0, value / total, value)
+
+
+def _drawn(
+    running: Tensor,
+    found: Tensor,
+    low: Tensor,
+    high: Tensor,
+    count: Tensor,
+    keys: Tensor,
+    ptr: Tensor,
+    replace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draws from the entries `low .. high - 1` by each key.
+
+    `running` and `found` are the weights, and the numbers of positive ones, before each entry.
+    """
+    row, nth, start = spread(ptr.diff())
+    total = (running[high] - running[low])[row]
+    if replace:
+        goal = share(keyed_hash(hashes(keys)[row], nth), total)
+        return first_above(running, low[row], high[row], goal), total
+    draws = ptr.diff()
+    entry = first_above(found, low[row], high[row], nth)  # where all are taken
+    left = total - (running[entry] - running[low][row])
+    some = (draws < count).nonzero().view(-1)
+    if len(some):
+        most = int(draws[some].max())
+        urns = running, low[some], high[some], keys[some]
+        entries, lefts = draw_urns(*urns, most)
+        place = start[some, None] + torch.arange(most, device=row.device)
+        used = (place < (start + draws)[some, None]).view(-1).nonzero().view(-1)
+        place = place.view(-1)[used]
+        entry[place] = entries.view(-1)[used]
+        left[place] = lefts.view(-1)[used]
+    return entry, left
+
+
+def _entries(
+    rowptr: Tensor, rows: Tensor, loops: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists the entries of rows, -1 for none, and of each its loop if there are loops.
+
+    Returns, for each, the place in `rows`, the entry, and whether it is a loop.
+    """
+    real = rows >= 0
+    known = torch.where(real, rows, 0)
+    if len(rowptr) < 2:
+        real, known = torch.zeros_like(real), torch.zeros_like(rows)
+        low = size = known
+    else:
+        low = read_rows(rowptr, known).long()
+        size = read_rows(rowptr, known + 1).long() - low
+    owner, within, _ = spread(torch.where(real, size + loops, 0))
+    return owner, low[owner] + within, within == size[owner]
+
+
+def _read(values: Tensor, index: Tensor, there: Tensor) -> Tensor:
+    """Returns rows by index, any where there is none."""
+    if not len(values):
+        return torch.zeros(len(index), dtype=values.dtype, device=index.device)
+    return read_rows(values, torch.where(there, index, 0))
+
+
+def _rows(ptr: Tensor, total: int) -> Tensor:
+    """Returns the row of each entry."""
+    return torch.repeat_interleave(ptr.diff(), output_size=total)
+
+
+def _offsets(codes: Tensor, m: int, step: int) -> Tensor:
+    """Returns where each row begins among ascending codes `row step + column`."""
+    return torch.searchsorted(codes, torch.arange(m + 1, device=codes.device) * step)
+
+
+def _running(values: Tensor) -> Tensor:
+    """Returns the sums of the integers before each place, and of all."""
+    out = torch.zeros(len(values) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(values, 0, out=out[1:])
+    return out
