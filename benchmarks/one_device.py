@@ -6,10 +6,11 @@ Products with sparse matrices beside cuSPARSE, PyG's scatter and the compiled sc
 peak memory and as a share of what a copy moves; epochs of a full-graph GCN and GraphSAGE on
 an R-MAT graph of the size of ogbn-products (2.1 million nodes, 126 million edges) beside PyG,
 on edge_index and on torch.sparse; host synchronisations of a layer; rows written for the wire;
-minibatches beside PyG's loader and, where it is installed, GraphBolt's; and where the time of
-a minibatch goes. Graphs are generated, and nothing is downloaded. The report is written after
-each part; a part that fails says why, and the next one runs. Without CUDA it says so and
-measures nothing; `--smoke` runs all of it on tiny graphs, on the CPU too, to see that it runs.
+minibatches beside PyG's loader and, where it is installed, GraphBolt's, layer-wise ones and
+those of a share; and where the time of a minibatch goes. Graphs are generated, and nothing is
+downloaded. The report is written after each part; a part that fails says why, and the next one
+runs. Without CUDA it says so and measures nothing; `--smoke` runs all of it on tiny graphs, on
+the CPU too, to see that it runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.halo.codec import RngKey, pack, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import Cast, Plain, Quantise
 from pyg_distcomm.kernels import core_library
-from pyg_distcomm.loader import NeighborLoader
+from pyg_distcomm.loader import DistLayerLoader, NeighborLoader
 
 Table = tuple[str, list[str], list[list[Any]]]
 BACK_TO_HOST = (
@@ -353,7 +354,6 @@ def minibatches(device: Device) -> Iterator[Table]:
     """Draws minibatches and trains on them: the package's loader, and PyG's."""
     data = graph(device, 20, 16)
     fan_out, size = ([3, 2], 16) if device.smoke else ([15, 10, 5], 1024)
-    most = 2 if device.smoke else 100
     given: dict[str, Any] = {"num_neighbors": fan_out, "batch_size": size}
     given |= {"input_nodes": data.train_mask, "shuffle": True}
     makers: dict[str, Callable[[], Any]] = {
@@ -373,12 +373,55 @@ def minibatches(device: Device) -> Iterator[Table]:
             makers[f"this package, {where}"] = lambda place=place: NeighborLoader(
                 data, **given, **place
             )
-    lines, phases = [], []
+    lines, phases = _loaded(device, makers, size, len(fan_out))
+    lines.append(["GraphBolt on the device", _graphbolt()])
+    if not device.cuda:
+        lines.append(["on the device or through UVA", "not measured: no CUDA device"])
+    about = f"minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges"
+    yield about, ["by", "seeds a second"], lines
+    yield "a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases
+
+
+def other_minibatches(device: Device) -> Iterator[Table]:
+    """Draws minibatches layer by layer, and of a share, for the host and for the device."""
+    data = graph(device, 20, 16)
+    numbers, size = ([8, 8], 16) if device.smoke else ([2048, 1024, 512], 512)
+    fan_out = [3, 2] if device.smoke else [15, 10, 5]
+    share = pdc.partition(data, pdc.init(device=device.home))
+    given: dict[str, Any] = {"batch_size": size, "shuffle": True}
+    places: dict[str, dict[str, Any]] = {"on the host": {}}
+    if device.cuda:
+        places |= {
+            "on the device": {"device": "cuda"},
+            "pinned": {"device": "cuda", "rows_on": "pinned"},
+        }
+    makers: dict[str, Callable[[], Any]] = {}
+    for where, place in places.items():
+        for rule in ("ladies", "fastgcn"):
+            makers[f"{rule}, {where}"] = lambda rule=rule, place=place: DistLayerLoader(
+                data, numbers, rule, data.train_mask, **given, **place
+            )
+        makers[f"share, rows {where}"] = lambda place=place: NeighborLoader(
+            share, fan_out, input_nodes=share.train_mask, **given, **place
+        )
+    lines, phases = _loaded(device, makers, size, len(numbers))
+    about = f"minibatches of {size}, {numbers} nodes a layer, or fan-outs {fan_out}"
+    yield about, ["by", "seeds a second"], lines
+    yield "such a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases
+
+
+def _loaded(
+    device: Device, makers: dict[str, Callable[[], Any]], size: int, depth: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Trains on minibatches of each loader; returns seeds a second, and phases in ms."""
+    most = 2 if device.smoke else 100
+    lines: list[list[Any]] = []
+    phases: list[list[Any]] = []
     for name, make in makers.items():
         torch.manual_seed(0)
-        model = Net(pyg.SAGEConv, (100, *[256] * (len(fan_out) - 1), 47))
+        model = Net(pyg.SAGEConv, (100, *[256] * (depth - 1), 47))
         model = model.to(device.home)
-        model = pdc.convert(model) if name.startswith("this package") else model
+        model = model if name.startswith("PyG") else pdc.convert(model)
         optimizer = torch.optim.Adam(model.parameters())
         spent = dict.fromkeys(("draw", "copy", "train"), 0.0)
         count, batches = 0, None
@@ -412,12 +455,7 @@ def minibatches(device: Device) -> Iterator[Table]:
         total = sum(spent.values())
         lines.append([name, f"{size * count / total:,.0f}"])
         phases.append([name, *(spent[k] * 1e3 / max(count, 1) for k in spent)])
-    lines.append(["GraphBolt on the device", _graphbolt()])
-    if not device.cuda:
-        lines.append(["on the device or through UVA", "not measured: no CUDA device"])
-    about = f"minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges"
-    yield about, ["by", "seeds a second"], lines
-    yield "a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases
+    return lines, phases
 
 
 def _graphbolt() -> str:
@@ -430,7 +468,7 @@ def _graphbolt() -> str:
 
 # The report --------------------------------------------------------------------------
 
-PARTS = products, epochs, synchronisations, packing, minibatches
+PARTS = products, epochs, synchronisations, packing, minibatches, other_minibatches
 
 
 def heading(device: Device, smoke: bool) -> list[str]:

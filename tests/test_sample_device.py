@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 
@@ -317,14 +318,14 @@ def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
         NeighborLoader(data(), [2], **({"device": "cpu"} | options))
 
 
-def shared(place="cpu", rows=("device", "host")):
+def shared(place="cpu", rows=("device", "host"), some=slice(None)):
     """Loads shares for a device: the minibatches of the host."""
     mesh = worlds.mesh()
     place = second_device.device() if place == "spare" else torch.device(place)
     share, two = (pdc.partition(g, mesh) for g in (data(), typed()))
     lossy = DistFeatureStore.from_data(share, mesh, wire="int8", cache=0.3)
     hot = DistFeatureStore.from_data(two, mesh, cache=7)
-    table = pdc.nn.DistEmbedding(70, 3, mesh=mesh)
+    table = pdc.DistEmbedding(70, 3, like=share)
     at = {"batch_size": 6, "seed": 3}
     ways = {
         "nodes": partial(NeighborLoader, share, [3, 2], embedding=table, **at),
@@ -341,7 +342,7 @@ def shared(place="cpu", rows=("device", "host")):
         **subgraphs(share, two),
     }
     try:
-        for name, make in ways.items():
+        for name, make in list(ways.items())[some]:
             torch.manual_seed(1)
             host = list(make())
             placement.HOST = frozenset()
@@ -361,6 +362,42 @@ def shared(place="cpu", rows=("device", "host")):
         placement.HOST = HOST
 
 
+class Side:
+    """A stand-in for a side stream: says what comes of it, once."""
+
+    def __init__(self, device):
+        self.use = contextlib.nullcontext
+
+    def sent(self, outs):
+        return [placement.Arriving(out, None) for out in outs]
+
+    def received(self, arriving):
+        assert type(arriving) is placement.Arriving
+        return arriving.out
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["layers", "neighbours"])
+def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
+    """Whatever the number of stages that make them."""
+    for name, value in {
+        "cuda": True,
+        "send": placement.Placement.put,
+        "free_memory": lambda self: 1 << 30,
+    }.items():
+        monkeypatch.setattr(placement.Placement, name, value)
+    monkeypatch.setattr("pyg_distcomm.loader.prefetch.SideStream", Side)
+    options = {"batch_size": 9, "seed": 4}
+    if late:
+        options["transform_sampler_output"] = lambda out: out
+    make = DistLayerLoader if kind == "layers" else NeighborLoader
+    host = list(make(data(), [5, 5], **options))
+    for prefetch in (0, 1):
+        there = make(data(), [5, 5], **options, prefetch=prefetch, device="cpu")
+        for one, other in zip(host, there, strict=True):
+            alike(one, other, "cpu")
+
+
 def subgraphs(graph, two):
     parts = ClusterData(graph, 6)
     saint = {"batch_size": 9, "num_steps": 2, "log": False}
@@ -375,10 +412,17 @@ def subgraphs(graph, two):
 
 
 @tiers.parametrize(
-    ("size", "rows"), [(2, ["device"]), (1, ["host"]), (3, ["host"])], [(2, ["device"])]
+    ("size", "rows", "some"),
+    [
+        (2, ["device"], slice(0, None, 3)),
+        (2, ["device"], slice(None)),
+        (1, ["host"], slice(None)),
+        (3, ["host"], slice(None)),
+    ],
+    slice(1),
 )
-def test_shares_are_loaded_for_a_device(size, rows):
-    worlds.run(shared, size, "cpu", rows)
+def test_shares_are_loaded_for_a_device(size, rows, some):
+    worlds.run(shared, size, "cpu", rows, some)
 
 
 @pytest.mark.exhaustive

@@ -95,9 +95,11 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             on a stream of their own while the last one trains. Of a Data or a HeteroData
             that each rank holds whole, on the host; not with workers. A state of one device
             is good on another. Memory there: the topology, 8 bytes an edge more for draws
-            by weight, and the rows.
+            by weight, and the rows. A share is sampled on the host, and the device holds
+            this rank's rows, and those that `features` keeps.
         graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
-            pinned host memory, where a CUDA device reads them by Triton; or "device".
+            pinned host memory, where a CUDA device reads them by Triton; or "device". Rows
+            may also stay where they are, "host", which picks those that travel.
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
             `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
             warning if they have no use here.
