@@ -331,6 +331,8 @@ def test_scripts_that_read_other_rows_get_them(read, late):
     [
         lambda out, n: out[:n],
         lambda out, n: out[0],
+        lambda out, n: out[: n - len(out)],  # counted from the end of all rows
+        lambda out, n: out[: n - len(out), 1:3],
         lambda out, n: out.log_softmax(dim=-1)[:n].argmax(-1),
         lambda out, n: out[:, :2].argmax(dim=1)[:n],
         lambda out, n: out[torch.arange(n)],

@@ -329,7 +329,7 @@ def _picked(name: str, args: Any, kwargs: Any) -> Any:
             return _row_by_row(lambda s: s[rest], "getitem", (t,), {})
         if isinstance(head, slice) and head.step in (None, 1):
             start, stop, _ = head.indices(t.origin.total)
-            return local[args[1]] if start >= 0 and stop <= limit else None
+            return local[(slice(start, stop), *index[1:])] if stop <= limit else None
         if type(head) is int:
             return local[args[1]] if 0 <= head < limit else None
         rows = head
