@@ -55,6 +55,7 @@ class DistEdgeIndex(torch.Tensor):
     _spread = True
     weight: DistTensor | None = None  # of a sparse adjacency's values
     looped = False  # whether that has self-loops
+    of_torch = False  # whether it is a matrix of torch.sparse; see `weighs_messages`
 
     @staticmethod
     def build(
@@ -167,7 +168,7 @@ class DistEdgeIndex(torch.Tensor):
         local = self.check_edges(weight, "weight")
         assert local is not None
         weights = DistTensor.wrap(local, self.edges)
-        return _wrap(self.to_local(), self.topology, weights)
+        return _wrap(self.to_local(), self.topology, weights, self)
 
     def check_loops(self, layer: torch.nn.Module) -> None:
         """Refuses a sparse adjacency with self-loops where a layer adds loops."""
@@ -189,7 +190,7 @@ class DistEdgeIndex(torch.Tensor):
         if key not in plans or plans[key][0] is not adj:
             plans[key] = adj, edge_index
         out = DistEdgeIndex.weighted(plans[key][1], value, nodes)
-        out.looped = bool((edge_index[0] == edge_index[1]).any())
+        out.looped, out.of_torch = bool((edge_index[0] == edge_index[1]).any()), True
         return out
 
     @staticmethod
@@ -326,7 +327,7 @@ class DistEdgeIndex(torch.Tensor):
         twin.halo, twin.constants, twin._plans = check_halo(halo), ProductCache(), {}
         for name in ("reversed", "product_words", "adds_on_grid"):
             twin.__dict__.pop(name, None)
-        return _wrap(self.to_local(), twin, self.weight)
+        return _wrap(self.to_local(), twin, self.weight, self)
 
     def with_ordering(
         self, order: str = "auto", *, keep_inputs: bool = True
@@ -348,7 +349,7 @@ class DistEdgeIndex(torch.Tensor):
         twin = copy.copy(self.topology)
         twin.ordering = MultiplyOrder(order, keep_inputs)
         twin.constants = ProductCache()
-        return _wrap(self.to_local(), twin, self.weight)
+        return _wrap(self.to_local(), twin, self.weight, self)
 
     def with_link(self, link: LinkPolicy | None) -> DistEdgeIndex:
         """Returns the same edges, with rows of layers that travel by another link.
@@ -364,7 +365,7 @@ class DistEdgeIndex(torch.Tensor):
             raise problem
         twin = copy.copy(self.topology)
         twin.link = link
-        return _wrap(self.to_local(), twin, self.weight)
+        return _wrap(self.to_local(), twin, self.weight, self)
 
     @classmethod
     def __torch_function__(
@@ -428,7 +429,7 @@ class DistEdgeIndex(torch.Tensor):
         return found if dtype is None else found.astype(dtype)
 
     def __deepcopy__(self, memo: dict) -> DistEdgeIndex:
-        return _wrap(self.to_local().clone(), self.topology, self.weight)
+        return _wrap(self.to_local().clone(), self.topology, self.weight, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         check_saved(self.nodes.mesh.size, "this rank's edges")
@@ -568,10 +569,12 @@ _MADE: dict[str, Callable[..., Any]] = {
 
 
 def _wrap(
-    local: Tensor, topology: Topology, weight: DistTensor | None = None
+    local: Tensor, topology: Topology, weight: Any = None, like: Any = None
 ) -> DistEdgeIndex:
     out = local.as_subclass(DistEdgeIndex)
     out.topology, out.weight = topology, weight
+    if like is not None:
+        out.looped, out.of_torch = like.looped, like.of_torch
     return out
 
 
@@ -580,7 +583,7 @@ def _moved(before: DistEdgeIndex, after: Tensor) -> DistEdgeIndex:
         return after
     weight: Any = before.weight
     weight = weight if weight is None else weight.to(after.device)
-    return _wrap(after, before.topology.to(after.device), weight)
+    return _wrap(after, before.topology.to(after.device), weight, before)
 
 
 def _end_cut_as(end: Tensor, rows: Rows) -> Any:

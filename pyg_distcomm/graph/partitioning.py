@@ -138,7 +138,7 @@ def _partition_data(
     out = partitioning_batch.as_batch(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
-    return transforms.with_sparse(_linked(out, link), weight, looped)
+    return transforms.with_sparse(_linked(out, link), weight, looped, whole)
 
 
 def _placed(share: PartShare, edge_index: Tensor) -> PartShare:

@@ -54,12 +54,13 @@ def _to_sparse_tensor(self: Any, data: Any) -> Any:
             edges, values = sort_edge_index(store.edge_index, values, sort_by_row=False)
             store.update({"edge_index": edges, **dict(zip(names, values, strict=True))})
         edges, weight = store.edge_index, store.get(self.attr or "")
-        if self.layout is not None or not WITH_TORCH_SPARSE:
-            # as a matrix of torch's, which has each edge once
+        of_torch = self.layout is not None or not WITH_TORCH_SPARSE
+        if of_torch:  # which has each edge once
             count = max(edges.nodes.total, edges.sources.total)
             edges, weight = coalesce(edges, weight, count, sort_by_row=False)
         store.adj_t = edges.carrying(weight)
         store.adj_t.looped = bool((edges[0] == edges[1]).any())
+        store.adj_t.of_torch = of_torch
         if self.remove_edge_index:
             del store["edge_index"]
             store.pop(self.attr or "", None)
@@ -291,10 +292,11 @@ def from_sparse(data: Any) -> tuple[Any, Tensor | None]:
     return data, value
 
 
-def with_sparse(share: Data, weight: Tensor | None, looped: bool) -> Data:
-    """Gives a share the adj_t that its data had."""
+def with_sparse(share: Data, weight: Tensor | None, looped: bool, whole: Any) -> Data:
+    """Gives a share the adj_t that its data, the whole graph, had."""
     if weight is not None:
         edges: Any = share.edge_index
         share.adj_t = edges.carrying(weight if len(weight) else None)
         share.adj_t.looped = looped
+        share.adj_t.of_torch = isinstance(whole.get("adj_t"), Tensor)
     return share

@@ -233,6 +233,7 @@ def _change_edges(
             new = edges.value.to(local.device)[here.to(local.device)]
             weight = _joined(weight.to_local(), new, stays, rows, nodes)
         store.adj_t = grown.carrying(weight)
+        store.adj_t.of_torch = edges.adj.of_torch
         looped = (grown.topology.source_gid == grown.topology.target_gid).any()
         store.adj_t.looped = _any(bool(looped) and source is target, mesh)
 

@@ -138,6 +138,7 @@ class DistSignedConv(HaloExecution, pyg.SignedConv):
         spread = all(isinstance(edges, DistEdgeIndex) for edges in graphs)
         if not spread or graphs[0].topology is graphs[1].topology:
             return super().__call__(x, *graphs)
+        graphs = [g if g.of_torch else g.carrying(None) for g in graphs]
         friends, foes = (
             conv(x, edges) for conv, edges in zip(self._means(), graphs, strict=True)
         )

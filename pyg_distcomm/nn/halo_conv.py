@@ -21,10 +21,11 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn.compressibility import check_aggregations
-from pyg_distcomm.nn.halo_execution import HaloVisit, layers_of
+from pyg_distcomm.nn.halo_execution import HaloVisit
 from pyg_distcomm.nn.index_guard import LayerTensor, LocalIndexGuard
 from pyg_distcomm.nn.layer_context import LayerContext, OwnLink, check_link
 from pyg_distcomm.nn.local_products import run_layer
+from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.nn.patched_functions import MatrixOf
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.process import PROCESS
@@ -263,6 +264,9 @@ def _through_halo(
         edge_index.check_loops(conv)
         _take_weight(conv, edge_index.weight, given)
     carry = _carrier(conv, edge_index)
+    values: Any = edge_index.weight
+    if values is not None:
+        values = _of_edges("edge_weight", values, edge_index, carry)
     # what is kept from one pass on must be exact, whatever the pass
     link = "exact" if any(map(_keeps_rows, layers_of(conv))) else link
     context = LayerContext.of(conv, link, edge_index)
@@ -273,7 +277,7 @@ def _through_halo(
     whole = given.get("return_attention_weights") is not None or bool(conv.explain)
     keeps = edge_index.topology.ordering.keep_inputs
     how = context.topology, context.exchange(), at_work, whole, keeps
-    visit = HaloVisit(conv, *how)
+    visit = HaloVisit(conv, *how, values, edge_index.of_torch)
     mesh = edge_index.nodes.mesh
     hooks = _meeting(conv, mesh)
     spilling = edge_index.nodes.spilling
@@ -326,11 +330,13 @@ def _take_weight(
     conv: MessagePassing, weight: DistTensor, given: dict[str, Any]
 ) -> None:
     """Gives a layer the values of a sparse adjacency, as PyG does."""
-    if isinstance(conv, EGConv) and "std" in conv.aggregators:
-        raise TypeError(
-            "give EGConv(aggregators=['std', ...]) an edge_index: of a sparse adjacency PyG "
-            "takes another standard deviation"
-        )
+    if isinstance(conv, EGConv):
+        spread = {"std"} if "symnorm" in conv.aggregators else {"std", "var"}
+        if spread & {*conv.aggregators}:
+            raise TypeError(
+                "give EGConv(aggregators=['std', ...]) an edge_index: of a sparse adjacency "
+                "PyG takes another standard deviation"
+            )
     if isinstance(conv, FAConv) and conv.normalize:  # which has weights of its own
         if not bool((weight == 1).all()):
             raise TypeError(
@@ -438,12 +444,7 @@ def _argument(
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if _per_edge(name, value, edge_index):
-        local = edge_index.check_edges(value, name)
-        assert local is not None
-        out = carry(LayerTensor.wrap(local, edge_index.edges))
-        if visit.source == 0 and isinstance(value, DistTensor) and local.is_leaf:
-            MatrixOf.mark(out, OperatorKind(), local)
-        return out
+        return _of_edges(name, value, edge_index, carry)
     if not isinstance(value, DistTensor) and name != "x":
         return value  # replicated
     if visit.sources is not visit.nodes:
@@ -455,6 +456,22 @@ def _argument(
     # a pair is (where edges start, where they end), so only one way can be ghosted early
     early = visit.source == 0 and not visit.late and _takes_pair(conv, name)
     return (visit.ghosted(value), value) if early else value
+
+
+def _of_edges(
+    name: str,
+    value: Tensor,
+    edge_index: DistEdgeIndex,
+    carry: Callable[[DistTensor], DistTensor],
+) -> DistTensor:
+    """Returns values of edges in the direction of messages."""
+    local = edge_index.check_edges(value, name)
+    assert local is not None
+    given = LayerTensor.wrap(local, edge_index.edges)
+    out = carry(given)
+    if out is given and isinstance(value, DistTensor) and local.is_leaf:
+        MatrixOf.mark(out, OperatorKind(), local)
+    return out
 
 
 def _per_edge(name: str, value: Tensor, edge_index: DistEdgeIndex) -> bool:

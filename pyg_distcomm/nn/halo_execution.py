@@ -46,8 +46,11 @@ from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
     MESSAGES,
     adds_rows,
+    layers_of,
     mask_messages,
     untemplated,
+    weigh_messages,
+    weighs_messages,
 )
 from pyg_distcomm.nn.node_chunks import (
     arguments_of,
@@ -56,7 +59,13 @@ from pyg_distcomm.nn.node_chunks import (
     pads,
     unaveraged,
 )
-from pyg_distcomm.nn.patched_functions import STAND_INS, MatrixOf, standing_in
+from pyg_distcomm.nn.patched_functions import (
+    STAND_INS,
+    MatrixOf,
+    by_row,
+    replaced,
+    standing_in,
+)
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, version_of
 
@@ -86,6 +95,8 @@ class HaloVisit:
         coded: whether that is not exactly, or not now.
         whole: whether the layer must not run in chunks.
         keeps: whether ghosts of arguments that do not change are kept, where all is exact.
+        values: of the matrix whose nonzeros are the edges, if they come as one.
+        of_torch: whether that is a matrix of torch.sparse.
     """
 
     def __init__(
@@ -96,8 +107,12 @@ class HaloVisit:
         coded: bool,
         whole: bool = False,
         keeps: bool = True,
+        values: DistTensor | None = None,
+        of_torch: bool = False,
     ) -> None:
-        self.call, self.link_codes, self.whole = call, coded, whole
+        self.call, self.link_codes = call, coded
+        # chunks hand gradients to what a layer is given, not to values
+        self.whole = whole or (values is not None and values.requires_grad)
         self.keeps = keeps and not coded
         self.topology = topology
         self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
@@ -113,7 +128,8 @@ class HaloVisit:
         self.sources = topology.source_rows
         self.source = 0 if conv.flow == "source_to_target" else 1
         scene = type(conv).__name__, self.nodes, self.sources, self.here, self.source
-        self.scene = Scene(*scene, self.degrees)
+        self.scene = Scene(*scene, self.degrees, values)
+        self.of_torch = of_torch
         local = self.here.ends
         local = local if self.source == 0 else local.flip(0)
         self.edges = GuardedEdgeIndex.wrap(local, self.scene, topology.edges)
@@ -153,16 +169,16 @@ class HaloVisit:
             for layer in layers:
                 for verb in _VERBS:
                     call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
-                    stack.enter_context(_replaced(vars(layer), verb, call))
+                    stack.enter_context(replaced(vars(layer), verb, call))
             for part in self.conv.modules():
                 if isinstance(part, _BY_ROW):
                     stack.enter_context(
-                        _replaced(vars(part), "forward", _by_row(part.forward))
+                        replaced(vars(part), "forward", by_row(part.forward))
                     )
             if WITH_SEGMM:  # PyG chooses by how many edges of a type are here
                 stack.enter_context(_SEGMENTS)
                 backend = vars(torch_geometric.backend)
-                stack.enter_context(_replaced(backend, "use_segment_matmul", False))
+                stack.enter_context(replaced(backend, "use_segment_matmul", False))
             stack.enter_context(standing_in(_AGGR, "to_dense_batch", _as_wide_on_all))
             for scope in scopes_of(layers):
                 for name in STAND_INS.keys() & scope.keys():
@@ -261,6 +277,7 @@ class HaloVisit:
         """Multiplies by the matrix whose nonzeros these edges are, if it is known."""
         name = MESSAGES[type(layer).message]
         x, weight = given.get("x"), None if name is None else given.get(name)
+        weight = self._values_for(layer) if weight is None else weight
         if set(given) - {"x", name} or not isinstance(edges, GuardedEdgeIndex):
             return None
         if isinstance(x, (tuple, list)):
@@ -298,9 +315,24 @@ class HaloVisit:
         return self.source if getattr(call, "__func__", None) is standard else 0
 
     def _message(self, layer: MessagePassing, call: Callable) -> Callable:
-        return lambda **given: call(**self._typed(given))
+        values = self._values_for(layer)
+        if values is None:
+            return self._edge_update(layer, call)
 
-    _edge_update = _message
+        def run(**given: Any) -> Tensor:
+            found, edges = _bare(call(**self._typed(given))), self.calls[-1].edges
+            return weigh_messages(
+                layer, found, values.to_local(), edges.rows, values.rows
+            )
+
+        return run
+
+    def _values_for(self, layer: MessagePassing) -> DistTensor | None:
+        """Returns values of the matrix by which a layer weighs messages without saying so."""
+        return self.scene.values if weighs_messages(layer, self.of_torch) else None
+
+    def _edge_update(self, layer: MessagePassing, call: Callable) -> Callable:
+        return lambda **given: call(**self._typed(given))
 
     def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
         custom = type(layer).aggregate is not MessagePassing.aggregate
@@ -406,7 +438,7 @@ class HaloVisit:
     ) -> Any:
         self.calls.append(_Call(edges, given))
         try:
-            with _replaced(vars(layer), "flow", "source_to_target"):
+            with replaced(vars(layer), "flow", "source_to_target"):
                 return call(ends, size=size, **local)
         finally:
             self.calls.pop()
@@ -535,17 +567,6 @@ class HaloVisit:
             )
 
 
-def layers_of(conv: MessagePassing) -> list[MessagePassing]:
-    """The layer, and those inside it, behind wrappers of ours as well."""
-    found: list[MessagePassing] = []
-    for module in conv.modules():
-        inner = vars(module).get("_wrapped")
-        module = inner[0] if isinstance(inner, list) else module
-        if isinstance(module, MessagePassing) and module not in found:
-            found.append(module)
-    return found
-
-
 def scopes_of(layers: list[MessagePassing]) -> list[dict[str, Any]]:
     names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
@@ -568,29 +589,8 @@ def _as_wide_on_all(original: Callable) -> Callable:
     return run
 
 
-@contextlib.contextmanager
-def _replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
-    had, before = name in scope, scope.get(name)
-    scope[name] = stand_in
-    try:
-        yield
-    finally:
-        if had:
-            scope[name] = before
-        else:
-            del scope[name]
-
-
 # what sorts its rows by their types, and what moves rows to have others multiplied
 _BY_ROW = HeteroLinear, dna_conv.Linear
-
-
-def _by_row(forward: Callable) -> Callable:
-    def run(x: Any, *args: Any) -> Any:
-        out = forward(_bare(x), *_bare(args))
-        return x.wrap(out, x.rows) if isinstance(x, RowShardedTensor) else out
-
-    return run
 
 
 def _bare(value: Any) -> Any:

@@ -56,6 +56,7 @@ class Scene:
     here: LocalGraph
     source: int  # which row of edge_index holds the sources
     link: Callable[[], Link | None]  # of one exchange of degrees; see `HaloVisit.exact`
+    values: DistTensor | None = None  # of a matrix whose nonzeros are the edges
 
 
 class LocalIndexGuard(Picker):

@@ -1,7 +1,8 @@
-"""Names layers whose messages are rows of sources, and weighs messages by explainers' masks."""
+"""Names layers whose messages are rows of sources, and weighs messages by values of edges."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -103,11 +104,61 @@ def mask_messages(
             f"the mask that explains {name} has shape {list(mask.shape)}; give one value for "
             f"each of {edges.total} edges, the same on every rank"
         )
-    gid = rows.gid_on(messages.device)
     weight = mask.to_local() if here else meet(mask, edges.mesh)
-    place = torch.searchsorted(edges.gid_on(gid.device), gid) if here else gid
+    weight = weight if here else weight[edges.gid_on(weight.device)]
     weight = weight.sigmoid() if conv._apply_sigmoid else weight
-    place = place.where(gid < edges.total, len(weight))
+    return weigh_messages(conv, messages, weight, rows, edges)
+
+
+def weighs_messages(conv: MessagePassing, of_torch: bool) -> bool:
+    """Tells whether a layer weighs messages by the values of a matrix, unasked.
+
+    PyG multiplies by the matrix where a layer has a `message_and_aggregate`, by its values
+    too. Layers without weights, as SAGEConv and GINConv, take them away from a SparseTensor of
+    torch-sparse, and leave them in matrices of torch.sparse.
+
+    Args:
+        conv: the layer.
+        of_torch: whether it is given a matrix of torch.sparse.
+    """
+    if not conv.fuse or conv.explain:
+        return False
+    kind = type(conv)
+    if "edge_weight" in inspect.signature(kind.message).parameters:
+        return False  # which has them as weights
+    if isinstance(conv, pyg.EGConv):
+        return "symnorm" not in conv.aggregators
+    return of_torch or "set_value" not in kind.message_and_aggregate.__code__.co_names
+
+
+def weigh_messages(
+    conv: MessagePassing, messages: Tensor, weight: Tensor, rows: Rows, edges: Rows
+) -> Tensor:
+    """Multiplies messages by the weights of their edges; loops that were added have 1.
+
+    Args:
+        conv: the layer.
+        messages: `[m, ...]` of this rank, nodes in the layer's dim.
+        weight: `[e_i]` of this rank's edges.
+        rows: the edges of the messages; ids from E on are loops that the layer added.
+        edges: the edges of this rank.
+    """
+    if rows is not edges:
+        gid = rows.gid_on(messages.device)
+        place = torch.searchsorted(edges.gid_on(gid.device), gid)
+        place = place.where(gid < edges.total, len(weight))
+        weight = torch.cat([weight, weight.new_ones(1)])[place]
     size = [1] * messages.dim()
     size[conv.node_dim] = -1
-    return messages * torch.cat([weight, weight.new_ones(1)])[place].view(size)
+    return messages * weight.view(size)
+
+
+def layers_of(conv: MessagePassing) -> list[MessagePassing]:
+    """Returns the layer, and those inside it, behind wrappers of ours as well."""
+    found: list[MessagePassing] = []
+    for module in conv.modules():
+        inner = vars(module).get("_wrapped")
+        module = inner[0] if isinstance(inner, list) else module
+        if isinstance(module, MessagePassing) and module not in found:
+            found.append(module)
+    return found

@@ -57,6 +57,20 @@ def standing_in(
                 scope[name] = put.original
 
 
+@contextlib.contextmanager
+def replaced(scope: dict[str, Any], name: str, stand_in: Any) -> Iterator[None]:
+    """Has something take the place of a name of one object or module, in a block."""
+    had, before = name in scope, scope.get(name)
+    scope[name] = stand_in
+    try:
+        yield
+    finally:
+        if had:
+            scope[name] = before
+        else:
+            del scope[name]
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixOf:
     """Says whose values the weights of edges are: a matrix that a topology knows.
@@ -220,6 +234,9 @@ def _norm(
     turned = scene.source == 1
     local = edges.plain().flip(0) if turned else edges.plain()
     kind = dtype or torch.get_default_dtype()
+    values = scene.values
+    if edge_weight is None and values is not None and values.rows is edges.rows:
+        edge_weight = values  # as a sparse adjacency brings them along
     out, weight = gcn_norm(
         scene.here,
         local,
@@ -297,6 +314,16 @@ def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
                 "one_hot per node or edge needs num_classes, equal on ranks"
             )
         return index.wrap(original(index.to_local(), num_classes, dtype), index.rows)
+
+    return run
+
+
+def by_row(forward: Callable) -> Callable:
+    """Makes the forward of a module that sorts or moves rows run on those that are here."""
+
+    def run(x: Any, *args: Any) -> Any:
+        out = forward(_local(x), *map(_local, args))
+        return x.wrap(out, x.rows) if isinstance(x, DistTensor) else out
 
     return run
 

@@ -77,7 +77,9 @@ class DistSAGEConv(SAGEConv):
             source = edge_index.as_nodes(source, "x")
             if self.project and hasattr(self, "lin"):
                 source = self.lin(source).relu()
-            context = LayerContext.of(self, self.link, edge_index)
+            weight: Any = edge_index.weight if edge_index.of_torch else None
+            local = edge_index.check_edges(weight, "adj_t")
+            context = LayerContext.of(self, self.link, edge_index, local, weight)
             product = context, source, OperatorKind(), self.lin_l, self.lin_l.bias
             plan = LinearProduct(*product, mean=self.aggr == "mean")
             mixed = plan.matrix @ plan.rows if plan.known is None else plan.known

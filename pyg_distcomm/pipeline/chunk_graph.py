@@ -22,7 +22,7 @@ from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.link import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.compressibility import check_aggregations, compares
-from pyg_distcomm.nn.halo_execution import layers_of
+from pyg_distcomm.nn.message_forms import layers_of
 from pyg_distcomm.pipeline.chunks import ChunkPlan, Operator
 from pyg_distcomm.pipeline.history_buffer import (
     GradientRule,
