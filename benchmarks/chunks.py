@@ -9,6 +9,7 @@ how many stages they stream through (`test_numbers_do_not_depend_on_stages_and_r
 stages `Pipeline` takes 3 (S - 1) chunks: 9 for 4 stages, 21 for 8. Beside all ways stand the
 full graph (one chunk) and the same without the edges between chunks (*sending nothing*),
 which is tested on all edges, as all are. The test score is that at the best validation.
+"fresh rows, ..." and "old rows, ..." choose rows and gradients apart (`emulated_chunks.py`).
 
 `--cosine` instead trains each way, and compares the gradient of the input layer at some
 epochs with that of the full graph for the same weights and dropout.
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deep import graph, loss_of, scores, stack_of
+from emulated_chunks import EmulatedChunks
 from torch_geometric.data import Data
 
 import pyg_distcomm as pdc
@@ -52,6 +54,13 @@ WAYS: dict[str, tuple[str, str, int]] = {
     "alternating, x2": ("alternating", "scaled", 1),
     "alternating, damped": ("alternating", "damped", 1),
     "alternating, late": ("alternating", "stale", 1),
+}
+# rows of chunks that come later, and their gradients, as no pipeline has them
+EMULATED = {
+    "fresh rows, gradients dropped": ("fresh", "dropped"),
+    "fresh rows, gradients late": ("fresh", "late"),
+    "old rows, all gradients": ("old", "all"),
+    "old rows, gradients dropped": ("old", "dropped"),  # alternating, dropped
 }
 
 
@@ -127,6 +136,8 @@ def trained(
     data = graph(name, args.root, 0, seed)
     chunk = cut_into(data, chunks, seed, args.cutter)
     share = whole = pdc.partition(data, mesh)
+    if way in EMULATED:
+        return emulated(way, data, share, chunk, args, seed)
     if way == CUT:
         share = pdc.partition(within(data, chunk), mesh)
     pipe = made(way, data, share, chunk, args, seed)
@@ -139,9 +150,32 @@ def trained(
             curve.append(
                 (epoch, loss, *judge.eval_step(whole, partial(scores, auc=args.auc)))
             )
+    return judged(curve, crossing(data, chunk), args)
+
+
+def emulated(
+    way: str, data: Data, share: Any, chunk: Any, args: argparse.Namespace, seed: int
+) -> dict:
+    """Does what `trained` does for rows and gradients that are chosen apart."""
+    order = made("alternating, dropped", data, share, chunk, args, seed)
+    order(share)  # knows its chunks from here on
+    torch.manual_seed(seed)
+    model = stack_of(args.model, data, args, args.depth)
+    chunks = EmulatedChunks(model, data, chunk, *EMULATED[way])
+    opt, curve = torch.optim.Adam(model.parameters(), args.lr), []
+    for epoch in range(args.epochs):
+        opt.zero_grad()
+        loss = float(chunks.step(order.order_of(epoch)))
+        opt.step()
+        if (epoch + 1) % args.every == 0:
+            curve.append((epoch + 1, loss, *scores(chunks.output(), data, args.auc)))
+    return judged(curve, crossing(data, chunk), args)
+
+
+def judged(curve: list[Any], share: float, args: argparse.Namespace) -> dict:
+    """Returns the test score at the best validation, of the whole curve and of its half."""
     half = [point for point in curve if point[0] <= args.epochs // 2] or curve[:1]
     best, then = (max(part, key=lambda point: point[2])[3] for part in (curve, half))
-    share = crossing(data, chunk)
     return {"score": best, "half": then, "crossing": share, "curve": curve}
 
 
@@ -244,7 +278,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--chunks", type=int, nargs="+", default=[9, 21])
     parser.add_argument("--cutter", default="metis", help="random: most edges between")
-    known = "all", FULL, CUT, *WAYS
+    known = "all", FULL, CUT, *WAYS, *EMULATED
     parser.add_argument("--ways", nargs="+", default=["all"], choices=known)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=150)

@@ -135,11 +135,17 @@ def loss_of(out: Any, data: Any) -> Any:
     return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 
 
+def whole(x: Any) -> torch.Tensor:
+    """Returns all rows of a tensor, of a row-sharded one, too."""
+    rows: torch.Tensor = x.full_tensor() if isinstance(x, pdc.DistTensor) else x
+    return rows
+
+
 def scores(out: Any, data: Any, auc: bool) -> tuple[float, float]:
     """Returns accuracy, or the area under the ROC of class 1, on validation and test nodes."""
     if auc:
-        margin, y = (out[:, 1] - out[:, 0]).full_tensor(), data.y.full_tensor()
-        masks = data.val_mask.full_tensor(), data.test_mask.full_tensor()
+        margin, y = whole(out[:, 1] - out[:, 0]), whole(data.y)
+        masks = whole(data.val_mask), whole(data.test_mask)
         one, two = (roc_auc_score(y[mask], margin[mask]) for mask in masks)
         return float(one), float(two)
     hit = out.argmax(-1) == data.y

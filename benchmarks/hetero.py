@@ -198,7 +198,10 @@ def measure(name: str, folder: str, share: int, kind: str, rounds: int) -> Row:
     """Trains on all ranks, and by PyG on rank 0, in turns."""
     torch.set_num_threads(1)
     mesh = pdc.init()
-    data = graphs(Path(folder), share)[name]()
+    load = graphs(Path(folder), share)[name]
+    first = load() if mesh.rank == 0 else None  # PyG writes what it reads first
+    collectives.all_gather_counts([0], mesh.control)
+    data = load() if first is None else first
     torch.manual_seed(0)
     plain = Net(data, kind)
     ours = pdc.convert(copy.deepcopy(plain))

@@ -270,6 +270,8 @@ def trained(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
             how = name.endswith("lr / staleness")
             runs.append(train(data, exact, link, mesh, args, seed, how))
         found.append({"setting": name, "runs": runs})
+        if mesh.rank == 0:
+            print(report([*found[:1], found[-1]]), flush=True)
     return found
 
 
@@ -347,7 +349,8 @@ def report(found: list[dict[str, Any]]) -> str:
     rows = []
     for one in found:
         accuracy, valid, moved, loss = zip(*one["runs"], strict=True)
-        share = statistics.mean(moved) / full["runs"][0][2] if full else float("nan")
+        whole = full["runs"][0][2] if full else 0  # none on one rank
+        share = statistics.mean(moved) / whole if whole else float("nan")
         spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
         rows.append(
             (

@@ -91,8 +91,10 @@ def main():
         schedule = Fixed(c)
         show(f"fixed, {c}", pdc.VARCO(args.epochs, schedule=schedule))
     show("BNS, a tenth of rows", pdc.BNS(0.1))
-    varco = show("VARCO", pdc.VARCO(args.epochs))
-    show("VARCO, first columns", pdc.VARCO(args.epochs, mask="prefix"))
+    show("VARCO, slope 5", pdc.VARCO(args.epochs))
+    varco = show("VARCO, slope 1", pdc.VARCO(args.epochs, slope=1))
+    first = pdc.VARCO(args.epochs, slope=1, mask="prefix")
+    show("VARCO, slope 1, first columns", first)
     if mesh.size > 1:  # one process receives nothing: there is no budget to spend
         total = args.budget * rows[0][1]  # bytes; the slope is solved for
         schedule = Budget(total, Exponential(args.epochs))

@@ -337,6 +337,7 @@ def _says(fault, text):
 
 def last_line(text):
     """Returns the line in which a rank says what it ends with."""
+    text = text.partition("\nnanobind: ")[0]  # Triton tells of its own ends
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines()]
     ends = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception)\b", line)]
     return (ends or lines or [""])[-1][:300]

@@ -765,15 +765,17 @@ def traces_to_paths_that_differ():
         data.x.sum()
 
 
-@case(says="loads_graph.*link|link must be")
+@case(says="link must be", files=("p0", "p1"))
 def a_link_by_name_for_a_folder():
-    import pyg_distcomm as pdc
+    import torch
 
-    mesh = started()
-    try:
-        pdc.load_partition("nowhere", mesh, link="fast")
-    except TypeError as error:
-        raise TypeError(f"loads_graph: {error}") from None
+    import pyg_distcomm as pdc
+    from pyg_distcomm.partition.folder import write_folder
+
+    mesh, data = started(), graph()
+    parts = pdc.Partition.from_owner(torch.arange(data.num_nodes) % 2, 2)
+    write_folder(f"p{me()}", data, parts)
+    pdc.load_partition(f"p{me()}", mesh, link="fast")
 
 
 @case(says="link")

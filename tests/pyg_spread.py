@@ -114,7 +114,7 @@ class Spreader:
                         continue
                     raise Skipped(f"PyG's own run with gradients: {error}") from None
                 try:
-                    spread = leaves(self.spread(given))
+                    spread = leaves(self.spread(given, one))
                 except (ValueError, KeyError) as error:
                     raise Skipped(f"not the rows of one graph: {error}") from None
                 try:
@@ -149,8 +149,13 @@ class Spreader:
                     value.copy_(collectives.all_reduce(mine.clone(), self.mesh.world))
         return module
 
-    def spread(self, given):
+    def spread(self, given, module):
         """The same inputs with rows of nodes, and of edges, spread over ranks."""
+        cells = [
+            c for v in given.values() for c in getattr(v, "__closure__", None) or ()
+        ]
+        if any(isinstance(c.cell_contents, torch.Tensor) for c in cells):
+            raise Skipped("a function that holds tensors, which are not spread")
         if any(isinstance(v, dict) for v in given.values()):
             return self.of_types(given)
         pairs = {k: v for k, v in given.items() if is_pair(v)}
@@ -164,6 +169,8 @@ class Spreader:
         if edges is not None and nodes[0].dim() > 2:
             raise Skipped("a static graph: node features with another dim in front")
         n = len(nodes[0])
+        if "x" in flat or hasattr(module, "num_nodes"):  # and not pairs of nodes
+            n = len(flat["x"]) if "x" in flat else module.num_nodes
         whole = edges is not None and edges.layout == torch.strided and edges.dim() == 2
         data = Data(num_nodes=n)
         data.edge_index = edges if whole else torch.empty(2, 0, dtype=torch.long)

@@ -423,6 +423,70 @@ def test_products_of_edges_are_those_of_dense_matrices(size):
     worlds.run(_products, size)
 
 
+def _product_bytes():
+    """What a product moves is told by who has which entries, and by nothing else."""
+    mesh = worlds.mesh()
+    size, rank, g = mesh.size, mesh.rank, torch.Generator().manual_seed(4)
+    n, e = 11, 40
+    ends = torch.randint(0, n, (2, 2, e), generator=g)
+    values = torch.randn(2, e, generator=g, dtype=torch.float64)
+    owner, home = (torch.arange(n) * 5 + 1) % 3 % size, torch.arange(e) % size
+    partition = Partition.from_owner(owner, size)
+    rows = Rows(partition.gids(rank), n, mesh, partition)
+    given = values.clone().requires_grad_()
+    here, others = home == rank, size - 1
+    (source, target), (via, end) = ends[:, 0], ends[:, 1]
+
+    def moved():
+        found = mesh.ledger.words("edges"), mesh.ledger.words("plan")
+        mesh.ledger.reset()
+        return found
+
+    mesh.ledger.reset()
+    b = EdgeMatrix(*ends[:, 1, here], given[1, here], rows)
+    a = EdgeMatrix(*ends[:, 0, here], given[0, here], rows).at_owners()
+    came = int(((owner[target] == rank) & ~here).sum())
+    assert moved() == (3 * came, others)
+    asked = [via[home == r].unique() for r in range(size)]
+    mine, away = asked[rank], owner[asked[rank]] != rank
+    c = a @ b
+    fetched = torch.isin(target, mine) & (owner[target] != rank)
+    ids = sum(int((owner[asked[r]] == rank).sum()) for r in range(size) if r != rank)
+    assert moved() == (2 * int(fetched.sum()), ids + int(away.sum()) + others)
+    edges, value = c.edges()
+    paths = [  # entries of the product on each rank, each once
+        {
+            (int(s), int(t))
+            for s, k in zip(source, target, strict=True)
+            for v, t in zip(via[home == r], end[home == r], strict=True)
+            if k == v
+        }
+        for r in range(size)
+    ]
+    arrived = sum(
+        owner[t] == rank for r in range(size) if r != rank for _, t in paths[r]
+    )
+    total = len(set().union(*paths))
+    gathered = total - edges.to_local().size(1)
+    assert edges.shape[1] == total
+    assert moved() == (3 * int(arrived), gathered + 2 * others)
+    value.to_local().sum().backward()
+    left = sum(int(owner[t]) != rank for _, t in paths[rank])
+    lent = sum(
+        int((torch.isin(target, asked[r]) & (owner[target] == rank)).sum())
+        for r in range(size)
+        if r != rank
+    )
+    gone = int((here & (owner[target] != rank)).sum())
+    assert mesh.ledger.words() == mesh.ledger.words("edges_transpose")
+    assert mesh.ledger.words() == left + lent + gone
+
+
+@pytest.mark.parametrize("size", [3, tiers.rarely(2)])
+def test_products_of_edges_move_what_they_say(size):
+    worlds.run(_product_bytes, size)
+
+
 @tiers.parametrize(
     ("size", "how", "sizes", "edges"),
     [

@@ -149,7 +149,7 @@ def _sylvie():
 
 
 def _varco():
-    return pdc.VARCO(6)
+    return pdc.VARCO(6, slope=1)
 
 
 RESUMED = [

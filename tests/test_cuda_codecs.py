@@ -32,6 +32,7 @@ def rows(m, f, dtype):
         x[2 * r + 1 : 2 * r + 2] = value
     x[4:5] *= 1e-39
     x[6:7] = x[6:7].sign() * 2e38
+    x[10:11], x[10:11, -1:] = 2e36, 3.4e38  # rounded, it leaves the range of float32
     x[8:9, :1] = float("nan")
     x[12:13, -1:] = float("-inf")
     return x

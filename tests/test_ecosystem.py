@@ -161,7 +161,7 @@ def test_torchmetrics_adds_up_each_ranks_rows_once():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_profile_names_our_operations(tmp_path, ranks):
     pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
-    flags = ("--dataset", "generated-300", "--epochs", "2", "--trace", "profile")
+    flags = ("--epochs", "2", "--trace", "profile")  # of nodes of all classes
     shown = worlds.script(ECOSYSTEM / "metrics_and_profile.py", ranks, tmp_path, *flags)
     assert "node_score" in shown
     for rank in range(ranks):

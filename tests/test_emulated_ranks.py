@@ -54,7 +54,7 @@ LINKS = {
     "skipped, a state": lambda: LinkPolicy(
         Residual(Quantise(4, "stochastic")), skip=Drift(0.2), sync_every=4
     ),
-    "varco": lambda: pdc.VARCO(9, c_max=8),
+    "varco": lambda: pdc.VARCO(9, c_max=8, slope=1),
 }
 TRAINED = ("halo", "halo_transpose")
 CUTTERS = ("random", "empty_rank", "lopsided")

@@ -235,7 +235,8 @@ def link_rows(shown, names):
 @pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
     names = "exact", "fixed, 2", "fixed, 8", "fixed, 32", "BNS, a tenth of rows"
-    names += "VARCO", "VARCO, first columns", "VARCO, a budget"
+    names += "VARCO, slope 5", "VARCO, slope 1", "VARCO, slope 1, first columns"
+    names += ("VARCO, a budget",)
     flags = ("--epochs", "12", "--budget", "0.4")
     shown = run(example("varco"), tmp_path, *flags, ranks=ranks)
     rows = link_rows(shown, names)
@@ -259,12 +260,13 @@ def test_varco_sends_what_its_schedules_say(tmp_path, ranks):
         assert share[f"fixed, {c}"] == pytest.approx(foretold([64 // c] * 11), abs=0.02)
     tenth = foretold([6.4] * 11)
     assert share["BNS, a tenth of rows"] == pytest.approx(tenth, abs=0.02)
-    rates = [max(128 - t * 127 / 10, 1) for t in range(1, 12)]
-    varco = foretold([max(round(64 / c), 1) for c in rates])
-    assert share["VARCO"] == pytest.approx(varco, abs=0.02)
-    assert share["VARCO, first columns"] == share["VARCO"]
+    for slope in (5, 1):
+        rates = [max(128 - slope * t * 127 / 10, 1) for t in range(1, 12)]
+        varco = foretold([max(round(64 / c), 1) for c in rates])
+        assert share[f"VARCO, slope {slope}"] == pytest.approx(varco, abs=0.02)
+    assert share["VARCO, slope 1, first columns"] == share["VARCO, slope 1"]
     assert 0.38 <= share["VARCO, a budget"] <= 0.4
-    assert accuracy["VARCO"] > accuracy["exact"] - 0.05
+    assert accuracy["VARCO, slope 1"] > accuracy["exact"] - 0.05
     assert "exact: the last one" in shown
 
 

@@ -367,10 +367,56 @@ def edges_between_types():
     torch.testing.assert_close(out.full_tensor(), right, **CLOSE)
     assert torch.equal(found.full_tensor(), want)
     torch.testing.assert_close(alpha.full_tensor(), beta, **CLOSE)
+    for size in ((23, 41), (None, 41)):
+        out = wide(x, edges, size=size).full_tensor()
+        torch.testing.assert_close(out, right, **CLOSE)
+    with pytest.raises(ValueError, match="its edges go from 23 nodes to 41"):
+        wide(x, edges, size=(23, 40))
 
 
 def test_edges_between_two_types_are_edges():
     worlds.run(edges_between_types, 3)
+
+
+def stacked_types():
+    """Attention over relations, written by hand on outcomes stacked along dim 0."""
+    data = graph()
+    share = pdc.partition(data, worlds.mesh(), "random")
+    kinds = [k for k in data.edge_types if k[2] == "paper"]
+    torch.manual_seed(0)
+    widths = {name: data[name].x.size(1) for name in COUNTS}
+    plain = torch.nn.ModuleList(
+        pyg.SAGEConv((widths[k[0]], widths["paper"]), 6) for k in kinds
+    )
+    plain.append(torch.nn.Linear(6, 6))
+    plain.query = torch.nn.Parameter(torch.randn(6))
+    plain = plain.double()
+    found = []
+    for one, model in ((data, plain), (share, pdc.convert(copy.deepcopy(plain)))):
+        x = {name: v.clone().requires_grad_() for name, v in one.x_dict.items()}
+        outs = [
+            conv((x[k[0]], x["paper"]), one[k].edge_index)
+            for k, conv in zip(kinds, model, strict=False)
+        ]
+        z = torch.stack(outs)
+        score = (model[-1](z).tanh() * model.query).sum(-1).mean(1)
+        whole = (score.softmax(0).view(-1, 1, 1) * z).sum(0)
+        shifted = (x["paper"][:, :6] + (1 - z).relu()).amax(0)
+        (whole.sin() * shifted).sum().backward()
+        grads = [v.grad for v in x.values()] + [p.grad for p in model.parameters()]
+        found.append([score, whole, shifted, *grads, torch.tensor(z.shape)])
+    for want, got in zip(*found, strict=True):
+        if want is not None:  # fields have no in-edges here
+            got = got.full_tensor() if isinstance(got, pdc.DistTensor) else got
+            torch.testing.assert_close(got, want, **CLOSE)
+    with pytest.raises(TypeError, match="stacked along dim 0"):
+        z.add_(1)
+    with pytest.raises(TypeError, match="stacked along dim 0"):
+        torch.cumsum(z, 1)
+
+
+def test_outcomes_of_relations_are_stacked():
+    worlds.run(stacked_types, 3)
 
 
 def mistakes():
@@ -691,7 +737,7 @@ def epochs(kind, option, owners, link):
             store.x = store.x.clone()
         train(model, other, steps=1)
     several = made.values() if isinstance(made, dict) else [made]
-    sent, messages = [], []
+    sent, messages, early = [], [], []
     for _ in range(5):
         mesh.ledger.reset()
         train(model, share, steps=1)
@@ -701,10 +747,12 @@ def epochs(kind, option, owners, link):
         entries = mesh.ledger.entries
         told = sum(mesh.ledger.bytes(op, at) for op, at in entries if at == "control")
         sent.append(mesh.ledger.bytes() - told)
+        early.append(sum(map(mesh.ledger.bytes, ("halo", "halo_transpose"))))
         messages.append(mesh.ledger.messages() - mesh.ledger.messages("all_reduce"))
         for one in {id(one): one for one in several if one is not None}.values():
             one.step()
-    return sent, messages[-1], mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+    rows = mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+    return sent, messages[-1], rows, early[:2]
 
 
 def by_relation():
@@ -752,9 +800,48 @@ def test_plans_of_links_and_of_first_epochs_are_the_ledger(kind, option, link):
     assert sent[-1] == list(plan.bytes_by_rank)
     assert max(each[1] for each in found) == plan.messages
     assert plan.exact is not bool(link)
+    early = zip(*(each[3] for each in found), strict=True)
+    sums = size * sum(plan.sum_bytes.values())
+    assert tuple(sum(each) + sums for each in early) == plan.early_bytes
     if not link:
         assert tuple(map(sum, sent[:2])) == plan.early_bytes
         assert sent[2:] == [sent[-1]] * 3
+
+
+class Authors(Stack):
+    """Returns the rows of authors, so that nothing reads what papers cite last."""
+
+    def forward(self, x, edge_index, edge_attr):
+        for layer in self.layers:
+            x = {name: h.relu() for name, h in layer(x, edge_index).items()}
+        return self.out(x["author"])
+
+
+def authors():
+    torch.manual_seed(4)
+    model, data = Authors(graph(), "sage", "sum", pyg).double(), graph()
+    model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+    return model
+
+
+def epoch_of_authors(owners):
+    mesh, model = worlds.mesh(), pdc.convert(authors())
+    share = pdc.partition(graph(), mesh, owners)
+    for _ in range(3):
+        mesh.ledger.reset()
+        out = model(share.x_dict, share.edge_index_dict, share.edge_attr_dict)
+        out.square().sum().backward()
+    return mesh.ledger.bytes() - mesh.ledger.bytes("all_reduce")
+
+
+def test_gradients_that_no_loss_reads_are_not_planned():
+    owners = cut_hetero(graph(), 2, "random")
+    (plan,) = pdc.plan(graph(), ranks=2, model=authors(), partition=owners)
+    ends = [COUNTS[name] for name in graph().node_types]
+    by_type = dict(zip(graph().node_types, owners.owner.split(ends), strict=True))
+    sums = sum(plan.sum_bytes.values())
+    found = worlds.run(epoch_of_authors, 2, by_type)
+    assert found == [n - sums for n in plan.bytes_by_rank]
 
 
 def test_a_link_that_fits_no_layer_is_refused_in_the_plan():
@@ -799,7 +886,7 @@ def resumed(folder):
 
     def begin():
         late = pdc.Sylvie()
-        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9)}
+        links = {"cites": late, ("author", "writes", "paper"): pdc.VARCO(9, slope=1)}
         links |= {"written": late, "in": None}
         model = pdc.convert(model_of(data, "sage", "sum"))
         return pdc.partition(data, mesh, "random", link=links), model, links

@@ -273,6 +273,23 @@ def test_modules_hold_no_state_but_what_is_listed():
                 if head == room.split(".")[-1] and rest in names[room]:
                     found.add(f"{room}.{rest}")
     assert found == STATE
+    assert len(STATE) <= 3
+
+
+def test_no_class_and_no_default_argument_holds_state():
+    changeable = (ast.Dict, ast.List, ast.Set)
+    for name, (_, tree) in modules().items():
+        for node in ast.walk(tree):
+            values = []
+            if isinstance(node, ast.ClassDef):
+                body = (one for one in node.body if hasattr(one, "value"))
+                values = [one.value for one in body if not isinstance(one, ast.Expr)]
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                values = [*node.args.defaults, *node.args.kw_defaults]
+            for value in filter(None, values):
+                text = ast.unparse(value)
+                assert not EMPTY.fullmatch(text), (name, text)
+                assert not isinstance(value, changeable), (name, text)
 
 
 @pytest.mark.parametrize("name", modules())

@@ -194,11 +194,11 @@ def test_batches_have_the_weights():
 
 def refused():
     share = pdc.partition(masked(), worlds.mesh(), "random")
-    with pytest.raises(ValueError, match="topology='replicated'"):
+    with pytest.raises(ValueError, match="sample_at='requester'"):
         DistNeighborLoader(share, [3], rule="labor-1")
 
 
-def test_importances_are_refused_where_a_hop_lies_with_other_ranks():
+def test_importances_are_refused_where_a_hop_is_drawn_by_its_owners():
     worlds.run(refused, 2)
 
 
@@ -216,11 +216,17 @@ WAYS = (
     (timed, "all", {"time_attr": "time", "batch_size": 16}),
     (hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
     (masked, "mask", {"topology": "replicated", "batch_size": 64, "rule": "labor-1"}),
+    (masked, "mask", {"sample_at": "requester", "rule": "labor-1", "bulk_size": 3}),
+    (
+        hetero,
+        ("paper", torch.arange(30)),
+        {"sample_at": "requester", "rule": "labor-*"},
+    ),
 )
 
 
 @tiers.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)], [(2, 1)])
-@tiers.parametrize("way", range(len(WAYS)), [3])
+@tiers.parametrize("way", range(len(WAYS)), [3, 7])
 def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
     make, nodes, options = WAYS[way]
     worlds.run(load, size, size, c, make, nodes, {"rule": "labor", **options})

@@ -350,6 +350,48 @@ def test_pairs_of_nodes_are_scored_alike(size):
     worlds.run(_in_doubles, size, lpformer)
 
 
+class Counting(pyg.MessagePassing):
+    """Has the number of nodes in formulas, and as a size."""
+
+    def forward(self, x, edge_index):
+        n = x.size(0)
+        self.said = [
+            1 / n,
+            n / 3,
+            n / x.shape[0],
+            3 * n / n,
+            n**-0.5,
+            1.5**-n,
+            2 - n,
+            -n,
+        ]
+        self.said += [n % 4, n // 4, n >> 1, float(n), n > 7, n + 0.5, round(n), abs(n)]
+        self.plain = type(x.new_zeros(2 * n, 3)) is torch.Tensor
+        return self.propagate(edge_index, x=x) + x.new_ones(n, F) + x.sum(0) / n
+
+
+def counting(cutter):
+    data, mesh = problem("directed"), worlds.mesh()
+    share, model = shared(data, mesh, cutter), Counting()
+    own = pdc.convert(Counting())
+    want = model(data.x, data.edge_index)
+    got = own(share.x, share.edge_index).full_tensor()
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert list(map(float, own.said)) == pytest.approx(list(map(float, model.said)))
+    assert own.plain  # also where 2 n is n, as there are no nodes
+    ring = torch.stack([torch.arange(6), torch.arange(6).roll(1)])
+    ring = Data(x=torch.ones(6, 2), edge_index=ring, edge_attr=torch.ones(6, 2))
+    ring = pdc.partition(ring, mesh, "block")
+    # nobody can tell whether nodes or edges are meant
+    assert type(ring.edge_attr.new_zeros(6, 3)) is torch.Tensor
+    assert ring.x.new_zeros(6, 3).rows is ring.x.rows
+
+
+@pytest.mark.parametrize("cutter", ["empty_rank", tiers.rarely("random")])
+def test_layers_count_all_nodes_in_formulas_and_own_ones_as_sizes(cutter):
+    worlds.run(_in_doubles, 3, counting, cutter)
+
+
 def propagated(build):
     data, mesh = problem("directed"), worlds.mesh()
     share = shared(data, mesh, "random")

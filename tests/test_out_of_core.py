@@ -105,6 +105,38 @@ def test_layers_of_a_script_run_in_chunks_unless_they_keep_something(counted):
     assert not counted
 
 
+class Rounded(torch.nn.Linear):
+    """A weight that bfloat16 rounds to 1."""
+
+    def __init__(self):
+        super().__init__(7, 7, bias=False)
+        torch.nn.init.eye_(self.weight).data.mul_(1 + 2**-9)
+
+
+class Rounding(torch_geometric.nn.MessagePassing):
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = Rounded()
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.lin(x_j)
+
+
+def test_chunks_are_computed_again_under_the_autocast_of_the_layer(counted):
+    share = cut(worlds.mesh(), "directed", CAP)
+    x = share.x.float().requires_grad_()
+    layer = pdc.convert(torch.nn.Sequential(Rounding()))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, share.edge_index)
+    assert max(counted) > 2
+    out.float().sum().backward()
+    degree = torch.bincount(share.edge_index.full_tensor()[0], minlength=len(x))
+    assert torch.equal(x.grad.full_tensor(), degree.float()[:, None].expand(-1, 7))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3])
 def test_layers_of_a_script_on_ranks(size):

@@ -43,7 +43,7 @@ def full(where, text, ranks):
         "backward": (kernels, "spmm"),
         "halo": (halo.kernels, "gather_rows"),
         "partition": (partitioning, "part_of"),
-        "typed": (partitioning, "part_of_hetero"),
+        "typed": (partitioning.hetero, "part_of_hetero"),
         "folder": (partitioning, "_read_share"),
         "to": (dispatch, "apply"),
         "matrix": (GridPlan, "valued"),

@@ -887,6 +887,18 @@ def test_whole_graphs_from_the_second_use_on(name, runs):
     assert "propagate" not in vars(ours)
 
 
+def test_dropout_of_attention_is_drawn_in_the_order_of_edges(runs):
+    data, found = graph(), []
+    wanted = pyg.GATConv(WIDTH, 4, heads=2, dropout=0.4).double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    ours(data.x, data.edge_index)
+    for model in (ours, wanted):
+        torch.manual_seed(2)
+        found.append(model(data.x, data.edge_index))
+    assert runs
+    close(*found)
+
+
 def test_weights_that_learn():
     """Gradients of edge weights, and of weights that change between calls."""
     data = graph()

@@ -242,13 +242,12 @@ def _budgets(drawn, data):
     return found
 
 
-@tiers.rare
 def test_hgt_draws_by_the_square_of_the_budget():
     data, seeds = hetero(), torch.tensor([3, 7])
     loader = HGTLoader(data, {"paper": [1, 2], "author": [1]}, ("paper", seeds), seed=1)
     budgets = _budgets({"paper": {3, 7}, "author": set()}, data)
     counts = {name: torch.zeros(40) for name in data.node_types}
-    for key in range(1500):
+    for key in range(500):
         inputs = loader.input_data[torch.arange(2)]
         inputs.key = key
         node = loader._drawn([inputs])[0].node
@@ -392,6 +391,10 @@ def test_saint_subgraphs_and_norms():
     both = both + (1 - share[source] - share[target]) ** 15
     wanted = torch.where(source == target, torch.ones(()), chance[source] / both)
     assert abs(float((loader.edge_norm / wanted).median()) - 1) < 0.15
+    # sources alone are drawn, one at a time: no edge is ever met, though its source is
+    star = Data(edge_index=torch.tensor([[0, 0, 0, 1], [1, 2, 3, 0]]), num_nodes=4)
+    loader = GraphSAINTNodeSampler(star, 1, 4, sample_coverage=20, log=False, seed=1)
+    assert loader.edge_norm.tolist() == [1e4] * 4
 
 
 def test_saint_norms_are_kept(tmp_path):

@@ -159,7 +159,30 @@ def assert_same(found, wanted):
             assert torch.equal(a, b), (k, a, b)
 
 
-AGGREGATORS = {"last": tgn.LastAggregator, "mean": tgn.MeanAggregator}
+class Scaled(tgn.MeanAggregator):
+    """Learns, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, msg, index, t, dim_size):
+        return self.scale * super().forward(msg, index, t, dim_size)
+
+
+AGGREGATORS = {
+    "last": tgn.LastAggregator,
+    "mean": tgn.MeanAggregator,
+    "scaled": Scaled,
+}
+
+
+def test_the_last_message_is_the_last_given_of_the_latest_time():
+    msg = torch.arange(10.0).view(5, 2)
+    index, t = torch.tensor([0, 0, 3, 0, 3]), torch.tensor([5, 5, 9, 2, 1])
+    found = tgn.LastAggregator()(msg, index, t, 4)
+    want = torch.stack([msg[1], torch.zeros(2), torch.zeros(2), msg[2]])
+    assert torch.equal(found, want)
 
 
 def _on_ranks(kind, name, sizes, wanted, cut):
@@ -181,7 +204,7 @@ def _on_ranks(kind, name, sizes, wanted, cut):
     "size,kind,name,sizes,cut",
     [2, 3, 4, 1],
     ["identity", "learnt"],
-    ["last", "mean"],
+    ["last", "mean", "scaled"],
     [(58, 9), (500, 150)],  # with more events, PyG's sorts are not stable
     [False, True],
 )

@@ -52,6 +52,14 @@ LOCAL = {
     "flatten": lambda x: x.unsqueeze(1).flatten(1),
     "stack": lambda x: torch.stack([x, x], dim=-1).sum(-1),
     "stacks": lambda x: torch.stack([x, x * 2]).mean(0) + torch.stack([x, -x])[1],
+    "sum of a stack": lambda x: x * torch.stack([x, x]).sum(),
+    "softmax over a stack": lambda x: (
+        torch.stack([x, x**2]).softmax(dim=0) * torch.stack([x.sin(), x])
+    ).sum(0),
+    "softmax of rows of a stack": lambda x: torch.log_softmax(torch.stack([x, -x]), 1)[
+        0
+    ],
+    "normalize a stack": lambda x: F.normalize(torch.stack([x, x**2]), dim=-1).sum(0),
     "largest of stacks": lambda x: torch.max(torch.stack([x, x**2]), dim=0).values,
     "columns": lambda x: x[:, 1:3],
     "one column": lambda x: x[:, 0],
@@ -395,8 +403,7 @@ def test_losses_are_global_means(size):
 REFUSED = {
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
-    "stack": lambda x: torch.stack([x, x]).exp(),
-    "sum of a stack": lambda x: torch.stack([x, x]).sum(),
+    "stack": lambda x: torch.stack([x, x]).cumsum(1),
     "pairs": lambda x: x[x[:, :2] > 0, torch.tensor([0, 1])],
     "broadcast loss": lambda x: F.mse_loss(x[:, :1], x[:, 0]),
     "spectral": lambda x: torch.linalg.norm(x, 2),
@@ -592,6 +599,19 @@ def _noise():
     got = torch.randn_like(share.x[share.train_mask])
     assert torch.equal(got.full_tensor(), want)
     assert torch.randn_like(share.x, requires_grad=True).requires_grad
+    # masks are drawn by key: entries are kept, or those of SELU at minus infinity
+    got, low, p = (
+        F.alpha_dropout(share.x, 0.4, True).full_tensor(),
+        -1.7580993408473766,
+        0.4,
+    )
+    scale = ((1 - p) * (1 + p * low**2)) ** -0.5
+    kept, dropped = (
+        scale * (v - p * low) for v in (data.x, torch.full_like(data.x, low))
+    )
+    lost = torch.isclose(got, dropped)
+    torch.testing.assert_close(got, torch.where(lost, dropped, kept))
+    assert 0.2 < lost.double().mean() < 0.6
 
 
 @ranks

@@ -290,6 +290,8 @@ def typed_refused():
     wrong = [
         ({"new_edges": ends}, "a dictionary by edge type"),
         ({"new_nodes": {"editor": 1}}, "'editor', which is no node type"),
+        ({"removed_nodes": {"editor": [1]}}, "'editor', which is no node type"),
+        ({"owner": {"editor": [0]}}, "'editor', which is no node type"),
         ({"new_nodes": {"author": 1}}, "new_nodes['author'] a 'x'"),
         ({"new_edges": {("editor", "of", "venue"): ends}}, "nodes of type 'editor'"),
         ({"new_edges": {"cites": ends}}, "'cites', which is no edge type"),
@@ -643,6 +645,93 @@ def test_what_does_not_change_is_kept():
     assert all(worlds.run(typed_kept, 2))
 
 
+def begun():
+    """Node types begin, with attributes or with edges alone, and change as others do."""
+    mesh, data = worlds.mesh(), graph()
+    share = pdc.partition(data, mesh, typed_owners(data, mesh.size, "empty_rank"))
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)).double()
+    of, by = ("editor", "of", "paper"), ("author", "by", "editor")
+    named = ("place", "of", "venue")
+    ends = torch.tensor([[0, 4, 4, 2, 3], [7, 7, 0, 40, 1]])
+    places = torch.tensor([[0, 1, 0], [5, 5, 2]])
+    share, ids = pdc.update(
+        share,
+        new_nodes={"editor": {"x": x}, "place": 2},
+        new_edges={of: ends, by: ends.flip(0) % 5, named: places},
+        return_mapping=True,
+    )
+    assert ids["editor"].tolist() == []
+    share = pdc.update(
+        share,
+        new_nodes={"editor": {"x": x[:2] + 1}},
+        new_edges={of: torch.tensor([[6], [3]])},
+        removed_nodes={"editor": [2]},
+    )
+    data["editor"].x = torch.cat([x, x[:2] + 1])[[0, 1, 3, 4, 5, 6]]
+    data["place"].num_nodes = 2
+    data[of].edge_index = torch.tensor([[0, 3, 3, 2, 5], [7, 7, 0, 1, 3]])
+    kept = ends.flip(0)[:, ends[0] != 2] % 5
+    data[by].edge_index = torch.stack([kept[0], kept[1] - (kept[1] > 2).long()])
+    data[named].edge_index = places
+    assert torch.equal(share["editor"].x.full_tensor(), data["editor"].x)
+    assert share["place"].num_nodes == 2
+    for kind in (of, by, named):
+        ours = share[kind].edge_index.full_tensor()
+        assert torch.equal(ours, data[kind].edge_index)
+    torch.manual_seed(3)
+    kinds = [kind for kind in data.edge_types if kind != named]
+    model = pyg.HeteroConv({k: pyg.SAGEConv((-1, -1), 4) for k in kinds}).double()
+    model(data.x_dict, data.edge_index_dict)  # lazy layers take their widths
+    out = []
+    for lib, one in ((copy.deepcopy(model), data), (pdc.convert(model), share)):
+        x = {
+            n: one[n].x.clone().requires_grad_() for n in one.node_types if n != "place"
+        }
+        found = lib(x, one.edge_index_dict)
+        sum(v.sin().sum() for v in found.values()).backward()
+        slopes = [v.grad for v in x.values()] + [p.grad for p in lib.parameters()]
+        out.append([*found.values(), *slopes])
+    for a, b in zip(*out, strict=True):
+        b = b.full_tensor() if isinstance(b, pdc.DistTensor) else b
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3), tiers.rarely(1)])
+def test_node_types_begin(size):
+    worlds.run(begun, size)
+
+
+def from_whole():
+    """Attributes that a share has whole, as PyG's ToUndirected leaves weights, change too."""
+    mesh, data = worlds.mesh(), GRAPHS["loops_and_copies"]()
+    del data.edge_attr
+    share = T.ToUndirected()(pdc.partition(data, mesh, "random"))
+    data = T.ToUndirected()(data)
+    share.rank_of = torch.arange(24) * 2
+    assert not isinstance(share.edge_weight, pdc.DistTensor)
+    rows = {name: share[name].full_tensor()[:2] for name in ("x", "y", "train_mask")}
+    rows["rank_of"] = torch.tensor([1, 3])
+    more = {"edge_index": torch.tensor([[0, 24], [25, 3]])}
+    more["edge_weight"] = torch.tensor([0.25, 4.0]).double()
+    with pytest.raises(ValueError, match="give new_edges a 'edge_weight'"):
+        pdc.update(share, new_edges=more["edge_index"] % 9)
+    gone = data.edge_index[:, :3]
+    grown = pdc.update(
+        share, new_nodes=rows, new_edges=more, removed_edges=gone, removed_nodes=[5]
+    )
+    keep = torch.ones(data.num_edges, dtype=torch.bool)
+    keep[:3] = False
+    keep &= (data.edge_index != 5).all(0)
+    weight = torch.cat([data.edge_weight[keep], more["edge_weight"]])
+    assert torch.equal(grown.edge_weight.full_tensor(), weight)
+    ranks = torch.cat([torch.arange(24) * 2, torch.tensor([1, 3])])
+    assert torch.equal(grown.rank_of.full_tensor(), ranks[torch.arange(26) != 5])
+
+
+def test_whole_attributes_are_cut_and_change():
+    worlds.run(from_whole, 2)
+
+
 # Edges in an adj_t ----------------------------------------------------------------------
 
 
@@ -722,6 +811,14 @@ def in_adj(size_of_step):
     torch.testing.assert_close(got, model[0](x, whole_adj), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="give new_edges a 'adj_t'"):
         pdc.update(share, new_edges=ends[:, :1])
+    adj = torch.sparse_coo_tensor(torch.tensor([[1, 2], [0, 1]]), torch.ones(2), (3, 3))
+    share = pdc.partition(Data(x=plain.x[:3], adj_t=adj.coalesce().double()), mesh)
+    loop = torch.sparse_coo_tensor(torch.tensor([[2], [2]]), torch.ones(1), (3, 3))
+    grown = pdc.update(share, new_edges=loop.coalesce().double())
+    assert grown.adj_t.looped  # on all ranks, though one has the loop
+    gcn = pdc.convert(pyg.GCNConv(7, 4).double())
+    with pytest.raises(TypeError, match="add_self_loops=False"):
+        gcn(grown.x, grown.adj_t)
 
 
 @tiers.parametrize("size", [1, 2, 3, 4], [2])

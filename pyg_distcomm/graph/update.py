@@ -16,7 +16,12 @@ from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partitioning import count_masks
 from pyg_distcomm.graph.topology import Topology
-from pyg_distcomm.graph.update_arguments import EdgeChange, GraphChange, NodeChange
+from pyg_distcomm.graph.update_arguments import (
+    EdgeChange,
+    GraphChange,
+    NodeChange,
+    rows_of_type,
+)
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -43,8 +48,9 @@ def update(
     A new node goes to the rank that owns most of its neighbours among the new edges, if that
     has at most 1.05 times its share of the nodes of the type, else to the one with the fewest.
 
-    Of a HeteroData each argument is a dictionary, by node type or edge type. An edge type may
-    begin, between types that there are; it travels by the link that all others share, if any.
+    Of a HeteroData each argument is a dictionary, by node type or edge type. Types may begin:
+    nodes with their attributes, if they have any, and edges between types that there are then.
+    An edge type that begins travels by the link that all others share, if any.
     New entries of an `adj_t` are a sparse matrix, or have their values as "edge_weight"; one
     that is there already is then there twice, and adds up.
 
@@ -80,7 +86,7 @@ def update(
     }
     problem, change = None, None
     try:
-        change = GraphChange(data, mesh, given)
+        change = GraphChange(_all_cut(data), mesh, given)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(problem, {} if change is None else change.marks(), mesh)
@@ -112,6 +118,29 @@ def _mesh_of(data: Any) -> Mesh:
     )
 
 
+def _all_cut(data: Any) -> Any:
+    """Returns a share whose attributes of nodes and edges are cut, those too that were whole.
+
+    A script may have set some, and what sums over equal edges returns whole weights.
+    """
+    out = copy.copy(data)
+    for store in out.stores:
+        known = store.get("edge_index", store.get("adj_t"))
+        for name, value in list(store.items()):
+            plain = isinstance(value, Tensor) and not hasattr(value, "to_local")
+            if not plain or "index" in name or not value.dim():
+                continue
+            rows = None
+            if hasattr(store, "is_edge_attr") and store.is_edge_attr(name):
+                rows = known.edges if isinstance(known, DistEdgeIndex) else None
+            elif hasattr(store, "is_node_attr") and store.is_node_attr(name):
+                rows = rows_of_type(data, getattr(store, "_key", None))
+            if rows is not None and len(value) == rows.count:
+                own = value[rows.place_on(value.device)]
+                store[name] = DistTensor.wrap(own, rows)
+    return out
+
+
 def _agree(problem: Exception | None, marks: dict[str, Any], mesh: Mesh) -> None:
     """Raises the first problem on all ranks, or what they were given that differs."""
     kinds = collectives.all_gather_object(
@@ -136,8 +165,9 @@ def _applied(change: GraphChange) -> Any:
             assert before is not None
             keep = nodes.stays[before.gid]
             for name, new in nodes.added.items():
-                local = store[name].to_local(), new[nodes.mine.to(new.device)]
-                store[name] = _joined(*local, keep, nodes.after, before)
+                mine = new[nodes.mine.to(new.device)]
+                old = store[name].to_local() if name in store else mine[:0]
+                store[name] = _joined(old, mine, keep, nodes.after, before)
             store.num_nodes = nodes.after.total
             before.note_update()
     for kind, edges in change.edges.items():

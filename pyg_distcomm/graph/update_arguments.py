@@ -158,6 +158,10 @@ class GraphChange:
         new, gone = by_type["new_nodes"], by_type["removed_nodes"]
         for kind, store in _by_key(data.node_stores).items():
             self.nodes[kind] = _nodes_of(data, kind, store, new, gone)
+        for kind in new:
+            if kind not in self.nodes:
+                edges = by_type["new_edges"]
+                self.nodes[kind] = _begun(data, kind, new[kind], edges)
         new, gone = by_type["new_edges"], by_type["removed_edges"]
         stores = _by_key(data.edge_stores)
         for kind in dict.fromkeys([*stores, *new, *gone]):
@@ -173,13 +177,18 @@ class GraphChange:
             if name not in self.nodes:
                 raise ValueError(
                     f"edges of type {kind} need nodes of type {name!r}, but the graph has "
-                    f"{list(self.nodes)}; a new node type is given before pdc.partition"
+                    f"{list(self.nodes)}; give those of a type that begins by new_nodes"
                 )
         return self.nodes[kind[0]], self.nodes[kind[-1]]
 
     def _place(self, given: Mapping[Any, Any]) -> None:
         """Decides which ranks new nodes go to, type after type, the same on all ranks."""
         parts, begin, owners, total = self.mesh.size, {}, [], 0
+        for kind in given:
+            if kind not in self.nodes:
+                raise ValueError(
+                    f"owner has {kind!r}, which is no node type; there are {list(self.nodes)}"
+                )
         for kind, nodes in self.nodes.items():
             begin[kind], total = total, total + nodes.total + nodes.count
             if given.get(kind) is not None:
@@ -259,7 +268,8 @@ def _by_type(data: Any, name: str, value: Any) -> dict[Any, Any]:
         kind = tuple(key.split("__")) if of_edges and isinstance(key, str) else key
         typed = of_edges and isinstance(kind, tuple) and len(kind) == 3
         types = data.edge_types if of_edges else data.node_types
-        if not typed and (of_edges or kind not in types):
+        begins = name in ("new_nodes", "owner") and isinstance(kind, str)
+        if not typed and (of_edges or not (kind in types or begins)):
             raise ValueError(
                 f"{name} has {key!r}, which is no {what} type; there are {types}"
             )
@@ -295,7 +305,7 @@ def _edges_in(store: Any) -> tuple[Any, Any]:
     return known, adj
 
 
-def _rows_of_type(data: Any, kind: Any) -> Rows | None:
+def rows_of_type(data: Any, kind: Any) -> Rows | None:
     """Returns the rows of the nodes of a type, if anything in the share tells them."""
     for key, store in _by_key(data.edge_stores).items():
         if key is None or kind == key[-1]:
@@ -338,7 +348,7 @@ def _nodes_of(
     data: Any, kind: Any, store: Any, new: Mapping[Any, Any], gone: Mapping[Any, Any]
 ) -> NodeChange:
     """Reads what happens to the nodes of a type."""
-    where, rows = "" if kind is None else f"[{kind!r}]", _rows_of_type(data, kind)
+    where, rows = "" if kind is None else f"[{kind!r}]", rows_of_type(data, kind)
     total = int(store.num_nodes) if rows is None else rows.total
     other = _edges_in(store)[0].edges if kind is None else None
     given, ids = new.get(kind), _plain(gone.get(kind, torch.empty(0)))
@@ -361,6 +371,26 @@ def _nodes_of(
             "nodes; give it some before pdc.partition"
         )
     return nodes
+
+
+def _begun(data: Any, kind: Any, given: Any, edges: Mapping[Any, Any]) -> NodeChange:
+    """Reads what the nodes of a type are that begins."""
+    where, some = f"[{kind!r}]", given if isinstance(given, Mapping) else {}
+    if not some and not any(kind in (key[0], key[-1]) for key in edges):
+        raise ValueError(
+            f"new_nodes has {kind!r}, which is no node type; there are {data.node_types}, and "
+            "one that begins has attributes, or new_edges"
+        )
+    every = (rows_of_type(data, other) for other in data.node_types)
+    like = next(rows for rows in every if rows is not None)
+    assert like.partition is not None
+    none = torch.empty(0, dtype=torch.int64)
+    nobody = Partition.from_owner(none, like.partition.num_parts)
+    nobody = replace(nobody, union=like.partition.union)
+    rows = Rows(none, 0, like.mesh, nobody, memory=like.memory)
+    device = _edges_in(data.edge_stores[0])[0].device
+    added = {name: _plain(value).to(device) for name, value in some.items()}
+    return NodeChange(where, rows, 0, none, _count(given, where), added)
 
 
 def _edges_of(

@@ -149,11 +149,11 @@ class CompressedLink(Link):
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
         """Starts to send sums; the call adds those of this or an earlier epoch."""
         read = self._start(g.flatten(1), sums=True)
-        slot = self.halo.send_slot
+        slot, dtype = self.halo.send_slot, g.dtype  # sums themselves are let go of
 
         def arrive(out: Tensor) -> Tensor:
             flat = out.flatten(1)
-            rows = read(g.new_empty((len(slot), flat.size(1))))
+            rows = read(flat.new_empty((len(slot), flat.size(1)), dtype=dtype))
             kernels.scatter_add_rows(flat, slot, rows.to(flat.dtype))
             return out
 

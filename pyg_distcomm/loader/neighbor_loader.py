@@ -79,7 +79,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "partitioned".
         replication: of a share: c, how many ranks hold each block of edges and rows
             (default: that of the mesh if its grid is (P/c, c, 1), else 1).
-        sample_at: of a share: "owner" or "requester", where in-edges are drawn.
+        sample_at: of a share: "owner" or "requester", where in-edges are drawn; the latter
+            for importances.
         features: of a share: the `DistFeatureStore` to fetch rows from, with a cache, a
             codec or files on disk (default: one of the share's own rows).
         embedding: of a share: a `DistEmbedding` that the model looks up by `batch.n_id`, or

@@ -379,8 +379,19 @@ def _check(
             f"set add_self_loops=False of {name}: its edges go from one node type to "
             "another, where no edge is a loop"
         )
-    if given.get("size") is not None:
-        raise ValueError(f"leave size out of {name}: the edge_index knows its nodes")
+    size = given.get("size")
+    if size is not None:
+        nodes = [edge_index.sources.total, edge_index.nodes.total]
+        pair = isinstance(size, (tuple, list)) and len(size) == 2
+        if not pair or any(
+            said is not None and said != count
+            for said, count in zip(size, nodes, strict=True)
+        ):
+            raise ValueError(
+                f"{name} got size={size}, but its edges go from {nodes[0]} nodes to "
+                f"{nodes[1]}; leave size out"
+            )
+        given["size"] = None  # edges know their nodes
 
 
 def _carrier(

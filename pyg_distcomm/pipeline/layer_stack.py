@@ -374,8 +374,19 @@ def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
     return edge_index
 
 
-def check_known(data: Any, topology: Topology) -> DistEdgeIndex:
-    """Returns the edges of a share, if they are those that a pipeline was planned for."""
+def updates_of(edge_index: DistEdgeIndex) -> int:
+    """Returns how often `pdc.update` has replaced these edges, or their nodes."""
+    return edge_index.nodes.updates + edge_index.edges.updates
+
+
+def check_known(data: Any, topology: Topology, updates: int) -> DistEdgeIndex:
+    """Returns the edges of a share, if they are those that a pipeline was planned for.
+
+    Args:
+        data: the share.
+        topology: of the edges that were planned for.
+        updates: how often they had been updated by then.
+    """
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex) or (
         edge_index.topology.source_gid is not topology.source_gid
@@ -383,6 +394,11 @@ def check_known(data: Any, topology: Topology) -> DistEdgeIndex:
         raise ValueError(
             "this Data is not the one that the pipeline was planned for; make another "
             "Pipeline for another graph"
+        )
+    if updates_of(edge_index) != updates:
+        raise RuntimeError(
+            "this pipeline was planned for the graph as it was before pdc.update; make a "
+            "Pipeline of the share that update returned"
         )
     return edge_index
 

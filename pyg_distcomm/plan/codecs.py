@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -89,6 +89,21 @@ class Coding:
         if self.link.exact_last and product.layer == last:
             return None
         return self.gradients if product.transposed else self.rows
+
+    def early(self, epoch: int) -> Coding | None:
+        """Returns it as it stands in epoch 0 or 1 of a run; None where all is exact.
+
+        Which call is the last, and so exact, is known after the first epoch. Late rows of
+        that are read in the next, and gradients answer them.
+        """
+        if epoch == 0 and self.link.exact_last:
+            return None
+        rows, own = self.link.codecs_at(self.link.epoch + epoch)
+        read = rows
+        if epoch and self.late(transposed=False):
+            first = self.early(0)
+            read = Plain() if first is None else first.rows
+        return replace(self, rows=rows, gradients=gradient_codec(rows, read, own))
 
     def late(self, transposed: bool) -> int:
         """Returns by how many epochs rows, or gradients, are late."""

@@ -354,27 +354,31 @@ def early_bytes(
     training: Training,
     how: tuple[MultiplyOrder, dict[str, Any]],
     dtype: torch.dtype,
+    coding: Coding | None = None,
 ) -> tuple[int, int]:
-    """Returns what all ranks receive in the first and second epoch, over exact links.
+    """Returns what all ranks receive in the first and second epoch.
 
     Args:
         flows, training, dtype: see `epoch_cost`.
         how: the order of products, and what else `Training.products` takes.
+        coding: the link, which begins to be used; None is the exact one.
     """
     (flow, back, halo), uses = flows, dict[Any, int]()
-    size, plain, known = math.prod(flow.grid), Writing(None, dtype, 0), {}
+    size, known, last = math.prod(flow.grid), {}, len(training.layers) - 1
     rest = size * sum(sum(group) for group in training.sums(size).values())
     found = []
-    for _ in range(2):
-        total = 0.0
+    for epoch in range(2):
+        total, now = 0.0, None if coding is None else coding.early(epoch)
         for product in training.products(how[0], uses=uses, **how[1]):
-            key = product.width, product.transposed, product.halo, product.against
+            writing = writing_of(now, product, last, dtype)
+            kind = product.transposed, product.halo, product.against
+            key = product.width, *kind, writing.codec
             if key not in known:
                 if product.halo:
-                    path = halo_path(halo, product, plain, flow.grid)
+                    path = halo_path(halo, product, writing, flow.grid)
                 else:
                     rows, item = back if product.against else flow, training.itemsize
-                    path = product_path(rows, product, item, plain)
+                    path = product_path(rows, product, item, writing)
                 came = np.broadcast_arrays(path.received, flow.nodes, path.width)[0]
                 means = came.size < size
                 known[key] = float(came.mean() * size if means else came.sum())

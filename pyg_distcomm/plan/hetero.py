@@ -116,6 +116,7 @@ class _HeteroVisit:
 
     def __init__(self) -> None:
         self.calls: list[tuple[EdgeType, _RelationCall]] = []
+        self.begun = self.calls[:]  # in the first epoch
         self.sums: list[str] = []
         self.stack: list[Module] = []
         self.now: dict[EdgeType, _RelationCall] = {}
@@ -126,7 +127,7 @@ class _HeteroVisit:
 
     def clear(self) -> None:
         """Forgets what was recorded."""
-        self.calls.clear()
+        self.calls = []
         self.sums.clear()
         for calls in self.links.values():
             calls.made.clear()
@@ -375,6 +376,7 @@ class _DryRun:
             rows = _trained_on(model(*_arguments(model, share)), data)
             torch.stack([row.to_local().sum() for row in rows]).sum().backward()
             if epoch == 0:
+                visit.begun = visit.calls
                 for calls in visit.links.values():
                     calls.end_first()
         return visit, sum(p.numel() for p in model.parameters() if p.grad is not None)
@@ -471,6 +473,10 @@ class _Priced:
             exchange = exchange + found.came
             messages, held = messages + found.left, held + found.room
             early = early + found.early
+            if kind in links and links[kind].early(0) is None:  # exact, all its calls
+                calls = [call for other, call in visit.begun if other == kind]
+                first = self._relation(kind, calls, None, None)
+                early[0] += first.early[0] - found.early[0]
             by_type[" ".join(kind)] = int(found.came.sum())
             orders += found.orders
         shape = LayerShape("halo", 1, 1)
@@ -506,7 +512,7 @@ class _Priced:
             link=link,
             missing=missing,
             relation_bytes=by_type,
-            early_bytes=() if links else tuple(int(n) + rest for n in early),
+            early_bytes=tuple(int(n) + rest for n in early),
         )
         if self.limit is not None and plan.memory > self.limit:
             need = f"needs {plan.memory:,} bytes a rank of {self.limit:,}"
@@ -572,14 +578,13 @@ class _Priced:
                 kept = kept + link_bytes(found, writing, coding, product.transposed)
         early = [
             sum(
-                int(path(one, Writing(None, self.dtype)).received.sum())
+                int(path(one, writing_of(now, one, None, self.dtype)).received.sum())
                 for one in products(uses=uses)
             )
-            for _ in range(2)
+            for now in (coding and coding.early(epoch) for epoch in range(2))
         ]
         room = memory((flow, halo), training, steady, orders, self.dtype) + kept
-        rows = training.kept_rows(ordering) * self.item
-        room = room + kept_bytes(halo, rows, grid)
+        room = room + kept_bytes(halo, training.kept_rows(ordering) * self.item, grid)
         return _RelationCost(came, left, room, np.array(early), orders, clock)
 
 

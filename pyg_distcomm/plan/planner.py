@@ -470,10 +470,10 @@ def _plans_of(
                 flows, ways = (flow, back, ghosts), (products, orders, kept)
                 cost = epoch_cost(flows, training, ways, link, dtype, machine)
                 one = _plan(grid, ordering, orders, halo, link, cost)
-                if exact:
-                    early = early_bytes(flows, training, (ordering, how), dtype)
-                    one = replace(one, early_bytes=early)
-                found.append(one)
+                early = early_bytes(flows, training, (ordering, how), dtype, link)
+                agreed = one.size * one.sum_bytes.get("agreement", 0)
+                early = early[0] + agreed, early[1] + agreed
+                found.append(replace(one, early_bytes=early))
     return found
 
 

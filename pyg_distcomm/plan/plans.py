@@ -53,8 +53,8 @@ class Plan:
             None for the exact link.
         relation_bytes: of the exchanges over all ranks, by edge type; of a HeteroData.
         early_bytes: over all ranks in the first epoch, and in the second, in which features
-            that do not change still travel, beside what planning them takes; () over a
-            link that is not exact, and of pipelines.
+            that do not change still travel, and a link may not code yet, beside what
+            planning takes; () of pipelines.
     """
 
     grid: Grid
@@ -328,7 +328,7 @@ def _early(plans: Sequence[Plan]) -> list[str]:
     return [
         f"the first two epochs of {plan.algorithm} {plan.sides} move "
         f"{' and '.join(map(show_bytes, plan.early_bytes))} in all: features that do not "
-        "change still travel"
+        f"change still travel{'' if plan.exact else ', and the link may not code yet'}"
         for plan in plans
         if plan.early_bytes and max(plan.early_bytes) > plan.total_bytes
     ]

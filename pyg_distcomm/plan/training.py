@@ -209,7 +209,8 @@ class Training:
                 if known > 1:
                     continue
                 if known == 1 or how[0]:  # for the first time as for the last
-                    found.append(ProductShape(i, layer.width_in, False, *how))
+                    exact = *how[:2], how[2] and how[0]  # what is kept must be
+                    found.append(ProductShape(i, layer.width_in, False, *exact))
                     continue
                 order = self._multiplied(i, ordering)
                 width = layer.width_out if order == "last" else layer.width_in

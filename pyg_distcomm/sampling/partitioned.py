@@ -101,10 +101,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             raise ValueError(
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
             )
-        if options.get("rule") in ROUNDS:
+        if options.get("rule") in ROUNDS and sample_at == "owner":
             raise ValueError(
                 f"rule={options['rule']!r} needs the in-edges of all nodes of a hop at once, "
-                "which lie with other ranks; take topology='replicated', or rule='labor'"
+                "which lie with several owners; take sample_at='requester', to which they "
+                "travel, topology='replicated', or rule='labor'"
             )
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}

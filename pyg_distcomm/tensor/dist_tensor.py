@@ -18,6 +18,7 @@ from pyg_distcomm.tensor.row_sharded import (
     eager,
     unsupported_op,
 )
+from pyg_distcomm.tensor.shape_ops import Stacked
 
 
 @eager
@@ -62,6 +63,8 @@ class DistTensor(RowShardedTensor):
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Applies the rule to one torch function."""
+        if Stacked in types:
+            return Stacked.__torch_function__(func, types, args, kwargs)
         return dispatch.apply(func, args, kwargs or {})
 
     def __getitem__(self, key: Any) -> Any:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.gradients import agree, meet_all
-from pyg_distcomm.tensor.op_tables import FACTS, SIZES, base_name
+from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,
@@ -342,8 +343,9 @@ def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
 class Stacked(torch.Tensor):
     """`torch.stack([x, y, ...])` of row-sharded tensors `[n, f]`: `[k, n, f]`.
 
-    Reductions over dim 0, as `HeteroConv` makes them, are row-sharded again, `[n, f]`, and
-    so is each of the k tensors. Everything else is refused; stack along dim 1 for that.
+    Each of the k tensors is row-sharded, as are reductions over dim 0 `[n, f]`, which
+    `HeteroConv` makes; those over dim 1 are equal on all ranks. What works row by row
+    returns a stack again. Everything else is refused; stack along dim 1 for that.
     """
 
     x: RowShardedTensor  # [n, k, f]
@@ -352,7 +354,11 @@ class Stacked(torch.Tensor):
     @staticmethod
     def of(tensors: list[Any]) -> Stacked:
         """Stacks tensors that are cut alike."""
-        x: Any = torch.stack(tensors, dim=1)
+        return Stacked.over(torch.stack(tensors, dim=1))
+
+    @staticmethod
+    def over(x: Any) -> Stacked:
+        """Returns the stack whose rows `[n, k, ...]` are given."""
         with torch._C.DisableTorchFunctionSubclass():
             out = x.as_subclass(torch.Tensor).transpose(0, 1).as_subclass(Stacked)
         out.x = x
@@ -362,43 +368,99 @@ class Stacked(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Reduces over dim 0, and refuses the rest by name."""
+        """Reduces, or works row by row, and refuses the rest by name."""
         name, kwargs = base_name(func), dict(kwargs or {})
         whole = args[0] if args and isinstance(args[0], Stacked) else None
-        if whole is not None and name in _OVER_STACKS:
-            dims = kwargs.pop(
-                "dim", kwargs.pop("axis", args[1] if len(args) > 1 else None)
-            )
-            dims = (
-                dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else dims
-            )
-            if (
-                dims in (0, -whole.x.dim())
-                and not kwargs.get("keepdim")
-                and len(args) < 3
-            ):
-                return getattr(torch, name)(whole.x, dim=1, **kwargs)
-        elif (
-            whole is not None
-            and name == "unbind"
-            and not any((*args[1:], *kwargs.values()))
-        ):
-            return whole.x.unbind(1)
-        elif whole is not None and name == "getitem" and type(args[1]) is int:
-            return whole.x[:, args[1]]
-        elif whole is not None and name in SIZES:
-            n, k, *rest = whole.x.shape
-            return _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
-        elif name in FACTS:
+        found = None
+        if name in FACTS and name not in SIZES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        raise unsupported_op(f"{name}() of row-sharded tensors stacked along dim 0")
+        if whole is not None and name in _OVER_STACKS:
+            found = whole._reduced(name, args[1:], kwargs)
+        elif whole is not None and name == "unbind":
+            found = None if any((*args[1:], *kwargs.values())) else whole.x.unbind(1)
+        elif whole is not None and name in _ALONG:
+            found = whole._along(name, args[1:], kwargs)
+        elif whole is not None and name == "getitem" and type(args[1]) is int:
+            found = whole.x[:, args[1]]
+        elif whole is not None and name in SIZES:
+            n, k, *rest = whole.x.shape
+            found = _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
+        elif name in ROWWISE or name == "dropout":
+            found = _row_by_row(name, func, args, kwargs)
+        if found is None:
+            raise unsupported_op(f"{name}() of row-sharded tensors stacked along dim 0")
+        return found
+
+    def _reduced(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns a reduction over one dim, or None."""
+        dims = kwargs.pop("dim", kwargs.pop("axis", args[0] if args else None))
+        if isinstance(dims, (list, tuple)) and len(dims) == 1:
+            dims = dims[0]
+        reduce = getattr(torch, name)
+        if dims is None and not args and name != "logsumexp":
+            return reduce(self.x, **kwargs)
+        if kwargs.get("keepdim") or len(args) > 1 or type(dims) is not int:
+            return None
+        dim = dims % self.x.dim()
+        if dim < 2:  # rows are in front here
+            return reduce(self.x, dim=1 - dim, **kwargs)
+        out = reduce(self.x, dim=dim, **kwargs)
+        return Stacked.over(out) if isinstance(out, Tensor) else None
+
+    def _along(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns a stack of the same shape that is made along one dim, or None."""
+        given = inspect.signature(_ALONG[name]).bind(self.x, *args, **kwargs)
+        given.apply_defaults()
+        dim = given.arguments["dim"]
+        if type(dim) is not int or (len(args) > 1 and name != "normalize"):
+            return None
+        dim = dim % self.x.dim()
+        given.arguments["dim"] = 1 - dim if dim < 2 else dim  # rows are in front here
+        return Stacked.over(_ALONG[name](*given.args, **given.kwargs))
 
     def __iter__(self) -> Any:
         return iter(self.x.unbind(1))
 
 
 _OVER_STACKS = frozenset("sum mean max min amax amin prod logsumexp".split())
+_ALONG = {f.__name__: f for f in (F.softmax, F.log_softmax, F.normalize)}
+
+
+def _row_by_row(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
+    """Returns what works row by row of stacks and of what is broadcast to them, or None."""
+    stacks = [v for v in (*args, *kwargs.values()) if isinstance(v, Stacked)]
+    dims = {stack.x.dim() for stack in stacks}
+    written = func.__name__.endswith("_") and not func.__name__.startswith("_")
+    if written or (name.startswith("i") and name[1:] in ROWWISE):
+        return None
+    if len(dims) != 1 or (name in WEIGHTED and not (name == "linear" and dims == {3})):
+        return None
+    if name in WEIGHTED:
+        if not args or len(stacks) != 1 or stacks[0] is not args[0]:
+            return None
+        return Stacked.over(func(args[0].x, *args[1:], **kwargs))
+    (most,) = dims
+
+    def turned(value: Any) -> Any:
+        """Returns a value as rows in front would have it."""
+        if isinstance(value, Stacked):
+            return value.x
+        if isinstance(value, RowShardedTensor):
+            if value.dim() != most - 1:
+                raise unsupported_op(
+                    f"{name}() of stacked tensors and {value.dim()}-d rows"
+                )
+            return value.unsqueeze(1)
+        if not isinstance(value, Tensor) or value.dim() < most - 1:
+            return value
+        if value.dim() > most or value.size(1 - most) != 1:
+            raise unsupported_op(f"{name}() of stacked tensors and plain rows of each")
+        return value.transpose(0, 1) if value.dim() == most else value
+
+    args = [turned(value) for value in args]
+    found = func(*args, **{k: turned(value) for k, value in kwargs.items()})
+    return Stacked.over(found) if isinstance(found, RowShardedTensor) else found
 
 
 def transposed(name: str, args: Any, kwargs: Any) -> Any:
