@@ -145,6 +145,8 @@ class BulkLoading(_PyGLoader):
         self._described: dict[str, Any] | None = None
         if self.spread is not None:  # collective
             self._describe()
+        elif self.placement is not None and self.placement.cache:
+            self.placement.keep(self.data)
         self._join()
 
     placement: Placement | None = None  # on a device, if not on the host
