@@ -373,6 +373,10 @@ def minibatches(device: Device) -> Iterator[Table]:
             makers[f"this package, {where}"] = lambda place=place: NeighborLoader(
                 data, **given, **place
             )
+        place = {"device": "cuda", "rows_on": "pinned", "cache": 0.2}
+        makers["this package, a fifth of the rows on the device"] = lambda: (
+            NeighborLoader(data, **given, **place)
+        )
     lines, phases = _loaded(device, makers, size, len(fan_out))
     lines.append(["GraphBolt on the device", _graphbolt()])
     if not device.cuda:

@@ -118,7 +118,9 @@ def samples(sample):
     for dtype, f in itertools.product(
         (torch.float64, torch.float32, torch.int8), (3, 8)
     ):
-        sample.read_rows(torch.zeros(9, f, dtype=dtype), torch.arange(4))
+        rows = torch.zeros(9, f, dtype=dtype)
+        for kept in (None, (rows[:2], torch.zeros(9, dtype=torch.int32))):
+            sample.read_rows(rows, torch.arange(4), kept)
 
 
 def kernels():

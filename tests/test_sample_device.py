@@ -311,6 +311,8 @@ def test_rows_on_disk_are_read_once_a_bulk(forced, tmp_path):
         ({"graph_on": "disk"}, "must be one of"),
         ({"device": "nowhere"}, "must name a device"),
         ({"graph_on": "pinned"}, "leave graph_on and rows_on out"),
+        ({"cache": 0.5}, "give rows_on='pinned'"),
+        ({"cache": 1.5}, "a fraction of all rows"),
     ],
 )
 def test_what_is_not_made_on_a_device_is_refused(options, said, forced):
@@ -355,9 +357,10 @@ def shared(place="cpu", rows=("device", "host"), some=slice(None)):
                     if name == "nodes":
                         assert route_of(other.n_id, table.rows) is not None
             placement.HOST = HOST
-        pinned = placement.Placement(place, graph_pinned=True)
-        with pytest.raises(ValueError, match="leave graph_on out"):
-            PartitionedOptions().wanted(share, pinned)
+        for name, said in (("graph_pinned", "graph_on out"), ("cache", "features=")):
+            wrong = placement.Placement(place, **{name: True})
+            with pytest.raises(ValueError, match=said):
+                PartitionedOptions().wanted(share, wrong)
     finally:
         placement.HOST = HOST
 
@@ -543,15 +546,61 @@ def test_rows_are_read_from_pinned_memory(shape, dtype, device):
             given = part if device == "cpu" else part.pin_memory()
             found = triton_kernels.read_rows(given, index.to(device))
             assert torch.equal(found.cpu(), part[index])
+            place = torch.full((len(part),), -1, dtype=torch.int32)
+            place[3], place[1] = 0, 1
+            kept = torch.zeros(2, *shape[1:], dtype=dtype, device=device)
+            found = triton_kernels.read_rows(
+                given, index.to(device), (kept, place.to(device))
+            )
+            assert torch.equal(found.cpu(), _without(part, 3, 1)[index])
+
+
+def _without(values, *rows):
+    values = values.clone()
+    values[list(rows)] = 0
+    return values
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
+    """Of pinned rows, those of nodes that most edges leave: by a kernel, interpreted."""
+    triton_kernels = pytest.importorskip("pyg_distcomm.kernels.sample_cuda")
+    reads = triton_kernels.read_rows
+    monkeypatch.setitem(sample_ops.read_rows._twins, "cpu", reads)
+    monkeypatch.setattr(placement, "_check_pinned", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    graph = typed() if hetero else data()
+    options = {"num_neighbors": [4], "batch_size": 20, "seed": 2, "cache": 0.25}
+    options |= {"input_nodes": "a" if hetero else None, "rows_on": "pinned"}
+    options |= {"prefetch": 0, "bulk_size": 1}  # the interpreter is for one thread
+    loader = NeighborLoader(graph, **options, device="cpu")
+    del options["cache"], options["rows_on"]
+    for one, other in zip(NeighborLoader(graph, **options), loader, strict=True):
+        alike(one, other, "cpu")
+    place, kind = loader.placement, "a" if hetero else None
+    store = graph["a"] if hetero else graph
+    source = [graph["a", "ab", "b"], graph["a", "aa", "a"]] if hetero else [graph]
+    degree = torch.cat([s.edge_index[0] for s in source]).bincount()
+    hot = place._slots[kind][0]
+    assert len(hot) == round(0.25 * store.num_nodes)
+    cold = torch.ones(store.num_nodes, dtype=torch.bool).index_fill_(0, hot, False)
+    assert degree[hot].min() >= degree[cold].max()
+    place._rows[kind, "x", "kept"][2].fill_(7)
+    found = next(iter(loader))
+    found = found["a"] if hetero else found
+    assert bool((found.x[~cold[found.n_id]] == 7).all())
+    assert torch.equal(found.x[cold[found.n_id]], store.x[found.n_id[cold[found.n_id]]])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", list(LOADS))
-@pytest.mark.parametrize("rows_on", ["device", "pinned"])
+@pytest.mark.parametrize("rows_on", ["device", "pinned", "host", "cached"])
 def test_loaders_read_pinned_memory(name, rows_on):
     options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
     graph = data()
     place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
+    if rows_on == "cached":
+        place |= {"rows_on": "pinned", "cache": 0.3}
     host = NeighborLoader(graph, **options)
     for one, other in zip(host, NeighborLoader(graph, **options, **place), strict=True):
         alike(one, other, "cuda")

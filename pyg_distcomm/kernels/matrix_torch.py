@@ -161,24 +161,28 @@ def _drawn(
 
     `running` and `found` are the weights, and the numbers of positive ones, before each entry.
     """
-    row, nth, start = spread(ptr.diff())
+    draws = ptr.diff()
+    # the host asks once: how many draws, urns, and draws of an urn
+    urn = torch.where(draws < count, draws, 0)
+    largest = torch.cat([urn.new_zeros(1), urn]).max()
+    drawn, urns, most = torch.stack([ptr[-1], (urn > 0).sum(), largest]).tolist()
+    row, nth, start = spread(draws, drawn)
     total = (running[high] - running[low])[row]
     if replace:
         goal = share(keyed_hash(hashes(keys)[row], nth), total)
         return first_above(running, low[row], high[row], goal), total
-    draws = ptr.diff()
     entry = first_above(found, low[row], high[row], nth)  # where all are taken
     left = total - (running[entry] - running[low][row])
-    some = (draws < count).nonzero().view(-1)
-    if len(some):
-        most = int(draws[some].max())
-        urns = running, low[some], high[some], keys[some]
-        entries, lefts = draw_urns(*urns, most)
-        place = start[some, None] + torch.arange(most, device=row.device)
-        used = (place < (start + draws)[some, None]).view(-1).nonzero().view(-1)
-        place = place.view(-1)[used]
-        entry[place] = entries.view(-1)[used]
-        left[place] = lefts.view(-1)[used]
+    if urns:
+        some = torch.argsort(urn, descending=True, stable=True)[:urns]
+        entries, lefts = draw_urns(running, low[some], high[some], keys[some], most)
+        steps = torch.arange(most, device=row.device)
+        # behind the last of fewer draws is room for all that is left over
+        place = torch.where(steps < draws[some, None], start[some, None] + steps, drawn)
+        entry, left = (
+            torch.cat([t, t.new_zeros(1)]).scatter_(0, place.view(-1), f.view(-1))[:-1]
+            for t, f in ((entry, entries), (left, lefts))
+        )
     return entry, left
 
 

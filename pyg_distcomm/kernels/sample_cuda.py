@@ -41,12 +41,32 @@ def draw_rows(
 
 
 @triton.jit
-def copy_rows(values, index, out, total, width, BLOCK: tl.constexpr):
-    """Copies rows of `width` words, a word at a time: neighbours read neighbours."""
+def copy_rows(
+    values,
+    kept,
+    place,
+    index,
+    out,
+    total,
+    width,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies rows of `width` words, a word at a time: neighbours read neighbours.
+
+    Where KEPT, row i is row `place[i]` of `kept`, unless that is negative.
+    """
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = k < total
     row = tl.load(index + k // width, mask=live, other=0)
-    word = tl.load(values + row * width + k % width, mask=live, other=0)
+    if KEPT:
+        at = tl.load(place + row, mask=live, other=-1).to(tl.int64)
+        near = at >= 0
+        word = tl.load(kept + at * width + k % width, mask=live & near, other=0)
+        far = tl.load(values + row * width + k % width, mask=live & (at < 0), other=0)
+        word = tl.where(near, word, far)
+    else:
+        word = tl.load(values + row * width + k % width, mask=live, other=0)
     tl.store(out + k, word, mask=live)
 
 
@@ -149,7 +169,9 @@ def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
     return out
 
 
-def read_rows(values: Tensor, index: Tensor) -> Tensor:
+def read_rows(
+    values: Tensor, index: Tensor, kept: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Runs `sample_ops.read_rows`; by a kernel where the rows are in pinned host memory.
 
     A pointer to pinned memory is good on CUDA devices, too (unified virtual addresses).
@@ -165,9 +187,13 @@ def read_rows(values: Tensor, index: Tensor) -> Tensor:
     word = next(w for w in (8, 4, 2, 1) if size % w == begin % w == 0)
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
     flat = values.reshape(-1).view(torch.uint8).view(kind)
+    near, place = (flat, index) if kept is None else kept
+    near = near.reshape(-1).view(torch.uint8).view(kind)
     words = out.view(-1).view(torch.uint8).view(kind)
     with torch.cuda.device_of(index):
         copy_rows[(triton.cdiv(len(words), WORDS),)](
-            *(flat, index.contiguous(), words, len(words), size // word), BLOCK=WORDS
+            *(flat, near, place, index.contiguous(), words, len(words), size // word),
+            KEPT=kept is not None,
+            BLOCK=WORDS,
         )
     return out

@@ -40,8 +40,13 @@ def uniform_picks(streams: Tensor, size: Tensor, draws: int, replaced: bool) -> 
 
 
 @op("index", types=None)
-def read_rows(values: Tensor, index: Tensor) -> Tensor:
+def read_rows(
+    values: Tensor, index: Tensor, kept: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Returns rows by index, on its device; from pinned host memory where they lie there.
+
+    Of those, some may be kept on the device: `kept` has these rows [h, ...], and where each
+    row is among them, [n] int32, -1 for others.
 
     Shapes: values [n, ...], contiguous; index any, int64; returns [*index.shape, ...].
     """

@@ -82,12 +82,6 @@ class BulkLoading(_PyGLoader):
     """
 
     def __init__(self, *args: Any, shuffle: bool | None = None, **kwargs: Any) -> None:
-        device = kwargs.pop("device", None)  # of a loader that does not take it
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(
-                f"device={str(device)!r}: {type(self).__qualname__} makes minibatches on the "
-                "host; leave device out, and move them by .to(device)"
-            )
         # `Epochs` shuffles; torch's own sampler refuses a rank that has no inputs
         own = any(kwargs.get(k) is not None for k in ("sampler", "batch_sampler"))
         kwargs |= {"shuffle": shuffle} if own else {}
@@ -145,6 +139,8 @@ class BulkLoading(_PyGLoader):
         self._described: dict[str, Any] | None = None
         if self.spread is not None:  # collective
             self._describe()
+        elif self.placement is not None and self.placement.cache:
+            self.placement.keep(self.data)
         self._join()
 
     placement: Placement | None = None  # on a device, if not on the host

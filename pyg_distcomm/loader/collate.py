@@ -172,7 +172,8 @@ class Collator:
                 else:
                     found = _gather(values, ids, self._buffers)
             elif self._placement is not None:
-                found = self._placement.take((rows.store, rows.name), values, ids)
+                key = rows.store, rows.name
+                found = self._placement.take(key, values, ids, not rows.of_edges)
             else:
                 found = _gather(values, ids, self._buffers)
             if len(found) < len(every):

@@ -67,7 +67,7 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         weight_attr: the name of the edges' weights in data (default: all are 1).
         method: "its" or "exponential"; see `sampling.algebra.sample`.
         bulk_size, seed, even_batches, prefetch, split, topology, replication, sample_at,
-        features, embedding, device, graph_on, rows_on, **kwargs: as in
+        features, embedding, device, graph_on, rows_on, cache, **kwargs: as in
         `DistNeighborLoader`.
 
     Raises:
@@ -104,13 +104,14 @@ class DistLayerLoader(BulkLoading, NodeLoader):
         device: Any = None,
         graph_on: str = "device",
         rows_on: str = "device",
+        cache: float = 0,
         **kwargs: Any,
     ) -> None:
         loading = bulk_size, seed, even_batches, prefetch, split
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
-            self.placement = Placement.of(device, graph_on, rows_on)
+            self.placement = Placement.of(device, graph_on, rows_on, cache)
             partitioned = PartitionedOptions(*placing)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)

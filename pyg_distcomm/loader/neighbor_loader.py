@@ -100,6 +100,8 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         graph_on, rows_on: "pinned" to leave the graph, or the rows of nodes and edges, in
             pinned host memory, where a CUDA device reads them by Triton; or "device". Rows
             may also stay where they are, "host", which picks those that travel.
+        cache: of pinned rows, how many nodes' (of each type, those that most edges leave) the
+            device keeps: a count (int) or a fraction (float).
         **kwargs: those of `torch.utils.data.DataLoader`. The arguments of
             `torch_geometric.distributed.DistNeighborLoader` are taken, and named in a
             warning if they have no use here.
@@ -145,6 +147,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         device: Any = None,
         graph_on: str = "device",
         rows_on: str = "device",
+        cache: float = 0,
         **kwargs: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -163,7 +166,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
-            self.placement = Placement.of(device, graph_on, rows_on)
+            self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             partitioned = PartitionedOptions(*placing)
             is_spread = partitioned.wanted(data, self.placement)
@@ -221,8 +224,8 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
         rule, bulk_size, seed, even_batches, prefetch, split, topology, replication,
-        sample_at, features, embedding, backend, device, graph_on, rows_on, **kwargs: as in
-        `DistNeighborLoader`.
+        sample_at, features, embedding, backend, device, graph_on, rows_on, cache,
+        **kwargs: as in `DistNeighborLoader`.
     """
 
     def __init__(
@@ -262,6 +265,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         device: Any = None,
         graph_on: str = "device",
         rows_on: str = "device",
+        cache: float = 0,
         **kwargs: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -280,7 +284,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         placing = topology, replication, sample_at, features, embedding
         with alike(ranks_of(data)):
             loader_options = LoaderOptions(*loading)
-            self.placement = Placement.of(device, graph_on, rows_on)
+            self.placement = Placement.of(device, graph_on, rows_on, cache)
             kwargs = unused_arguments(kwargs)
             neg_sampling = _negatives(neg_sampling, neg_sampling_ratio)
             partitioned = PartitionedOptions(*placing)

@@ -82,6 +82,11 @@ class PartitionedOptions:
                     "graph_on='pinned': a partitioned graph is sampled on the hosts of all "
                     "ranks; leave graph_on out, or give each rank the whole graph"
                 )
+            if placement is not None and placement.cache:
+                raise ValueError(
+                    f"cache={placement.cache!r} is for a graph that each rank holds whole; "
+                    "for a share give features=DistFeatureStore.from_data(..., cache=...)"
+                )
             return True
         if isinstance(data, (Data, HeteroData)) and any(
             isinstance(value, DistTensor) for s in data.stores for value in s.values()

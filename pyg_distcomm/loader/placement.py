@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.store import joined_mesh
+from pyg_distcomm.loader.row_group import rows_kept
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
 PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
@@ -30,25 +32,36 @@ class Placement:
         graph_pinned: whether the graph stays in pinned host memory, which the device reads.
         rows_on: where rows of nodes and edges are: on the device, in pinned memory, or where
             they were, on the host, which picks those that travel.
+        cache: how many nodes' rows the device keeps of pinned ones, a count or a fraction.
     """
 
     device: torch.device
     graph_pinned: bool = False
     rows_on: str = DEVICE
+    cache: float = 0
+    _slots: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _rows: dict[Any, tuple[Tensor, int, Tensor]] = field(
         default_factory=dict, repr=False
     )
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @staticmethod
-    def of(device: Any, graph_on: str, rows_on: str) -> Placement | None:
+    def of(
+        device: Any, graph_on: str, rows_on: str, cache: float = 0
+    ) -> Placement | None:
         """Checks the arguments of a loader; returns None for the host.
 
         Raises:
             ValueError: for no such device or place; other ranks raise where they wait next.
         """
         try:
-            return Placement._of(device, graph_on, rows_on)
+            rows_kept(cache, 0)
+            if cache and rows_on != PINNED:
+                raise ValueError(
+                    f"cache={cache!r} is of rows in pinned memory; give rows_on='pinned', or "
+                    "for a share features=DistFeatureStore.from_data(..., cache=...)"
+                )
+            return Placement._of(device, graph_on, rows_on, cache)
         except ValueError as error:
             mesh = joined_mesh()
             if mesh is not None and mesh.everyone.watch is not None:
@@ -56,7 +69,7 @@ class Placement:
             raise
 
     @staticmethod
-    def _of(device: Any, graph_on: str, rows_on: str) -> Placement | None:
+    def _of(device: Any, graph_on: str, rows_on: str, cache: float) -> Placement | None:
         for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
             if place not in PLACES[name]:
                 raise ValueError(f"{name} must be one of {PLACES[name]}, got {place!r}")
@@ -88,7 +101,7 @@ class Placement:
             found = torch.device("cuda", index)
         if pinned:
             _check_pinned(found)
-        return Placement(found, graph_on == PINNED, rows_on)
+        return Placement(found, graph_on == PINNED, rows_on, cache)
 
     def check(
         self,
@@ -141,11 +154,47 @@ class Placement:
             lambda t: t.contiguous().pin_memory() if pinned else self.put(t),
         )
 
-    def take(self, key: Any, values: Tensor, index: Tensor) -> Tensor:
-        """Returns rows `index` `[k]` of an attribute on the device, its name being `key`."""
+    def keep(self, data: Data | HeteroData) -> None:
+        """Chooses the nodes of each type whose rows are kept: those that most edges leave.
+
+        Of equal ones the lower id comes first. It takes 4 bytes a node on the device.
+        """
+        degrees = {
+            getattr(store, "_key", None): torch.zeros(store.num_nodes or 0).long()
+            for store in data.node_stores
+        }
+        for store in data.edge_stores:
+            source = store.get("edge_index")
+            if "adj_t" in store:
+                source = to_edge_index(store.adj_t)[0].flip(0)
+            if isinstance(source, Tensor):
+                key = getattr(store, "_key", None)
+                degree = degrees[None if key is None else key[0]]
+                degree += torch.bincount(source[0], minlength=len(degree))
+        for kind, score in degrees.items():
+            order = torch.argsort(score, descending=True, stable=True)
+            ids = order[: rows_kept(self.cache, len(score))].sort().values
+            slot = torch.full((len(score),), -1, dtype=torch.int32)
+            slot[ids] = torch.arange(len(ids), dtype=torch.int32)
+            self._slots[kind] = ids, self.put(slot)
+
+    def take(
+        self, key: Any, values: Tensor, index: Tensor, nodes: bool = False
+    ) -> Tensor:
+        """Returns rows `index` `[k]` of an attribute on the device.
+
+        `key` is its (store, name), or any other; of nodes, rows may be kept there.
+        """
         if self.rows_on == ON_HOST:
             return self.send(values.index_select(0, index.cpu()))
-        return kernels.read_rows(self.rows(key, values), self.send(index))
+        kept = None
+        if nodes and key[0] in self._slots:
+            ids, slot = self._slots[key[0]]
+            rows = self._kept(
+                (*key, "kept"), values, lambda t: self.put(t.index_select(0, ids))
+            )
+            kept = rows, slot
+        return kernels.read_rows(self.rows(key, values), self.send(index), kept)
 
     def shape_of(self, key: Any, edges: Tensor) -> Tensor:
         """Returns edges of the shape of others, on the device, between their last nodes.

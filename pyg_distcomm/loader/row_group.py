@@ -69,6 +69,23 @@ class Index:
         return place.masked_fill_(~here, 0), here
 
 
+def rows_kept(size: float, total: int) -> int:
+    """Returns how many rows a cache size means: a count, or a fraction of all.
+
+    Raises:
+        ValueError: unless it is a whole number of rows, or a fraction in [0, 1].
+    """
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if whole and size >= 0:
+        return min(int(size), total)
+    if isinstance(size, float) and 0 <= size <= 1:
+        return round(size * total)
+    raise ValueError(
+        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
+        "(a float from 0.0 to 1.0)"
+    )
+
+
 def width_of(values: Tensor) -> int:
     """Returns the numbers of one row."""
     return math.prod(values.shape[1:])

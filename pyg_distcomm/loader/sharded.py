@@ -52,6 +52,7 @@ from pyg_distcomm.loader.row_group import (
     learn_owners,
     make_row_group,
     own_rows,
+    rows_kept,
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -270,23 +271,6 @@ def hottest(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tensor:
     ids, order = ids.sort()
     top = torch.sort(scores[order], descending=True, stable=True).indices[:count]
     return ids[top].sort().values
-
-
-def rows_kept(size: float, total: int) -> int:
-    """Returns how many rows a cache size means: a count, or a fraction of all.
-
-    Raises:
-        ValueError: unless it is a whole number of rows, or a fraction in [0, 1].
-    """
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if whole and size >= 0:
-        return min(int(size), total)
-    if isinstance(size, float) and 0 <= size <= 1:
-        return round(size * total)
-    raise ValueError(
-        f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
-        "(a float from 0.0 to 1.0)"
-    )
 
 
 Wire: TypeAlias = str | Codec | LinkPolicy | None

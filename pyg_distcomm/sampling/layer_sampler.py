@@ -286,16 +286,25 @@ class KeyedLayerSampler(BaseSampler):
         check_nodes(batch, self.graph.num_nodes, "seeds")
         if self.device is not None:
             batch = batch.to(self.device)
+        mine = None
+        if self.keep_batch:
+            mine = torch.unique(batch.batch * self._step + batch.id)
         layers: list[_Layer] = []
-        rows = batch
+        rows, most = batch, max((len(each.node) for each in inputs), default=0)
+        seeds = most if self.keep_batch else 0
         for number, s in enumerate(self.num_nodes_per_layer):
             each = torch.tensor([fold(key, number) for key in keys], dtype=torch.int64)
-            layers.append(self._layer(rows, batch, s, each.to(batch.id.device)))
+            layers.append(self._layer(rows, mine, s, each.to(batch.id.device), most))
             rows = layers[-1].cols
+            most = seeds + (self.graph.num_nodes if s < 0 else s)
         return _outputs(inputs, batch, layers)
 
-    def _layer(self, rows: BulkNodes, batch: BulkNodes, s: int, keys: Tensor) -> _Layer:
-        most = int(rows.ptr.diff().max()) if len(rows) else 0
+    def _layer(
+        self, rows: BulkNodes, mine: Tensor | None, s: int, keys: Tensor, most: int
+    ) -> _Layer:
+        """Samples a layer of minibatches, each with `most` rows at most."""
+        if most > self.graph.most_rows:  # then count them
+            most = int(rows.ptr.diff().max()) if len(rows) else 0
         if most > self.graph.most_rows:
             raise ValueError(
                 f"a minibatch has {most} rows in a layer, but weights leave room for "
@@ -303,7 +312,7 @@ class KeyedLayerSampler(BaseSampler):
                 "take fewer seeds at a time"
             )
         p, drawn = self._draw(rows, s, keys)
-        cols, kept = self._columns(drawn.matrix, batch)
+        cols, kept = self._columns(drawn.matrix, mine)
         edges = self.graph.extract(rows, cols)
         weight = edge_weights(self.weights, edges, rows, cols, kept, p, drawn)
         return _Layer(rows, cols, edges, weight)
@@ -330,15 +339,23 @@ class KeyedLayerSampler(BaseSampler):
             self._shared = SharedRow(self.rule.judge(row, self.graph.scale))
         return self._shared
 
-    def _columns(self, drawn: BulkMatrix, batch: BulkNodes) -> tuple[BulkNodes, Tensor]:
-        """Returns the columns of each minibatch, and which of them are of its batch."""
-        if not self.keep_batch:
+    @property
+    def _step(self) -> int:
+        return max(self.graph.num_nodes, 1)
+
+    def _columns(
+        self, drawn: BulkMatrix, mine: Tensor | None
+    ) -> tuple[BulkNodes, Tensor]:
+        """Returns the columns of each minibatch, and which of them are of its batch.
+
+        Nodes are numbered `minibatch step + id`: `mine` are those of the batches, if kept.
+        """
+        if mine is None:
             cols = BulkNodes(drawn.col, drawn.rowptr)
             return cols, torch.zeros_like(cols.id).bool()
-        step = max(self.graph.num_nodes, 1)
-        mine = torch.unique(batch.batch * step + batch.id)
+        step = self._step
         every = torch.unique(torch.cat([mine, drawn.row * step + drawn.col]))
-        each = torch.arange(len(batch) + 1, device=every.device)
+        each = torch.arange(drawn.num_rows + 1, device=every.device)
         ptr = torch.searchsorted(every, each * step)
         return BulkNodes(every % step, ptr), torch.isin(every, mine)
 
@@ -363,9 +380,11 @@ def _outputs(
     parts: list[list[tuple[Tensor, ...]]] = [[] for _ in range(k)]
     below = [0] * k  # where the rows of the layer begin in `node`
     for layer in layers:
-        bounds = torch.searchsorted(layer.edges.row, layer.rows.ptr).tolist()
-        first_row, first_col = layer.rows.ptr.tolist(), layer.cols.ptr.tolist()
-        for i, cols in enumerate(layer.cols.split()):
+        ends = torch.searchsorted(layer.edges.row, layer.rows.ptr)
+        asked = torch.stack([ends, layer.rows.ptr, layer.cols.ptr])
+        bounds, first_row, first_col = asked.tolist()  # the host asks once
+        sizes = [b - a for a, b in itertools.pairwise(first_col)]
+        for i, cols in enumerate(layer.cols.id.split(sizes)):
             edges, above = slice(bounds[i], bounds[i + 1]), below[i]
             above += first_row[i + 1] - first_row[i]
             source = layer.edges.col[edges] + (above - first_col[i])
