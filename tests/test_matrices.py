@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import pytest
 import tiers
 import torch
 import torch_geometric.nn as pyg
@@ -112,3 +113,17 @@ def stepped(layer, x, given):
 )
 def test_values_of_a_matrix_weigh_what_pyg_weighs_by_them(size, layout, memory, grid):
     worlds.run(valued, size, layout, memory, grid)
+
+
+def _other_size():
+    data = GRAPHS["loops_and_copies"]()
+    share, n = pdc.partition(data, worlds.mesh(), "random"), data.num_nodes
+    layer = pdc.convert(pyg.SAGEConv(7, 4).double())
+    for size in ((n - 1, n - 1), (n + 1, n + 1), (n, n + 1)):
+        adj = torch.ones(size, dtype=torch.float64).to_sparse_csr()
+        with pytest.raises(ValueError, match=f"is .{n}, {n}., got"):
+            layer(share.x, adj)
+
+
+def test_a_matrix_of_another_number_of_nodes_is_refused():
+    worlds.run(_other_size, 2)

@@ -211,12 +211,23 @@ def _warn_whole(layer: Any, values: list[Any]) -> None:
         )
 
 
+def _check_square(shape: tuple[int, ...], nodes: Rows) -> None:
+    """Refuses a sparse adjacency of another number of nodes."""
+    if tuple(shape) != (nodes.total, nodes.total):
+        raise ValueError(
+            f"a sparse adjacency of {nodes.total} nodes is [{nodes.total}, {nodes.total}], "
+            f"got {list(shape)}"
+        )
+
+
 def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
     if not isinstance(value, Tensor):
         if not hasattr(value, "coo"):  # as a SparseTensor of torch-sparse has it
             return value
+        _check_square(value.sparse_sizes(), nodes)
         return DistEdgeIndex.weighted(*coo_of(value), nodes)
     if value.layout != torch.strided:
+        _check_square(value.shape, nodes)
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
     if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):

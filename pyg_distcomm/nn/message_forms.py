@@ -93,10 +93,10 @@ def mask_messages(
         ValueError: if there is no mask, or one of other edges.
     """
     mask, name = conv._edge_mask, type(conv).__name__
-    if mask is None:
+    if not isinstance(mask, Tensor):
         raise ValueError(
-            f"{name} has explain=True and no mask of edges; let an Explainer of "
-            "torch_geometric.explain set it"
+            f"{name} has explain=True and no mask of edges, but {mask!r}; let an Explainer "
+            "of torch_geometric.explain set it"
         )
     here = isinstance(mask, DistTensor)
     if not (mask.rows.same_as(edges) if here else len(mask) == edges.total):
