@@ -92,7 +92,8 @@ def mask_messages(
     Raises:
         ValueError: if there is no mask, or one of other edges.
     """
-    mask, name = conv._edge_mask, type(conv).__name__
+    mask: Any = conv._edge_mask
+    name = type(conv).__name__
     if not isinstance(mask, Tensor):
         raise ValueError(
             f"{name} has explain=True and no mask of edges, but {mask!r}; let an Explainer "
