@@ -93,8 +93,8 @@ def mask_messages(
         ValueError: if there is no mask, or one of other edges.
     """
     mask: Any = conv._edge_mask
-    name = type(conv).__name__
-    if not isinstance(mask, Tensor):
+    name, known = type(conv).__name__, isinstance(mask, Tensor)
+    if not known:
         raise ValueError(
             f"{name} has explain=True and no mask of edges, but {mask!r}; let an Explainer "
             "of torch_geometric.explain set it"
