@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,7 +18,14 @@ from torch_geometric.data.feature_store import AttrView
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import Cast, Chain, Plain, Quantise, RowSample
+from pyg_distcomm.halo.codecs import (
+    Cast,
+    Chain,
+    Plain,
+    Quantise,
+    RangeBits,
+    RowSample,
+)
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistFeatureStore
 from pyg_distcomm.loader.feature_store import EDGES
@@ -407,6 +415,13 @@ def test_what_a_codec_draws_depends_on_the_row_alone():
     assert float((sent - x).mean().abs()) < 0.2  # without bias
 
 
+@dataclass(frozen=True)
+class Compared(Quantise):
+    """A codec that would write rows by what is beside them."""
+
+    by_row = False
+
+
 @pytest.mark.parametrize(
     "link",
     [
@@ -415,6 +430,8 @@ def test_what_a_codec_draws_depends_on_the_row_alone():
         pdc.Sylvie(late=0, adaptive=True),
         pdc.BNS(0.5),
         LinkPolicy(Chain(Cast(torch.bfloat16), RowSample(4))),
+        RangeBits(2),
+        Compared(1),
     ],
 )
 def test_links_that_rows_cannot_be_fetched_by(link):

@@ -204,11 +204,10 @@ class Codec(abc.ABC):
             def _read(self, message, out, context):
                 return out.copy_(matrix_of(message, *out.shape, torch.float8_e5m2))
 
-    `bytes_of` and `matrix_of` turn matrices to bytes and back, wherever in memory a message
-    begins. One that draws has `keyed = True`, and draws from the key alone: what both
-    ends choose from `context.key.key`, roundings as
-    `random.keyed_uniform(*context.key.rounding, chosen)`. It refuses what it cannot write by
-    `context.refuse(x, index, bad)`, with `bad` the first such row of the message, or -1.
+    `bytes_of` and `matrix_of` turn matrices to bytes and back. One that draws has
+    `keyed = True`, and draws from the key alone: what both ends choose from
+    `context.key.key`, roundings as `random.keyed_uniform(*context.key.rounding, chosen)`.
+    It refuses what it cannot write by `context.refuse(x, index, bad)`; see there.
     """
 
     def __repr__(self) -> str:
@@ -246,11 +245,13 @@ class Codec(abc.ABC):
         return any(one.ranked for one in self.inside)
 
     @property
-    def zero_fills(self) -> bool:
-        """Whether numbers that it leaves out arrive as zeros, whatever they are.
+    def by_row(self) -> bool:
+        """Whether a row is written alike whatever rows are in the message beside it."""
+        return all(one.by_row for one in self.inside)
 
-        A gradient must then be masked as the rows it answers were.
-        """
+    @property
+    def zero_fills(self) -> bool:
+        """Whether numbers left out arrive as zeros; gradients are then masked alike."""
         return False
 
     @property

@@ -24,12 +24,8 @@ from pyg_distcomm.comm.process_grid import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.halo.codecs import (
-    Chain,
     Codec,
-    DegreeBits,
     Plain,
-    RangeBits,
-    RowSample,
     codec_of,
 )
 from pyg_distcomm.halo.halo import Halo
@@ -305,9 +301,7 @@ def _known_size(wire: Wire) -> Codec:
             )
         wire = wire.codec
     codec = codec_of(wire)
-    last = codec.last if isinstance(codec, Chain) else codec
-    apart = not isinstance(last, (RowSample, DegreeBits, RangeBits))
-    if not codec.fixed_size or codec.stateful or not apart:
+    if not codec.fixed_size or codec.stateful or not codec.by_row:
         raise ValueError(
             f"a feature store sends rows by themselves, but {codec!r} has sizes that depend "
             "on values, remembers or compares rows, or leaves some out; choose 'fp16', 'bf16', "

@@ -25,6 +25,7 @@ class _Graded(Codec):
     """
 
     unbiased = keyed = True
+    by_row = False
 
     def _put(
         self,

@@ -157,7 +157,7 @@ class RowSample(Codec):
         values: the codec of the rows that travel.
     """
 
-    keyed = True
+    keyed, by_row = True, False
 
     rate: float
     scaled: bool = True
