@@ -118,7 +118,7 @@ class HaloVisit:
         self.adding = [layer for layer in layers_of(conv) if adds_rows(layer)]
         # whether sources are fetched where they are looked up, not before
         self.late = coded or (bool(self.adding) and topology.adds_on_grid)
-        self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly, in this run
+        self.fetched: list[tuple[Tensor, Tensor]] = []  # exactly
         # arguments as the layer gets them, and as given, by which ghosts are remembered,
         # with their versions: a layer may write to them
         self.inputs: list[tuple[Tensor, DistTensor, int]] = []
@@ -329,7 +329,8 @@ class HaloVisit:
 
     def _values_for(self, layer: MessagePassing) -> DistTensor | None:
         """Returns values of the matrix by which a layer weighs messages without saying so."""
-        return self.scene.values if weighs_messages(layer, self.of_torch) else None
+        values = self.scene.values
+        return values if weighs_messages(layer, values, self.of_torch) else None
 
     def _edge_update(self, layer: MessagePassing, call: Callable) -> Callable:
         return lambda **given: call(**self._typed(given))

@@ -111,7 +111,7 @@ def mask_messages(
     return weigh_messages(conv, messages, weight, rows, edges)
 
 
-def weighs_messages(conv: MessagePassing, of_torch: bool) -> bool:
+def weighs_messages(conv: MessagePassing, values: Any, of_torch: bool) -> bool:
     """Tells whether a layer weighs messages by the values of a matrix, unasked.
 
     PyG multiplies by the matrix where a layer has a `message_and_aggregate`, by its values
@@ -120,9 +120,10 @@ def weighs_messages(conv: MessagePassing, of_torch: bool) -> bool:
 
     Args:
         conv: the layer.
+        values: of the matrix; None of one without, and of edges.
         of_torch: whether it is given a matrix of torch.sparse.
     """
-    if not conv.fuse or conv.explain:
+    if values is None or not conv.fuse or conv.explain:
         return False
     kind = type(conv)
     if "edge_weight" in inspect.signature(kind.message).parameters:
