@@ -36,8 +36,7 @@ from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
-from pyg_distcomm.sampling import KeyedNeighborSampler
-from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
+from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 

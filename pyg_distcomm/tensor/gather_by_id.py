@@ -109,9 +109,7 @@ class IdPlan:
             return slot, mine
         own, ghosts = mine[:here], mine[here:]
         sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(
-            ghosts, *sides, "halo_transpose", halo.most
-        ).wait()
+        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
         before = sum(halo.send_counts[: halo.axis.rank])
         sums = g.new_zeros((len(slot), g.size(1)))
         first, last = before, before + here
@@ -149,9 +147,7 @@ class IdPlan:
             return own
         halo = self.halo
         sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(
-            ghosts, *sides, "halo_transpose", halo.most
-        ).wait()
+        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
         return _extremes(own, halo.send_slot, came, op)
 
 
