@@ -285,11 +285,11 @@ class DistEdgeIndex(torch.Tensor):
         if isinstance(value, DistTensor):
             found = cut_as(value, edges)
             if found is not None:
-                return found
+                return self.topology.placed(name, found)
             raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
         if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
             value = meet(value, edges.mesh)
-            return value[edges.place_on(value.device)]
+            return self.topology.placed(name, value[edges.place_on(value.device)])
         raise TypeError(
             f"give {name} one row for each of the {edges.count} edges: it is "
             f"{_kind(value)}; make it part of the Data before pdc.partition"
