@@ -58,9 +58,9 @@ def chosen_sampler(
             raise ValueError(
                 f"backend={backend!r} and neighbor_sampler were given; leave one out"
             )
-        if options["rule"] != NEIGHBOR:
+        if options["draws"] != NEIGHBOR:
             raise ValueError(
-                f"rule={options['rule']!r} and neighbor_sampler were given; leave one out"
+                f"draws={options['draws']!r} and neighbor_sampler were given; leave one out"
             )
         return given
     options["share_memory"] = dataloader.get("num_workers", 0) > 0
