@@ -261,7 +261,8 @@ class metrics:
         assert self.folder is not None
         line = (json.dumps(as_json(row, 4)) + "\n").encode()
         with open(self.folder / ROWS, "ab", buffering=0) as file:
-            file.write(line)
+            if file.write(line) < len(line):
+                raise OSError(f"{file.name}: no room for a whole line")
 
 
 def _moved(before: dict[Any, Entry], now: dict[Any, Entry]) -> dict[str, list[float]]:
@@ -423,11 +424,13 @@ def _read_json(path: Path) -> Row:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole, or not at all."""
+    """Writes a file whole, or not at all; an OSError names it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text)
         os.replace(aside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
 

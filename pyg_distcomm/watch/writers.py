@@ -53,10 +53,10 @@ class CSVWriter:
         if not self.path.exists():
             return []
         with open(self.path, newline="") as file:
-            read = csv.DictReader(file)  # None: a line that a kill has cut short
-            return [
-                one for one in read if one.get("epoch") and None not in one.values()
-            ]
+            text = file.read()
+        # what a kill has cut short has no end, or no figure in a column
+        read = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        return [one for one in read if one.get("epoch") and None not in one.values()]
 
 
 class TensorBoardWriter:
