@@ -22,6 +22,7 @@ import platform
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,8 +315,26 @@ def synchronisations(device: Device) -> Iterator[Table]:
             forward = len(mode.found)
             out.to_local().sum().backward()
         names = ", ".join(sorted(set(mode.found)))
-        lines.append([kind.__name__, forward, len(mode.found) - forward, names])
-    yield "host synchronisations", ["layer", "forward", "backward", "by"], lines
+        told = _told_by_cuda(device, lambda c=conv: c(share.x, share.edge_index).sum())
+        lines.append([kind.__name__, forward, len(mode.found) - forward, names, told])
+    head = ["layer", "forward", "backward", "by", "as CUDA counts"]
+    yield "host synchronisations", head, lines
+
+
+def _told_by_cuda(device: Device, run: Callable[[], Tensor]) -> Any:
+    """Returns how many operations of a forward and a backward pass torch saw wait on CUDA."""
+    if not device.cuda:
+        return ""
+    run().backward()
+    device.wait()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(w.message) for w in told)
 
 
 # Rows for the wire -------------------------------------------------------------------
