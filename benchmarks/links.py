@@ -55,7 +55,7 @@ from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 from pyg_distcomm.partition.cutters import cut
 
-HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
+HALO = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 Policy = Callable[[int], pdc.LinkPolicy | None]  # of the number of epochs
 
 

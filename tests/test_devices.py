@@ -254,7 +254,7 @@ def hangs():
     done = types.SimpleNamespace(is_completed=lambda: True)
     watch.streamed.add(done, "halo over axis row")
     under_way = types.SimpleNamespace(is_completed=lambda: mesh.rank > 0)
-    watch.streamed.add(under_way, "halo_transpose over axis row")
+    watch.streamed.add(under_way, "halo_reduce over axis row")
     stop = time.monotonic() + 60
     while time.monotonic() < stop:
         try:
@@ -267,7 +267,7 @@ def hangs():
 
 def test_the_deadline_watches_exchanges_of_a_device():
     for said in worlds.run(hangs, 2):
-        assert "waited 1 s for halo_transpose over axis row" in said, said
+        assert "waited 1 s for halo_reduce over axis row" in said, said
 
 
 def test_the_doctor_says_which_kernels_run_on_cuda():

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
+from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed
 from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
-from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
     FACTS,
@@ -25,6 +24,7 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
+from pyg_distcomm.tensor.operands import agree, call_local, meet_all
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
@@ -590,11 +590,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
     **dict.fromkeys(DECOMPOSED, decomposed),
     **dict.fromkeys(RECURRENT, recurrent),
-    "requires_grad=": gradients.requires_grad,
-    "detach_": gradients.detach_,
-    "backward": gradients.backward,
-    "register_hook": gradients.register_hook,
-    **dict.fromkeys(("grad", "grad="), gradients.grad),
+    "requires_grad=": gradient_scale.requires_grad,
+    "detach_": gradient_scale.detach_,
+    "backward": gradient_scale.backward,
+    "register_hook": gradient_scale.register_hook,
+    **dict.fromkeys(("grad", "grad="), gradient_scale.grad),
     **dict.fromkeys(("equal", "allclose"), reductions.compare_all),
     "batch_norm": _batch_norm,
 }

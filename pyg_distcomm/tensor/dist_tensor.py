@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
-from pyg_distcomm.tensor.gradients import agree
+from pyg_distcomm.tensor.operands import agree
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     check_saved,

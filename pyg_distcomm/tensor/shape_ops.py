@@ -20,8 +20,8 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
-from pyg_distcomm.tensor.gradients import agree, meet_all
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
+from pyg_distcomm.tensor.operands import agree, meet_all
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor.gradients import call_local
+from pyg_distcomm.tensor.operands import call_local
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 
