@@ -228,7 +228,10 @@ class Targets(LocalIndexGuard):
         if name == "numel" and self.rows.total:
             return max(1, self.plain().numel())  # no rank takes a branch of its own
         if name == "max" and len(args) == 1 and not kwargs:
-            return torch.tensor(self.scene.here.num_own - 1, device=self.device)
+            last = self.scene.here.num_own - 1
+            return torch.full(
+                (), last, device=self.device
+            )  # without a copy to wait for
         return super().call(name, func, args, kwargs)
 
     def _scattered(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
