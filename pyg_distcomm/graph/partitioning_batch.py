@@ -73,9 +73,13 @@ def as_batch(share: Any, data: Any) -> Any:
         return share
     out: Any = Batch(_base_cls=type(data).__bases__[-1])
     for store in share.stores:
-        mine = out if store._key is None else out[store._key]
+        mine, whole = out, data
+        if store._key is not None:
+            mine, whole = out[store._key], data[store._key]
         for name, value in store.items():
             mine[name] = value
+        if hasattr(whole, "_num_nodes"):  # of each graph
+            mine._num_nodes = whole._num_nodes
     for name in ("_num_graphs", "_slice_dict", "_inc_dict"):
         if hasattr(data, name):
             setattr(out, name, getattr(data, name))
