@@ -15,7 +15,7 @@ import worlds
 from problems import GRAPHS, undirected
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_distcomm as pdc
@@ -212,6 +212,25 @@ CASES = {
         U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
     ),
     "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
+    "coalesce of a tree": lambda nn, d: listed(
+        U.coalesce(d.edge_index[:, : d.num_nodes - 1])
+    ),
+    "edges in a row": lambda nn, d: gcn(nn, d, U.narrow(d.edge_index, 1, 30, 99)),
+    "structured_negative_sampling": lambda nn, d: [
+        *U.structured_negative_sampling(d.edge_index, d.num_nodes),
+        *U.structured_negative_sampling(d.edge_index, d.num_nodes, False),
+        *U.structured_negative_sampling(d.edge_index),
+    ],
+    "torch.sparse": lambda nn, d: [
+        U.to_torch_coo_tensor(d.edge_index).to_dense(),
+        U.to_torch_csr_tensor(d.edge_index, d.edge_index[0] * 0.5).to_dense(),
+    ],
+    "times x": lambda nn, d: T.ToSparseTensor()(copy.copy(d)).adj_t @ d.x,
+    "train on parts": lambda nn, d: [
+        gcn(nn, T.RemoveIsolatedNodes()(copy.copy(d))),
+        gcn(nn, d.subgraph(torch.tensor([9, 4, 2, 30, 3, 11]))),
+        gcn(nn, T.LargestConnectedComponents()(copy.copy(d))),
+    ],
     "to_undirected": lambda nn, d: gcn(
         nn, d, U.to_undirected(d.edge_index, num_nodes=d.num_nodes)
     ),
@@ -267,7 +286,7 @@ CASES = {
 
 def listed(found):
     found = found if isinstance(found, (tuple, list)) else [found]
-    return [f.full_tensor() if isinstance(f, pdc.DistTensor) else f for f in found]
+    return [f.full_tensor() if hasattr(f, "full_tensor") else f for f in found]
 
 
 def graph():
@@ -316,8 +335,6 @@ def _typed(mesh):
             seeded(nn.GraphConv, 4, 5)(x, back.edge_index, back.edge_weight)
         )
     torch.testing.assert_close(found[1], found[0])
-    with pytest.raises(TypeError, match=r"RemoveIsolatedNodes.*before pdc\.partition"):
-        T.RemoveIsolatedNodes()(d)
 
 
 def solved_and_refused():
@@ -341,9 +358,6 @@ def solved_and_refused():
             name = type(transform).__name__
             with pytest.raises(TypeError, match=rf"{name}.*before pdc\.partition"):
                 transform(share)
-        if mesh.size > 1:
-            with pytest.raises(RuntimeError, match="same nnz"):  # torch's, on each rank
-                U.to_torch_coo_tensor(share.edge_index)
         with pytest.raises(IndexError):
             share.y.clone()[torch.tensor([140])] = 1
         _typed(mesh)
@@ -354,6 +368,217 @@ def solved_and_refused():
 @pytest.mark.parametrize("size", [2, tiers.rarely(3)])
 def test_transforms_of_whole_graphs_agree_or_refuse(size):
     worlds.run(solved_and_refused, size)
+
+
+COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
+
+
+def typed_graph():
+    """Few and no edges, as many edges as nodes less one, a type without features."""
+    g, data = torch.Generator().manual_seed(1), HeteroData()
+    for kind, count in COUNTS.items():
+        data[kind].num_nodes = count
+        if kind != "venue":
+            data[kind].x = torch.randn(count, 4, generator=g)
+    data["paper"].train_mask = torch.rand(41, generator=g) < 0.6
+    for source, name, target, count in (
+        ("paper", "cites", "paper", 40),
+        ("author", "writes", "paper", 30),
+        ("paper", "written", "author", 30),
+        ("paper", "in", "venue", 3),
+        ("venue", "of", "paper", 0),
+        ("field", "has", "paper", 15),
+        ("author", "knows", "field", 9),
+    ):
+        ends = [
+            torch.randint(0, COUNTS[k], (count,), generator=g) for k in (source, target)
+        ]
+        edges = torch.stack(ends)
+        if count > 20:
+            edges[:, :5] = edges[:, 5:10]
+        data[source, name, target].edge_index = edges
+        data[source, name, target].edge_weight = torch.rand(count, generator=g)
+    return data
+
+
+PATHS = [
+    [("author", "writes", "paper"), ("paper", "written", "author")],
+    [("author", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue")],
+]
+WRITES = ("author", "writes", "paper")
+PARTS = {
+    "masks": lambda d: d.subgraph(
+        {"paper": d["paper"].train_mask, "author": torch.arange(23) % 3 > 0}
+    ),
+    "ids in any order": lambda d: d.subgraph(
+        {
+            "author": torch.tensor([9, 2, 7, 20, 11]),
+            "paper": d["paper"].train_mask.nonzero().view(-1),
+            "field": torch.tensor([False]),
+        }
+    ),
+    "twice": lambda d: d.subgraph({"paper": torch.arange(41) % 2 == 0}).subgraph(
+        {"paper": torch.arange(21) > 3}
+    ),
+    "edges": lambda d: d.edge_subgraph({WRITES: d[WRITES].edge_weight > 0.5}),
+    "types": lambda d: d.node_type_subgraph(["paper", "author"]),
+    "edge types": lambda d: d.edge_type_subgraph([WRITES]),
+    "RemoveIsolatedNodes": T.RemoveIsolatedNodes(),
+    "to_homogeneous": lambda d: d.to_homogeneous(),
+    "joined types": lambda d: d.edge_type_subgraph([WRITES]).to_homogeneous(
+        add_edge_type=False
+    ),
+    "RemoveDuplicatedEdges": T.RemoveDuplicatedEdges("edge_weight", "add"),
+    "AddMetaPaths": T.AddMetaPaths(PATHS, weighted=True),
+    "of some": T.AddMetaPaths(
+        PATHS, True, True, drop_unconnected_node_types=True, max_sample=2
+    ),
+    "AddRandomMetaPaths": T.AddRandomMetaPaths(PATHS, walks_per_node=3),
+}
+
+
+def told(data):
+    """What a graph holds, by name, gathered from all ranks."""
+    found = {}
+    for store in data.stores:
+        for name, value in store.items():
+            spread = hasattr(value, "full_tensor")
+            found[store._key, name] = value.full_tensor() if spread else value
+    return found
+
+
+def layers_on(nn, data, inputs):
+    """Outputs of a layer on each type of edges, and gradients of inputs and weights."""
+    found, total = [], 0
+    for store in data.edge_stores:
+        if store._key is None:
+            x = [store.x, store.x]
+        else:
+            x = [data[k].get("x") for k in (store._key[0], store._key[2])]
+        if any(v is None for v in x) or "edge_index" not in store:
+            continue
+        conv = seeded(nn.GraphConv, (4, 4), 3)
+        found.append(conv(tuple(x), store.edge_index, store.get("edge_weight")))
+        loss = found[-1].square().sum()
+        found += torch.autograd.grad(loss, list(conv.parameters()), retain_graph=True)
+        total = total + loss
+    return found + list(torch.autograd.grad(total, inputs))
+
+
+def same(got, want, where):
+    close = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
+    torch.testing.assert_close(got, want, **close, msg=lambda m: f"{where}: {m}")
+
+
+def parted():
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = worlds.mesh()
+        for name, part in PARTS.items():
+            sides = []
+            for nn, d in (
+                (torch_geometric.nn, typed_graph()),
+                (pyg_distcomm.nn, pdc.partition(typed_graph(), mesh, "random")),
+            ):
+                inputs = [
+                    store.x.requires_grad_() for store in d.node_stores if "x" in store
+                ]
+                seed_everything(3)
+                out = part(d)
+                inputs = inputs[:2]  # of the types that stay
+                sides.append((told(out), listed(layers_on(nn, out, inputs))))
+            assert sides[1][0].keys() == sides[0][0].keys(), name
+            for key, value in sides[0][0].items():
+                other = sides[1][0][key]
+                if isinstance(value, torch.Tensor):
+                    same(other, value, f"{name}: {key}")
+                else:
+                    assert other == value, (name, key)
+            for a, b in zip(*(side[1] for side in sides), strict=True):
+                same(b, a, name)
+        refused(pdc.partition(typed_graph(), mesh, "random"), mesh)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def refused(share, mesh):
+    """What one rank alone is given wrongly is refused on all ranks, and none waits."""
+    first = mesh.rank == 0
+    for subset, message in (
+        (
+            {"paper": torch.ones(40 + first, dtype=torch.bool)},
+            "mask .40., but there are 41",
+        ),
+        ({"paper": torch.tensor([3, 41 if first else 4])}, "same subset..paper"),
+        ({"paper": torch.tensor([3, 41])}, "id 41, but the nodes are 0 .. 40"),
+        ({"paper" if first else "papers": torch.tensor([3])}, "the node types are"),
+        ([0] if first else {}, "dictionary"),
+    ):
+        if mesh.size > 1 or not first:
+            with pytest.raises((TypeError, ValueError), match=message):
+                share.subgraph(subset)
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="same weighted: it is"):
+            T.AddMetaPaths(PATHS, weighted=first)(share)
+    with pytest.raises(ValueError, match="the edge types are"):
+        T.AddMetaPaths([[("a", "b"), ("b", "a")]])(share)
+
+
+@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
+def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
+    worlds.run(parted, size)
+
+
+def many():
+    torch.set_default_dtype(torch.float64)
+    try:
+        g, mesh = torch.Generator().manual_seed(3), worlds.mesh()
+        graphs = [
+            Data(
+                x=torch.randn(4 + k, 3, generator=g),
+                edge_index=torch.randint(0, 4 + k, (2, 9 * (k != 4)), generator=g),
+                edge_attr=torch.randn(9 * (k != 4), 2, generator=g),
+                y=torch.tensor([k]),
+                name=f"graph {k}",
+                num_nodes=4 + k,
+            )
+            for k in range(7)
+        ]
+        whole = Batch.from_data_list(graphs)
+        for method in ("graphs", "random"):
+            share = pdc.partition(whole, mesh, method)
+            before = mesh.ledger.words()
+            one = share.get_example(2)
+            moved = mesh.ledger.words() - before
+            assert (
+                moved < 6 * 3 + 9 * 4 + 200
+            )  # rows and edges of one graph, and counts
+            found = [one, *share[3:5], *share.to_data_list()]
+            for a, b in zip(found, [*graphs[2:5], *graphs], strict=True):
+                assert type(a) is Data
+                assert a.keys() == b.keys()
+                for name, value in b.to_dict().items():
+                    assert type(a[name]) is type(value)
+                    if isinstance(value, torch.Tensor):
+                        assert torch.equal(a[name], value)
+                    else:
+                        assert a[name] == value
+            if mesh.size > 1:
+                with pytest.raises(ValueError, match="asked for the graphs"):
+                    share.get_example(mesh.rank)
+            for a, b in zip(
+                U.unbatch_edge_index(share.edge_index, share.batch),
+                U.unbatch_edge_index(whole.edge_index, whole.batch),
+                strict=True,
+            ):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+def test_graphs_of_a_cut_batch_are_those_it_was_made_of(size):
+    worlds.run(many, size)
 
 
 def sparse():
@@ -383,7 +608,7 @@ def sparse():
     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
     if mesh.size > 1:
         with pytest.raises(TypeError, match=r"before pdc\.partition"):
-            U.to_torch_csr_tensor(share.edge_index)
+            U.get_ppr(share.edge_index)
         with pytest.raises(TypeError, match="a part of a row-sharded tensor alone"):
             pickle.dumps(share.y)
 

@@ -153,14 +153,6 @@ class DistEdgeIndex(torch.Tensor):
         found: DistEdgeIndex = kept(edge_index, nodes, build)
         return found if found.topology.sources is sources else build()
 
-    @staticmethod
-    def weighted(
-        edge_index: Tensor, weight: Tensor | None, nodes: Rows
-    ) -> DistEdgeIndex:
-        """Makes edges of a whole edge_index that carry their weights; see `cut`."""
-        out = DistEdgeIndex.cut(edge_index, nodes)
-        return out if weight is None else out.carrying(weight)
-
     def carrying(self, weight: Tensor | None) -> DistEdgeIndex:
         """Returns the same edges with weights, cut or those `[e]` of all ranks, or without."""
         if weight is None:
@@ -189,7 +181,8 @@ class DistEdgeIndex(torch.Tensor):
         edge_index, value = coo_of(adj)
         if key not in plans or plans[key][0] is not adj:
             plans[key] = adj, edge_index
-        out = DistEdgeIndex.weighted(plans[key][1], value, nodes)
+        out = DistEdgeIndex.cut(plans[key][1], nodes)
+        out = out if value is None else out.carrying(value)
         out.looped, out.of_torch = bool((edge_index[0] == edge_index[1]).any()), True
         return out
 
@@ -408,8 +401,12 @@ class DistEdgeIndex(torch.Tensor):
         """Returns some of the edges, in the order that the key gives them."""
         if isinstance(key, slice) and key == slice(None):
             return self
-        mask = isinstance(key, Tensor) and key.dtype == torch.bool
-        if mask:
+        if isinstance(key, slice) and (key.step or 1) > 0:
+            whole = torch.zeros(self.edges.count, dtype=torch.bool)
+            whole[key], key = True, whole
+        if type(key) is int:
+            return torch.stack([self[0][key], self[1][key]])
+        if isinstance(key, Tensor) and key.dtype == torch.bool:
             picked = DistTensor.wrap(self.to_local().t(), self.edges)[key]
             local = picked.to_local().t().contiguous()
             sources = self.topology.sources
@@ -461,7 +458,7 @@ _COPIES = frozenset("to cpu cuda clone detach contiguous long pin_memory".split(
 
 _GATHERED = WHOLE | frozenset(
     """numpy tolist eq ne lt gt le ge add sub mul remainder floor_divide index_select
-    view reshape flatten any all sum to_dense max min split chunk tensor_split""".split()
+    view reshape flatten any all equal sum to_dense max min split chunk tensor_split""".split()
 )
 
 
@@ -509,9 +506,8 @@ def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
     ]
     ends = [joined([part[k] for part in parts]) for k in (0, 1)]
     rows = rows_of_edges(ends[0].rows.gid, ends[0].rows.total, first.nodes)
-    return DistEdgeIndex.build(
-        torch.stack([e.to_local() for e in ends]), first.nodes, rows
-    )
+    local = torch.stack([e.to_local() for e in ends])
+    return DistEdgeIndex.build(local, first.nodes, rows)
 
 
 def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
@@ -560,8 +556,11 @@ _MADE: dict[str, Callable[..., Any]] = {
     "setitem": _written,
     "unbind": lambda x, dim=0: (x[0], x[1]),
     "select": lambda x, dim, index: x[index],
+    "format": lambda x, spec: format(repr(x), spec),
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
     "flip": _flipped,
+    "narrow": lambda x, dim, a, n: x[:, a : a + n] if dim % 2 else x[a : a + n],
+    "matmul": lambda x, y: x.matmul(y),
     **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),
     "max": _extreme("max"),
     "min": _extreme("min"),

@@ -95,7 +95,7 @@ def partition(
         return partitioning_batch.cut_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_batch.as_batch(share, data)
+        return partitioning_batch.as_given(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -134,7 +134,7 @@ def _partition_data(
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_batch.as_batch(out, whole)
+    out = partitioning_batch.as_given(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return transforms.with_sparse(_linked(out, link), weight, looped, whole)

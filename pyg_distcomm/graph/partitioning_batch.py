@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, HeteroData, TemporalData
+from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import sampled_digest
@@ -67,15 +67,21 @@ def default_method(data: Any, parts: int) -> Any:
     return owners if uneven <= UNEVEN else "metis"
 
 
-def as_batch(share: Any, data: Any) -> Any:
-    """Returns a share of a Batch as a Batch, with its number of graphs; of others as it is."""
+def as_given(share: Any, data: Any) -> Any:
+    """Returns a share as what was cut: a Batch with its graphs' number, or a script's class."""
     if not isinstance(data, Batch):
+        if type(data) not in (Data, HeteroData):
+            object.__setattr__(share, "__class__", type(data))  # its own would store it
         return share
     out: Any = Batch(_base_cls=type(data).__bases__[-1])
     for store in share.stores:
-        mine = out if store._key is None else out[store._key]
+        mine, whole = out, data
+        if store._key is not None:
+            mine, whole = out[store._key], data[store._key]
         for name, value in store.items():
             mine[name] = value
+        if hasattr(whole, "_num_nodes"):  # of each graph
+            mine._num_nodes = whole._num_nodes
     for name in ("_num_graphs", "_slice_dict", "_inc_dict"):
         if hasattr(data, name):
             setattr(out, name, getattr(data, name))

@@ -9,37 +9,28 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch_geometric.transforms
 import torch_geometric.utils
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.transforms.add_positional_encoding import add_node_attr
 from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, scatter, sort_edge_index
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.graph import negative_edges, subgraphs
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.row_sharded import tree_map
 from pyg_distcomm.tensor.shape_ops import Stacked
 
 Transform = Callable[..., Any]
-
-
-def _share_of(data: Any) -> Any:
-    """Returns some tensor of a graph that is spread over ranks, or None."""
-    for store in getattr(data, "stores", ()):
-        for value in store.values():
-            if isinstance(value, (DistEdgeIndex, DistTensor)):
-                return value
-    return None
 
 
 def _to_sparse_tensor(self: Any, data: Any) -> Any:
@@ -131,9 +122,9 @@ def _to_undirected(self: Any, data: Any, forward: Transform) -> Any:
     return data
 
 
-def _remove_isolated(self: Any, data: Any, forward: Transform) -> Any:
-    """Removes nodes of one type; those of several have no numbering that is cut."""
-    return _refuse(self, data) if isinstance(data, HeteroData) else forward(self, data)
+def _remove_isolated(self: Any, data: Any) -> Any:
+    """Removes nodes without edges, at their owners."""
+    return subgraphs.with_edges(data)
 
 
 def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
@@ -165,6 +156,58 @@ def _on_all_edges(self: Any, data: Any, forward: Transform) -> Any:
     return add_node_attr(data, DistTensor.wrap(own, share.nodes), self.attr_name)
 
 
+def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
+    """Runs PyG's transform on the relations of its paths, gathered on every rank.
+
+    Price: their edges, and weights where these count, on every rank, and the new edges.
+    """
+    mesh: Any = subgraphs.mesh_of(data)
+    told, problem = {k: repr(v) for k, v in vars(self).items()}, None
+    whole, edge_types = HeteroData(), data.edge_types
+    named = {data._to_canonical(kind) for path in self.metapaths for kind in path}
+    if not named.issubset(edge_types):
+        problem = ValueError(
+            f"{type(self).__name__} goes along {sorted(named - set(edge_types))}, but the edge "
+            f"types are {edge_types}"
+        )
+    name = type(self).__name__
+    subgraphs.agree_same(problem, told, mesh, name)
+    data = subgraphs.all_cut(data)
+    for kind in data.node_types:
+        whole[kind].num_nodes = data[kind].num_nodes
+    for kind in edge_types:
+        here = ("edge_index", "edge_weight") if kind in named else ()
+        weighted = getattr(self, "weighted", False)
+        for key in here[: 1 + weighted]:
+            if key in data[kind]:
+                whole[kind][key] = data[kind][key].full_tensor()
+        if kind not in named:
+            whole[kind].edge_index = torch.empty(2, 0, dtype=torch.int64)
+    twin, text = copy.copy(self), None
+    twin.drop_orig_edge_types = twin.drop_unconnected_node_types = False
+    try:
+        whole = forward(twin, whole)
+    except Exception as error:
+        text = f"{name}: {type(error).__name__}: {error}"
+    collectives.agree(text, mesh.world, RuntimeError)
+    data.metapath_dict = whole.metapath_dict
+    rows, links = subgraphs.rows_of_types(data), []
+    for store in data.edge_stores:
+        links += [store.edge_index.topology.link] if "edge_index" in store else []
+    for kind in whole.metapath_dict:
+        found = whole[kind]
+        edges = DistEdgeIndex.cut(found.edge_index, rows[kind[2]], rows[kind[0]])
+        link = links[0] if all(each is links[0] for each in links) else None
+        data[kind].edge_index = edges.with_link(link)
+        if "edge_weight" in found:
+            own = found.edge_weight[edges.edges.place_on(edges.device)]
+            data[kind].edge_weight = DistTensor.wrap(own, edges.edges)
+    kept = self.drop_orig_edge_types, self.keep_same_node_type
+    after = vars(sys.modules[type(self).__module__])["postprocess"]
+    after(data, edge_types, *kept, self.drop_unconnected_node_types)
+    return data
+
+
 _RUN: dict[str, Transform] = {
     "ToSparseTensor": _to_sparse_tensor,
     "SIGN": _sign,
@@ -174,12 +217,14 @@ _RUN: dict[str, Transform] = {
     "LaplacianLambdaMax": _on_all_edges,
     "ToUndirected": _to_undirected,
     "RemoveIsolatedNodes": _remove_isolated,
+    "AddMetaPaths": _metapaths,
+    "AddRandomMetaPaths": _metapaths,
 }
-_AROUND = (_on_all_edges, _to_undirected, _remove_isolated)  # take PyG's forward
+_AROUND = (_on_all_edges, _to_undirected, _metapaths)  # take PyG's forward
 
 # these make another graph, or a dense matrix of the graph
 _REFUSED = """ToDense TwoHop LineGraph GDC RootedEgoNets RootedRWSubgraph VirtualNode HalfHop
-Pad SVDFeatureReduction KNNGraph RadiusGraph AddMetaPaths AddRandomMetaPaths AddGPSE
+Pad SVDFeatureReduction KNNGraph RadiusGraph AddGPSE
 GridSampling Delaunay FixedPoints SamplePoints ToSLIC FaceToEdge GenerateMeshNormals
 PointPairFeatures NormalizeRotation""".split()
 
@@ -198,79 +243,112 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
 
     @functools.wraps(forward)
     def either(self: Any, data: Any) -> Any:
-        if _share_of(data) is None:
+        if subgraphs.mesh_of(data) is None:
             return forward(self, data)
         return run(self, data, forward) if run in _AROUND else run(self, data)
 
     return either
 
 
-class _EdgeCodes(DistTensor):
-    """The edges of a graph as numbers, in which `negative_sampling` looks up candidates."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Stays where it is: it is looked up there."""
-        return self
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Returns what `numpy.isin` asks."""
-        return _HeldEdges(self)
-
-
-class _HeldEdges:
-    """Stands for all edges of a graph, as an array of numpy that no rank holds.
-
-    Every rank has the same candidates, looks them up in its own edges, and the ranks combine
-    what they found. Price of `isin`: an all-reduce of a byte for each candidate, and a word of
-    each rank.
-    """
-
-    def __init__(self, codes: DistTensor) -> None:
-        self._codes = codes
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        """Returns all edges, on every rank; collective."""
-        return self._codes.__array__(dtype, copy)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Looks candidates up where the edges are; gathers them for other functions."""
-        if func is np.isin and len(args) == 2 and args[1] is self and not kwargs:
-            return self._isin(np.asarray(args[0]))
-        args = [np.asarray(arg) if arg is self else arg for arg in args]
-        return func(*args, **kwargs)
-
-    def _isin(self, candidates: Any) -> Any:
-        mesh = self._codes.rows.mesh
-        mark = zlib.crc32(np.ascontiguousarray(candidates).tobytes())
-        marks = collectives.all_gather_counts([mark, candidates.size], mesh.world)
-        if any(other != marks[0] for other in marks):
-            raise ValueError(
-                "negative edges are drawn by Python's random, whose state differs between "
-                "ranks: seed all ranks alike, torch_geometric.seed_everything(seed)"
-            )
-        own = self._codes.to_local().detach().cpu().numpy()
-        found = torch.from_numpy(np.isin(candidates, own)).to(torch.uint8)
-        return collectives.all_reduce(found, mesh.world, "max").bool().numpy()
-
-
-def _coded_edges(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes PyG's `edge_index_to_vector` return edges that stay with their owners."""
+def _whole_entries(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `coalesce` return all edges: torch's own sparse tensors are whole on every rank."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        codes, population = original(*args, **kwargs)
-        if isinstance(codes, DistTensor):
-            codes = _EdgeCodes.wrap(codes.to_local(), codes.rows)
-        return codes, population
+        return tree_map(_whole, original(*args, **kwargs))
 
     return run
 
 
+def _whole(value: Any) -> Any:
+    spread = isinstance(value, (DistEdgeIndex, DistTensor))
+    return value.full_tensor() if spread else value
+
+
+def _masked_edges(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `mask_select` keep edges where they are."""
+
+    @functools.wraps(original)
+    def run(src: Any, dim: int, mask: Tensor) -> Any:
+        if isinstance(src, DistEdgeIndex) and dim % 2:
+            return src[:, mask]
+        return original(src, dim, mask)
+
+    return run
+
+
+def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Makes a method of PyG's Data or HeteroData run `run` on shares, given the original."""
+
+    @functools.wraps(original)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if subgraphs.mesh_of(self) is None:
+            return original(self, *args, **kwargs)
+        return run(original, self, *args, **kwargs)
+
+    return either
+
+
+def _subgraph(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    return subgraphs.induced(data, *args, *kwargs.values())
+
+
+def _example(original: Any, data: Any, idx: Any) -> Any:
+    """Returns one graph of a batch, whole on every rank; its rows and edges travel.
+
+    Raises:
+        ValueError: on all ranks, if they ask for different graphs.
+    """
+    mesh: Any = subgraphs.mesh_of(data)
+    asked = collectives.all_gather_counts([int(idx)], mesh.world)
+    if any(other != asked[0] for other in asked):
+        raise ValueError(
+            "get_example gives one graph to all ranks, which asked for the graphs "
+            f"{[number for (number,) in asked]}: ask for one after the other on all of them"
+        )
+    return _gathered(original(data, idx))
+
+
+def _examples(original: Any, data: Any) -> Any:
+    """Returns the list of all graphs on every rank, which is gathered once."""
+    return original(_gathered(copy.copy(data)))
+
+
+def _gathered(data: Any) -> Any:
+    """Gathers what is spread of a graph that is given, on every rank; collective."""
+    for store in data.stores:
+        for name, value in list(store.items()):
+            store[name] = _whole(value)
+    return data
+
+
+def _homogeneous(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    return subgraphs.homogeneous(data, original, *args, **kwargs)
+
+
 def register() -> None:
-    """Has PyG's transforms and `negative_sampling` run on shares as this module says."""
-    sampling = vars(sys.modules[torch_geometric.utils.negative_sampling.__module__])
-    name = "edge_index_to_vector"
-    sampling[name] = _coded_edges(sampling[name])
+    """Has transforms, `negative_sampling` and methods of PyG's data run on shares as here."""
+    for kind in (Data, HeteroData):
+        kind.subgraph = _method(kind.subgraph, _subgraph)  # type: ignore[method-assign]
+    batch: Any = Batch
+    batch.get_example = _method(batch.get_example, _example)
+    batch.to_data_list = _method(batch.to_data_list, _examples)
+    hetero: Any = HeteroData
+    hetero.to_homogeneous = _method(hetero.to_homogeneous, _homogeneous)
+    utils = torch_geometric.utils
+    for scopes, name, around in (
+        ([utils.negative_sampling], "edge_index_to_vector", negative_edges.coded),
+        ([utils.to_torch_coo_tensor], "coalesce", _whole_entries),
+        ([utils.mask_select, utils, HeteroData], "mask_select", _masked_edges),
+        (
+            [utils.negative_sampling, utils],
+            "structured_negative_sampling",
+            negative_edges.structured,
+        ),
+    ):
+        for scope in scopes:
+            module = vars(sys.modules[getattr(scope, "__module__", scope.__name__)])
+            module[name] = around(module[name])
     for name in (*_RUN, *_REFUSED):
         kind = getattr(torch_geometric.transforms, name, None)
         if kind is not None:  # PyG's versions differ

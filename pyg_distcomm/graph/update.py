@@ -12,15 +12,14 @@ from torch_geometric.data import Batch, Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.partitioning import count_masks
+from pyg_distcomm.graph.subgraphs import agree_same, all_cut, of_all_ranks
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.graph.update_arguments import (
     EdgeChange,
     GraphChange,
     NodeChange,
-    rows_of_type,
 )
 from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import tell
@@ -86,10 +85,10 @@ def update(
     }
     problem, change = None, None
     try:
-        change = GraphChange(_all_cut(data), mesh, given)
+        change = GraphChange(all_cut(data), mesh, given)
     except (TypeError, ValueError) as error:
         problem = error
-    _agree(problem, {} if change is None else change.marks(), mesh)
+    agree_same(problem, {} if change is None else change.marks(), mesh, "update")
     assert change is not None
     before = mesh.ledger.words("update")
     out = _applied(change)
@@ -116,44 +115,6 @@ def _mesh_of(data: Any) -> Mesh:
         f"{type(data).__name__} without; a graph that is not spread is changed before "
         "pdc.partition"
     )
-
-
-def _all_cut(data: Any) -> Any:
-    """Returns a share whose attributes of nodes and edges are cut, those too that were whole.
-
-    A script may have set some, and what sums over equal edges returns whole weights.
-    """
-    out = copy.copy(data)
-    for store in out.stores:
-        known = store.get("edge_index", store.get("adj_t"))
-        for name, value in list(store.items()):
-            plain = isinstance(value, Tensor) and not hasattr(value, "to_local")
-            if not plain or "index" in name or not value.dim():
-                continue
-            rows = None
-            if hasattr(store, "is_edge_attr") and store.is_edge_attr(name):
-                rows = known.edges if isinstance(known, DistEdgeIndex) else None
-            elif hasattr(store, "is_node_attr") and store.is_node_attr(name):
-                rows = rows_of_type(data, getattr(store, "_key", None))
-            if rows is not None and len(value) == rows.count:
-                own = value[rows.place_on(value.device)]
-                store[name] = DistTensor.wrap(own, rows)
-    return out
-
-
-def _agree(problem: Exception | None, marks: dict[str, Any], mesh: Mesh) -> None:
-    """Raises the first problem on all ranks, or what they were given that differs."""
-    kinds = collectives.all_gather_object(
-        type(problem) if problem else None, mesh.world
-    )
-    kind = next((k for k in kinds if k is not None), ValueError)
-    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
-    found = differing(collectives.all_gather_object(marks, mesh.world))
-    if found is not None:
-        raise ValueError(
-            f"update needs the same nodes and edges on all ranks: {found}; gather what one "
-            "rank alone has seen"
-        )
 
 
 def _applied(change: GraphChange) -> Any:
@@ -203,7 +164,7 @@ def _change_edges(
         like, (place, count) = known, (known.edges.place, known.edges.count)
         ends, stays = edges.ends(source, target)
         if any(x.numel() for x in (source.gone, target.gone, edges.gone)):
-            gone = _of_all_ranks(place[~stays], mesh)
+            gone = of_all_ranks(place[~stays], mesh)
             place = place[stays]
             place = place - torch.searchsorted(gone, place)
             count -= len(gone)
@@ -270,13 +231,6 @@ def _joined(
     if nodes.memory is not None:
         nodes.memory.keep(whole)
     return DistTensor.wrap(whole, rows)
-
-
-def _of_all_ranks(places: Tensor, mesh: Mesh) -> Tensor:
-    """Returns numbers of all ranks, ascending, on every rank; collective."""
-    sizes = [row[0] for row in collectives.all_gather_counts([len(places)], mesh.world)]
-    every = collectives.all_gather_rows(places, sizes, mesh.world, op="update")
-    return every.sort().values
 
 
 def _any(flag: bool, mesh: Mesh) -> bool:

@@ -225,7 +225,8 @@ def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
         if not hasattr(value, "coo"):  # as a SparseTensor of torch-sparse has it
             return value
         _check_square(value.sparse_sizes(), nodes)
-        return DistEdgeIndex.weighted(*coo_of(value), nodes)
+        edge_index, weight = coo_of(value)
+        return DistEdgeIndex.cut(edge_index, nodes).carrying(weight)
     if value.layout != torch.strided:
         _check_square(value.shape, nodes)
         return DistEdgeIndex.of_sparse(value, nodes)

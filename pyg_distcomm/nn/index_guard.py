@@ -188,13 +188,41 @@ class GuardedEdgeIndex(LocalIndexGuard):
 class Sources(LocalIndexGuard):
     """Sources `[e]` in local numbering."""
 
+    def pick(self, x: RowShardedTensor, rest: tuple[Any, ...] = ()) -> Tensor:
+        """Returns the rows of nodes' values `x` at the sources, one per edge; fetched."""
+        if self.dim() != 1 or not x.rows.same_as(self.scene.sources):
+            raise self.refusal("picking rows of something that has no row per node")
+        ids = DistTensor.wrap(gids_of(self), self.rows)
+        return DistTensor.wrap(x.to_local(), x.rows)[(ids, *rest) if rest else ids]  # type: ignore[no-any-return]
+
     def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Runs one torch function on sources."""
         if name == "stack" and (joined := _joined(args, kwargs)) is not None:
             return joined
         if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
             return _kept(self, args[1])
+        if name == "scatter_add" and len(args) == 4 and args[2] is self:
+            return self._added(func, args[0], args[3])
         return super().call(name, func, args, kwargs)
+
+    def _added(self, func: Callable, out: Any, values: Any) -> Any:
+        """Sums numbers of edges at their sources, as `degree` does: they go to the owners."""
+        nodes, bare = self.scene.sources, _bare((out,))[0]
+        fits = out.rows.same_as(nodes) if isinstance(out, RowShardedTensor) else True
+        if not fits or bare.shape != (len(nodes),) or self.dim() != 1:
+            raise self.refusal(
+                "scatter_add() into something that has no number per node"
+            )
+        ids = DistTensor.wrap(gids_of(self), self.rows)
+        edges = DistTensor.wrap(_bare((values,))[0], self.rows)
+        with torch._C._EnableTorchFunction():
+            found: Any = DistTensor.wrap(bare, nodes).scatter_add(0, ids, edges)
+        if not func.__name__.endswith("_"):
+            return found
+        bare.copy_(found.to_local())
+        if type(out) is Tensor:
+            out.__class__, out.rows = DistTensor, nodes  # type: ignore
+        return out
 
 
 @eager
@@ -228,7 +256,10 @@ class Targets(LocalIndexGuard):
         if name == "numel" and self.rows.total:
             return max(1, self.plain().numel())  # no rank takes a branch of its own
         if name == "max" and len(args) == 1 and not kwargs:
-            return torch.tensor(self.scene.here.num_own - 1, device=self.device)
+            last = self.scene.here.num_own - 1
+            return torch.full(
+                (), last, device=self.device
+            )  # without a copy to wait for
         return super().call(name, func, args, kwargs)
 
     def _scattered(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:

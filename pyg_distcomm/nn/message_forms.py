@@ -39,7 +39,33 @@ _WHEN = ("pre_hooks", "hooks")
 def has_hooks(conv: MessagePassing) -> bool:
     """Tells whether hooks see or change what a layer does on its way."""
     own = vars(conv)
-    return any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN)
+    if any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN):
+        return True
+    return is_changed(conv.aggr_module)
+
+
+def is_changed(part: torch.nn.Module) -> bool:
+    """Tells whether hooks, or a `forward` of its own, see or change what a module does."""
+    own = vars(part)
+    hooked = any(own.get(f"_{name}_hooks") for name in _HOOKS)
+    return hooked or "forward" in own or torch.nn.modules.module._has_any_global_hook()
+
+
+_HOOKS = "forward", "forward_pre", "backward", "backward_pre"
+
+
+def propagates_as_pyg(conv: MessagePassing) -> bool:
+    """Tells whether no subclass has a `propagate` of its own."""
+    for kind in type(conv).__mro__:
+        call = vars(kind).get("propagate")
+        if call is not None:
+            return kind is MessagePassing or call.__module__ == _template(kind)
+    raise AssertionError("MessagePassing has no propagate")
+
+
+def _template(kind: type) -> str:
+    """Returns the module in which PyG writes the `propagate` of a class."""
+    return f"{kind.__module__}_{kind.__name__}_propagate"
 
 
 def adds_rows(conv: MessagePassing) -> bool:
@@ -55,6 +81,7 @@ def adds_rows(conv: MessagePassing) -> bool:
         and kind.aggregate is MessagePassing.aggregate
         and kind.update is MessagePassing.update
         and conv.node_dim == -2
+        and propagates_as_pyg(conv)
         and not (has_hooks(conv) or conv.explain)
         and not any(step in vars(conv) for step in STEPS)
     )
@@ -68,8 +95,7 @@ def untemplated(conv: MessagePassing) -> Any:
     """
     for kind in type(conv).__mro__:
         call = vars(kind).get("propagate")
-        template = f"{kind.__module__}_{kind.__name__}_propagate"
-        if call is not None and call.__module__ != template:
+        if call is not None and call.__module__ != _template(kind):
             return call.__get__(conv)
     raise AssertionError("MessagePassing has no propagate")
 

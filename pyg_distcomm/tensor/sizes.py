@@ -172,9 +172,10 @@ def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
     """Makes x.new_zeros(n, ...) and its like row-sharded, if n is the number of x's rows.
 
-    For values per edge, also if n is the number of nodes (and not of edges). Any other
-    first size gives an ordinary tensor, equal on all ranks. So `new_zeros(64, 64)` of 64
-    rows is row-sharded, even where the second 64 is a width.
+    For values per edge, also if n is the number of nodes (and not of edges, nor one more, as
+    in a tree: pointers to edges have that length). Any other first size gives an ordinary
+    tensor, equal on all ranks. So `new_zeros(64, 64)` of 64 rows is row-sharded, even where
+    the second 64 is a width.
     """
     x, *rest = args
     if not isinstance(x, RowShardedTensor):
@@ -220,7 +221,7 @@ def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:
     of_nodes = rows.nodes is not None and count == rows.nodes.total
     if count == rows.count:
         return None if of_nodes else rows  # which of the two it means is not known
-    return rows.nodes if of_nodes else None
+    return rows.nodes if of_nodes and count != rows.count + 1 else None
 
 
 def with_local_size(x: RowShardedTensor, sizes: Any) -> Any:

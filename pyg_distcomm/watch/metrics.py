@@ -264,7 +264,8 @@ class metrics:
         assert self.folder is not None
         line = (json.dumps(as_json(row, 4)) + "\n").encode()
         with open(self.folder / ROWS, "ab", buffering=0) as file:
-            file.write(line)
+            if file.write(line) < len(line):
+                raise OSError(f"{file.name}: no room for a whole line")
 
 
 def _moved(before: dict[Any, Entry], now: dict[Any, Entry]) -> dict[str, list[float]]:
@@ -426,11 +427,13 @@ def _read_json(path: Path) -> Row:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole, or not at all."""
+    """Writes a file whole, or not at all; an OSError names it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text)
         os.replace(aside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -490,10 +493,10 @@ class CSVWriter:
         if not self.path.exists():
             return []
         with open(self.path, newline="") as file:
-            read = csv.DictReader(file)  # None: a line that a kill has cut short
-            return [
-                one for one in read if one.get("epoch") and None not in one.values()
-            ]
+            text = file.read()
+        # what a kill has cut short has no end, or no figure in a column
+        read = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        return [one for one in read if one.get("epoch") and None not in one.values()]
 
 
 class TensorBoardWriter:

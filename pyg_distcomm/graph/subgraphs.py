@@ -1,0 +1,431 @@
+"""Takes parts of a graph that is spread over ranks, and joins its types: `data.subgraph`"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.comm.rows import Rows
+from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.tensor.dist_tensor import DistTensor
+from pyg_distcomm.tensor.gather_by_id import cut_as
+
+
+def mesh_of(data: Any) -> Mesh | None:
+    """Returns the ranks over which some tensor of a graph is spread, or None."""
+    for store in getattr(data, "stores", ()):
+        for value in store.values():
+            if isinstance(value, DistEdgeIndex):
+                return value.nodes.mesh
+            if isinstance(value, DistTensor):
+                return value.rows.mesh
+    return None
+
+
+def agree_same(
+    problem: Exception | None, told: Mapping[str, Any], mesh: Mesh, name: str
+) -> None:
+    """Raises the first problem on all ranks, or what they were given that differs."""
+    kinds = collectives.all_gather_object(
+        type(problem) if problem else None, mesh.world
+    )
+    kind = next((k for k in kinds if k is not None), ValueError)
+    collectives.agree(None if problem is None else str(problem), mesh.world, kind)
+    found = differing(collectives.all_gather_object(told, mesh.world))
+    if found is not None:
+        raise ValueError(
+            f"{name} needs the same nodes and edges on all ranks: {found}; gather what one "
+            "rank alone has seen"
+        )
+
+
+def of_all_ranks(places: Tensor, mesh: Mesh) -> Tensor:
+    """Returns numbers of all ranks, ascending, on every rank; collective."""
+    sizes = [row[0] for row in collectives.all_gather_counts([len(places)], mesh.world)]
+    every = collectives.all_gather_rows(places, sizes, mesh.world, op="update")
+    return every.sort().values
+
+
+def all_cut(data: Any) -> Any:
+    """Returns a share whose edges and attributes are cut, those too that were whole.
+
+    A script may have set some, and what sums over equal edges returns whole ones.
+    """
+    out = copy.copy(data)
+    rows = rows_of_types(data)
+    for store in out.stores:
+        key = getattr(store, "_key", None)
+        known = store.get("edge_index", store.get("adj_t"))
+        source, target = (key[0], key[2]) if isinstance(key, tuple) else (key, key)
+        plain = isinstance(known, Tensor) and not isinstance(known, DistEdgeIndex)
+        if plain and "edge_index" in store and target in rows and source in rows:
+            typed = isinstance(key, tuple)
+            sources = rows[source] if typed else None
+            known = store["edge_index"] = DistEdgeIndex.cut(
+                known, rows[target], sources
+            )
+        for name, value in list(store.items()):
+            plain = isinstance(value, Tensor) and not hasattr(value, "to_local")
+            if not plain or "index" in name or not value.dim():
+                continue
+            own: Rows | None = None
+            if hasattr(store, "is_edge_attr") and store.is_edge_attr(name):
+                own = known.edges if isinstance(known, DistEdgeIndex) else None
+            elif hasattr(store, "is_node_attr") and store.is_node_attr(name):
+                own = rows.get(key)
+            if own is not None and len(value) == own.count:
+                store[name] = DistTensor.wrap(value[own.place_on(value.device)], own)
+    return out
+
+
+def rows_of_types(data: Any) -> dict[Any, Rows]:
+    """Returns the rows of the nodes of each type of which anything in the share tells them."""
+    found: dict[Any, Rows] = {}
+    for store in data.edge_stores:
+        edges = store.get("edge_index", store.get("adj_t"))
+        if isinstance(edges, DistEdgeIndex):
+            key = store._key if isinstance(store._key, tuple) else (None, None, None)
+            found |= {key[0]: edges.sources, key[2]: edges.nodes}
+    for store in data.node_stores:
+        for value in store.values():
+            if isinstance(value, DistTensor) and value.rows.partition is not None:
+                found.setdefault(store._key, value.rows)
+    return found
+
+
+def induced(data: Any, subset: Any) -> Any:
+    """Returns the share of what nodes induce, numbered as by PyG's `data.subgraph`; collective.
+
+    A node, and the edges into it, stay with their owner: the share is what `pdc.partition`
+    gives of PyG's subgraph by the same owners.
+
+    Args:
+        data: a share.
+        subset: ids or a mask of nodes, row-sharded or the same on all ranks; of a HeteroData a
+            dictionary of them by node type. Types that it lacks keep all nodes.
+
+    Price: a byte for each node of the types with a mask, all-reduced; a word for each id that
+    is row-sharded. Halos of edges whose ends change are planned again at their next use.
+
+    Raises:
+        ValueError, TypeError: on all ranks, naming the type and what it should be.
+    """
+    mesh = mesh_of(data)
+    assert mesh is not None
+    subsets: dict[Any, Any] = {}
+    told, problem = {}, None
+    try:
+        given = subset if isinstance(data, HeteroData) else {None: subset}
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                "subgraph of a HeteroData takes a dictionary of ids or masks by node type; got "
+                f"a {type(subset).__name__}"
+            )
+        subsets = {kind: _checked(data, kind, each) for kind, each in given.items()}
+        told = {_named(kind): _mark(each) for kind, each in subsets.items()}
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree_same(problem, told, mesh, "subgraph")
+    data = all_cut(data)
+    rows = rows_of_types(data)
+    masks = {k: each for k, each in subsets.items() if each.dtype == torch.bool}
+    picks = {k: each for k, each in subsets.items() if k not in masks}
+    for kind, each in picks.items():
+        ids = each.full_tensor() if isinstance(each, DistTensor) else each
+        picks[kind] = ids.cpu().long()
+    picks |= _kept(masks, rows, mesh)
+    _check_ids(data, picks, mesh)
+    return _picked(data, rows, picks)
+
+
+def with_edges(data: Any) -> Any:
+    """Returns the share without isolated nodes, as PyG's RemoveIsolatedNodes; collective.
+
+    Price: a byte for each node of each type, all-reduced.
+    """
+    mesh = mesh_of(data)
+    assert mesh is not None
+    data = all_cut(data)
+    rows = rows_of_types(data)
+    ends: dict[Any, list[Tensor]] = {store._key: [] for store in data.node_stores}
+    for store in data.edge_stores:
+        edges = store.get("edge_index")
+        if isinstance(edges, DistEdgeIndex):
+            key = store._key if isinstance(store._key, tuple) else (None, None, None)
+            ends[key[0]].append(edges.topology.source_gid)
+            ends[key[2]].append(edges.topology.target_gid)
+    met = {}
+    for kind, parts in ends.items():
+        met[kind] = torch.zeros(_count(data, kind), dtype=torch.bool)
+        for part in parts:
+            met[kind][part] = True
+    return _picked(data, rows, _anywhere(met, mesh))
+
+
+def homogeneous(data: HeteroData, forward: Any, *args: Any, **kwargs: Any) -> Data:
+    """Returns the share of PyG's `data.to_homogeneous`, its types one behind another.
+
+    PyG's own code joins the rows of this rank, whose ids follow. No node changes its owner.
+
+    Price: none. Halos are planned anew at their first use.
+
+    Raises:
+        TypeError: on all ranks, if nothing says who owns the nodes of a type.
+    """
+    mesh = mesh_of(data)
+    assert mesh is not None
+    data = all_cut(data)
+    rows, here = rows_of_types(data), copy.copy(data)
+    unknown = [store._key for store in data.node_stores if store._key not in rows]
+    if unknown or any("edge_label_index" in store for store in data.edge_stores):
+        raise TypeError(
+            "call to_homogeneous() before pdc.partition: "
+            + (f"nothing says who owns the nodes of {unknown}" if unknown else "")
+            + ("" if unknown else "edge_label_index holds edges besides the graph's")
+        )
+    first, total = {}, 0
+    for kind in data.node_types:
+        first[kind], total = total, total + rows[kind].total
+    owner = torch.cat([_partition(rows[kind]).owner for kind in data.node_types])
+    gid = torch.cat([first[kind] + rows[kind].gid for kind in data.node_types])
+    nodes = Rows(gid, total, mesh, Partition.from_owner(owner, mesh.size))
+    ends, places, links, count = [], [], [], 0
+    for store in data.edge_stores:
+        edges = store.get("edge_index")
+        if not isinstance(edges, DistEdgeIndex):
+            continue
+        source, _, target = store._key
+        links.append(edges.topology.link)
+        start = torch.tensor([[first[source]], [first[target]]], device=edges.device)
+        ends.append(edges.to_local() + start)
+        places.append(count + edges.edges.place)
+        count += edges.edges.count
+    for store in here.stores:
+        for name, value in store.items():
+            if isinstance(value, (DistTensor, DistEdgeIndex)):
+                store[name] = value.to_local()
+    for kind in data.node_types:
+        here[kind].num_nodes = len(rows[kind])
+    out: Data = forward(here, *args, **kwargs)
+    edges = rows_of_edges(torch.cat(places), count, nodes) if places else None
+    of_edges = {name for store in data.edge_stores for name in store} | {"edge_type"}
+    of_nodes = {name for store in data.node_stores for name in store} | {"node_type"}
+    for name, value in list(out.items()):
+        if not isinstance(value, Tensor) or name in data._global_store:
+            continue
+        if name == "edge_index":
+            assert edges is not None
+            made = DistEdgeIndex.build(torch.cat(ends, 1), nodes, edges)
+            same = all(link is links[0] for link in links)
+            out.edge_index = made.with_link(links[0] if same else None)
+        elif name in of_edges and edges is not None and len(value) == len(edges):
+            out[name] = DistTensor.wrap(value, edges)
+        elif name in of_nodes:
+            out[name] = DistTensor.wrap(value, nodes)
+    if "num_nodes" in out:
+        out.num_nodes = total
+    return out
+
+
+def _named(kind: Any) -> str:
+    return "subset" if kind is None else f"subset[{kind!r}]"
+
+
+def _count(data: Any, kind: Any) -> int:
+    store = data if kind is None else data[kind]
+    return int(store.num_nodes)
+
+
+def _checked(data: Any, kind: Any, value: Any) -> Tensor:
+    """Returns ids or a mask of nodes, or says what it should have been."""
+    if kind is not None and kind not in data.node_types:
+        raise ValueError(
+            f"subgraph got nodes of {kind!r}, but the node types are {data.node_types}"
+        )
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
+    number = not (value.is_floating_point() or value.is_complex())
+    if value.dim() != 1 or not number or isinstance(value, DistEdgeIndex):
+        raise TypeError(
+            f"give {_named(kind)} ids [k] or a mask [n] of nodes; got {value.dtype} of "
+            f"{value.dim()} dims"
+        )
+    rows = value.rows if isinstance(value, DistTensor) else None
+    if value.dtype == torch.bool and (rows is None or rows.whole):
+        count = len(value) if rows is None else rows.total
+        if count != _count(data, kind):
+            raise ValueError(
+                f"{_named(kind)} is a mask [{count}], but there are {_count(data, kind)} "
+                "nodes; give a mask of these, or ids"
+            )
+    return value
+
+
+def _mark(value: Tensor) -> str:
+    """Tells what all ranks must have alike of a subset."""
+    if isinstance(value, DistTensor):
+        return (
+            f"row-sharded {value.dtype}, {'all' if value.rows.whole else 'some'} rows"
+        )
+    data = value.detach().cpu().numpy()
+    return f"{value.dtype} {list(value.shape)}, hash {zlib.crc32(data.tobytes()):x}"
+
+
+def _kept(
+    masks: dict[Any, Tensor], rows: dict[Any, Rows], mesh: Mesh
+) -> dict[Any, Tensor]:
+    """Returns the ids that masks keep, on all ranks."""
+    spread = {}
+    for kind, mask in masks.items():
+        if isinstance(mask, DistTensor):
+            local = cut_as(mask, rows[kind]) if kind in rows else None
+            if local is None:
+                raise ValueError(
+                    f"{_named(kind)} has {mask.rows}, but there are "
+                    f"{rows.get(kind, 'none')}"
+                )
+            spread[kind] = torch.zeros(rows[kind].total, dtype=torch.bool)
+            spread[kind][rows[kind].gid] = local.cpu()
+    found = _anywhere(spread, mesh)
+    return {
+        k: found[k] if k in found else mask.cpu().nonzero().view(-1)
+        for k, mask in masks.items()
+    }
+
+
+def _anywhere(masks: dict[Any, Tensor], mesh: Mesh) -> dict[Any, Tensor]:
+    """Returns the ids that the mask of any rank keeps, on all ranks; collective."""
+    if not masks:
+        return {}
+    flat = torch.cat(list(masks.values())).to(torch.uint8)
+    every = collectives.all_reduce(flat, mesh.world, "max")
+    parts = every.split([len(mask) for mask in masks.values()])
+    return {k: v.nonzero().view(-1) for k, v in zip(masks, parts, strict=True)}
+
+
+def _check_ids(data: Any, picks: dict[Any, Tensor], mesh: Mesh) -> None:
+    """Refuses ids that no node has, on all ranks alike: they are the same there."""
+    for kind, ids in picks.items():
+        n = _count(data, kind)
+        wrong = ids[(ids < 0) | (ids >= n)]
+        if len(wrong):
+            raise ValueError(
+                f"{_named(kind)} has the id {int(wrong[0])}, but the nodes are 0 .. {n - 1}"
+            )
+
+
+def _partition(rows: Rows) -> Partition:
+    assert rows.partition is not None
+    return rows.partition
+
+
+def _picked(data: Any, rows: dict[Any, Rows], picks: dict[Any, Tensor]) -> Any:
+    """Returns the share of the nodes that are picked, by ids `[n']` in their new order."""
+    out, after, new_id = copy.copy(data), {}, {}
+    for store in data.node_stores:
+        kind, n = store._key, _count(data, store._key)
+        before, pick = rows.get(kind), picks.get(kind, torch.arange(n))
+        new_id[kind] = torch.full((n,), -1)
+        new_id[kind][pick] = torch.arange(len(pick))
+        mine = out if kind is None else out[kind]
+        if before is not None:
+            same = torch.equal(pick, torch.arange(n))
+            now = after[kind] = before if same else _renumbered(before, pick)
+            place = torch.searchsorted(before.gid, pick[now.gid])
+            _take(store, mine, before, place, now)
+        if "num_nodes" in store:
+            mine.num_nodes = len(pick)
+        for name, value in store.items():
+            if isinstance(value, (np.ndarray, list, tuple)) and store.is_node_attr(
+                name
+            ):
+                mine[name] = _listed(value, pick)
+    for store in data.edge_stores:
+        key = store._key if isinstance(store._key, tuple) else (None, None, None)
+        mine = out if store._key is None else out[store._key]
+        for name in ("edge_index", "adj_t"):
+            edges = store.get(name)
+            if isinstance(edges, DistEdgeIndex):
+                begin, end = ((new_id[k], after[k]) for k in (key[0], key[2]))
+                cut, keep = _between(edges, begin, end, store._key is not None)
+                place = keep.nonzero().view(-1)
+                mine[name] = cut
+                _take(store, mine, edges.edges, place, cut.edges)
+    return out
+
+
+def _listed(value: Any, pick: Tensor) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[pick.numpy()]
+    return type(value)(value[k] for k in pick.tolist())
+
+
+def _take(store: Any, out: Any, before: Rows, place: Tensor, after: Rows) -> None:
+    """Writes the attributes of a store that have certain rows, at the places that stay."""
+    for name, value in store.items():
+        if isinstance(value, DistTensor) and (
+            value.rows is before or value.rows.same_as(before)
+        ):
+            local = value.to_local()[place.to(value.device)]
+            if after.memory is not None:
+                after.memory.keep(local)
+            out[name] = DistTensor.wrap(local, after)
+
+
+def _renumbered(rows: Rows, pick: Tensor) -> Rows:
+    """Returns the rows of nodes that are picked, in their new order."""
+    before = _partition(rows)
+    owner = before.owner[pick]
+    version = zlib.crc32(pick.numpy().tobytes(), before.version) or 1
+    partition = replace(
+        Partition.from_owner(owner, before.num_parts),
+        union=before.union,
+        version=version,
+    )
+    gid = (owner == rows.mesh.rank).nonzero().view(-1)
+    return Rows(gid, len(pick), rows.mesh, partition, memory=rows.memory)
+
+
+def _between(
+    edges: DistEdgeIndex,
+    source: tuple[Tensor, Rows],
+    target: tuple[Tensor, Rows],
+    typed: bool,
+) -> tuple[DistEdgeIndex, Tensor]:
+    """Returns the edges whose ends stay, and which of this rank's they are.
+
+    Args:
+        edges: as they were.
+        source, target: new ids of the nodes of each end, -1 of those that go, and their rows.
+        typed: whether the graph has several types of edges.
+    """
+    before, like = edges.topology, edges.to_local()
+    (source_id, sources), (target_id, targets) = source, target
+    if sources is edges.sources and targets is edges.nodes:
+        return edges, torch.ones(len(edges.edges), dtype=torch.bool)
+    ends = torch.stack([source_id[before.source_gid], target_id[before.target_gid]])
+    keep = (ends >= 0).all(0)
+    kept = edges.edges.select(keep)
+    if edges.edges.nodes is not None:
+        kept = replace(kept, nodes=targets)
+    local = ends[:, keep].to(like.device, like.dtype)
+    out = DistEdgeIndex.build(local, targets, kept, sources=sources if typed else None)
+    after = out.topology
+    after.halo, after.ordering, after.link = before.halo, before.ordering, before.link
+    out.looped, out.of_torch = edges.looped, edges.of_torch
+    if edges.weight is not None:
+        weight = edges.weight.to_local()[keep.to(like.device)]
+        out.weight = DistTensor.wrap(weight, kept)
+    return out, keep
