@@ -92,16 +92,16 @@ class ClusterData(PyGClusterData):
                 )
             cluster = _of_share(data.edge_index, num_parts, method, seed)
         else:
-            known = kept is not None and kept.exists()
+            known = kept if kept is not None and kept.exists() else None
             cluster = (
-                _read(kept, int(data.num_nodes or 0), num_parts)
-                if known
-                else _of_whole(data, num_parts, method, seed)
+                _of_whole(data, num_parts, method, seed)
+                if known is None
+                else _read(known, int(data.num_nodes or 0), num_parts)
             )
         self.node_perm = torch.argsort(cluster, stable=True)
         self.partptr = torch.zeros(num_parts + 1, dtype=torch.int64)
         self.partptr[1:] = torch.bincount(cluster, minlength=num_parts).cumsum(0)
-        if kept is not None and not known:
+        if kept is not None and known is None:
             keep_file(self.partition, kept, "clusters")
 
     @property
