@@ -92,7 +92,7 @@ class EdgeNorm(MessagePassing):
 
 
 class ReadsSources(MessagePassing):
-    """Counts the edges that leave a node: not to be known here."""
+    """Counts the edges that leave a node, which other ranks have."""
 
     def forward(self, x, edge_index):
         deg = degree(edge_index[0], x.size(0), dtype=x.dtype)
@@ -302,6 +302,8 @@ EXACT = {
     "ByDegree": (ByDegree, X),
     "ByDegree back": (lambda: ByDegree(flow="target_to_source"), X),
     "EdgeNorm": (EdgeNorm, X),
+    "ReadsSources": (ReadsSources, X),
+    "ReadsSources back": (lambda: ReadsSources(flow="target_to_source"), X),
     "GraphConv back": (lambda: pyg.GraphConv(F, OUT, flow="target_to_source"), W),
     "APPNP back": (lambda: pyg.APPNP(2, 0.1, flow="target_to_source"), W),
     "ChebConv back": (lambda: pyg.ChebConv(F, OUT, K=3, flow="target_to_source"), W),
@@ -337,7 +339,6 @@ REFUSED = {
         A,
         "GATConv fills self-loops",
     ),
-    "ReadsSources": (ReadsSources, X, "ReadsSources uses the nodes of edges"),
     "PerNodeTable": (PerNodeTable, X, "PerNodeTable uses the nodes of edges"),
     "OwnEdges": (OwnEdges, X, "OwnEdges.*repeat"),
     "Draws": (Draws, X, "Draws calls rand"),

@@ -3,8 +3,9 @@
 [Note: guarded edges] A rank has all in-edges of its own nodes, so anything a layer sums
 or counts over *targets* is complete here, and anything over *sources* is not. Values per
 edge are DistTensors whose rows are edges. Sources may be compared, filtered, joined with
-self-loops and handed to `propagate`, where their rows are fetched. Targets may also pick
-rows of node tensors, and say where values per edge are summed. Local numbers mean
+self-loops and handed to `propagate`, where their rows are fetched; and they may pick rows of
+node tensors, and count edges (`degree`), for which rows travel once more. Targets do so
+without a message, and also say where values per edge are reduced. Local numbers mean
 nothing elsewhere, so everything else is refused, by type: the same on all ranks.
 
 Tensors inside a layer (`LayerTensor`) have the sizes of this rank.
