@@ -204,6 +204,18 @@ def resume(size):
     for one, two in zip([*head, *tail], whole, strict=True):
         batches.same(one.n_id, two.n_id)
 
+    data = masked()
+    data.heavy = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
+    data.when = torch.arange(data.num_nodes)
+    share = pdc.partition(data, worlds.mesh(), owners(data.num_nodes, size))
+    for name in ({"weight_attr": "heavy"}, {"time_attr": "when"}):
+        one, two = (
+            DistNeighborLoader(d, [2], seed=1, **name).state_dict()["made_from"]
+            for d in (data, share)
+        )
+        assert one == two
+        assert any(key.startswith("values of") for key in one)
+
 
 def test_an_epoch_can_be_resumed():
     worlds.run(resume, 2, 2)
