@@ -336,11 +336,13 @@ class BulkLoading(_PyGLoader):
                 if c.__module__.startswith("pyg_distcomm.")
             )
             world = None if self.spread is None else self.spread.mesh.world
+            made_from: dict[str, Any] = describe()
+            names = [made_from.get(of) for of in ("weight_attr", "time_attr")]
             self._described = {
                 "loader": kind,
-                **describe(),
+                **made_from,
                 "neg_sampling": None if negatives is None else repr(negatives),
-                **describe_graph(self.data, world),
+                **describe_graph(self.data, world, names),
             }
         return self._described
 
