@@ -100,7 +100,7 @@ class ReadsSources(MessagePassing):
 
 
 class PerNodeTable(MessagePassing):
-    """Looks up an ordinary table by node: its rows are global, the numbers are not."""
+    """Looks up an ordinary table by node: its rows are ids, the numbers are not."""
 
     def __init__(self):
         super().__init__()
@@ -175,6 +175,7 @@ def _gat(kind, **kwargs):
 
 
 EXACT = {
+    "PerNodeTable": (PerNodeTable, X),
     "GATConv": (_gat("GATConv"), X),
     "GATConv edges": (_gat("GATConv", edge_dim=3, residual=True), A),
     "GATConv bare": (_gat("GATConv", edge_dim=3, add_self_loops=False), A),
@@ -339,7 +340,6 @@ REFUSED = {
         A,
         "GATConv fills self-loops",
     ),
-    "PerNodeTable": (PerNodeTable, X, "PerNodeTable uses the nodes of edges"),
     "OwnEdges": (OwnEdges, X, "OwnEdges.*repeat"),
     "Draws": (Draws, X, "Draws calls rand"),
     "GhostNorm": (GhostNorm, X, "GhostNorm reduces over the sources"),

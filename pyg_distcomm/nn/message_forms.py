@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -85,6 +88,46 @@ def adds_rows(conv: MessagePassing) -> bool:
         and not (has_hooks(conv) or conv.explain)
         and not any(step in vars(conv) for step in STEPS)
     )
+
+
+def aggregates_itself(conv: MessagePassing) -> bool:
+    """Tells whether code of the user's own aggregates a layer's messages."""
+    if type(conv).aggregate is not MessagePassing.aggregate:
+        return True
+    found = () if conv.aggr_module is None else conv.aggr_module.modules()
+    kinds = [type(m).__module__ for m in found if isinstance(m, pyg.Aggregation)]
+    return not all(name.startswith("torch_geometric.") for name in kinds)
+
+
+@functools.cache
+def check_sizes(kind: type[MessagePassing]) -> None:
+    """Refuses what Python does with a number of nodes as with this rank's, without asking it.
+
+    That is `range(size_i)`, `math.log(size_i)`, and `1.0 / size_i`, a float on the left, by
+    the code of the steps of a layer; a number that has got another name passes.
+
+    Raises:
+        TypeError: on all ranks.
+    """
+    for step in STEPS:
+        call = inspect.unwrap(getattr(kind, step))
+        own = not (call.__module__ or "").startswith("torch_geometric.")
+        if not own or not inspect.isfunction(call):
+            continue
+        for before, here in itertools.pairwise(dis.get_instructions(call)):
+            name = here.argval if here.opname.startswith("LOAD_FAST") else None
+            what = before.argval
+            if name in ("size_i", "size_j", "dim_size") and (
+                isinstance(what, float) or what in _BLIND
+            ):
+                raise TypeError(
+                    f"{kind.__name__}.{step} has {what} before {name}, which Python takes for "
+                    "this rank's number alone; write the size on the left, or "
+                    f"torch.tensor({name}), and no loop over nodes"
+                )
+
+
+_BLIND = frozenset("range log log2 log10 log1p".split())
 
 
 def untemplated(conv: MessagePassing) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,16 @@ from pyg_distcomm.tensor.shape_ops import (
     transposed,
 )
 
+TRANSFORMS = "torch._functorch."  # which take a tensor's rows without asking it
+
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
     if name in SIZES:
         return sizes.size_of(name, func, args, kwargs)
     if name in FACTS:
+        if sys._getframe(2).f_globals.get("__name__", "").startswith(TRANSFORMS):
+            raise unsupported_op("what torch.vmap and torch.func make of a function")
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
@@ -466,11 +471,8 @@ def _unwrapped(value: Any) -> Any:
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
-    x, name, rows = (
-        first_sharded(args, kwargs),
-        func.__name__,
-        first_sharded(args, kwargs).rows,
-    )
+    x, name = first_sharded(args, kwargs), func.__name__
+    rows = x.rows
     if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
         return gathered(func, args, kwargs)
     wants_gradient = kwargs.pop("requires_grad", False)
@@ -551,10 +553,7 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
         or dim % max(table.dim(), 1) != 0
     ):
         raise unsupported_op(f"{base_name(func)}() that moves rows or mixes them")
-    if key.dtype in (
-        torch.bool,
-        torch.uint8,
-    ):  # rows of the whole tensor, kept by a mask
+    if key.dtype in (torch.bool, torch.uint8):  # rows of the whole, kept by a mask
         whole = fit_plain(table, key, table.dim(), "x[mask]")
         return key.wrap(whole, key.rows)[key]
     return key.wrap(table[key.to_local()], key.rows)
