@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 import itertools
 from typing import Any
@@ -99,7 +98,6 @@ def aggregates_itself(conv: MessagePassing) -> bool:
     return not all(name.startswith("torch_geometric.") for name in kinds)
 
 
-@functools.cache
 def check_sizes(kind: type[MessagePassing]) -> None:
     """Refuses what Python does with a number of nodes as with this rank's, without asking it.
 
@@ -114,12 +112,12 @@ def check_sizes(kind: type[MessagePassing]) -> None:
         own = not (call.__module__ or "").startswith("torch_geometric.")
         if not own or not inspect.isfunction(call):
             continue
+        if not _COUNTS.intersection(call.__code__.co_varnames):
+            continue
         for before, here in itertools.pairwise(dis.get_instructions(call)):
             name = here.argval if here.opname.startswith("LOAD_FAST") else None
             what = before.argval
-            if name in ("size_i", "size_j", "dim_size") and (
-                isinstance(what, float) or what in _BLIND
-            ):
+            if name in _COUNTS and (isinstance(what, float) or what in _BLIND):
                 raise TypeError(
                     f"{kind.__name__}.{step} has {what} before {name}, which Python takes for "
                     "this rank's number alone; write the size on the left, or "
@@ -127,6 +125,7 @@ def check_sizes(kind: type[MessagePassing]) -> None:
                 )
 
 
+_COUNTS = frozenset("size_i size_j dim_size".split())
 _BLIND = frozenset("range log log2 log10 log1p".split())
 
 

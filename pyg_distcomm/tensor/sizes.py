@@ -53,7 +53,8 @@ class NumRows(int):
         def total() -> int:
             return op(self.total, getattr(other, "total", other))  # type: ignore[no-any-return]
 
-        known = all(isinstance(n._total, int) for n in (self, other) if _counts(n))
+        both = [n for n in (self, other) if isinstance(n, NumRows)]
+        known = all(isinstance(n._total, int) for n in both)
         here = op(int(self), int(other))
         return NumRows.made(here, total() if known else total, self.rows)
 
@@ -124,10 +125,6 @@ class NumRows(int):
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, NumRows)
 
 
 def totalled(value: Any) -> Any:
