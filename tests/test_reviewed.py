@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from test_whole import assert_none, failures_of, full, share_of
+from torch.utils.data._utils import worker
 from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree, scatter
 
@@ -357,3 +358,18 @@ def _of_its_class():
 @pytest.mark.parametrize("size", [2])
 def test_a_share_is_of_the_scripts_own_class(size):
     worlds.run(_of_its_class, size)
+
+
+def _read_by_a_worker():
+    _, share = share_of()
+    worker._worker_info = object()  # as in a process of a DataLoader with num_workers=1
+    try:
+        with pytest.raises(ValueError, match="leave num_workers at 0"):
+            share.x[torch.tensor([3, 5])]
+    finally:
+        worker._worker_info = None
+
+
+@pytest.mark.parametrize("size", [2])
+def test_workers_of_a_loader_are_told_that_they_are_no_ranks(size):
+    worlds.run(_read_by_a_worker, size)
