@@ -10,6 +10,8 @@ stages `Pipeline` takes 3 (S - 1) chunks: 9 for 4 stages, 21 for 8. Beside all w
 full graph (one chunk) and the same without the edges between chunks (*sending nothing*),
 which is tested on all edges, as all are. The test score is that at the best validation.
 "fresh rows, ..." and "old rows, ..." choose rows and gradients apart (`emulated_chunks.py`).
+`--emulate` trains the other ways there, too, all chunks together: as many epochs take the time
+of the full graph, and only masks of dropout are others.
 
 `--cosine` instead trains each way, and compares the gradient of the input layer at some
 epochs with that of the full graph for the same weights and dropout.
@@ -41,22 +43,25 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.partition.cutters import cut
 
 FULL, CUT = "full graph", "no edges between chunks"
-# order of chunks, gradients of history, epochs of one history; those of [Chen23] first
+# order of chunks, gradients of history, epochs of one history; those of [Chen23] first: all
+# three techniques, each left out, each alone, and none, where their code keeps late gradients
 WAYS: dict[str, tuple[str, str, int]] = {
     "paper": ("shuffled", "scaled", 23),
     "paper, fixed order": ("fixed", "scaled", 23),
     "paper, late gradients": ("shuffled", "stale", 23),
     "paper, new history": ("shuffled", "scaled", 1),
+    "paper, order alone": ("shuffled", "stale", 1),
+    "paper, gradients alone": ("fixed", "scaled", 1),
+    "paper, history alone": ("fixed", "stale", 23),
     "paper, none of them": ("fixed", "stale", 1),
     "shuffled, dropped": ("shuffled", "surrogate", 1),
-    "shuffled, late": ("shuffled", "stale", 1),
     "alternating, dropped": ("alternating", "surrogate", 1),
     "alternating, x2": ("alternating", "scaled", 1),
     "alternating, damped": ("alternating", "damped", 1),
     "alternating, late": ("alternating", "stale", 1),
 }
 # rows of chunks that come later, and their gradients, as no pipeline has them
-EMULATED = {
+EMULATED: dict[str, tuple[Any, ...]] = {
     "fresh rows, gradients dropped": ("fresh", "dropped"),
     "fresh rows, gradients late": ("fresh", "late"),
     "old rows, all gradients": ("old", "all"),
@@ -136,7 +141,7 @@ def trained(
     data = graph(name, args.root, 0, seed)
     chunk = cut_into(data, chunks, seed, args.cutter)
     share = whole = pdc.partition(data, mesh)
-    if way in EMULATED:
+    if way in EMULATED or (args.emulate and way in WAYS):
         return emulated(way, data, share, chunk, args, seed)
     if way == CUT:
         share = pdc.partition(within(data, chunk), mesh)
@@ -156,12 +161,17 @@ def trained(
 def emulated(
     way: str, data: Data, share: Any, chunk: Any, args: argparse.Namespace, seed: int
 ) -> dict:
-    """Does what `trained` does for rows and gradients that are chosen apart."""
-    order = made("alternating, dropped", data, share, chunk, args, seed)
+    """Does what `trained` does with all chunks together, rows and gradients apart."""
+    how = EMULATED.get(way)
+    if how is None:
+        _, rule, refresh = WAYS[way]
+        how = "old", {"surrogate": "dropped", "stale": "late"}.get(rule, rule), refresh
+    same = way if way in WAYS else "alternating, dropped"
+    order = made(same, data, share, chunk, args, seed)
     order(share)  # knows its chunks from here on
     torch.manual_seed(seed)
     model = stack_of(args.model, data, args, args.depth)
-    chunks = EmulatedChunks(model, data, chunk, *EMULATED[way])
+    chunks = EmulatedChunks(model, data, chunk, *how)
     opt, curve = torch.optim.Adam(model.parameters(), args.lr), []
     for epoch in range(args.epochs):
         opt.zero_grad()
@@ -242,7 +252,7 @@ def aligned(found: dict[tuple[str, int], list[dict]]) -> str:
 def key_of(run: str, name: str, args: argparse.Namespace, *which: Any) -> str:
     """Returns what a run is known by in the file of those found."""
     how = args.model, args.depth, args.width, args.lr, args.dropout, args.epochs
-    how = (*how, args.cutter)
+    how = (*how, args.cutter, *(["emulated"] if args.emulate else []))
     return "|".join(map(str, (run, name, *how, *which)))
 
 
@@ -287,6 +297,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--auc", action="store_true", help="scored, of two classes")
     parser.add_argument("--cosine", type=int, nargs="+", default=[], metavar="EPOCH")
+    parser.add_argument("--emulate", action="store_true", help="all chunks together")
     parser.add_argument("--json", type=Path, help="what was found, kept and read")
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="0: only show --json"

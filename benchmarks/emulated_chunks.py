@@ -1,10 +1,11 @@
 """Emulates a pipeline's chunks in one process, with old rows and late gradients apart.
 
-A pipeline reads the rows of chunks that come later as they were in the last epoch, and drops
-their gradients or takes those of the last epoch. Here each may be chosen by itself, which no
-pipeline can do: rows that are fresh with gradients that are not shows what gradients cost,
-old rows with all gradients what rows cost. Chosen as a pipeline has them, the losses are a
-pipeline's (`python benchmarks/emulated_chunks.py` compares them).
+A pipeline reads the rows of chunks that come later as they were in an earlier epoch, and drops
+their gradients, doubles those it knows, or takes those of the last epoch. Here each may be
+chosen by itself, which no pipeline can do: rows that are fresh with gradients that are not
+shows what gradients cost, old rows with all gradients what rows cost. Chosen as a pipeline has
+them, the losses are a pipeline's (`python benchmarks/emulated_chunks.py` compares them), in
+the time of the full graph: all chunks are computed together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,14 +51,15 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, chunks: EmulatedChunks, read: Read) -> Tensor:
         ctx.made = chunks, read
         late = x if chunks.rows == "fresh" or read.rows is None else read.rows
-        read.rows = x.detach()
+        if read.rows is None or (chunks.epoch + 1) % chunks.refresh == 0:
+            read.rows = x.detach()
         return times(chunks.now[0], x) + times(chunks.later[0], late)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         chunks, read = ctx.made
         out = times(chunks.now[1], g)
-        late = {"all": g, "dropped": None, "late": read.gradient}[chunks.gradients]
+        late = {"all": g, "late": read.gradient}.get(chunks.gradients)
         if late is not None:
             out += times(chunks.later[1], late)
         read.gradient = g
@@ -71,14 +74,23 @@ class EmulatedChunks:
         data: the whole graph.
         chunk: the chunk of each node.
         rows: "fresh" or "old", of edges from chunks that come later.
-        gradients: "all", "dropped" or "late", of the same edges.
+        gradients: "all", "dropped" or "late", of the same edges; or "scaled": dropped, and
+            those of other edges between chunks count twice.
+        refresh: for how many epochs old rows stay as they are.
     """
 
     def __init__(
-        self, model: Any, data: Data, chunk: Tensor, rows: str, gradients: str
+        self,
+        model: Any,
+        data: Data,
+        chunk: Tensor,
+        rows: str,
+        gradients: str,
+        refresh: int = 1,
     ) -> None:
         self.model, self.data, self.chunk = model, data, chunk
-        self.rows, self.gradients = rows, gradients
+        self.rows, self.gradients, self.refresh = rows, gradients, refresh
+        self.epoch = 0
         edges, weight = gcn_norm(
             data.edge_index, None, data.num_nodes, dtype=data.x.dtype
         )
@@ -102,6 +114,9 @@ class EmulatedChunks:
         for side, (row, col, weight) in enumerate(self._sides):
             target, source = (row, col) if side == 0 else (col, row)
             late = place[source] > place[target]
+            if side and self.gradients == "scaled":
+                apart = self.chunk[source] != self.chunk[target]
+                weight = torch.where(apart, 2 * weight, weight)
             for which, kept in ((~late, self.now), (late, self.later)):
                 kept.append(self._csr(row[which], col[which], weight[which]))
 
@@ -122,6 +137,7 @@ class EmulatedChunks:
         out = self.model.train()(self.data.x, self.data.edge_index)
         loss = loss_of(out, self.data)
         loss.backward()
+        self.epoch += 1
         return loss.detach()
 
     @torch.no_grad()
@@ -138,24 +154,27 @@ def main() -> None:
     data.x = data.x.double()
     chunk = torch.arange(data.num_nodes) * 7 % 5
     share = pdc.partition(data, mesh)
-    for gradient, name in (("surrogate", "dropped"), ("stale", "late")):
+    rules = {"surrogate": "dropped", "stale": "late", "scaled": "scaled"}
+    orders = ("fixed", "shuffled", "alternating")
+    for (rule, name), order, refresh in product(rules.items(), orders, (1, 3)):
         models = []
         for _ in range(2):
             torch.manual_seed(0)
             models.append(stack_of("gcnii", data, args, 6).double())
-        pipe = pdc.Pipeline(models[0], mesh, chunks=chunk, gradient=gradient)
-        ours = EmulatedChunks(models[1], data, chunk, "old", name)
+        how = {"gradient": rule, "order": order, "history_refresh": refresh}
+        pipe = pdc.Pipeline(models[0], mesh, chunks=chunk, **how)
+        ours = EmulatedChunks(models[1], data, chunk, "old", name, refresh)
         opts = [torch.optim.Adam(m.parameters(), 0.01) for m in models]
-        for epoch in range(6):
+        apart = 0.0
+        for epoch in range(8):
             for opt in opts:
                 opt.zero_grad()
-            pair = (
-                pipe.train_step(share, loss_of),
-                ours.step(pipe.order_of(epoch)),
-            )
+            one = pipe.train_step(share, loss_of)
+            other = ours.step(pipe.order_of(epoch))
+            apart = max(apart, abs(float(one - other)))
             for opt in opts:
                 opt.step()
-            print(name, epoch, *(f"{float(loss):.12f}" for loss in pair))
+        print(f"{order:12}{name:8} history of {refresh}: {apart:.1e} apart", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from pyg_distcomm.loader import NeighborLoader
 WAYS: dict[str, dict[str, Any]] = {
     "neighbor": {"num_neighbors": [10, 10]},
     **{
-        rule: {"num_neighbors": [10, 10], "rule": rule}
-        for rule in ("labor", "labor-1", "labor-*")
+        draws: {"num_neighbors": [10, 10], "draws": draws}
+        for draws in ("labor", "labor-1", "labor-*")
     },
     "full graph": {"num_neighbors": [-1, -1]},
 }
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    head = ["graph", "rule", "nodes", "of neighbor's", "edges", "test accuracy, %"]
+    head = ["graph", "draws", "nodes", "of neighbor's", "edges", "test accuracy, %"]
     rows = [
         row
         for name in given.graphs

@@ -30,7 +30,7 @@ from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 
 PAPER = {"exact_last": False}
-HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
+HALO = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 WAYS: dict[str, tuple[Callable[[], Any], bool]] = {  # link, whether A X0 is kept
     "exact, as in the paper": (lambda: None, False),
     "late alone (PipeGCN), as in the paper": (lambda: pdc.PipeGCN(**PAPER), False),

@@ -55,7 +55,7 @@ from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 from pyg_distcomm.partition.cutters import cut
 
-HALO = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
+HALO = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 Policy = Callable[[int], pdc.LinkPolicy | None]  # of the number of epochs
 
 
@@ -82,6 +82,7 @@ def sylvie(every: int) -> Policy:
 
 
 ONE_BIT = Quantise(1, "stochastic")
+DRIFTS = 0.05, 0.1, 0.2, 0.4, 0.8, 1.6
 LATER: dict[str, dict[str, Any]] = {  # what may make late rows learn better
     "warm-up": {"warmup": 20},
     "prompt gradients": {"late_gradients": 0},
@@ -115,14 +116,8 @@ LATE: dict[str, Policy] = {
     **{f"by range {mean:g}, now": coded(RangeBits(mean)) for mean in (1.5, 2, 3.75)},
     "by range 2, late": coded(RangeBits(2), late=1),
     "by range 2, now, all": coded(RangeBits(2), exact_last=False),
-    **{
-        f"skip below {d:g}": coded(Plain(), skip=Drift(d))
-        for d in (0.05, 0.1, 0.2, 0.4)
-    },
-    **{
-        f"skip below {d:g}, 1 bit": coded(ONE_BIT, skip=Drift(d))
-        for d in (0.05, 0.1, 0.2, 0.4)
-    },
+    **{f"skip below {d:g}": coded(Plain(), skip=Drift(d)) for d in DRIFTS},
+    **{f"skip below {d:g}, 1 bit": coded(ONE_BIT, skip=Drift(d)) for d in DRIFTS},
 }
 SETTINGS: dict[str, Policy] = {
     "full": lambda epochs: None,

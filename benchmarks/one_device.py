@@ -22,6 +22,7 @@ import platform
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ def _ways(
 
         ways["Triton"] = triton_alone
     if device.cuda:
+        torch._dynamo.reset()  # past eight shapes it would run what is not compiled
         compiled = torch.compile(by_scatter, dynamic=False)
         ways["compiled scatter"] = lambda: compiled(x, value)
     return ways
@@ -291,6 +293,8 @@ class Synchronisations(TorchDispatchMode):
             )
         if name in ("_to_copy", "copy_"):
             waits = len({t.device.type for t in given}) > 1
+        if name == "lift_fresh":  # a list of numbers, made on the device
+            waits = not out.is_cpu
         if waits and there:
             self.found.append(name)
         return out
@@ -301,7 +305,8 @@ def synchronisations(device: Device) -> Iterator[Table]:
     data = graph(device, 12, 8)
     share = pdc.partition(data, pdc.init(device=device.home)).to(device.home)
     lines = []
-    for kind in (pyg.GCNConv, pyg.SAGEConv, pyg.GATConv, pyg.GraphConv):
+    kinds = pyg.GCNConv, pyg.SAGEConv, pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv
+    for kind in (*kinds, pyg.GraphConv):
         conv = pdc.convert(kind(100, 64).to(device.home))
         for _ in range(3):
             conv(share.x, share.edge_index).sum().backward()
@@ -310,8 +315,26 @@ def synchronisations(device: Device) -> Iterator[Table]:
             forward = len(mode.found)
             out.to_local().sum().backward()
         names = ", ".join(sorted(set(mode.found)))
-        lines.append([kind.__name__, forward, len(mode.found) - forward, names])
-    yield "host synchronisations", ["layer", "forward", "backward", "by"], lines
+        told = _told_by_cuda(device, lambda c=conv: c(share.x, share.edge_index).sum())
+        lines.append([kind.__name__, forward, len(mode.found) - forward, names, told])
+    head = ["layer", "forward", "backward", "by", "as CUDA counts"]
+    yield "host synchronisations", head, lines
+
+
+def _told_by_cuda(device: Device, run: Callable[[], Tensor]) -> Any:
+    """Returns how many operations of a forward and a backward pass torch saw wait on CUDA."""
+    if not device.cuda:
+        return ""
+    run().backward()
+    device.wait()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(w.message) for w in told)
 
 
 # Rows for the wire -------------------------------------------------------------------
@@ -378,11 +401,12 @@ def minibatches(device: Device) -> Iterator[Table]:
             NeighborLoader(data, **given, **place)
         )
     lines, phases = _loaded(device, makers, size, len(fan_out))
-    lines.append(["GraphBolt on the device", _graphbolt()])
+    lines.append(["GraphBolt on the device", _graphbolt(), ""])
     if not device.cuda:
-        lines.append(["on the device or through UVA", "not measured: no CUDA device"])
+        missing = "not measured: no CUDA device"
+        lines.append(["on the device or through UVA", missing, ""])
     about = f"minibatches of {size}, fan-outs {fan_out}, {data.num_edges:,} edges"
-    yield about, ["by", "seeds a second"], lines
+    yield about, ["by", "seeds a second, drawn", "trained on"], lines
     yield "a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases
 
 
@@ -410,14 +434,17 @@ def other_minibatches(device: Device) -> Iterator[Table]:
         )
     lines, phases = _loaded(device, makers, size, len(numbers))
     about = f"minibatches of {size}, {numbers} nodes a layer, or fan-outs {fan_out}"
-    yield about, ["by", "seeds a second"], lines
+    yield about, ["by", "seeds a second, drawn", "trained on"], lines
     yield "such a minibatch, ms", ["by", "waits for it", "copies it", "trains"], phases
 
 
 def _loaded(
     device: Device, makers: dict[str, Callable[[], Any]], size: int, depth: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Trains on minibatches of each loader; returns seeds a second, and phases in ms."""
+    """Draws minibatches of each loader alone, and then trains on them.
+
+    Returns seeds a second of both, and phases of training in ms.
+    """
     most = 2 if device.smoke else 100
     lines: list[list[Any]] = []
     phases: list[list[Any]] = []
@@ -426,40 +453,49 @@ def _loaded(
         model = Net(pyg.SAGEConv, (100, *[256] * (depth - 1), 47))
         model = model.to(device.home)
         model = model if name.startswith("PyG") else pdc.convert(model)
-        optimizer = torch.optim.Adam(model.parameters())
-        spent = dict.fromkeys(("draw", "copy", "train"), 0.0)
-        count, batches = 0, None
         try:
-            batches = iter(make())
-            next(batches)
-            while count < most:
-                start = time.perf_counter()
-                batch = next(batches, None)
-                if batch is None:
-                    break
-                drawn = time.perf_counter()
-                batch = batch.to(device.home, non_blocking=True)
-                device.wait()
-                there = time.perf_counter()
-                optimizer.zero_grad()
-                out = model(batch.x, batch.edge_index)[: batch.batch_size]
-                F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
-                optimizer.step()
-                device.wait()
-                end = time.perf_counter()
-                spent["draw"] += drawn - start
-                spent["copy"] += there - drawn
-                spent["train"] += end - there
-                count += 1
+            loader = make()
+            drawn, _ = _epoch_of(device, loader, None, most)
+            trained, spent = _epoch_of(device, loader, model, most)
         except Exception as error:  # PyG's needs a library of its own to sample
-            lines.append([name, f"{type(error).__name__}: {str(error)[:60]}"])
+            lines.append([name, f"{type(error).__name__}: {str(error)[:60]}", ""])
             continue
-        finally:
-            del batches
-        total = sum(spent.values())
-        lines.append([name, f"{size * count / total:,.0f}"])
-        phases.append([name, *(spent[k] * 1e3 / max(count, 1) for k in spent)])
+        lines.append([name, f"{size * drawn:,.0f}", f"{size * trained:,.0f}"])
+        phases.append([name, *spent])
     return lines, phases
+
+
+def _epoch_of(
+    device: Device, loader: Any, model: torch.nn.Module | None, most: int
+) -> tuple[float, list[float]]:
+    """Returns minibatches a second, the first apart, and the ms of each phase of one.
+
+    Without a model they are brought to the device, and no more.
+    """
+    optimizer = None if model is None else torch.optim.Adam(model.parameters())
+    spent, count = [0.0, 0.0, 0.0], 0
+    batches = iter(loader)
+    next(batches)
+    while count < most:
+        times = [time.perf_counter()]
+        batch = next(batches, None)
+        if batch is None:
+            break
+        times.append(time.perf_counter())
+        batch = batch.to(device.home, non_blocking=True)
+        device.wait()
+        times.append(time.perf_counter())
+        if model is not None and optimizer is not None:
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+            optimizer.step()
+            device.wait()
+        times.append(time.perf_counter())
+        for k, (before, after) in enumerate(itertools.pairwise(times)):
+            spent[k] += after - before
+        count += 1
+    return count / max(sum(spent), 1e-9), [s * 1e3 / max(count, 1) for s in spent]
 
 
 def _graphbolt() -> str:

@@ -118,7 +118,7 @@ def train(folder: str, layer: str, memory: int | None, epochs: int, hidden: int)
         "losses": losses,
         "faults": faults,
         "anonymous": peak.bytes,
-        "bytes": mesh.ledger.words("halo") + mesh.ledger.words("halo_transpose"),
+        "bytes": mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce"),
     }
 
 

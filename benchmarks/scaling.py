@@ -102,7 +102,7 @@ def cagnet(
 
 
 def printed(name: str, n: int, m: int, widths: tuple[int, ...], size: int) -> float:
-    """Returns the bytes of an epoch by the formulas as [Tripathy20] prints them, by layer.
+    """Returns the bytes of an epoch by the formulas of [Tripathy20], from memory, by layer.
 
         1D  2 n f + f^2,   2D  (8 n f + 2 m)/sqrt(P) + f^2,   3D  (12 n f + 2 m)/P^(2/3)
 
@@ -365,11 +365,11 @@ from `pdc.plan` for a `RandomGraph`: R-MAT degrees, nodes dealt to ranks at rand
 travel, constant features whose A X is kept; means over ranks. A partition that knows the graph
 lowers all but `feature`, and a vertex cover again; neither is assumed. `CAGNET` lines are
 closed formulas of its four algorithms, whole blocks, one word a nonzero that travels, 1.5D
-with the best c. *As printed* are the paper's own, rounded up in places (its 1.5D was not at
-hand); baselines that run receive just what the others say (`tests/test_oblivious.py`). *Their
-order* is (A X) W and A^T G in every layer, as in the authors' code; *our order* takes the
-narrower width, and keeps A X. The fastest is that on an assumed machine, 200 Gbit/s and 5 us
-between accelerators.
+with the best c. *As printed* are the paper's own from memory, rounded up in places, as its text
+was not at hand (1.5D is missing); baselines that run receive just what the others say
+(`tests/test_oblivious.py`). *Their order* is (A X) W and A^T G in every layer, as in the
+authors' code; *our order* takes the narrower width, and keeps A X. The fastest is that
+on an assumed machine, 200 Gbit/s and 5 us between accelerators.
 
 ![bytes](scaling.png)"""
 

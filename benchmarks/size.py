@@ -40,6 +40,8 @@ WAYS = (
     "Sylvie, 1 bit, late",
     "late",
     "VARCO, slope 1",
+    "VARCO, slope 2",
+    "VARCO, slope 5",
     "fixed 16",
     "node-wise",
     "LADIES",

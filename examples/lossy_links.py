@@ -40,7 +40,7 @@ LINKS = {
     "rows 1/10 (BNS)": lambda epochs: pdc.BNS(0.1),
     "largest 1/10": lambda epochs: pdc.LinkPolicy(TopK(10)),
 }
-ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"
+ROWS = "halo", "halo_reduce", "all_gather", "reduce_scatter"
 
 
 def fit(model, data, whole, args, mesh=None, link=None):

@@ -22,7 +22,7 @@ from pyg_distcomm.datasets.node_tasks import (
 from pyg_distcomm.halo.schedule import Budget, Exponential, Fixed
 
 # what carries rows, and sums back; whole blocks where nearly all rows are needed
-ROWS = "halo", "halo_transpose", "all_gather", "reduce_scatter"
+ROWS = "halo", "halo_reduce", "all_gather", "reduce_scatter"
 
 
 def train(model, data, optimizer):

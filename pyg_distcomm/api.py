@@ -40,7 +40,7 @@ from pyg_distcomm.plan.planner import plan as plan
 from pyg_distcomm.plan.plans import Plan as Plan
 from pyg_distcomm.plan.plans import Plans as Plans
 from pyg_distcomm.tensor.dist_tensor import DistTensor as DistTensor
-from pyg_distcomm.tensor.gradients import from_local as from_local
+from pyg_distcomm.tensor.gradient_scale import from_local as from_local
+from pyg_distcomm.watch.metrics import CSVWriter as CSVWriter
+from pyg_distcomm.watch.metrics import TensorBoardWriter as TensorBoardWriter
 from pyg_distcomm.watch.metrics import metrics as metrics
-from pyg_distcomm.watch.writers import CSVWriter as CSVWriter
-from pyg_distcomm.watch.writers import TensorBoardWriter as TensorBoardWriter

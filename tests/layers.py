@@ -92,7 +92,7 @@ class EdgeNorm(MessagePassing):
 
 
 class ReadsSources(MessagePassing):
-    """Counts the edges that leave a node: not to be known here."""
+    """Counts the edges that leave a node, which other ranks have."""
 
     def forward(self, x, edge_index):
         deg = degree(edge_index[0], x.size(0), dtype=x.dtype)
@@ -100,7 +100,7 @@ class ReadsSources(MessagePassing):
 
 
 class PerNodeTable(MessagePassing):
-    """Looks up an ordinary table by node: its rows are global, the numbers are not."""
+    """Looks up an ordinary table by node: its rows are ids, the numbers are not."""
 
     def __init__(self):
         super().__init__()
@@ -175,6 +175,7 @@ def _gat(kind, **kwargs):
 
 
 EXACT = {
+    "PerNodeTable": (PerNodeTable, X),
     "GATConv": (_gat("GATConv"), X),
     "GATConv edges": (_gat("GATConv", edge_dim=3, residual=True), A),
     "GATConv bare": (_gat("GATConv", edge_dim=3, add_self_loops=False), A),
@@ -302,6 +303,8 @@ EXACT = {
     "ByDegree": (ByDegree, X),
     "ByDegree back": (lambda: ByDegree(flow="target_to_source"), X),
     "EdgeNorm": (EdgeNorm, X),
+    "ReadsSources": (ReadsSources, X),
+    "ReadsSources back": (lambda: ReadsSources(flow="target_to_source"), X),
     "GraphConv back": (lambda: pyg.GraphConv(F, OUT, flow="target_to_source"), W),
     "APPNP back": (lambda: pyg.APPNP(2, 0.1, flow="target_to_source"), W),
     "ChebConv back": (lambda: pyg.ChebConv(F, OUT, K=3, flow="target_to_source"), W),
@@ -337,8 +340,6 @@ REFUSED = {
         A,
         "GATConv fills self-loops",
     ),
-    "ReadsSources": (ReadsSources, X, "ReadsSources uses the nodes of edges"),
-    "PerNodeTable": (PerNodeTable, X, "PerNodeTable uses the nodes of edges"),
     "OwnEdges": (OwnEdges, X, "OwnEdges.*repeat"),
     "Draws": (Draws, X, "Draws calls rand"),
     "GhostNorm": (GhostNorm, X, "GhostNorm reduces over the sources"),

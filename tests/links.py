@@ -28,7 +28,7 @@ from pyg_distcomm.nn import DistGCNConv
 
 WIDTHS = (7, 6, 5, 4)
 ONE = Quantise(1, "stochastic")
-OPS = ("halo", "halo_transpose", "all_gather", "reduce_scatter")
+OPS = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 
 
 class Net(torch.nn.Module):

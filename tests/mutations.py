@@ -1018,8 +1018,8 @@ MUTATIONS = (
     Mutation(
         "a budget of bits is never used up",
         "graded",
-        "taken = order[cost.cumsum(0) <= spare]",
-        "taken = order[cost.cumsum(0) < spare]",
+        "taken = (cost.cumsum(0) <= spare).long()",
+        "taken = (cost.cumsum(0) < spare).long()",
         "test_graded.py",
         "test_no_other_bits",
     ),

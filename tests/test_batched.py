@@ -335,6 +335,7 @@ def measured(one, data):
     found = {"out": full(out.detach())}
     if out.requires_grad:
         weight = torch.linspace(-1, 2, out.numel()).double().view(out.shape)
+        weight = weight.to(out.device)
         (out * weight + out.sin() * weight).sum().backward()
         found |= {n: full(data[n].grad) for n in ("x", "edge_attr")}
         if module is not None:

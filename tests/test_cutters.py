@@ -9,8 +9,13 @@ import tiers
 import torch
 
 from pyg_distcomm.partition import cutters
-from pyg_distcomm.partition.cutters import METHODS, check_edge_index, cut, ldg
-from pyg_distcomm.partition.library_cutters import LIBRARIES
+from pyg_distcomm.partition.cutters import (
+    LIBRARIES,
+    METHODS,
+    check_edge_index,
+    cut,
+    ldg,
+)
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.partition.report import report
 from pyg_distcomm.process import PROCESS

@@ -14,12 +14,15 @@ import pytest
 import second_device
 import tiers
 import torch
+import torch.distributed as dist
 import worlds
 from problems import GRAPHS, owners
+from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm import kernels
 from pyg_distcomm.cli import doctor
-from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm import axis, collectives
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.loader import NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
@@ -31,15 +34,22 @@ def misplaced(what, ranks):
     mesh, data = worlds.mesh(fresh=True), GRAPHS["undirected"]()
     share = pdc.partition(data, mesh, owners("random", data, mesh.size))
     conv = DistGCNConv(7, 4).double()
-    x, edges = share.x, share.edge_index
+    x, edges, weight = share.x, share.edge_index, share.edge_weight
+    if what in ("edge_attr", "edge_weight"):
+        attended = HaloConv(GATConv(7, 4, edge_dim=1).double())
+        conv = attended if what == "edge_attr" else conv
     if mesh.rank in ranks:
         if what == "parameters":
             conv = conv.to("meta")
         elif what == "features":
             x = x.to("meta")
+        elif what in ("edge_attr", "edge_weight"):
+            weight = weight.to("meta")
         else:
             edges.topology.device = torch.device("meta")
     try:
+        if what in ("edge_attr", "edge_weight"):
+            return conv(x, edges, weight) is None
         return conv(x, edges) is None
     except (ValueError, RankError) as error:
         return str(error)
@@ -50,13 +60,15 @@ def misplaced(what, ranks):
     [
         ("features", (0, 1)),
         ("parameters", (1,)),
+        ("edge_weight", (1,)),
+        ("edge_attr", (0,)),
         ("features", (0,)),
         ("parameters", (0, 1)),
     ],
-    slice(0, 2),
+    slice(0, 3),
 )
 def test_misplaced_tensors_are_named_on_all_ranks(what, ranks):
-    name = {"parameters": "DistGCNConv.bias", "features": "x"}[what]
+    name = {"parameters": "DistGCNConv.bias", "features": "x"}.get(what, what)
     for said in worlds.run(misplaced, 2, what, ranks):
         assert f"{name} lies on meta, and the edges on cpu" in said, said
         assert "mesh.device" in said
@@ -162,6 +174,78 @@ def test_whole_blocks_by_one_collective(size, same):
     worlds.run(blocks, size, same)
 
 
+class OnStream:
+    """A collective on a stream of NCCL's: `wait()` has the current stream wait, not the host.
+
+    With a limit of time NCCL's would stop the host until the exchange has ended.
+    """
+
+    def __init__(self, work, tape):
+        self.work, self.tape = work, tape
+
+    def wait(self, *limit):
+        assert not limit, "the host would wait"
+        self.tape.append("stream waits")
+        return self.work.wait()
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+
+def streams():
+    """In which order the current stream gets work, and where exchanges run beside it."""
+    mesh, data, tape = worlds.mesh(), GRAPHS["undirected"](), []
+    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
+    conv, x = DistGCNConv(7, 4).double(), share.x.clone().requires_grad_()
+    conv(x, share.edge_index).sum().backward()
+    group, sends, waits = mesh.row.group, dist.all_to_all_single, axis._wait
+    multiplies, ends = kernels.spmm, collectives._back_ends
+
+    def begin(*args, **kwargs):
+        work = sends(*args, **kwargs)
+        if kwargs["group"] is not group:
+            return work
+        tape.append("exchange begins")
+        return OnStream(work, tape)
+
+    def multiply(*args):
+        tape.append("product")
+        return multiplies(*args)
+
+    places = [
+        (
+            collectives,
+            "_back_ends",
+            lambda at: "nccl" if at.group is group else ends(at),
+        ),
+        (axis, "_wait", lambda work, at, op, _: waits(work, at, op, at.group is group)),
+        (dist, "all_to_all_single", begin),
+        (kernels, "spmm", multiply),
+    ]
+    before = [getattr(module, name) for module, name, _ in places]
+    try:
+        for module, name, stand_in in places:
+            setattr(module, name, stand_in)
+        out = conv(x, share.edge_index)
+        forward = list(tape)
+        tape.clear()
+        out.sum().backward()
+    finally:
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+    return forward, tape
+
+
+@tiers.parametrize("size", [2, 3], [2])
+def test_a_stream_multiplies_while_an_exchange_is_on_another(size):
+    """Between the beginning of an exchange and the wait for it lies the product of own rows."""
+    for each in worlds.run(streams, size):
+        for order in each:
+            begun, waited = order.index("exchange begins"), order.index("stream waits")
+            assert "product" in order[begun:waited], order
+            assert order.count("exchange begins") == order.count("stream waits"), order
+
+
 def hangs():
     """Waits for an exchange of a device that does not end; says what the next one raises."""
     mesh = worlds.mesh(fresh=True)
@@ -170,7 +254,7 @@ def hangs():
     done = types.SimpleNamespace(is_completed=lambda: True)
     watch.streamed.add(done, "halo over axis row")
     under_way = types.SimpleNamespace(is_completed=lambda: mesh.rank > 0)
-    watch.streamed.add(under_way, "halo_transpose over axis row")
+    watch.streamed.add(under_way, "halo_reduce over axis row")
     stop = time.monotonic() + 60
     while time.monotonic() < stop:
         try:
@@ -183,7 +267,7 @@ def hangs():
 
 def test_the_deadline_watches_exchanges_of_a_device():
     for said in worlds.run(hangs, 2):
-        assert "waited 1 s for halo_transpose over axis row" in said, said
+        assert "waited 1 s for halo_reduce over axis row" in said, said
 
 
 def test_the_doctor_says_which_kernels_run_on_cuda():
@@ -207,12 +291,19 @@ def test_unknown_devices_are_refused_with_those_known(name):
 
 
 def test_an_unchanged_layer_names_what_is_misplaced():
-    from torch_geometric.nn import GATConv
-
     share = pdc.partition(GRAPHS["directed"](), pdc.init(), "random")
     conv = HaloConv(GATConv(7, 4).to("meta"))
     with pytest.raises(ValueError, match=r"GATConv.att_src lies on meta"):
         conv(share.x, share.edge_index)
+
+
+def test_a_pipeline_names_what_is_misplaced():
+    mesh = pdc.init()
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    layers = [stack.double() for stack in (DistGCNConv(7, 4), DistGCNConv(4, 4))]
+    pipe = pdc.Pipeline([layers[0], layers[1].to("meta")], mesh, chunks=2)
+    with pytest.raises(ValueError, match=r"DistGCNConv.\w+ lies on meta"):
+        pipe(share)
 
 
 def benchmark():

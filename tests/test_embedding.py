@@ -249,9 +249,9 @@ def _priced():
         for r, i in enumerate(ids)
         if r != mesh.rank
     ]
-    before = [mesh.ledger.words(op) for op in ("halo", "halo_transpose")]
+    before = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
     emb(ids[mesh.rank]).sum().backward()
-    after = [mesh.ledger.words(op) for op in ("halo", "halo_transpose")]
+    after = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
     moved = [b - a for a, b in zip(before, after, strict=True)]
     return moved, [int(asked[mesh.rank]) * DIM, int(sum(served)) * DIM]
 
@@ -450,7 +450,7 @@ def test_routes_that_come_with_a_bulk_change_no_bit_and_leave_rows_alone(kind):
         assert torch.equal(got, want)
         assert ("plan", "control") in before
         assert ("plan", "control") not in after
-        for op in ("halo", "halo_transpose"):
+        for op in ("halo", "halo_reduce"):
             assert after[op, "world"] == before[op, "world"]
         assert after["halo", "world"] == 8 * DIM * sum(away)
         # the same ids, and two counts a minibatch and one a bulk, in the background

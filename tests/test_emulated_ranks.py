@@ -56,7 +56,7 @@ LINKS = {
     ),
     "varco": lambda: pdc.VARCO(9, c_max=8, slope=1),
 }
-TRAINED = ("halo", "halo_transpose")
+TRAINED = ("halo", "halo_reduce")
 CUTTERS = ("random", "empty_rank", "lopsided")
 
 

@@ -747,7 +747,7 @@ def epochs(kind, option, owners, link):
         entries = mesh.ledger.entries
         told = sum(mesh.ledger.bytes(op, at) for op, at in entries if at == "control")
         sent.append(mesh.ledger.bytes() - told)
-        early.append(sum(map(mesh.ledger.bytes, ("halo", "halo_transpose"))))
+        early.append(sum(map(mesh.ledger.bytes, ("halo", "halo_reduce"))))
         messages.append(mesh.ledger.messages() - mesh.ledger.messages("all_reduce"))
         for one in {id(one): one for one in several if one is not None}.values():
             one.step()

@@ -13,12 +13,19 @@ from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
 from pyg_distcomm.loader.sharded import (
+    NODES,
     hottest,
     inclusion_probabilities,
-    inclusion_probability,
     out_degrees,
 )
 from pyg_distcomm.sampling import KeyedNeighborSampler
+
+
+def inclusion_probability(data, num_neighbors, seeds, batch_size):
+    """The probabilities of the nodes of a graph of one type."""
+    return inclusion_probabilities(data, num_neighbors, {NODES: seeds}, batch_size)[
+        NODES
+    ]
 
 
 def tree(widths):

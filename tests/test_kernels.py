@@ -655,6 +655,51 @@ def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
     assert cached(2, "+") == (208, True)
 
 
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0, 12, 400])
+def test_cached_code_that_is_cut_short_is_compiled_anew(cached, tmp_path, ending, left):
+    assert cached(2, "+") == (208, False)
+    files = list((tmp_path / "cache").rglob(f"*.{ending}"))
+    assert files
+    for path in files:
+        os.truncate(path, left)
+    assert cached(2, "+") == (208, False)
+    assert cached(2, "+") == (208, True)
+
+
+def test_cached_code_is_there_before_the_index_names_it(cached, monkeypatch):
+    from pyg_distcomm.kernels import compile
+
+    assert cached(2, "+") == (208, False)
+    write = compile._CodeFiles._open_for_write
+    left = [0]
+
+    def killed(self, path):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return write(self, path)
+
+    monkeypatch.setattr(compile._CodeFiles, "_open_for_write", killed)
+    for number in (3, 4):  # with new code, what is left of the old one's must not run
+        left[0] = 1
+        with pytest.raises(KeyboardInterrupt):
+            cached(number, "+ 0 +")
+        left[0] = 100
+        assert cached(number, "+ 0 +") == (6 + 101 * number, False)
+
+
+def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):
+    from pyg_distcomm.kernels import compile
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compile._CodeFiles, "_open_for_write", full)
+    with pytest.warns(UserWarning, match="not kept: .*No space left.*NUMBA_CACHE_DIR"):
+        assert cached(2, "+") == (208, False)
+
+
 def test_cached_code_is_keyed_by_the_tools_and_intrinsics(monkeypatch):
     import llvmlite
     import numba

@@ -1,4 +1,4 @@
-"""The rule "labor" draws as its definition says, alike on any ranks, and fewer nodes."""
+"""Sampling by "labor" draws as its definition says, alike on any ranks, and fewer nodes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drawn(data, k, **kwargs):
     many.num_nodes = n * DRAWS
     if "w" in data:
         many.w = data.w.repeat(DRAWS)
-    sampler = KeyedNeighborSampler(many, [k], rule="labor", seed=8, **kwargs)
+    sampler = KeyedNeighborSampler(many, [k], draws="labor", seed=8, **kwargs)
     out = sampler.sample_from_nodes(NodeSamplerInput(None, n * torch.arange(DRAWS)))
     assert torch.equal(out.col, torch.arange(DRAWS).repeat_interleave(k))
     return out.edge.view(DRAWS, k) % e
@@ -84,18 +84,18 @@ def star(targets, degree):
 def test_nodes_of_a_hop_share_their_draws_and_hops_do_not():
     data, seeds = star(6, 40), NodeSamplerInput(None, torch.arange(6))
     distinct = {}
-    for rule in ("neighbor", "labor"):
-        sampler = KeyedNeighborSampler(data, [8], rule=rule, seed=1)
+    for draws in ("neighbor", "labor"):
+        sampler = KeyedNeighborSampler(data, [8], draws=draws, seed=1)
         outs = [sampler.sample_from_nodes(seeds) for _ in range(60)]
         assert all(len(out.edge) == 48 for out in outs)
-        distinct[rule] = sum(len(out.node) - 6 for out in outs) / 60
+        distinct[draws] = sum(len(out.node) - 6 for out in outs) / 60
     assert distinct["labor"] == 8
     assert abs(distinct["neighbor"] - 40 * (1 - 0.8**6)) < 1
     # node 0 draws at hop 0, and node 2, a neighbour of seed 1, at hop 1
     edges = data.edge_index[:, data.edge_index[1] % 2 == 0]
     edges = torch.cat([edges, torch.tensor([[2], [1]])], 1)
     chain = Data(edge_index=edges, num_nodes=46)
-    sampler = KeyedNeighborSampler(chain, [8, 8], rule="labor", seed=1)
+    sampler = KeyedNeighborSampler(chain, [8, 8], draws="labor", seed=1)
     out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([0, 1])))
     assert 2 in out.node.tolist()
     at = [int((out.node == v).nonzero()) for v in (0, 2)]
@@ -112,17 +112,17 @@ def skewed(nodes=60, edges=900):
     return Data(edge_index=torch.stack([source, target]), num_nodes=nodes)
 
 
-def important(rule, k, runs):
+def important(draws, k, runs):
     """Distinct nodes and edges of a hop on average, and estimates of means `[runs, s]`."""
     data, seeds = skewed(), torch.arange(30)
     x = torch.randn(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    sampler = KeyedNeighborSampler(data, [k], rule=rule, seed=4)
+    sampler = KeyedNeighborSampler(data, [k], draws=draws, seed=4)
     outs = [
         sampler.sample_from_nodes(NodeSamplerInput(None, seeds)) for _ in range(runs)
     ]
     nodes = sum(len(out.node) for out in outs) / runs
     edges = sum(len(out.edge) for out in outs) / runs
-    if rule == "labor":
+    if draws == "labor":
         return nodes, edges, None, None
     found = []
     for out in outs:
@@ -139,8 +139,8 @@ def important(rule, k, runs):
 def test_importances_leave_means_as_they_are_and_draw_fewer_nodes():
     runs, (base, drawn, *_) = 1500, important("labor", 3, 300)
     before = base
-    for rule, least in (("labor-1", 0.97), ("labor-*", 0.995)):
-        nodes, edges, found, want = important(rule, 3, runs)
+    for draws, least in (("labor-1", 0.97), ("labor-*", 0.995)):
+        nodes, edges, found, want = important(draws, 3, runs)
         error = found.std(0, unbiased=True) / runs**0.5
         off = (found.mean(0) - want).abs()
         assert bool((off <= 4.5 * error + 1e-6).all()), off / error
@@ -149,12 +149,12 @@ def test_importances_leave_means_as_they_are_and_draw_fewer_nodes():
         )  # of chances of one variance, the sum is k at least
         assert nodes < least * before
         before = nodes
-        again = important(rule, 3, 5)
+        again = important(draws, 3, 5)
         assert torch.equal(again[2], found[:5])  # keyed
 
 
 def test_the_chances_of_a_node_have_the_variance_of_its_fan_out():
-    sampler = KeyedNeighborSampler(skewed(), [4], rule="labor-1", seed=1)
+    sampler = KeyedNeighborSampler(skewed(), [4], draws="labor-1", seed=1)
     out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(60)))
     degree = torch.bincount(skewed().edge_index[1], minlength=60)
     drawn = torch.bincount(out.node[out.col], minlength=60)
@@ -162,7 +162,7 @@ def test_the_chances_of_a_node_have_the_variance_of_its_fan_out():
     assert torch.equal(drawn[few], degree[few])
     # 1 / (d p) of those drawn, of which 1 / p has the sum d^2 / k on average
     alone = Data(edge_index=skewed().edge_index, num_nodes=60)
-    share = KeyedNeighborSampler(alone, [4], rule="labor-1", seed=7)
+    share = KeyedNeighborSampler(alone, [4], draws="labor-1", seed=7)
     hub = int(degree.argmax())
     total = 0.0
     for _ in range(400):
@@ -175,16 +175,16 @@ def test_the_chances_of_a_node_have_the_variance_of_its_fan_out():
 def test_batches_have_the_weights():
     data = skewed()
     data.x = torch.randn(60, 3)
-    loader = DistNeighborLoader(data, [3, 2], batch_size=20, rule="labor-*", seed=1)
+    loader = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-*", seed=1)
     for batch in loader:
         assert batch.edge_weight.shape == (batch.edge_index.size(1),)
         assert bool((batch.edge_weight > 0).all())
     state = loader.state_dict()
-    other = DistNeighborLoader(data, [3, 2], batch_size=20, rule="labor-1", seed=1)
-    with pytest.raises(ValueError, match="rule=labor-"):
+    other = DistNeighborLoader(data, [3, 2], batch_size=20, draws="labor-1", seed=1)
+    with pytest.raises(ValueError, match="draws=labor-"):
         other.load_state_dict(state)
     typed = DistNeighborLoader(
-        hetero(), [3, 2], ("paper", torch.arange(30)), batch_size=15, rule="labor-1"
+        hetero(), [3, 2], ("paper", torch.arange(30)), batch_size=15, draws="labor-1"
     )
     for batch in typed:
         for kind in batch.edge_types:
@@ -195,7 +195,7 @@ def test_batches_have_the_weights():
 def refused():
     share = pdc.partition(masked(), worlds.mesh(), "random")
     with pytest.raises(ValueError, match="sample_at='requester'"):
-        DistNeighborLoader(share, [3], rule="labor-1")
+        DistNeighborLoader(share, [3], draws="labor-1")
 
 
 def test_importances_are_refused_where_a_hop_is_drawn_by_its_owners():
@@ -215,12 +215,12 @@ WAYS = (
     (weighted, "mask", {"weight_attr": "weight"}),
     (timed, "all", {"time_attr": "time", "batch_size": 16}),
     (hetero, ("paper", torch.arange(30)), {"batch_size": 4}),
-    (masked, "mask", {"topology": "replicated", "batch_size": 64, "rule": "labor-1"}),
-    (masked, "mask", {"sample_at": "requester", "rule": "labor-1", "bulk_size": 3}),
+    (masked, "mask", {"topology": "replicated", "batch_size": 64, "draws": "labor-1"}),
+    (masked, "mask", {"sample_at": "requester", "draws": "labor-1", "bulk_size": 3}),
     (
         hetero,
         ("paper", torch.arange(30)),
-        {"sample_at": "requester", "rule": "labor-*"},
+        {"sample_at": "requester", "draws": "labor-*"},
     ),
 )
 
@@ -229,29 +229,45 @@ WAYS = (
 @tiers.parametrize("way", range(len(WAYS)), [3, 7])
 def test_batches_of_a_share_are_those_of_the_whole_graph(way, size, c):
     make, nodes, options = WAYS[way]
-    worlds.run(load, size, size, c, make, nodes, {"rule": "labor", **options})
+    worlds.run(load, size, size, c, make, nodes, {"draws": "labor", **options})
 
 
-def test_a_state_knows_the_rule():
+def test_draws_may_be_given_by_their_former_name():
+    seeds = NodeSamplerInput(None, torch.arange(6))
+    for make in (
+        lambda **given: KeyedNeighborSampler(star(6, 40), [8], seed=1, **given),
+        lambda **given: (
+            DistNeighborLoader(star(6, 40), [8], seed=1, **given).node_sampler
+        ),
+    ):
+        with pytest.warns(DeprecationWarning, match="is draws='labor' now"):
+            old = make(rule="labor")
+        new = make(draws="labor")
+        assert old.describe() == new.describe()
+        outs = [sampler.sample_from_nodes(seeds) for sampler in (old, new)]
+        assert torch.equal(outs[0].node, outs[1].node)
+
+
+def test_a_state_knows_its_draws():
     loaders = [
-        DistNeighborLoader(masked(), [3], batch_size=9, seed=1, rule=rule)
-        for rule in ("labor", "neighbor")
+        DistNeighborLoader(masked(), [3], batch_size=9, seed=1, draws=draws)
+        for draws in ("labor", "neighbor")
     ]
-    with pytest.raises(ValueError, match="rule=labor"):
+    with pytest.raises(ValueError, match="draws=labor"):
         loaders[1].load_state_dict(loaders[0].state_dict())
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rule": "ladies"}, "rule must be one of"),
-        ({"rule": "labor", "replace": True}, "without replacement"),
-        ({"rule": "labor", "backend": "pyg-lib"}, "not by rule='labor'"),
-        ({"rule": "labor-1", "replace": True}, "leave replace out"),
-        ({"rule": "labor-*", "disjoint": True}, "leave disjoint out"),
-        ({"rule": "labor-1", "subgraph_type": "induced"}, "leave subgraph_type out"),
+        ({"draws": "ladies"}, "draws must be one of"),
+        ({"draws": "labor", "replace": True}, "without replacement"),
+        ({"draws": "labor", "backend": "pyg-lib"}, "not by draws='labor'"),
+        ({"draws": "labor-1", "replace": True}, "leave replace out"),
+        ({"draws": "labor-*", "disjoint": True}, "leave disjoint out"),
+        ({"draws": "labor-1", "subgraph_type": "induced"}, "leave subgraph_type out"),
     ],
 )
-def test_what_is_no_rule_is_refused(options, said):
+def test_what_is_no_way_to_draw_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         DistNeighborLoader(masked(), [3], **options)

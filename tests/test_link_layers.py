@@ -155,7 +155,7 @@ def priced(layer, name):
         foretold = link.price().total
         mesh.ledger.reset()
         net(x, share.edge_index).square().mean(1).sum().backward()
-        counted = sum(mesh.ledger.bytes(op) for op in ("halo", "halo_transpose"))
+        counted = sum(mesh.ledger.bytes(op) for op in ("halo", "halo_reduce"))
         price = link.price()
         if t:
             assert price.forward + price.backward == counted, (t, counted)

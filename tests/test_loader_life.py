@@ -220,6 +220,9 @@ def test_states_that_do_not_fit_are_refused():
         state = nodes(data, **{option: "one"}).state_dict()
         with pytest.raises(ValueError, match=f"{option}=one, and this one has"):
             nodes(data, **{option: "two"}).load_state_dict(state)
+        data.one = data.one + 1
+        with pytest.raises(ValueError, match="of a loader with values of one="):
+            nodes(data, **{option: "one"}).load_state_dict(state)
 
 
 OTHERS = {

@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 import worlds
+from test_saving import full_after
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm.mesh import alone
@@ -151,9 +152,24 @@ def test_all_ranks_see_what_rank_0_is_given(tmp_path):
 
 def test_a_csv_file_drops_a_line_that_was_cut_short(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text('epoch,"a,b",c\n0,1.0,2.0\n1,3.0')
-    pdc.CSVWriter(path)({"epoch": 2, "a,b": 5.0, "c": 6.0})
-    assert path.read_text() == 'epoch,"a,b",c\n0,1.0,2.0\n2,5.0,6.0\n'
+    for cut in ("1,3.0", "1,3.0,4."):
+        path.write_text(f'epoch,"a,b",c\n0,1.0,2.0\n{cut}')
+        pdc.CSVWriter(path)({"epoch": 2, "a,b": 5.0, "c": 6.0})
+        assert path.read_text() == 'epoch,"a,b",c\n0,1.0,2.0\n2,5.0,6.0\n'
+
+
+def test_a_line_that_a_full_disk_cuts_short_is_told(tmp_path):
+    run = pdc.metrics(tmp_path, lone())
+    run.epoch(0, loss=1.0)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with (
+        full_after(size + 10),
+        pytest.warns(UserWarning, match=r"metrics\.jsonl: no room for a whole line"),
+    ):
+        run.epoch(1, loss=1.0)
+    again = pdc.metrics(tmp_path, lone())
+    again.epoch(2, loss=1.0)
+    assert [row["epoch"] for row in read_run(tmp_path).rows] == [0, 2]
 
 
 def test_what_is_no_figure_is_refused(tmp_path):

@@ -113,7 +113,7 @@ def test_every_layer_under_autocast(size, grid):
     worlds.run(as_pyg, size, tuple(LAYERS), grid)
 
 
-HALO = ("halo", "halo_transpose", "fiber")
+HALO = ("halo", "halo_reduce", "fiber")
 
 
 def bytes_of(mesh):

@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
 
 def moved(mesh):
     """The words of all exchanges of rows and of sums."""
-    ops = ("halo", "halo_transpose", "all_gather", "reduce_scatter", "fiber")
+    ops = ("halo", "halo_reduce", "all_gather", "reduce_scatter", "fiber")
     return sum(mesh.ledger.words(op) for op in ops)
 
 

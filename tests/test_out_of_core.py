@@ -179,7 +179,7 @@ class Net(torch.nn.Module):
 
 
 def rows_moved(mesh):
-    return sum(map(mesh.ledger.words, ("halo", "halo_transpose", "fiber", "edges")))
+    return sum(map(mesh.ledger.words, ("halo", "halo_reduce", "fiber", "edges")))
 
 
 def trained(share):

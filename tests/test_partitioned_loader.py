@@ -204,6 +204,18 @@ def resume(size):
     for one, two in zip([*head, *tail], whole, strict=True):
         batches.same(one.n_id, two.n_id)
 
+    data = masked()
+    data.heavy = torch.rand(data.num_edges, generator=torch.Generator().manual_seed(1))
+    data.when = torch.arange(data.num_nodes)
+    share = pdc.partition(data, worlds.mesh(), owners(data.num_nodes, size))
+    for name in ({"weight_attr": "heavy"}, {"time_attr": "when"}):
+        one, two = (
+            DistNeighborLoader(d, [2], seed=1, **name).state_dict()["made_from"]
+            for d in (data, share)
+        )
+        assert one == two
+        assert any(key.startswith("values of") for key in one)
+
 
 def test_an_epoch_can_be_resumed():
     worlds.run(resume, 2, 2)
@@ -292,6 +304,35 @@ def failing(size, prefetch):
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_error_on_one_rank_ends_all_of_them(prefetch):
     worlds.run(failing, 2, 2, prefetch)
+
+
+def transformed(prefetch, own):
+    mesh = worlds.mesh(fresh=True)
+    share, seen = pdc.partition(masked(), mesh, owners(60, 2)), []
+
+    def transform(batch):
+        seen.append(batch)
+        if mesh.rank == 1 and len(seen) == 3:
+            raise KeyError("nothing of that name")
+        return batch
+
+    name = "transform_sampler_output" if own else "transform"
+    options = {"batch_size": 2, "bulk_size": 2, "prefetch": prefetch, name: transform}
+    try:
+        for _ in DistNeighborLoader(share, [2], **options):
+            pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "own"), [(0, False), (1, False), (0, True), (1, True)]
+)
+def test_a_transform_that_fails_on_one_rank_raises_on_all(prefetch, own):
+    other, failed = worlds.run(transformed, 2, prefetch, own)
+    assert failed == "KeyError: 'nothing of that name'"
+    assert "rank 1 failed with KeyError: 'nothing of that name'" in other
 
 
 def refused(size):

@@ -40,7 +40,7 @@ LINKS = {
 
 
 def halo_bytes(ledger):
-    return sum(ledger.bytes(op, "world") for op in ("halo", "halo_transpose"))
+    return sum(ledger.bytes(op, "world") for op in ("halo", "halo_reduce"))
 
 
 def train(stages, link, name="gcnii", epochs=5, lr=0.3, chunks=4, recompute=True):

@@ -41,7 +41,7 @@ def _train(
         told = [price.stage.words, price.rows.words, price.weights.words]
         assert told == [
             ledger.words("stage", "stage"),
-            ledger.words("halo", "world") + ledger.words("halo_transpose", "world"),
+            ledger.words("halo", "world") + ledger.words("halo_reduce", "world"),
             ledger.words("all_reduce", "data"),
         ]
         # what the script's own loss sums over the rows of a stage is not ours

@@ -200,7 +200,7 @@ def _no_needless_gradient():
 
 
 def _exchanged(mesh):
-    return mesh.ledger.words("halo") + mesh.ledger.words("halo_transpose")
+    return mesh.ledger.words("halo") + mesh.ledger.words("halo_reduce")
 
 
 def test_order_and_gradients_nobody_needs():

@@ -10,8 +10,7 @@ import torch
 from test_cutters import GRAPHS, NONE, cliques, random_graph, rng, star
 
 from pyg_distcomm.partition import cutters_jit, refine_jit
-from pyg_distcomm.partition.cutters import METHODS, cut
-from pyg_distcomm.partition.library_cutters import LIBRARIES
+from pyg_distcomm.partition.cutters import LIBRARIES, METHODS, cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.partition.refine import refine_partition
 from pyg_distcomm.partition.report import capacities, node_weights, part_loads, report

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from test_whole import assert_none, failures_of, full, share_of
-from torch_geometric.utils import degree, scatter
+from torch.utils.data._utils import worker
+from torch_geometric.data import Data
+from torch_geometric.utils import add_self_loops, degree, scatter
 
+import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
 F_IN, OUT = 7, 4
@@ -175,7 +178,77 @@ def not_numbers(lib, data):
     return [*x.max(0), *x.min(0), x.argmax(0), x.amax(), x[:3].amin(), -x.abs().amin(0)]
 
 
+def rows_at_sources(lib, data):
+    """PyG's tutorial layer, which reads degrees at both ends, and one that pairs rows."""
+
+    class Tutorial(lib.MessagePassing):
+        def __init__(self):
+            super().__init__(aggr="add")
+            torch.manual_seed(2)
+            self.lin, self.pair = (
+                torch.nn.Linear(F_IN, OUT),
+                torch.nn.Linear(2 * OUT, 1),
+            )
+
+        def forward(self, x, edge_index):
+            x = self.lin(x)
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+            row, col = edge_index
+            into = degree(col, x.size(0), dtype=x.dtype).pow(-0.5)
+            into[into == float("inf")] = 0
+            out = degree(row, x.size(0), dtype=x.dtype)
+            score = self.pair(torch.cat([x[row], x[edge_index[1]]], -1)).tanh()
+            norm = into[row] * into[col] / out[row] + score.squeeze(-1)
+            return self.propagate(edge_index, x=x, norm=norm) + out.unsqueeze(1)
+
+        def message(self, x_j, norm):
+            return norm.view(-1, 1) * x_j
+
+    conv, x = Tutorial().double(), data.x.clone().requires_grad_()
+    out = conv(x, data.edge_index)
+    out.square().sum().backward()
+    return [out, x.grad, *(p.grad for p in conv.parameters())]
+
+
+def stacked_and_turned(lib, data):
+    x = data.x.clone().requires_grad_()
+    q = x.softmax(1)
+    p = q.detach() ** 2 / q.detach().sum(0)
+    p = (p.t() / p.sum(1)).t()  # the target of DEC
+    z = torch.stack([q, q * x, q.tanh()])
+    loss = (
+        F.kl_div(q.log(), p, reduction="batchmean") + z.std(0).sum() + z.var(0).mean()
+    )
+    (
+        loss + (z.transpose(0, 1) @ torch.ones(F_IN, 2).double()).square().sum()
+    ).backward()
+    flat = torch.stack([x[:, :1].flatten(), x[:, 1].flatten()])
+    found = [
+        loss,
+        x.grad,
+        z.argmax(0),
+        (z > 1).any(0),
+        (z @ torch.ones(F_IN, 2).double())[1],
+    ]
+    found += [flat.t(), flat.T.sum(0), torch.corrcoef(flat.detach()), flat @ data.x]
+    found += [
+        torch.from_numpy(z.detach().numpy()),
+        *x.T.unbind(0),
+        x.T.mean(1),
+        x.t()[1],
+    ]
+    return [v.detach() for v in found]
+
+
+def one_edge(lib, data):
+    assert f"{data.edge_index}"
+    return [data.edge_index[:, 5], data.edge_index[:, -1]]
+
+
 CASES = {
+    "rows at sources": rows_at_sources,
+    "stacks and transposes": stacked_and_turned,
+    "one edge": one_edge,
     "message": another_message("GCNConv"),
     "message of SAGE": another_message("SAGEConv"),
     "update": another_update("GCNConv"),
@@ -267,3 +340,36 @@ def _written():
 @pytest.mark.parametrize("size", [2])
 def test_ranges_of_rows_are_copies_that_can_not_be_written_to(size):
     worlds.run(_written, size)
+
+
+class Citations(Data):
+    @property
+    def mean_degree(self):
+        return self.num_edges / self.num_nodes
+
+
+def _of_its_class():
+    data, _ = share_of()
+    share = pdc.partition(Citations(**data.to_dict()), worlds.mesh(), "random")
+    assert type(share) is type(share.clone()) is Citations
+    assert share.mean_degree == data.num_edges / data.num_nodes
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_share_is_of_the_scripts_own_class(size):
+    worlds.run(_of_its_class, size)
+
+
+def _read_by_a_worker():
+    _, share = share_of()
+    worker._worker_info = object()  # as in a process of a DataLoader with num_workers=1
+    try:
+        with pytest.raises(ValueError, match="leave num_workers at 0"):
+            share.x[torch.tensor([3, 5])]
+    finally:
+        worker._worker_info = None
+
+
+@pytest.mark.parametrize("size", [2])
+def test_workers_of_a_loader_are_told_that_they_are_no_ranks(size):
+    worlds.run(_read_by_a_worker, size)

@@ -173,7 +173,7 @@ LOADS = {
     "disjoint": {"disjoint": True},
     "induced": {"subgraph_type": "induced"},
     "bidirectional": {"subgraph_type": "bidirectional"},
-    "labor": {"rule": "labor"},
+    "labor": {"draws": "labor"},
     "prefetch": {"prefetch": 2, "bulk_size": 3, "shuffle": True},
     "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
     "hollow num_nodes": {"bulk_size": 2, "prefetch": 0},

@@ -423,18 +423,25 @@ def test_hosts_without_a_shared_disk_are_told_when_they_save(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _full(folder):
-    mesh, path = worlds.mesh(), Path(folder) / "ckpt"
-    pdc.save_checkpoint(path, mesh, model_of(1), epoch=1)
+@contextlib.contextmanager
+def full_after(size):
+    """Lets no file of this process grow beyond some bytes, as if the disk were full."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:
-        with pytest.raises(ValueError, match=r"(?s)make room.*ckpt.*too large"):
-            pdc.save_checkpoint(path, mesh, torch.nn.Linear(50, 50), epoch=2)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
         signal.signal(signal.SIGXFSZ, heard)
+
+
+def _full(folder):
+    mesh, path = worlds.mesh(), Path(folder) / "ckpt"
+    pdc.save_checkpoint(path, mesh, model_of(1), epoch=1)
+    full = pytest.raises(ValueError, match=r"(?s)make room.*ckpt.*too large")
+    with full_after(2000), full:
+        pdc.save_checkpoint(path, mesh, torch.nn.Linear(50, 50), epoch=2)
     net = model_of(0)
     assert pdc.load_checkpoint(path, mesh, net, epoch=0) == {"epoch": 1}
     return sorted(p.name for p in Path(folder).iterdir())

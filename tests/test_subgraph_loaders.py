@@ -11,6 +11,7 @@ import worlds
 from batches import all_same, graph, hetero, same
 from scipy.stats import chisquare
 from test_partitioned_loader import cut
+from test_saving import full_after
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import k_hop_subgraph, subgraph, to_undirected
 
@@ -204,6 +205,38 @@ def test_clusters_are_kept_for_another_run(tmp_path):
     assert torch.equal(first.node_perm, again.node_perm)
     assert torch.equal(first[2].edge_index, again[2].edge_index)
     assert [p.name for p in tmp_path.rglob("*.*")] == ["metis.pt"]
+
+
+def test_what_is_kept_is_whole_or_not_there(tmp_path):
+    data = graph()
+    saint = {"batch_size": 9, "num_steps": 3, "sample_coverage": 5, "log": False}
+
+    def make(folder=tmp_path / "kept"):
+        ClusterData(data, 5, save_dir=str(folder), method="ldg")
+        return GraphSAINTNodeSampler(data, save_dir=str(folder), **saint).node_norm
+
+    make(tmp_path / "first")  # compiles loops, which a full disk does not take either
+    with (
+        pytest.warns(UserWarning, match="not kept: .*make room") as told,
+        full_after(9),
+    ):
+        make()
+    assert [str(w.message).split(" are")[0] for w in told] == [
+        "clusters",
+        "norms of GraphSAINT",
+    ]
+    assert [p for p in (tmp_path / "kept").rglob("*") if p.is_file()] == []
+    make()
+    kept = [p for p in (tmp_path / "kept").rglob("*") if p.is_file()]
+    assert len(kept) == 2
+    for path in kept:
+        text = path.read_bytes()
+        path.write_bytes(text[: len(text) // 2])
+        with pytest.raises(
+            ValueError, match=f"{path.name}: cannot be read .*remove it"
+        ):
+            make()
+        path.write_bytes(text)
 
 
 def _own_clusters():

@@ -218,7 +218,7 @@ def test_own_columns_are_multiplied_between_begin_and_arrival(tmp_path):
             "own columns",
         }
         assert backward
-        assert travels["halo_transpose row"]["args"]["pass"] == "backward"
+        assert travels["halo_reduce row"]["args"]["pass"] == "backward"
         assert travel["args"]["pass"] == "forward"
 
 

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from pyg_distcomm.comm.failure import FailureMonitor, break_off_all
 from pyg_distcomm.comm.ledger import Ledger
@@ -188,6 +189,11 @@ class guarded:
         if watch is not None and watch.closed:
             raise RankError(
                 f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
+            )
+        if watch is not None and get_worker_info() is not None:
+            raise ValueError(
+                "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
+                f"x.full_tensor(): its workers are no ranks, and {self._op} needs all ranks"
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error

@@ -303,7 +303,7 @@ class Comparer:
                     f"{number} in order of first use, shape {list(x.shape)}) has other "
                     f"values on ranks {ranks} than on rank 0. Give optimizers the same lr "
                     "and options on all ranks, step on all or on none, and change "
-                    "parameters on all alike"
+                    "parameters on all alike (reset_parameters() after one manual_seed)"
                 )
             with torch.no_grad():
                 x.data.copy_(first)
@@ -405,7 +405,7 @@ def _settings_in(owner: Any, modes: bool) -> dict[str, str]:
 def _options_of(leaves: list[Tensor]) -> dict[str, str]:
     """Returns the options of the optimizers that train some leaves, by name."""
     known = {id(leaf) for leaf in leaves}
-    made = [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]
+    made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     groups = [
         (f"{type(optimizer).__name__}'s", group)
         for optimizer in made

@@ -470,6 +470,8 @@ def needing(
 
 def watch_of(mesh: Any) -> FailureMonitor | None:
     """Returns what tells the ranks of a mesh of a failure; None where there is none."""
+    if hasattr(mesh, "watch"):  # of a chunk's rows, whose mesh has no world
+        return mesh.watch  # type: ignore[no-any-return]
     return getattr(getattr(mesh, "world", None), "watch", None)
 
 

@@ -278,11 +278,11 @@ class DistEdgeIndex(torch.Tensor):
         if isinstance(value, DistTensor):
             found = cut_as(value, edges)
             if found is not None:
-                return found
+                return self.topology.placed(name, found)
             raise ValueError(f"{name} has {value.rows}, but the edge_index has {edges}")
         if isinstance(value, Tensor) and value.dim() and value.size(0) == edges.count:
             value = meet(value, edges.mesh)
-            return value[edges.place_on(value.device)]
+            return self.topology.placed(name, value[edges.place_on(value.device)])
         raise TypeError(
             f"give {name} one row for each of the {edges.count} edges: it is "
             f"{_kind(value)}; make it part of the Data before pdc.partition"
@@ -404,6 +404,8 @@ class DistEdgeIndex(torch.Tensor):
         if isinstance(key, slice) and (key.step or 1) > 0:
             whole = torch.zeros(self.edges.count, dtype=torch.bool)
             whole[key], key = True, whole
+        if type(key) is int:
+            return torch.stack([self[0][key], self[1][key]])
         if isinstance(key, Tensor) and key.dtype == torch.bool:
             picked = DistTensor.wrap(self.to_local().t(), self.edges)[key]
             local = picked.to_local().t().contiguous()
@@ -504,9 +506,8 @@ def _joined(tensors: Any, dim: int = 0, **more: Any) -> Any:
     ]
     ends = [joined([part[k] for part in parts]) for k in (0, 1)]
     rows = rows_of_edges(ends[0].rows.gid, ends[0].rows.total, first.nodes)
-    return DistEdgeIndex.build(
-        torch.stack([e.to_local() for e in ends]), first.nodes, rows
-    )
+    local = torch.stack([e.to_local() for e in ends])
+    return DistEdgeIndex.build(local, first.nodes, rows)
 
 
 def _flipped(x: DistEdgeIndex, *dims: Any, **kwargs: Any) -> Any:
@@ -555,6 +556,7 @@ _MADE: dict[str, Callable[..., Any]] = {
     "setitem": _written,
     "unbind": lambda x, dim=0: (x[0], x[1]),
     "select": lambda x, dim, index: x[index],
+    "format": lambda x, spec: format(repr(x), spec),
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
     "flip": _flipped,
     "narrow": lambda x, dim, a, n: x[:, a : a + n] if dim % 2 else x[a : a + n],

@@ -22,7 +22,6 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.serialization import differing
 from pyg_distcomm.graph import partitioning_batch, partitioning_hetero, transforms
 from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
-from pyg_distcomm.graph.partitioning_events import cut_events
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy, link_problem, settings_of
 from pyg_distcomm.kernels.memory import MemoryCap, memory_problem
@@ -93,10 +92,10 @@ def partition(
     mesh = given_mesh(mesh, "pdc.partition")
     options = seed, refine, oblivious, link, memory
     if isinstance(data, TemporalData):
-        return cut_events(data, mesh)
+        return partitioning_batch.cut_events(data, mesh)
     if isinstance(data, HeteroData):
         share = _partition_hetero(data, mesh, method, *options)
-        return partitioning_batch.as_batch(share, data)
+        return partitioning_batch.as_given(share, data)
     attrs = node_attrs, edge_attrs
     return _partition_data(data, mesh, method, *options, attrs)
 
@@ -135,7 +134,7 @@ def _partition_data(
         share = _placed(part_of(data, kinds, owners, mesh.rank), data.edge_index)
     out = _assemble(share, mesh, oblivious, memory)
     out = _as_planned(out, oblivious) if planned else out
-    out = partitioning_batch.as_batch(out, whole)
+    out = partitioning_batch.as_given(out, whole)
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return transforms.with_sparse(_linked(out, link), weight, looped, whole)

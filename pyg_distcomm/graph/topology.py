@@ -502,10 +502,10 @@ class Topology:
         Raises:
             ValueError: naming both devices.
         """
-        here, there = self.device, x.device
-        if here == there or (
-            here.type == there.type and None in (here.index, there.index)
-        ):
+        with torch._C.DisableTorchFunctionSubclass():  # facts of x, as they are
+            here, there = self.device, x.device
+        alike = here.type == there.type and None in (here.index, there.index)
+        if here == there or alike:
             return x
         error = ValueError(
             f"move the model and the data to one device, by .to(mesh.device): {name} lies on "

@@ -190,7 +190,7 @@ class CompressedLink(Link):
                 state=buffer.sent if codec.stateful else None,
                 where=use.where,
             )
-            op = "halo_transpose" if sums else "halo"
+            op = "halo_reduce" if sums else "halo"
             if codec.fixed_size:
                 from_sizes = packed_bytes(codec, way.from_counts, x.size(1), x.dtype)
             else:

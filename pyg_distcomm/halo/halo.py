@@ -164,7 +164,7 @@ class Halo(Link):
         """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         if self.silent:
             return lambda out: out
-        op = "reduce_scatter" if self.dense else "halo_transpose"
+        op = "reduce_scatter" if self.dense else "halo_reduce"
         if self.dense:
             block = g.flatten(1), self.recv_counts, self.num_local, self.axis
             sums = collectives.reduce_scatter_begin(*block)

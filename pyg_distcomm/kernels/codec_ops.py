@@ -36,8 +36,6 @@ REALS = (*FLOATS, torch.float16, torch.bfloat16)
 BLOCK = 1 << 16  # numbers of a narrower type that are float32 at a time
 Noise = tuple[int, Tensor]  # a key, and the global id of each row [m]
 
-_MASK31 = (1 << 31) - 1
-
 
 def message_bytes(rows: int, width: int, bits: int, itemsize: int) -> int:
     """Returns the bytes of quantised rows, of numbers of `itemsize` bytes."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import platform
 import stat
@@ -37,7 +38,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
@@ -190,11 +191,54 @@ def _lock(file: int) -> None:
 class KernelCache(FunctionCache):
     """Files machine code under all that it was made from.
 
-    See [Note: the key of cached code].
+    See [Note: the key of cached code]. Code that cannot be read is compiled anew, and code
+    that cannot be written serves this process alone.
     """
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__(loop)
+        about = self._impl.filename_base, self._impl.locator.get_source_stamp()
+        self._cache_file = _CodeFiles(self._cache_path, *about)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Returns the code for a signature; None if there is none, or it is damaged."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a pickle that was cut short may raise anything
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps the code for a signature, or warns why not."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            warnings.warn(
+                f"compiled loops are not kept: {self._cache_path}: {error.strerror or error}; "
+                "make room there, or set NUMBA_CACHE_DIR to another folder",
+                stacklevel=2,
+            )
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), fingerprint(self._py_func))
+
+
+class _CodeFiles(IndexDataCacheFile):
+    """Writes code before the index that names it.
+
+    Numba writes the index first, so that a kill in between lets the index of a new source
+    name the code of an old one, where file numbers begin again.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        index = self._load_index()
+        names = (self._data_name(number) for number in itertools.count(1))
+        free = next(name for name in names if name not in index.values())
+        name = index.get(key, free)
+        self._save_data(name, data)
+        if key not in index:
+            self._save_index({**index, key: name})
 
 
 def fingerprint(loop: Any) -> str:

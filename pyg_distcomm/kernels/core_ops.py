@@ -285,7 +285,8 @@ def place_pairs(
     Shapes: target, source and order [nnz]; colptr [m + 1], the offsets of the targets;
     pair [2 nnz], overwritten.
     """
-    first = torch.arange(target.numel()) if order is None else order
+    each = torch.arange(target.numel(), device=target.device)
+    first = each if order is None else order
     edge = first[torch.argsort(target[first], stable=True)]
     return pair.copy_(torch.stack([source[edge], edge], 1).view(-1))
 

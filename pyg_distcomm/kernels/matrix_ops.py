@@ -229,7 +229,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
 def layer_weights(
     a: Csr, own: Tensor | None, power: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rounds `(A + I)^power` to integers, entry by entry; see `sampling.layer_graph`.
+    """Rounds `(A + I)^power` to integers, entry by entry, on the host; see `layer_graph`.
 
     Parallel edges make one entry of their summed weight x, in row j with sum t_j (taken in
     order, I last; I where `own` [m], its columns, is given). An entry weighs

@@ -214,7 +214,7 @@ def _read(values: Tensor, index: Tensor, there: Tensor) -> Tensor:
 
 def _rows(ptr: Tensor, total: int) -> Tensor:
     """Returns the row of each entry."""
-    return torch.repeat_interleave(ptr.diff(), output_size=total)
+    return torch.repeat_interleave(ptr.diff().long(), output_size=total)
 
 
 def _offsets(codes: Tensor, m: int, step: int) -> Tensor:

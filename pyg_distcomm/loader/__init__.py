@@ -12,12 +12,15 @@ from typing import Any
 import torch_geometric.loader as _pyg
 
 from pyg_distcomm.loader.clusters import ClusterData as ClusterData
+from pyg_distcomm.loader.data_loader import DataLoader as DataLoader
+from pyg_distcomm.loader.data_loader import (
+    TemporalDataLoader as TemporalDataLoader,
+)
 from pyg_distcomm.loader.epoch import Phases as Phases
 from pyg_distcomm.loader.epoch import plot_phases as plot_phases
 from pyg_distcomm.loader.feature_store import (
     DistFeatureStore as DistFeatureStore,
 )
-from pyg_distcomm.loader.graph_loader import DataLoader as DataLoader
 from pyg_distcomm.loader.hgt import HGTLoader as HGTLoader
 from pyg_distcomm.loader.imbalanced import (
     ImbalancedSampler as ImbalancedSampler,
@@ -50,9 +53,6 @@ from pyg_distcomm.loader.subgraphs import (
 )
 from pyg_distcomm.loader.subgraphs import (
     ShaDowKHopSampler as ShaDowKHopSampler,
-)
-from pyg_distcomm.loader.temporal import (
-    TemporalDataLoader as TemporalDataLoader,
 )
 from pyg_distcomm.pyg_mirror import mirror as _mirror
 

@@ -36,8 +36,7 @@ from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.loader.prefetch import BulkBuilder, PrefetchQueue
 from pyg_distcomm.loader.registry import Notes, Place, World, launched
-from pyg_distcomm.sampling import KeyedNeighborSampler
-from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
+from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
 from pyg_distcomm.sampling.pyg_backends import library_sampler
 
 
@@ -59,9 +58,9 @@ def chosen_sampler(
             raise ValueError(
                 f"backend={backend!r} and neighbor_sampler were given; leave one out"
             )
-        if options["rule"] != NEIGHBOR:
+        if options["draws"] != NEIGHBOR:
             raise ValueError(
-                f"rule={options['rule']!r} and neighbor_sampler were given; leave one out"
+                f"draws={options['draws']!r} and neighbor_sampler were given; leave one out"
             )
         return given
     options["share_memory"] = dataloader.get("num_workers", 0) > 0
@@ -337,11 +336,13 @@ class BulkLoading(_PyGLoader):
                 if c.__module__.startswith("pyg_distcomm.")
             )
             world = None if self.spread is None else self.spread.mesh.world
+            made_from: dict[str, Any] = describe()
+            names = [made_from.get(of) for of in ("weight_attr", "time_attr")]
             self._described = {
                 "loader": kind,
-                **describe(),
+                **made_from,
                 "neg_sampling": None if negatives is None else repr(negatives),
-                **describe_graph(self.data, world),
+                **describe_graph(self.data, world, names),
             }
         return self._described
 

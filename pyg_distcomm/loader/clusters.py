@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.loader.partitioned_source import alike
+from pyg_distcomm.partition.atomic import keep_file, kept_file
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.graph_block import is_share
@@ -93,17 +92,17 @@ class ClusterData(PyGClusterData):
                 )
             cluster = _of_share(data.edge_index, num_parts, method, seed)
         else:
-            known = kept is not None and kept.exists()
+            known = kept if kept is not None and kept.exists() else None
             cluster = (
-                _read(kept, int(data.num_nodes or 0), num_parts)
-                if known
-                else _of_whole(data, num_parts, method, seed)
+                _of_whole(data, num_parts, method, seed)
+                if known is None
+                else _read(known, int(data.num_nodes or 0), num_parts)
             )
         self.node_perm = torch.argsort(cluster, stable=True)
         self.partptr = torch.zeros(num_parts + 1, dtype=torch.int64)
         self.partptr[1:] = torch.bincount(cluster, minlength=num_parts).cumsum(0)
-        if kept is not None and not known:
-            _keep(self.partition, kept)
+        if kept is not None and known is None:
+            keep_file(self.partition, kept, "clusters")
 
     @property
     def partition(self) -> PyGPartition:  # type: ignore[override]
@@ -212,10 +211,10 @@ def _kept(save_dir: str | None, filename: str | None, num_parts: int) -> Path | 
     return Path(save_dir) / f"part_{num_parts}" / (filename or "metis.pt")
 
 
-def _read(path: Any, num_nodes: int, num_parts: int) -> Tensor:
+def _read(path: Path, num_nodes: int, num_parts: int) -> Tensor:
     """Returns the cluster of each node, from a file of ours or of PyG's class."""
     with allowing([PyGPartition]):
-        found: PyGPartition = torch.load(path, weights_only=True)
+        found: PyGPartition = kept_file(path)
     if (len(found.node_perm), len(found.partptr)) != (num_nodes, num_parts + 1):
         raise ValueError(
             f"{path} holds {len(found.partptr) - 1} clusters of {len(found.node_perm)} nodes, "
@@ -224,15 +223,3 @@ def _read(path: Any, num_nodes: int, num_parts: int) -> Tensor:
     cluster = torch.empty_like(found.node_perm)
     cluster[found.node_perm] = torch.repeat_interleave(found.partptr.diff())
     return cluster
-
-
-def _keep(partition: PyGPartition, path: Path) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        torch.save(partition, aside)
-        aside.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()

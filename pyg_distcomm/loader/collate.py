@@ -28,7 +28,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.graph.local_adjacency import carry, known
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader.placement import Placement
-from pyg_distcomm.sampling import KeyedNeighborSampler
+from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 
 WORTH = 1 << 20  # bytes below which fresh memory is as good
 SLACK = 1.25  # minibatches vary in size

@@ -68,7 +68,9 @@ class HGTLoader(DistNeighborLoader):
             )
         with alike(ranks_of(data)):
             given = [
-                k for k in ("neighbor_sampler", "backend", "rule") if kwargs.get(k)
+                name
+                for name in ("neighbor_sampler", "backend", "draws", "rule")
+                if kwargs.get(name)
             ]
             if given:
                 raise ValueError(

@@ -18,7 +18,6 @@ from pyg_distcomm.loader.options import LoaderOptions, checked_seeds
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions, gathered
 from pyg_distcomm.loader.partitioned_source import PartitionedSource, alike, ranks_of
 from pyg_distcomm.loader.placement import Placement
-from pyg_distcomm.sampling import FastGCN, KeyedLayerSampler, Ladies
 from pyg_distcomm.sampling.algebra import BulkMatrix
 from pyg_distcomm.sampling.graph_block import read_block
 from pyg_distcomm.sampling.layer_graph import (
@@ -26,8 +25,9 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
+from pyg_distcomm.sampling.layer_sampler import KeyedLayerSampler
 from pyg_distcomm.sampling.partitioned import PartitionedLayerGraph
-from pyg_distcomm.sampling.rules import Rule, UserRule, rule_name
+from pyg_distcomm.sampling.rules import FastGCN, Ladies, Rule, UserRule, rule_name
 
 # seeds that are left room for: of calls by hand, and of minibatches by a batch_sampler
 _LEAST, _MOST = 1 << 13, 1 << 20

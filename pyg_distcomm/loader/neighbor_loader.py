@@ -20,6 +20,7 @@ from pyg_distcomm.loader.options import (
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions
 from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.placement import Placement
+from pyg_distcomm.sampling.neighbor_sampler import draws_of
 
 
 class DistNeighborLoader(BulkLoading, NeighborLoader):
@@ -56,7 +57,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         data, num_neighbors, input_nodes, input_time, replace, subgraph_type, disjoint,
         temporal_strategy, time_attr, weight_attr, transform, transform_sampler_output,
         is_sorted, filter_per_worker, neighbor_sampler, directed: as in PyG.
-        rule: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
+        draws: "neighbor", each node draws its neighbours by itself; or "labor", the nodes of
             a hop draw the same ones where they can ([Balin23]): fewer distinct nodes for the
             same fan-out, and what one node draws is distributed as before. Not with
             `replace`. "labor-1" and "labor-*" draw by importances, for fewer nodes again,
@@ -132,7 +133,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
-        rule: str = "neighbor",
+        draws: str = "neighbor",
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
@@ -159,7 +160,7 @@ class DistNeighborLoader(BulkLoading, NeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
-            "rule": rule,
+            "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
         whole = data
         loading = bulk_size, seed, even_batches, prefetch, split
@@ -223,7 +224,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         subgraph_type, disjoint, temporal_strategy, neg_sampling, neg_sampling_ratio,
         time_attr, weight_attr, transform, transform_sampler_output, is_sorted,
         filter_per_worker, neighbor_sampler, directed: as in PyG.
-        rule, bulk_size, seed, even_batches, prefetch, split, topology, replication,
+        draws, bulk_size, seed, even_batches, prefetch, split, topology, replication,
         sample_at, features, embedding, backend, device, graph_on, rows_on, cache,
         **kwargs: as in `DistNeighborLoader`.
     """
@@ -250,7 +251,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
-        rule: str = "neighbor",
+        draws: str = "neighbor",
         bulk_size: int | str = "auto",
         seed: int | None = None,
         even_batches: str = "pad",
@@ -277,7 +278,7 @@ class DistLinkNeighborLoader(BulkLoading, LinkNeighborLoader):
             "weight_attr": weight_attr,
             "is_sorted": is_sorted,
             "directed": directed,
-            "rule": rule,
+            "draws": draws_of(draws, kwargs.pop("rule", None)),
         }
         whole = data
         loading = bulk_size, seed, even_batches, prefetch, split

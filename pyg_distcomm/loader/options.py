@@ -6,6 +6,7 @@ import hashlib
 import numbers
 import operator
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
 RPC_ARGUMENTS = (
@@ -228,10 +230,17 @@ def check_lengths(inputs: Any) -> None:
             )
 
 
-def describe_graph(data: Any, world: Axis | None) -> dict[str, Any]:
+def describe_graph(
+    data: Any, world: Axis | None, attributes: Iterable[str | None] = ()
+) -> dict[str, Any]:
     """Returns the sizes of a graph, and sums over its edges that tell it from others.
 
     The same for a share and the whole graph; collective over `world` for a share.
+
+    Args:
+        data: the graph, or a share.
+        world: the ranks that it is spread over, if any.
+        attributes: names of weights and times, over which it sums as well.
     """
     if not isinstance(data, (Data, HeteroData)):
         return {}
@@ -242,7 +251,26 @@ def describe_graph(data: Any, world: Axis | None) -> dict[str, Any]:
         parts = collectives.all_gather_counts(sums, world)
         sums = [_wrapped(sum(part)) for part in zip(*parts, strict=True)]
     edges = [store.num_edges for store in data.edge_stores]
-    return {"number of nodes": data.num_nodes, "number of edges": edges, "edges": sums}
+    found = {"number of nodes": data.num_nodes, "number of edges": edges, "edges": sums}
+    for name in attributes:
+        if name is not None:
+            values = [store.get(name) for store in data.stores]
+            found[f"values of {name}"] = [_value_sum(v, world) for v in values]
+    return found
+
+
+def _value_sum(values: Any, world: Axis | None) -> int:
+    """Sums a hash of each value, modulo 2^64."""
+    local = values.to_local() if isinstance(values, DistTensor) else values
+    if not isinstance(local, Tensor):
+        return 0
+    exact = local.double().view(torch.int64) if local.is_floating_point() else local
+    found = _mixed_sum(exact.long() * _ODD[0])
+    if local is values or world is None:
+        return found
+    return _wrapped(
+        sum(part[0] for part in collectives.all_gather_counts([found], world))
+    )
 
 
 def _edge_sum(store: Any) -> int:
@@ -258,7 +286,10 @@ def _edge_sum(store: Any) -> int:
         target, source, _ = adj.coo()
     else:
         return 0
-    mixed = source * _ODD[0] + target * _ODD[1]
+    return _mixed_sum(source * _ODD[0] + target * _ODD[1])
+
+
+def _mixed_sum(mixed: Tensor) -> int:
     return int(((mixed ^ (mixed >> 29)) * _ODD[2]).sum())
 
 

@@ -15,8 +15,8 @@ from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.loader.options import LoaderOptions
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.loader.placement import Placement
-from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.graph_block import is_share
+from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import PLACES, PartitionedNeighborSampler
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 

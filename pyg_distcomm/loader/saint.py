@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -18,6 +17,7 @@ from pyg_distcomm.comm.random import fold, fresh_seed, keyed_unit
 from pyg_distcomm.loader.partitioned_source import alike, ranks_of
 from pyg_distcomm.loader.registry import World
 from pyg_distcomm.loader.subgraphs import SubgraphLoading
+from pyg_distcomm.partition.atomic import keep_file, kept_file
 
 _NORMS, _STEP = 0x6E6F726D, 0x57E9
 
@@ -199,7 +199,7 @@ class GraphSAINTSampler(SubgraphLoading):
     def _norms(self) -> tuple[Tensor, Tensor]:
         path = Path(self.save_dir or "", self._filename)
         if self.save_dir is not None and path.exists():
-            node_norm, edge_norm = torch.load(path, weights_only=True)
+            node_norm, edge_norm = kept_file(path)
             if (len(node_norm), len(edge_norm)) != (self.N, self.E):
                 raise ValueError(
                     f"{path} holds norms of {len(node_norm)} nodes and {len(edge_norm)} "
@@ -208,10 +208,7 @@ class GraphSAINTSampler(SubgraphLoading):
             return node_norm, edge_norm
         found = self._estimated()
         if self.save_dir is not None and World.now().rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f"{path.name}.{os.getpid()}")
-            torch.save(found, aside)
-            aside.replace(path)
+            keep_file(found, path, "norms of GraphSAINT")
         return found
 
     def _estimated(self) -> tuple[Tensor, Tensor]:

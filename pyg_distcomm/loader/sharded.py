@@ -114,18 +114,6 @@ class Upstream:
         return self.halo.begin_transpose(part[self.away])(out).squeeze(1)
 
 
-def inclusion_probability(
-    data: Any, num_neighbors: Sequence[int], seeds: DistTensor, batch_size: int
-) -> DistTensor:
-    """Returns the probability that a minibatch holds a node, of one type; collective.
-
-    See `inclusion_probabilities`. Shapes: seeds `[n_i]`, bool; return `[n_i]`, float64.
-    """
-    return inclusion_probabilities(data, num_neighbors, {NODES: seeds}, batch_size)[
-        NODES
-    ]
-
-
 def inclusion_probabilities(
     data: Any,
     num_neighbors: Fanouts,

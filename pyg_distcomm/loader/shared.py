@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch_geometric.data.storage import BaseStorage
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.minibatch import Relation
 from pyg_distcomm.loader.registry import Notes, Place, World
+from pyg_distcomm.partition.atomic import torch_save
 from pyg_distcomm.sampling.graph_source import read_topology, remember
 
 CALLING = "All ranks have to call shared(), since one of each host loads the graph"
@@ -144,35 +145,10 @@ def _graph(source: Any) -> Any:
     return graph
 
 
-class _Output:
-    """Passes writes on to a file, and keeps the error that torch.save would hide."""
-
-    def __init__(self, file: Any) -> None:
-        self.write_error: OSError | None = None
-        self._file = file
-
-    def write(self, part: Any) -> int:
-        try:
-            return int(self._file.write(part))
-        except OSError as error:
-            self.write_error = self.write_error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _save(graph: Any, file: Any, folder: str) -> None:
     """Writes a graph; says where and why if the disk does not take it."""
-    output = _Output(file)
     try:
-        try:
-            torch.save(graph, cast("IO[bytes]", output))
-            output.flush()
-        except RuntimeError:
-            if output.write_error is None:
-                raise
-            raise output.write_error from None
+        torch_save(graph, file)
     except OSError as error:
         raise OSError(
             f"the graph cannot be written to {folder}: {error.strerror or error}; make room "

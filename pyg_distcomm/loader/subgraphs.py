@@ -22,7 +22,7 @@ from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 _OF_SEEDS = (
     "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
 )
-_TAKEN = ("neighbor_sampler", "backend", "rule", "input_nodes", "input_time")
+_TAKEN = ("neighbor_sampler", "backend", "draws", "rule", "input_nodes", "input_time")
 
 
 class NodeSets:

@@ -17,7 +17,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
-from pyg_distcomm.tensor.gradients import from_local
+from pyg_distcomm.tensor.gradient_scale import from_local
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

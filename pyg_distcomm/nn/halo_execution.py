@@ -29,23 +29,24 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex, rows_of_edges
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import DEGREES, NAMES, Link
+from pyg_distcomm.nn.call_guard import RngGuard
 from pyg_distcomm.nn.compressibility import is_coded
 from pyg_distcomm.nn.index_guard import (
     GhostMeshGuard,
     GuardedEdgeIndex,
     LayerTensor,
     LocalIndexGuard,
-    RngGuard,
     Scene,
-    Sources,
-    Targets,
     gids_of,
+    typed,
 )
 from pyg_distcomm.nn.layer_context import tell_of_rows
 from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
     MESSAGES,
     adds_rows,
+    aggregates_itself,
+    check_sizes,
     layers_of,
     mask_messages,
     untemplated,
@@ -167,6 +168,7 @@ class HaloVisit:
         with contextlib.ExitStack() as stack:
             layers = layers_of(self.conv)
             for layer in layers:
+                check_sizes(type(layer))
                 for verb in _VERBS:
                     call = getattr(self, f"_{verb}")(layer, getattr(layer, verb))
                     stack.enter_context(replaced(vars(layer), verb, call))
@@ -336,7 +338,7 @@ class HaloVisit:
         return lambda **given: call(**self._typed(given))
 
     def _aggregate(self, layer: MessagePassing, call: Callable) -> Callable:
-        custom = type(layer).aggregate is not MessagePassing.aggregate
+        custom = aggregates_itself(layer)
         dense = any(pads(m) for m in layer.modules())
 
         def run(inputs: Any, *args: Any, **given: Any) -> Any:
@@ -543,23 +545,10 @@ class HaloVisit:
     def _typed(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a layer's own code: values per edge, and guarded node numbers."""
         call = self.calls[-1]
-        return {name: self._typed_one(call, name, v) for name, v in given.items()}
-
-    def _typed_one(self, call: _Call, name: str, value: Any) -> Any:
-        edges = call.edges
-        if name in call.given:
-            return call.given[name]
-        if not isinstance(value, Tensor):
-            return value
-        if name == "edge_index":
-            return edges
-        if name in ("index", "edge_index_i"):
-            return Targets.wrap(value, edges.scene, edges.rows)
-        if name == "edge_index_j":
-            return Sources.wrap(value, edges.scene, edges.rows)
-        return (
-            LayerTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
-        )
+        return {
+            name: call.given[name] if name in call.given else typed(call.edges, name, v)
+            for name, v in given.items()
+        }
 
     def _check_meets(self, value: DistTensor, what: str) -> None:
         if not value.rows.same_as(self.calls[-1].edges.rows):

@@ -3,11 +3,15 @@
 [Note: guarded edges] A rank has all in-edges of its own nodes, so anything a layer sums
 or counts over *targets* is complete here, and anything over *sources* is not. Values per
 edge are DistTensors whose rows are edges. Sources may be compared, filtered, joined with
-self-loops and handed to `propagate`, where their rows are fetched. Targets may also pick
-rows of node tensors, and say where values per edge are summed. Local numbers mean
-nothing elsewhere, so everything else is refused, by type: the same on all ranks.
+self-loops and handed to `propagate`, where their rows are fetched; and they may pick rows of
+node tensors, and count edges (`degree`), for which rows travel once more. Targets do so
+without a message, and also say where values per edge are summed. As values, in formulas and
+to look up an ordinary table with a row per node, both are ids of nodes (`NodeIds`). Local
+numbers mean nothing elsewhere, so everything else is refused, by type: the same on all
+ranks.
 
-Tensors inside a layer (`LayerTensor`) have the sizes of this rank.
+Tensors inside a layer (`LayerTensor`) have the sizes of this rank; their sizes, and those
+that PyG gives a layer's own code, are those of all ranks in formulas (`NumRows`).
 """
 
 from __future__ import annotations
@@ -18,25 +22,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.link import Link
-from pyg_distcomm.tensor.dist_tensor import DistTensor
-from pyg_distcomm.tensor.op_tables import FACTS, base_name
+from pyg_distcomm.tensor import dispatch
+from pyg_distcomm.tensor.dist_tensor import DistTensor, tells_errors
+from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, base_name
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,
+    asked_by_library,
     eager,
     tree_map,
     unsupported_op,
 )
-from pyg_distcomm.tensor.sizes import NumRows, is_count_of, totalled
+from pyg_distcomm.tensor.sizes import NumRows, is_count_of, size_here, totalled
 
 _COPIES = frozenset("clone contiguous detach to long cpu cuda".split())
+# by ids of nodes, as values
+_VALUED = (ROWWISE | {"one_hot"}) - _COPIES - {"data", "fill", "zero", "embedding"}
+_LOOKS_UP = frozenset("getitem index_select embedding".split())
 _COMPARES = frozenset("eq ne lt gt le ge".split())
 _RESHAPES = _COPIES | frozenset(
     "view view_as reshape unsqueeze expand expand_as broadcast_to".split()
@@ -82,6 +90,13 @@ class LocalIndexGuard(Picker):
         """Refuses to pick rows by numbers that mean nothing outside `propagate`."""
         raise self.refusal("indexing by them")
 
+    def as_values(self) -> NodeIds | None:
+        """Returns ids of nodes, one row per edge; None of edges `[2, e]`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.dim() or self.size(0) != len(self.rows):
+                return None
+        return NodeIds.wrap(gids_of(self), self.rows)
+
     def refusal(self, what: str) -> TypeError:
         """Returns the error of a use that would be wrong on several ranks."""
         return TypeError(
@@ -108,14 +123,26 @@ class LocalIndexGuard(Picker):
         """Runs one torch function that has these numbers among its arguments."""
         first = args[0] if args else None
         if name in FACTS:
-            return func(*_bare(args), **_bare(kwargs))
+            found = func(*_bare(args), **_bare(kwargs))
+            return self._sized(name, found, args, kwargs) if name in SIZES else found
         if name in _COMPARES:
             return self._compare(name, func, args, kwargs)
         if name in _COPIES and first is self:
-            return self.wrap(
-                func(self.plain(), *args[1:], **kwargs), self.scene, self.rows
-            )
+            found = func(self.plain(), *args[1:], **kwargs)
+            if not found.is_floating_point():
+                return self.wrap(found, self.scene, self.rows)
+            if (ids := self.as_values()) is not None:
+                return LayerTensor.wrap(
+                    func(ids.to_local(), *args[1:], **kwargs), ids.rows
+                )
         raise self.refusal(f"{name}()")
+
+    def _sized(self, name: str, found: Any, args: Any, kwargs: Any) -> Any:
+        """Answers for sizes, as `LayerTensor` does."""
+        place = 1 if isinstance(self, GuardedEdgeIndex) else 0
+        if self.plain().dim() <= place or self.plain().size(place) != len(self.rows):
+            return found
+        return size_here(name, found, self.rows, place, args, kwargs)
 
     def _compare(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Compares by ids of nodes; both ends of the same edges once."""
@@ -136,7 +163,7 @@ class LocalIndexGuard(Picker):
 
     def compared(self, found: Any) -> Any:
         """Returns the outcome of a comparison, one row per edge."""
-        if isinstance(found, Tensor) and found.dim() and self.dim() == 1:
+        if isinstance(found, Tensor) and found.dim() and self.as_values() is not None:
             return DistTensor.wrap(found, self.rows)
         raise self.refusal("a comparison")
 
@@ -188,13 +215,41 @@ class GuardedEdgeIndex(LocalIndexGuard):
 class Sources(LocalIndexGuard):
     """Sources `[e]` in local numbering."""
 
+    def pick(self, x: RowShardedTensor, rest: tuple[Any, ...] = ()) -> Tensor:
+        """Returns the rows of nodes' values `x` at the sources, one per edge; fetched."""
+        if self.dim() != 1 or not x.rows.same_as(self.scene.sources):
+            raise self.refusal("picking rows of something that has no row per node")
+        ids = DistTensor.wrap(gids_of(self), self.rows)
+        return DistTensor.wrap(x.to_local(), x.rows)[(ids, *rest) if rest else ids]  # type: ignore[no-any-return]
+
     def call(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Runs one torch function on sources."""
         if name == "stack" and (joined := _joined(args, kwargs)) is not None:
             return joined
         if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
             return _kept(self, args[1])
+        if name == "scatter_add" and len(args) == 4 and args[2] is self:
+            return self._added(func, args[0], args[3])
         return super().call(name, func, args, kwargs)
+
+    def _added(self, func: Callable, out: Any, values: Any) -> Any:
+        """Sums numbers of edges at their sources, as `degree` does: they go to the owners."""
+        nodes, bare = self.scene.sources, _bare((out,))[0]
+        fits = out.rows.same_as(nodes) if isinstance(out, RowShardedTensor) else True
+        if not fits or bare.shape != (len(nodes),) or self.dim() != 1:
+            raise self.refusal(
+                "scatter_add() into something that has no number per node"
+            )
+        ids = DistTensor.wrap(gids_of(self), self.rows)
+        edges = DistTensor.wrap(_bare((values,))[0], self.rows)
+        with torch._C._EnableTorchFunction():
+            found: Any = DistTensor.wrap(bare, nodes).scatter_add(0, ids, edges)
+        if not func.__name__.endswith("_"):
+            return found
+        bare.copy_(found.to_local())
+        if type(out) is Tensor:
+            out.__class__, out.rows = DistTensor, nodes  # type: ignore
+        return out
 
 
 @eager
@@ -223,13 +278,27 @@ class Targets(LocalIndexGuard):
             return joined
         if name == "getitem" and args[0] is self and isinstance(args[1], DistTensor):
             return _kept(self, args[1])
-        if name in _RESHAPES and args[0] is self:
+        if name in _RESHAPES and name not in _COPIES and args[0] is self:
             return self.wrap(func(*_bare(args), **_bare(kwargs)), self.scene, self.rows)
-        if name == "numel" and self.rows.total:
-            return max(1, self.plain().numel())  # no rank takes a branch of its own
+        if name == "numel" and self.rows.total:  # no rank takes a branch of its own
+            found = super().call(name, func, args, kwargs)
+            return found or NumRows.made(1, getattr(found, "_total", 1), self.rows)
         if name == "max" and len(args) == 1 and not kwargs:
-            return torch.tensor(self.scene.here.num_own - 1, device=self.device)
+            if not asked_by_library():
+                raise self.refusal("max(); size_i or x.size(0) is the number of nodes")
+            last = self.scene.here.num_own - 1  # filled: no copy to wait for
+            return torch.full((), last, device=self.device)
+        if name == "bincount" and args[0] is self and self.dim() == 1:
+            return self._counted(*args[1:], **kwargs)
         return super().call(name, func, args, kwargs)
+
+    def _counted(self, weights: Any = None, minlength: Any = 0) -> Tensor:
+        """Returns how many edges point at each own node, or the sum of their weights."""
+        if not is_count_of(minlength, self.scene.nodes):
+            raise self.refusal("bincount() without minlength=size_i")
+        (weights,), own = _bare((weights,)), self.scene.here.num_own
+        found = torch.bincount(self.plain(), weights, minlength=own)
+        return LayerTensor.wrap(found, self.scene.nodes)
 
     def _scattered(self, name: str, func: Callable, args: Any, kwargs: Any) -> Any:
         """Sums (or otherwise reduces) values per edge at their targets: complete here."""
@@ -239,6 +308,8 @@ class Targets(LocalIndexGuard):
         if isinstance(out, RowShardedTensor) and not out.rows.same_as(self.scene.nodes):
             raise self.refusal(f"{name}() into something that has no row per node")
         own, bare = self.scene.here.num_own, _bare((out,))[0]
+        if not isinstance(out, RowShardedTensor) and bare.size(0) > own:
+            bare = self._own_rows(name, func, bare)
         if (
             bare.size(0) < own
             and not isinstance(out, RowShardedTensor)
@@ -252,13 +323,84 @@ class Targets(LocalIndexGuard):
             return out
         return DistTensor.wrap(found, self.scene.nodes)
 
+    def _own_rows(self, name: str, func: Callable, table: Tensor) -> Tensor:
+        """Returns the rows of own nodes of an ordinary tensor that has one of every node."""
+        nodes = self.scene.nodes
+        if table.size(0) != nodes.total:
+            raise self.refusal(f"{name}() into something that has no row per node")
+        own = table.index_select(0, nodes.gid_on(table.device))
+        if not func.__name__.endswith("_"):
+            return own
+        if table.requires_grad:
+            raise self.refusal(f"{func.__name__}() into a tensor that learns")
+        return table.resize_(own.shape).copy_(own)
+
+
+tells_errors(LocalIndexGuard)
+
 
 def guarded_call(func: Callable, args: Any, kwargs: Any) -> Any:
     """Runs a torch function that got guarded numbers, or refuses it by name."""
     guard = find_guard((*args, *kwargs.values()))
     assert guard is not None
+    name = base_name(func)
+    if name in _LOOKS_UP and _looks_up(name, guard, args, kwargs):
+        args, kwargs = _as_values(args), _as_values(kwargs)
+        found = dispatch.apply(func, args, kwargs)
+        return LayerTensor.wrap(found.to_local(), found.rows)
+    if name in _VALUED and name not in _COMPARES and func.__name__[-1:] != "_":
+        if guard.as_values() is not None:
+            return func(*_as_values(args), **_as_values(kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        return guard.call(base_name(func), func, args, kwargs)
+        return guard.call(name, func, args, kwargs)
+
+
+def _looks_up(name: str, guard: LocalIndexGuard, args: Any, kwargs: Any) -> bool:
+    """Says whether nodes of edges pick rows of an ordinary table of all nodes."""
+    table, key = args[0], args[-1]
+    if name == "embedding":
+        table, key = (*args, kwargs.get("weight"))[1], args[0]
+    elif name == "index_select":
+        key = args[2] if len(args) > 2 else kwargs["index"]
+        if _dim(args, kwargs) % max(table.dim(), 1):
+            return False
+    if key is not guard or not isinstance(table, Tensor) or not table.dim():
+        return False
+    if isinstance(table, (RowShardedTensor, LocalIndexGuard)):
+        return False
+    of = guard.scene.sources if isinstance(guard, Sources) else guard.scene.nodes
+    return guard.as_values() is not None and table.size(0) >= of.total
+
+
+_SIZES = {"size_i": 0, "dim_size": 0, "size_j": 1}
+
+
+def typed(edges: GuardedEdgeIndex, name: str, value: Any) -> Any:
+    """Returns what PyG gives a layer's own code: sizes, numbers of nodes, values per edge.
+
+    Args:
+        edges: of the call.
+        name: of the argument.
+        value: on this rank.
+    """
+    scene = edges.scene
+    if name in _SIZES and isinstance(value, int):
+        rows = scene.sources if _SIZES[name] else scene.nodes
+        return NumRows.made(value, rows.total, rows)
+    if name == "size" and isinstance(value, (list, tuple)):
+        return [
+            typed(edges, end, n)
+            for end, n in zip(("size_j", "size_i"), value, strict=True)
+        ]
+    if not isinstance(value, Tensor):
+        return value
+    if name == "edge_index":
+        return edges
+    if name in ("index", "edge_index_i"):
+        return Targets.wrap(value, scene, edges.rows)
+    if name == "edge_index_j":
+        return Sources.wrap(value, scene, edges.rows)
+    return LayerTensor.wrap(value, edges.rows) if name[-2:] in ("_i", "_j") else value
 
 
 def find_guard(values: Any) -> LocalIndexGuard | None:
@@ -312,6 +454,20 @@ def _by_gid(tree: Any) -> Any:
     return tree_map(by_gid, tree)
 
 
+def _as_values(tree: Any) -> Any:
+    """Returns arguments with ids of nodes as values, and numbers of rows as in formulas."""
+
+    def as_values(value: Any) -> Any:
+        if not isinstance(value, LocalIndexGuard):
+            return totalled(value)
+        ids = value.as_values()
+        if ids is None:
+            raise value.refusal("a formula")
+        return ids
+
+    return tree_map(as_values, tree)
+
+
 def gids_of(value: LocalIndexGuard) -> Tensor:
     """Returns the ids of nodes, each of its own type, in the place of local numbers."""
     scene, lid = value.scene, value.plain()
@@ -332,20 +488,6 @@ def _bare(tree: Any) -> Any:
         return value.to_local() if isinstance(value, RowShardedTensor) else value
 
     return tree_map(bare, tree)
-
-
-_DRAWS = frozenset("rand randn randint randperm bernoulli multinomial normal".split())
-_TRAINED = frozenset(
-    """dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d
-    dropout3d rrelu batch_norm instance_norm""".split()
-)
-
-
-# where a number of rows is a value, and that of all ranks
-_FORMULAS = frozenset(
-    """add sub subtract rsub mul multiply div divide true_divide pow float_power fmod
-    remainder floor_divide tensor as_tensor scalar_tensor addcmul addcdiv""".split()
-)
 
 
 @eager
@@ -369,6 +511,32 @@ class LayerTensor(DistTensor):
         return super().__getitem__(key)
 
 
+@eager
+class NodeIds(LayerTensor):
+    """Ids of nodes, one per edge, and whole numbers made of them: values, no places here."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one torch function; what it makes of ids may say no place, either."""
+        name, kwargs = base_name(func), kwargs or {}
+        if name in _SCATTERS or name in _PLACING:
+            raise unsupported_op(
+                f"{name}() of numbers made of ids of nodes, in a layer,"
+            )
+        found = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(found, LayerTensor):
+            whole = not (found.is_floating_point() or found.dtype == torch.bool)
+            kind = NodeIds if whole else LayerTensor
+            if type(found) is not kind:
+                return kind.wrap(found.to_local(), found.rows)
+        return found
+
+
+_PLACING = frozenset("bincount index_copy index_fill index_put setitem".split())
+
+
 class GhostMeshGuard:
     """A mesh on which nothing can be reduced: ghosts would count twice."""
 
@@ -387,58 +555,3 @@ class GhostMeshGuard:
         )
 
     control = world
-
-
-class RngGuard(TorchFunctionMode):
-    """Lets guarded numbers decide first, and refuses what would depend on the ranks."""
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Runs one torch function, or refuses it by name."""
-        kwargs = kwargs or {}
-        guard = None
-        if any(issubclass(kind, LocalIndexGuard) for kind in types):
-            guard = find_guard((*args, *kwargs.values()))
-        if guard is not None:
-            return guarded_call(func, args, kwargs)
-        name = base_name(func)
-        if name in _FORMULAS:
-            args, kwargs = tree_map(totalled, args), tree_map(totalled, kwargs)
-        elif name == "arange" and isinstance(args[0], NumRows) and len(args) == 1:
-            rows, device = args[0].rows, torch.device(kwargs.get("device") or "cpu")
-            return LayerTensor.wrap(rows.gid_on(device).clone(), rows)
-        elif name in _MADE and (made := _rows_made(args, kwargs)) is not None:
-            return LayerTensor.wrap(func(*args, **kwargs), made)
-        if name in _DRAWS or (name in _TRAINED and _plain_in_training(args, kwargs)):
-            raise TypeError(
-                f"{self.layer} calls {name}() on tensors that no rank shares, so its "
-                "result would depend on the number of ranks; draw and normalise per "
-                "node or per edge, with F.dropout, torch.rand_like or batch norm"
-            )
-        return func(*args, **kwargs)
-
-
-_MADE = frozenset("zeros ones empty full".split())
-
-
-def _rows_made(args: Any, kwargs: Any) -> Rows | None:
-    """Returns the rows that a new tensor has, if its first size counts them."""
-    first = args[0] if args else kwargs.get("size")
-    first = first[0] if isinstance(first, (tuple, list)) and first else first
-    if kwargs.get("requires_grad") or not isinstance(first, NumRows):
-        return None
-    return first.rows if is_count_of(first, first.rows) else None
-
-
-def _plain_in_training(args: Any, kwargs: Any) -> bool:
-    x = args[0] if args else kwargs.get("input")
-    if isinstance(x, RowShardedTensor):
-        return False
-    flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
-    rate = kwargs.get("p", args[1] if len(args) > 1 else None)
-    return rate != 0 and any(flag is True for flag in flags)

@@ -27,6 +27,7 @@ from pyg_distcomm.graph.edge_index import DistEdgeIndex
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
+from pyg_distcomm.nn.message_forms import has_hooks, is_changed, propagates_as_pyg
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.process import tell
 from pyg_distcomm.tensor.dist_tensor import DistTensor
@@ -196,37 +197,38 @@ def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:
         warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
 
 
-def is_product(conv: MessagePassing, base: type, *linears: Any) -> bool:
+def is_product(
+    conv: MessagePassing, base: type, *linears: Any, biased: Any = ()
+) -> bool:
     """Says whether a layer computes what PyG's class does, which is a product of matrices.
 
-    Not where a subclass or a hook changes what it does on the way.
+    Not where a subclass, a hook or another module in its place changes what it does.
 
     Args:
         conv: the layer.
         base: PyG's class.
-        linears: its transformations of features.
+        linears: its transformations of features, which have no bias.
+        biased: those that may have one.
     """
     steps = "message aggregate update message_and_aggregate edge_update".split()
     kind, own = type(conv), vars(conv)
     if any(s in own or getattr(kind, s) is not getattr(base, s) for s in steps):
         return False
-    if conv.explain:  # messages are weighed by a mask of edges
+    if "propagate" in own or not propagates_as_pyg(conv):
         return False
-    if any(own.get(f"_{s}_forward_{when}") for s in _HOOKED for when in _WHEN):
+    if conv.explain or has_hooks(conv):  # messages are weighed by a mask of edges
         return False
     named = {"mean": MeanAggregation, "max": MaxAggregation}
     if type(conv.aggr_module) is not named.get(str(conv.aggr), SumAggregation):
         return False
+    if any(getattr(lin, "bias", None) is not None for lin in linears):
+        return False
     return all(
         type(lin).forward in (Linear.forward, torch.nn.Linear.forward)
-        and not (lin._forward_hooks or lin._forward_pre_hooks)
-        for lin in linears
+        and not is_changed(lin)
+        for lin in (*linears, *biased)
         if not is_lazy(lin._parameters.get("weight"))
     )
-
-
-_HOOKED = "propagate message aggregate message_and_aggregate edge_update".split()
-_WHEN = ("pre_hooks", "hooks")
 
 
 class LinearProduct:

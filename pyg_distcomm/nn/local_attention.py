@@ -39,12 +39,12 @@ def fits(conv: Any, given: dict[str, Any]) -> bool:
     if any(not isinstance(t, Tensor) or t.dim() != 2 for t in parts):
         return False
     linears = [lin for lin in _linears(conv) if lin is not None]
-    linears += [conv.res] if conv.res is not None else []
     if any(is_lazy(p) for p in conv.parameters()) or conv.node_dim != 0:
         return False
     if any(t.dtype != linears[0].weight.dtype for t in parts):
         return False
-    return is_product(conv, pyg.GATConv, *linears)
+    residual = [conv.res] if conv.res is not None else []
+    return is_product(conv, pyg.GATConv, *linears, biased=residual)
 
 
 def _linears(conv: Any) -> tuple[Any, Any]:

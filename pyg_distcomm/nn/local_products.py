@@ -46,7 +46,13 @@ from pyg_distcomm.nn import local_attention, trimming
 from pyg_distcomm.nn.halo_execution import scopes_of
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading, whole
-from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, STEPS, has_hooks
+from pyg_distcomm.nn.message_forms import (
+    AGGREGATIONS,
+    MESSAGES,
+    STEPS,
+    has_hooks,
+    propagates_as_pyg,
+)
 from pyg_distcomm.nn.patched_functions import standing_in
 
 _FLOATS = (torch.float32, torch.float64)
@@ -230,7 +236,7 @@ def _runs_by_products(conv: MessagePassing) -> bool:
     kind, own = type(conv), vars(conv)
     if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
-    if has_hooks(conv):
+    if has_hooks(conv) or not propagates_as_pyg(conv):
         return False
     if any(s in own and not _stands(own, s) for s in (*STEPS, "edge_updater")):
         return False
@@ -396,9 +402,9 @@ def run_sage(
     [n, F_out] or [n_t, F_out].
     """
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    linears = [conv.lin_l, *([conv.lin_r] if conv.root_weight else [])]
-    linears += [conv.lin] if conv.project else []
-    fits = _fits(conv, pyg.SAGEConv, linears, source, target)
+    linears = [conv.lin_r] if conv.root_weight else []
+    biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
+    fits = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
     fits = fits and (target is not None or size is not None)
     given, adjacency = edge_index, None
     if fits:
@@ -458,7 +464,7 @@ def run_gcn(
 
     Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
     """
-    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], x, None)
+    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], [], x, None)
     fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
     if fits and edge_weight is not None:
         fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
@@ -535,7 +541,14 @@ def _matrix(
     return found
 
 
-def _fits(conv: Any, base: type, linears: list[Any], source: Any, target: Any) -> bool:
+def _fits(
+    conv: Any,
+    base: type,
+    linears: list[Any],
+    biased: list[Any],
+    source: Any,
+    target: Any,
+) -> bool:
     """Tells whether a layer is PyG's own, and its features are what products take."""
     parts = [leading(t) for t in (source, target)]
     if not usable(*parts) or parts[0] is None:
@@ -547,7 +560,7 @@ def _fits(conv: Any, base: type, linears: list[Any], source: Any, target: Any) -
     if type(conv.aggr_module) not in AGGREGATIONS or conv.node_dim != -2:
         return False
     lazy = any(is_lazy(p) for p in conv.parameters())
-    return not lazy and is_product(conv, base, *linears)
+    return not lazy and is_product(conv, base, *linears, biased=biased)
 
 
 # the time of a number read or written by a product, in multiplications of a dense one

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -39,7 +41,33 @@ _WHEN = ("pre_hooks", "hooks")
 def has_hooks(conv: MessagePassing) -> bool:
     """Tells whether hooks see or change what a layer does on its way."""
     own = vars(conv)
-    return any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN)
+    if any(own.get(f"_{s}_forward_{when}") for s in STEPS for when in _WHEN):
+        return True
+    return is_changed(conv.aggr_module)
+
+
+def is_changed(part: torch.nn.Module) -> bool:
+    """Tells whether hooks, or a `forward` of its own, see or change what a module does."""
+    own = vars(part)
+    hooked = any(own.get(f"_{name}_hooks") for name in _HOOKS)
+    return hooked or "forward" in own or torch.nn.modules.module._has_any_global_hook()
+
+
+_HOOKS = "forward", "forward_pre", "backward", "backward_pre"
+
+
+def propagates_as_pyg(conv: MessagePassing) -> bool:
+    """Tells whether no subclass has a `propagate` of its own."""
+    for kind in type(conv).__mro__:
+        call = vars(kind).get("propagate")
+        if call is not None:
+            return kind is MessagePassing or call.__module__ == _template(kind)
+    raise AssertionError("MessagePassing has no propagate")
+
+
+def _template(kind: type) -> str:
+    """Returns the module in which PyG writes the `propagate` of a class."""
+    return f"{kind.__module__}_{kind.__name__}_propagate"
 
 
 def adds_rows(conv: MessagePassing) -> bool:
@@ -55,9 +83,50 @@ def adds_rows(conv: MessagePassing) -> bool:
         and kind.aggregate is MessagePassing.aggregate
         and kind.update is MessagePassing.update
         and conv.node_dim == -2
+        and propagates_as_pyg(conv)
         and not (has_hooks(conv) or conv.explain)
         and not any(step in vars(conv) for step in STEPS)
     )
+
+
+def aggregates_itself(conv: MessagePassing) -> bool:
+    """Tells whether code of the user's own aggregates a layer's messages."""
+    if type(conv).aggregate is not MessagePassing.aggregate:
+        return True
+    found = () if conv.aggr_module is None else conv.aggr_module.modules()
+    kinds = [type(m).__module__ for m in found if isinstance(m, pyg.Aggregation)]
+    return not all(name.startswith("torch_geometric.") for name in kinds)
+
+
+def check_sizes(kind: type[MessagePassing]) -> None:
+    """Refuses what Python does with a number of nodes as with this rank's, without asking it.
+
+    That is `range(size_i)`, `math.log(size_i)`, and `1.0 / size_i`, a float on the left, by
+    the code of the steps of a layer; a number that has got another name passes.
+
+    Raises:
+        TypeError: on all ranks.
+    """
+    for step in STEPS:
+        call = inspect.unwrap(getattr(kind, step))
+        own = not (call.__module__ or "").startswith("torch_geometric.")
+        if not own or not inspect.isfunction(call):
+            continue
+        if not _COUNTS.intersection(call.__code__.co_varnames):
+            continue
+        for before, here in itertools.pairwise(dis.get_instructions(call)):
+            name = here.argval if here.opname.startswith("LOAD_FAST") else None
+            what = before.argval
+            if name in _COUNTS and (isinstance(what, float) or what in _BLIND):
+                raise TypeError(
+                    f"{kind.__name__}.{step} has {what} before {name}, which Python takes for "
+                    "this rank's number alone; write the size on the left, or "
+                    f"torch.tensor({name}), and no loop over nodes"
+                )
+
+
+_COUNTS = frozenset("size_i size_j dim_size".split())
+_BLIND = frozenset("range log log2 log10 log1p".split())
 
 
 def untemplated(conv: MessagePassing) -> Any:
@@ -68,8 +137,7 @@ def untemplated(conv: MessagePassing) -> Any:
     """
     for kind in type(conv).__mro__:
         call = vars(kind).get("propagate")
-        template = f"{kind.__module__}_{kind.__name__}_propagate"
-        if call is not None and call.__module__ != template:
+        if call is not None and call.__module__ != _template(kind):
             return call.__get__(conv)
     raise AssertionError("MessagePassing has no propagate")
 

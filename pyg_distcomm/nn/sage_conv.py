@@ -71,7 +71,7 @@ class DistSAGEConv(SAGEConv):
         with edge_index.nodes.spilling():
             known = self.aggr in ("mean", "sum", "add")
             known = known and edge_index.topology.sources is None
-            if not known or not is_product(self, SAGEConv, self.lin_l):
+            if not known or not is_product(self, SAGEConv, biased=[self.lin_l]):
                 return through_halo(self, self.link, super().forward, x, edge_index)
             source, root = x if isinstance(x, (tuple, list)) else (x, x)
             source = edge_index.as_nodes(source, "x")

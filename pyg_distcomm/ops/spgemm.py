@@ -23,7 +23,7 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
     Back ends:
         own: ours. Sums run in the order of Q's and A's entries, so the bits depend on
             neither threads nor neighbouring rows; integers are exact (int64, which wraps).
-            It runs on the host: blocks on a device are copied there, and the result back.
+            On a device, by operations of torch: the same bits.
         torch: `torch.sparse` (MKL's CSR product where torch has it, otherwise COO).
         torch_sparse: the package torch-sparse.
 
@@ -34,8 +34,8 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
     Price: linear in products, and a sort of the columns of each row.
 
     Raises:
-        ValueError: for an unknown back end, widths that differ, or integers beyond 2^53
-            where a library multiplies.
+        ValueError: for an unknown back end, widths or devices that differ, or integers
+            beyond 2^53 where a library multiplies.
         ImportError: if torch-sparse is asked for and not installed.
     """
     if backend not in BACKENDS:
@@ -44,6 +44,11 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
         raise ValueError(
             f"Q has {q.pattern.num_cols} columns, but A has {a.pattern.shape[0]} rows"
         )
+    if q.pattern.col.device != a.pattern.col.device:
+        raise ValueError(
+            f"Q lies on {q.pattern.col.device}, and A on {a.pattern.col.device}; move one "
+            "of them, by q.pattern.moved(lambda t: t.to(device)) and its values"
+        )
     dtype = _common(q.value, a.value)
     if dtype.is_floating_point or backend == "own":
         return BACKENDS[backend](q, a, dtype)
@@ -51,13 +56,10 @@ def spgemm(q: CSR, a: CSR, backend: str = "own") -> CSR:
 
 
 def _own(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:
-    p, o, home = q.pattern, a.pattern, q.pattern.col.device
-    values = (None if v is None else v.cpu() for v in (q.value, a.value))
-    left = p.rowptr.cpu(), p.col.cpu(), next(values)
-    right = o.rowptr.cpu(), o.col.cpu(), next(values)
+    p, o = q.pattern, a.pattern
+    left, right = (p.rowptr, p.col, q.value), (o.rowptr, o.col, a.value)
     rowptr, col, value = kernels.spgemm(left, right, o.num_cols)
-    pattern = Pattern(rowptr.to(home), col.to(home), o.num_cols)
-    return CSR(pattern, value.to(home, dtype))
+    return CSR(Pattern(rowptr, col, o.num_cols), value.to(dtype))
 
 
 def _torch(q: CSR, a: CSR, dtype: torch.dtype) -> CSR:

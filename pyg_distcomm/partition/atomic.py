@@ -10,17 +10,23 @@ next write keeps it. Others remove what a writer left only after its process has
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import hashlib
 import os
+import pickle
 import re
 import secrets
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
 _NAME = re.compile(r"(\..*)\.(writing|ready|old|removing)-((.+)-(\d+)-[0-9a-f]{8})")
@@ -174,6 +180,64 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class _Output:
+    """Passes writes on to a file, and keeps the error that torch.save would hide."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.write_error: OSError | None = None
+        self._file = file
+
+    def write(self, part: Any) -> int:
+        try:
+            return int(self._file.write(part))
+        except OSError as error:
+            self.write_error = self.write_error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def torch_save(value: Any, file: IO[bytes]) -> None:
+    """Writes a value as torch.save does; raises OSError if the disk does not take it."""
+    output = _Output(file)
+    try:
+        torch.save(value, cast("IO[bytes]", output))
+        output.flush()
+    except RuntimeError:
+        if output.write_error is None:
+            raise
+        raise output.write_error from None
+
+
+def keep_file(value: Any, path: Path, what: str) -> None:
+    """Keeps a value for later runs in a file, whole or not at all; warns if it cannot."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(aside, "wb") as file:
+                torch_save(value, file)
+            sync(aside)
+            os.replace(aside, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                aside.unlink()
+    except OSError as error:
+        warnings.warn(
+            f"{what} are not kept: {write_problem(error, path)}", stacklevel=2
+        )
+
+
+def kept_file(path: Path) -> Any:
+    """Reads what `keep_file` wrote; raises ValueError, naming the file, if it is damaged."""
+    try:
+        return torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        why = [*str(error).splitlines(), type(error).__name__][0]
+        raise ValueError(f"{path}: cannot be read ({why}); remove it") from error
 
 
 def sha256(path: Path) -> str:

@@ -1,28 +1,13 @@
-"""Cuts graphs into partitions, by one of several methods.
-
-[Note: cutting a stream] Edges are read in any order and not stored, so that the state of a
-node must fit a fixed number of words. There are three kinds of pass:
-
-1. degrees are counted;
-2. ends of edges join clusters, the end in the smaller cluster going to the larger, as
-   [Hollocou17] does with three words a node, and with a limit on clusters as the first
-   phase of [Mayer22] sets; clusters are then packed into parts, the largest first;
-3. clusters, and then single nodes, vote: each keeps the number of its neighbours in its
-   own part, and counts those in others in SEATS places by the rule of [Misra82], whose
-   counts are never too high. Then half of them, drawn anew each time, move to the part
-   with most votes that has room. The best of all passes is kept.
-
-A table of votes for all parts would be n P words; LDG needs the neighbours of a node at
-once, which edges on a disk do not give.
-"""
+"""Cuts graphs into partitions, by one of several methods."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import warnings
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +17,6 @@ from tqdm import tqdm
 from pyg_distcomm import plugins
 from pyg_distcomm.kernels.core_ops import MAX_INT32
 from pyg_distcomm.partition.grid_cut import grid_cut
-from pyg_distcomm.partition.library_cutters import LIBRARIES, registered_cut
 from pyg_distcomm.partition.partition import (
     Grid,
     Owner,
@@ -50,12 +34,12 @@ from pyg_distcomm.partition.report import (
     train_vector,
 )
 from pyg_distcomm.partition.report import check_edge_index as check_edge_index
+from pyg_distcomm.partition.stream_cutter import TensorEdges, jit_loops, stream
 from pyg_distcomm.process import PROCESS
 
 __all__ = [
+    "LIBRARIES",
     "METHODS",
-    "EdgeStream",
-    "TensorEdges",
     "check_edge_index",
     "check_method",
     "check_nodes_fit",
@@ -64,24 +48,16 @@ __all__ = [
     "ldg",
     "metis",
     "permutation",
-    "stream",
     "symmetric_csr",
     "takes_grid",
 ]
 
-METHODS = (
-    *("block", "random", "permutation", "ldg", "metis", "grid", "stream"),
-    *LIBRARIES,
+METHODS = tuple(
+    "block random permutation ldg metis grid stream kahip mtkahypar".split()
 )
 ORDERS = ("degree", "bfs", "random")
 PASSES = 10  # streams over the nodes; the cut stops improving before that
 FEW = 16  # nodes a part; below that METIS prints complaints and leaves parts empty
-CHUNK = 1 << 18  # edges in memory at once
-SEATS = 8  # parts whose votes are counted, at most
-SHARE = 1 / 32  # a cluster may be this much of a part
-CLUSTER_PASSES = 4
-NODE_PASSES = 8
-ENOUGH = 0.998  # a pass that cuts more than this of the last one's edges is the last
 
 Csr = tuple[np.ndarray, np.ndarray]
 
@@ -143,7 +119,7 @@ def cut(
         def parts(edges: Tensor, many: int, train: np.ndarray) -> Partition:
             return _cut("metis", edges, many, train, seed, balance, order)
 
-        found = grid_cut(edge_index, train, grid, parts, _loops().deal)
+        found = grid_cut(edge_index, train, grid, parts, jit_loops().deal)
     elif method not in METHODS:
         found = registered_cut(
             method, edge_index, num_nodes, num_parts, seed=seed, train_mask=train_mask
@@ -254,7 +230,7 @@ def ldg(
     "Linear Deterministic Greedy" of [Stanton12], restreamed as "reLDG" of
     [Nishimura13]; the in-edge and train loads, and the moves at the end, are ours.
     """
-    loops = _loops()
+    loops = jit_loops()
     num_nodes = len(train)
     csr = symmetric_csr(edge_index, num_nodes)
     weight = node_weights(edge_index, train)
@@ -314,7 +290,7 @@ def metis(
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
     """Returns indptr [n + 1] and sorted indices of A + A^T, loops and repeats dropped."""
     src, dst = plain_edges(edge_index).cpu().to(torch.int64).contiguous().numpy()
-    pair: Csr = _loops().distinct_sources(src, dst, num_nodes, True)
+    pair: Csr = jit_loops().distinct_sources(src, dst, num_nodes, True)
     return pair
 
 
@@ -334,7 +310,7 @@ def _order(order: str, csr: Csr, seed: int) -> np.ndarray:
         return roots
     if order == "degree":
         return roots[np.argsort(-np.diff(indptr)[roots], kind="stable")]
-    walk: np.ndarray = _loops().bfs_order(indptr, indices, roots)
+    walk: np.ndarray = jit_loops().bfs_order(indptr, indices, roots)
     return walk
 
 
@@ -347,7 +323,7 @@ def _settle(
     num_parts: int,
 ) -> None:
     """Moves single nodes, in place: first down to the caps, then to lower the cut."""
-    loops = _loops()
+    loops = jit_loops()
     load = part_loads(owner, weight, num_parts)
     loss, most = 0, int(np.diff(csr[0]).max())
     light_first = walk[::-1].copy()
@@ -380,7 +356,7 @@ def permutation(
     Permuting rows and columns at random, and each in its own way, is the double
     permutation of [Ranjan25]; dealing by degree is ours, and keeps hubs apart too.
     """
-    loops = _loops()
+    loops = jit_loops()
     r, s, p = check_grid(grid, num_parts)
     degree = [
         np.bincount(ends, minlength=num_nodes)
@@ -404,150 +380,6 @@ def _falling(gid: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return gid[np.argsort(-weight[gid], kind="stable")]
 
 
-class EdgeStream(Protocol):
-    """Defines a source of edges that can be read repeatedly, from front to back."""
-
-    @property
-    def num_edges(self) -> int:
-        """Returns the number of edges."""
-
-    def chunks(self, what: str) -> Iterator[np.ndarray]:
-        """Yields arrays `[2, c]` of sources and targets, int64, in order."""
-
-
-class TensorEdges:
-    """Reads the edges of an edge_index in memory, or mapped from a file."""
-
-    def __init__(self, edge_index: Tensor) -> None:
-        """Takes `[2, num_edges]`, which is not copied."""
-        self._edges = plain_edges(edge_index).cpu().numpy()
-
-    @property
-    def num_edges(self) -> int:
-        """Returns the number of edges."""
-        return int(self._edges.shape[1])
-
-    def chunks(self, what: str) -> Iterator[np.ndarray]:
-        """Yields arrays `[2, c]`, int64, in order; ignores `what`, the label of a bar."""
-        for start in range(0, self.num_edges, CHUNK):
-            yield self._edges[:, start : start + CHUNK].astype(np.int64)
-
-
-def stream(
-    edges: EdgeStream,
-    num_nodes: int,
-    num_parts: int,
-    *,
-    seed: int = 0,
-    balance: float = 1.03,
-) -> Partition:
-    """Partitions the nodes of a graph whose edges may exceed the memory.
-
-    No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
-    for all, more than its share of in-edges and twice that looseness. The same for the
-    same order of edges. Memory: about (100 + 8 min(P, SEATS)) bytes a node, and a chunk
-    of edges; reads the edges up to 4 + CLUSTER_PASSES + NODE_PASSES times.
-    See [Note: cutting a stream].
-    """
-    capacity = capacities(np.array([[num_nodes, edges.num_edges]]), num_parts, balance)
-    if num_nodes <= num_parts:
-        return Partition.from_owner(np.arange(num_nodes), num_parts)
-    return _StreamCut(edges, num_nodes, num_parts, seed, capacity).run()
-
-
-class _StreamCut:
-    """Runs the streaming cutter once; holds what its passes share."""
-
-    def __init__(
-        self,
-        edges: EdgeStream,
-        num_nodes: int,
-        num_parts: int,
-        seed: int,
-        capacity: np.ndarray,
-    ) -> None:
-        self.edges, self.n, self.parts, self.seed = edges, num_nodes, num_parts, seed
-        self.loops = _loops()
-        self.weight = np.ones((num_nodes, 2), np.int64)
-        self.weight[:, 1] = 0
-        self.capacity = capacity
-        self.load = np.zeros((num_parts, 2), np.int64)
-
-    def run(self) -> Partition:
-        home, weight = self._clusters()
-        ids = np.flatnonzero(weight[:, 0])
-        share = (weight[ids] / np.maximum(weight[ids].sum(0), 1)).sum(1)
-        place = np.full(self.n, -1, np.int64)
-        largest = ids[np.argsort(-share, kind="stable")]
-        self.loops.pack(largest, weight, self.capacity, self.load, place)
-        if (place[ids] >= 0).all():
-            place = self._vote(ids, place, weight, home, CLUSTER_PASSES)
-        owner = place[home]
-        del home, weight, place
-        homeless = np.flatnonzero(owner < 0)
-        self.loops.pack(homeless, self.weight, self.capacity, self.load, owner)
-        nodes = np.arange(self.n)
-        owner = self._vote(nodes, owner, self.weight, None, NODE_PASSES)
-        return Partition.from_owner(fill_empty(owner, self.parts), self.parts)
-
-    def _clusters(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the cluster of each node, and the nodes and in-edges in each."""
-        degree = np.zeros(self.n, np.int64)
-        for src, dst in self.edges.chunks("counting degrees"):
-            self.loops.count_degrees(src, dst, degree, self.weight)
-        degree += self.weight[:, 1]
-        home, volume = np.arange(self.n), degree.copy()
-        size = np.ones(self.n, np.int64)
-        share = SHARE / self.parts
-        most = np.array([degree.sum() * share, max(1, self.n * share)])
-        for src, dst in self.edges.chunks("clustering"):
-            self.loops.cluster(src, dst, degree, home, volume, size, most)
-        work = np.bincount(home, self.weight[:, 1], self.n).astype(np.int64)
-        return home, np.stack([size, work], axis=1)
-
-    def _vote(
-        self,
-        ids: np.ndarray,
-        owner: np.ndarray,
-        weight: np.ndarray,
-        home: np.ndarray | None,
-        passes: int,
-    ) -> np.ndarray:
-        """Moves nodes, or clusters if `home` gives those of nodes; returns the best owners."""
-        what = "moving nodes" if home is None else "moving clusters"
-        seats = min(self.parts, SEATS)
-        own = np.zeros(self.n, np.int32)
-        seat, count = np.zeros((2, self.n, seats), np.int32)
-        self.load[:] = 0
-        np.add.at(self.load, owner[ids], weight[ids])
-        best, least = owner, np.inf
-        for k in range(passes + 1):
-            own[:], count[:] = 0, 0
-            cut = 0
-            for src, dst in self.edges.chunks(what):
-                if home is not None:
-                    src, dst = home[src], home[dst]
-                cut += self.loops.vote(src, dst, owner, own, seat, count)
-            last = k == passes or cut > ENOUGH * least
-            if cut < least:
-                best, least = owner.copy(), cut
-            if last:
-                break
-            rng = np.random.default_rng((self.seed, k))
-            half = rng.permutation(ids)[: -(-ids.size // 2)]
-            self.loops.move(
-                half, owner, own, seat, count, weight, self.capacity, self.load
-            )
-        self.load[:] = 0
-        np.add.at(self.load, best[ids], weight[ids])
-        return best
-
-
-def _loops() -> Any:
-    # Numba takes a second to import, and only cutters need it
-    return importlib.import_module("pyg_distcomm.partition.cutters_jit")
-
-
 def _pymetis() -> Any:
     try:
         return importlib.import_module("pymetis")
@@ -561,3 +393,107 @@ def _pymetis() -> Any:
             stacklevel=3,
         )
         return None
+
+
+def kahip(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
+    """Cuts with KaHIP, social-network configuration "eco", which lowers the edge cut.
+
+    Takes links both ways (`symmetric_csr`); evens out nodes alone.
+
+    Raises:
+        ValueError: if kahip is not installed, or the links do not fit 32 bits.
+    """
+    library = _library("kahip", "kahip")
+    indptr, indices = csr
+    if indices.size > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"{indices.size} links are too many for kahip, which counts in int32; cut with "
+            "method='ldg' or 'stream'"
+        )
+    nodes, links = [1] * (indptr.size - 1), [1] * indices.size
+    # its interface takes lists, which cost about 36 bytes a link meanwhile
+    matrix = nodes, indptr.tolist(), links, indices.tolist()
+    _, parts = library.kaffpa(
+        *matrix, num_parts, balance - 1, True, seed, library.ECOSOCIAL
+    )
+    return np.array(parts, np.int64)
+
+
+def mtkahypar(csr: Csr, num_parts: int, *, seed: int, balance: float) -> np.ndarray:
+    """Cuts with Mt-KaHyPar, as a hypergraph: lowers the rows that ranks exchange.
+
+    Net v holds v and the nodes that read its row, so that the connectivity objective
+
+        sum over nets of (parts they reach - 1)
+
+    is the number of ghosts, `PartitionReport.volume`, where an edge cut only bounds it.
+    Evens out nodes alone. The deterministic configuration, one thread.
+
+    Raises:
+        ValueError: if mtkahypar is not installed.
+    """
+    library = _library("mtkahypar", "mtkahypar")
+    if PROCESS.mtkahypar is None:  # it may be initialised once
+        PROCESS.mtkahypar = library.initialize(1)
+    context = PROCESS.mtkahypar.context_from_preset(library.PresetType.DETERMINISTIC)
+    context.set_partitioning_parameters(num_parts, balance - 1, library.Objective.KM1)
+    context.logging = False
+    library.set_seed(seed)
+    indptr, indices = csr
+    rows = np.split(indices, indptr[1:-1])
+    nets = [[v, *row.tolist()] for v, row in enumerate(rows) if row.size]
+    graph = PROCESS.mtkahypar.create_hypergraph(
+        context, indptr.size - 1, len(nets), nets
+    )
+    found = graph.partition(context)
+    return np.fromiter((found.block_id(v) for v in range(indptr.size - 1)), np.int64)
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(
+            f"method {name!r} needs {name}: pip install 'pyg-distcomm[{extra}]'; or cut with "
+            "method='metis' or 'ldg'"
+        ) from None
+
+
+def registered_cut(
+    name: str,
+    edge_index: Tensor,
+    num_nodes: int,
+    num_parts: int,
+    *,
+    seed: int,
+    train_mask: Tensor | None,
+) -> Partition:
+    """Cuts with a function registered in the group "pyg_distcomm.cutters".
+
+        cutter(edge_index, num_nodes, num_parts, *, seed, train_mask) -> owner
+
+    of edge_index [2, num_edges] int64, and train_mask [num_nodes] bool or None; it returns
+    the part of each node [num_nodes], as a tensor, an array or a list.
+
+    Raises:
+        ValueError: if it fails, or what it returns is no partition; it names the cutter.
+    """
+    function = plugins.load(plugins.CUTTERS, name)
+    try:
+        owner = function(
+            edge_index.to(torch.int64),
+            num_nodes,
+            num_parts,
+            seed=seed,
+            train_mask=train_mask,
+        )
+        return Partition.from_owner(torch.as_tensor(owner), num_parts, num_nodes)
+    except Exception as error:
+        raise ValueError(
+            f"the registered cutter {name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+LIBRARIES: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
+    {"kahip": kahip, "mtkahypar": mtkahypar}
+)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from pyg_distcomm.partition.cutters import CHUNK
 from pyg_distcomm.partition.layout import dtype_name
+from pyg_distcomm.partition.stream_cutter import CHUNK
 
 TEXT = (".txt", ".csv", ".tsv", ".el", ".edges", ".edgelist")
 BLOCK = 1 << 23  # bytes of text in memory at once

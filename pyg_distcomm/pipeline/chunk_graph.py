@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import random
+from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
@@ -246,7 +247,7 @@ class ChunkMesh:
 
     def __init__(self, mesh: Mesh, run: ChunkPass) -> None:
         self.rank, self.size, self.grid = mesh.rank, mesh.size, mesh.grid
-        self.next_key = run.next_key
+        self.next_key, self.watch = run.next_key, watch_of(mesh)
 
     @property
     def world(self) -> Any:

@@ -248,11 +248,11 @@ def _aggregations(layer: StackLayer) -> int:
     return sum(isinstance(part, kinds) for part in layer.run.modules())
 
 
-def seconds_of(run: Callable[[], object], times: int = 3) -> float:
-    """Returns the least seconds that something took, once it has been warmed up."""
+def seconds_of(run: Callable[[], object]) -> float:
+    """Returns the least seconds of three that something took, once it has been warmed up."""
     run()
     taken = []
-    for _ in range(times):
+    for _ in range(3):
         begin = time.perf_counter()
         run()
         taken.append(time.perf_counter() - begin)

@@ -279,10 +279,11 @@ def _check(asked: Mapping[str, Any]) -> None:
             "loader needs either num_neighbors, of DistNeighborLoader, or "
             f"num_nodes_per_layer, of DistLayerLoader; got {sorted(asked)}"
         )
-    if asked.get("rule") in ROUNDS:
+    draws = asked.get("draws", asked.get("rule"))
+    if draws in ROUNDS:
         raise ValueError(
-            f"rule={asked['rule']!r} does not sample a partitioned graph where it lies, which "
-            "is what is planned; take rule='labor'"
+            f"draws={draws!r} does not sample a partitioned graph where it lies, which "
+            "is what is planned; take draws='labor'"
         )
     for name, priced in _UNPRICED.items():
         if name in asked and not any(

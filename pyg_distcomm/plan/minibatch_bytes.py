@@ -28,8 +28,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.profile import get_data_size
 
-from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 from pyg_distcomm.loader.epoch import BatchSharding
+from pyg_distcomm.loader.layer_loader import DistLayerLoader
+from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.partition.partition import Partition
 
 _COUNT = 8  # bytes of a count

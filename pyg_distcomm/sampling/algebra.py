@@ -53,10 +53,12 @@ class BulkNodes:
 
     @staticmethod
     def of(parts: Sequence[Tensor]) -> BulkNodes:
-        """Stacks one vector of ids for each minibatch."""
+        """Stacks one vector of ids for each minibatch, on their device."""
         ids = [part.to(torch.int64) for part in parts]
         sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
-        return BulkNodes(torch.cat(ids) if ids else sizes, offsets(sizes))
+        if not ids:
+            return BulkNodes(sizes, offsets(sizes))
+        return BulkNodes(torch.cat(ids), offsets(sizes).to(ids[0].device))
 
     @property
     def batch(self) -> Tensor:
@@ -112,7 +114,7 @@ class BulkMatrix:
         """Builds the matrix of one minibatch from entries; equal ones are added up."""
         pattern, edge = Pattern.build(row.long(), col.long(), shape)
         entries = CSR(pattern, None if value is None else value[edge.long()])
-        each = torch.arange(shape[0] + 1)
+        each = torch.arange(shape[0] + 1, device=row.device)
         c = spgemm(CSR(Pattern(each, each[:-1], shape[0])), entries)
         batch_ptr = each[[0, -1]]
         return BulkMatrix(c.pattern.rowptr, c.pattern.col, c.value, shape[1], batch_ptr)
@@ -121,17 +123,17 @@ class BulkMatrix:
     def row_per_node(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each node, a one in its column."""
         check_nodes(nodes, num_cols, "nodes")
-        each = torch.arange(len(nodes.id) + 1)
+        each = torch.arange(len(nodes.id) + 1, device=nodes.id.device)
         return BulkMatrix(each, nodes.id, None, num_cols, nodes.ptr)
 
     @staticmethod
     def row_per_batch(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each minibatch, its nodes counted."""
         check_nodes(nodes, num_cols, "nodes")
-        each = torch.arange(len(nodes.id) + 1)
+        each = torch.arange(len(nodes.id) + 1, device=nodes.id.device)
         ones = CSR(Pattern(each, nodes.id, num_cols))
         c = spgemm(CSR(Pattern(nodes.ptr, each[:-1], len(nodes.id))), ones)
-        batch_ptr = torch.arange(len(nodes) + 1)
+        batch_ptr = torch.arange(len(nodes) + 1, device=nodes.id.device)
         return BulkMatrix(c.pattern.rowptr, c.pattern.col, c.value, num_cols, batch_ptr)
 
     @property
@@ -319,15 +321,17 @@ def add(parts: Sequence[BulkMatrix]) -> BulkMatrix:
     if len(shapes) > 1:
         raise ValueError(f"matrices of one shape are wanted, got {sorted(shapes)}")
     m, n = shapes.pop()
-    begin = offsets(torch.tensor([p.nnz for p in parts]))
+    device = first.col.device
+    begin = offsets(torch.tensor([p.nnz for p in parts])).to(device)
     rows = [p.rowptr[:-1] + at for p, at in zip(parts, begin, strict=False)]
     ones = all(p.value is None for p in parts)
     stacked = CSR(
         Pattern(torch.cat([*rows, begin[-1:]]), torch.cat([p.col for p in parts]), n),
         None if ones else torch.cat([p.values for p in parts]),
     )
-    each = torch.arange(m)[:, None] + m * torch.arange(t)
-    c = spgemm(CSR(Pattern(t * torch.arange(m + 1), each.flatten(), m * t)), stacked)
+    row = torch.arange(m + 1, device=device)
+    each = row[:m, None] + m * torch.arange(t, device=device)
+    c = spgemm(CSR(Pattern(t * row, each.flatten(), m * t)), stacked)
     return replace(first, rowptr=c.pattern.rowptr, col=c.pattern.col, value=c.value)
 
 

@@ -139,7 +139,7 @@ def read_block(
         source, target = (key[0], key[2]) if key is not None else (None, None)
         kinds = index[source], index[target]
         own = _own_edges(data, key, time_attr, weight_attr, mesh, is_sorted)
-        relations.append(_relation(own, kinds, node_gid, channel, rows, target))
+        relations.append(_relation(own, kinds, node_gid, channel, rows))
     _agree_on_order(relations, list(stores), mesh)
     sizes = tuple(p.num_nodes for p in partitions)
     graph = SampleGraph(sizes, tuple(relations), (None,) * len(sizes))
@@ -296,7 +296,6 @@ def _relation(
     node_gid: tuple[Tensor, ...],
     channel: ProcessGrid,
     rows: dict[Any, Any],
-    target: Any,
 ) -> Relation:
     """Sorts the edges of a block by target, and by id, or time and id, within one."""
     edges = _shared_by_members(own, channel).ordered()

@@ -107,7 +107,7 @@ def keyed_negatives(
     return KeyedNegatives(given, fold(key, 1))
 
 
-RULES = NEIGHBOR, LABOR, *_ = "neighbor", "labor", "labor-1", "labor-*"
+DRAWS = NEIGHBOR, LABOR, *_ = "neighbor", "labor", "labor-1", "labor-*"
 ROUNDS = {"labor-1": 1, "labor-*": -1}  # in which importances of sources are found
 _CALL = 0x63616C6C  # folded into the keys of calls that bring no key
 
@@ -129,20 +129,21 @@ class KeyedNeighborSampler(NeighborSampler):
             dictionary of such lists by edge type.
         subgraph_type, replace, disjoint, temporal_strategy, time_attr, weight_attr,
         is_sorted, share_memory, directed, sample_direction: as in PyG.
-        rule: "neighbor", each node draws by itself; or "labor", the nodes of a
+        draws: "neighbor", each node draws by itself; or "labor", the nodes of a
             hop draw the same sources where they can ([Balin23]): each draws those of
             its in-edges with the least -log(u_s) / w, u_s being one random number of
-            source s. What a node draws has one distribution by both rules. "labor-1"
+            source s. What a node draws has one distribution by both. "labor-1"
             and "labor-*" find importances of sources as well, once or until that changes
             nothing, for fewer distinct nodes: a node draws `num_neighbors` in-edges at
             the least on average, and the output's `edge_weight` says how much each counts
-            in a mean over all of its in-edges, without bias; see `check_rule`.
+            in a mean over all of its in-edges, without bias; see `check_draws`.
         seed: of all draws (default: taken from torch's generator).
         device: where to sample, and what is sampled lies; None for the host.
         pinned: whether a device reads the graph from pinned host memory.
+        rule: the former name of `draws`.
 
     Raises:
-        ValueError: for a fan-out below -1, bad ids, weights or times, an unknown rule, and
+        ValueError: for a fan-out below -1, bad ids, weights or times, unknown draws, and for
             "labor" with replacement.
     """
 
@@ -161,10 +162,11 @@ class KeyedNeighborSampler(NeighborSampler):
         directed: bool = True,
         sample_direction: str = "forward",
         *,
-        rule: str = "neighbor",
+        draws: str = "neighbor",
         seed: int | None = None,
         device: torch.device | None = None,
         pinned: bool = False,
+        rule: str | None = None,
     ) -> None:
         # PyG's __init__ sorts the edges its own way, and stops without pyg-lib where
         # times or weights are asked for; what it would set is set here
@@ -179,7 +181,7 @@ class KeyedNeighborSampler(NeighborSampler):
             "directed": not directed,
             "device": device,
         }
-        self.rule = check_rule(rule, options)
+        self.draws = check_draws(draws_of(draws, rule), options)
         self._place = device, pinned
         self.data_type = DataType.from_data(data)
         self.sample_direction = sample_direction
@@ -264,7 +266,7 @@ class KeyedNeighborSampler(NeighborSampler):
         return {
             "num_neighbors": fan_outs if self.is_hetero else fan_outs[0],
             "replace": self.replace,
-            "rule": self.rule,
+            "draws": self.draws,
             "subgraph_type": self.subgraph_type.value,
             "disjoint": self.disjoint,
             "weight_attr": self.weight_attr,
@@ -353,8 +355,8 @@ class KeyedNeighborSampler(NeighborSampler):
             induced=self.subgraph_type == SubgraphType.induced,
             latest=self.is_temporal and self.temporal_strategy == "last",
             tree_time=self._tree_time(seeds, times) if self.is_temporal else None,
-            labor=self.rule in (LABOR, *ROUNDS),
-            rounds=ROUNDS.get(self.rule, 0),
+            labor=self.draws in (LABOR, *ROUNDS),
+            rounds=ROUNDS.get(self.draws, 0),
         )
 
     def _drawn(self, request: Request) -> Minibatch:
@@ -518,27 +520,39 @@ def _check_options(
         )
 
 
-def check_rule(rule: str, options: dict[str, Any]) -> str:
+def draws_of(draws: str, rule: str | None) -> str:
+    """Returns how nodes draw, and warns where it is given by its former name, `rule`."""
+    if rule is None:
+        return draws
+    warnings.warn(
+        f"rule={rule!r} of neighbour sampling is draws={rule!r} now",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return rule
+
+
+def check_draws(draws: str, options: dict[str, Any]) -> str:
     """Returns how nodes draw their neighbours.
 
     Raises:
-        ValueError: if there is no such rule, or it does not draw with replacement; with
-            importances, for weights, times, trees of their own, other subgraphs and devices.
+        ValueError: if there are no such draws, or none with replacement; with importances,
+            for weights, times, trees of their own, other subgraphs and devices.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
+    if draws not in DRAWS:
+        raise ValueError(f"draws must be one of {DRAWS}, got {draws!r}")
     wrong = [name for name, value in options.items() if value]
-    if rule in ROUNDS and wrong:
+    if draws in ROUNDS and wrong:
         raise ValueError(
-            f"rule={rule!r} draws from all in-edges of the nodes of a hop alike, on the host; "
-            f"leave {', '.join(wrong)} out, or take rule='labor'"
+            f"draws={draws!r} looks at all in-edges of the nodes of a hop alike, on the host; "
+            f"leave {', '.join(wrong)} out, or take draws='labor'"
         )
-    if rule == LABOR and options["replace"]:
+    if draws == LABOR and options["replace"]:
         raise ValueError(
-            "rule='labor' draws without replacement; leave replace out, or take "
-            "rule='neighbor'"
+            "draws='labor' draws without replacement; leave replace out, or take "
+            "draws='neighbor'"
         )
-    return rule
+    return draws
 
 
 def _reversed(edge_type: Any) -> Any:

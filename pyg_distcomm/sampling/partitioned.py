@@ -101,11 +101,11 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             raise ValueError(
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
             )
-        if options.get("rule") in ROUNDS and sample_at == "owner":
+        if options.get("draws") in ROUNDS and sample_at == "owner":
             raise ValueError(
-                f"rule={options['rule']!r} needs the in-edges of all nodes of a hop at once, "
+                f"draws={options['draws']!r} needs the in-edges of all nodes of a hop at once, "
                 "which lie with several owners; take sample_at='requester', to which they "
-                "travel, topology='replicated', or rule='labor'"
+                "travel, topology='replicated', or draws='labor'"
             )
         self.channel, self.sample_at = channel, sample_at
         self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -271,7 +271,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     ) -> None:
         queries = [_query(r, ask) for r in where for ask in asks[r]]
         request = self._rows.ask(queries)
-        k, fan_outs, labor = len(drawings), self._fan_outs(), self.rule == LABOR
+        k, fan_outs, labor = len(drawings), self._fan_outs(), self.draws == LABOR
         messages = []
         for peer, theirs in enumerate(request.received):
             segments = []
@@ -327,7 +327,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             latest=self.is_temporal and self.temporal_strategy == "last" and drawn,
             name=_joined([w.name for w in queries]),
             limit=_joined([w.limit for w in queries]),
-            labor=self.rule == LABOR and drawn,
+            labor=self.draws == LABOR and drawn,
         )
 
 

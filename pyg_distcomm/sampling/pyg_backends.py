@@ -32,7 +32,7 @@ class LibrarySampler(NeighborSampler):
         types = self.edge_types if self.is_hetero else None
         return {
             "backend": self.backend,
-            "rule": NEIGHBOR,
+            "draws": NEIGHBOR,
             "num_neighbors": self.num_neighbors.get_mapped_values(types),
             "replace": self.replace,
             "subgraph_type": self.subgraph_type.value,
@@ -188,10 +188,10 @@ def library_sampler(backend: str, data: Any, num_neighbors: Any, **options: Any)
         raise ValueError(
             f"backend must be 'pyg-lib', 'torch-sparse' or None, got {backend!r}"
         )
-    rule = options.pop("rule", NEIGHBOR)
-    if rule != NEIGHBOR:
+    draws = options.pop("draws", NEIGHBOR)
+    if draws != NEIGHBOR:
         raise ValueError(
-            f"backend={backend!r} draws for each node by itself, not by rule={rule!r}; "
+            f"backend={backend!r} draws for each node by itself, not by draws={draws!r}; "
             "leave one out"
         )
     found = {

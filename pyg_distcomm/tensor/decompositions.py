@@ -17,8 +17,8 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.getitem import gather_all
-from pyg_distcomm.tensor.gradients import agree
 from pyg_distcomm.tensor.op_tables import base_name
+from pyg_distcomm.tensor.operands import agree
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor, fit_plain, unsupported_op
 
 

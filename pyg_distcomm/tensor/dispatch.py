@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch import Tensor
 
 from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor import gather_by_id, gradients, reductions, sizes
+from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed
 from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
-from pyg_distcomm.tensor.gradients import agree, call_local, meet_all
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
     FACTS,
@@ -25,6 +25,7 @@ from pyg_distcomm.tensor.op_tables import (
     WHOLE,
     base_name,
 )
+from pyg_distcomm.tensor.operands import agree, call_local, meet_all
 from pyg_distcomm.tensor.reductions import RECURRENT, dropout, recurrent
 from pyg_distcomm.tensor.row_sharded import (
     WAYS_OUT,
@@ -46,12 +47,16 @@ from pyg_distcomm.tensor.shape_ops import (
     transposed,
 )
 
+TRANSFORMS = "torch._functorch."  # which take a tensor's rows without asking it
+
 
 def apply(func: Callable, args: Any, kwargs: Any) -> Any:
     name = base_name(func)
     if name in SIZES:
         return sizes.size_of(name, func, args, kwargs)
     if name in FACTS:
+        if sys._getframe(2).f_globals.get("__name__", "").startswith(TRANSFORMS):
+            raise unsupported_op("what torch.vmap and torch.func make of a function")
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
@@ -466,11 +471,8 @@ def _unwrapped(value: Any) -> Any:
 
 def _drawn(func: Callable, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, of which a rank keeps its rows; keyed inside a layer."""
-    x, name, rows = (
-        first_sharded(args, kwargs),
-        func.__name__,
-        first_sharded(args, kwargs).rows,
-    )
+    x, name = first_sharded(args, kwargs), func.__name__
+    rows = x.rows
     if not name.endswith(("_", "_like")):  # bernoulli(x), normal(x): by its values
         return gathered(func, args, kwargs)
     wants_gradient = kwargs.pop("requires_grad", False)
@@ -551,10 +553,7 @@ def _looked_up(func: Callable, args: Any, kwargs: Any) -> Any:
         or dim % max(table.dim(), 1) != 0
     ):
         raise unsupported_op(f"{base_name(func)}() that moves rows or mixes them")
-    if key.dtype in (
-        torch.bool,
-        torch.uint8,
-    ):  # rows of the whole tensor, kept by a mask
+    if key.dtype in (torch.bool, torch.uint8):  # rows of the whole, kept by a mask
         whole = fit_plain(table, key, table.dim(), "x[mask]")
         return key.wrap(whole, key.rows)[key]
     return key.wrap(table[key.to_local()], key.rows)
@@ -590,11 +589,11 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("numpy", "tolist", "array"), _to_python),
     **dict.fromkeys(DECOMPOSED, decomposed),
     **dict.fromkeys(RECURRENT, recurrent),
-    "requires_grad=": gradients.requires_grad,
-    "detach_": gradients.detach_,
-    "backward": gradients.backward,
-    "register_hook": gradients.register_hook,
-    **dict.fromkeys(("grad", "grad="), gradients.grad),
+    "requires_grad=": gradient_scale.requires_grad,
+    "detach_": gradient_scale.detach_,
+    "backward": gradient_scale.backward,
+    "register_hook": gradient_scale.register_hook,
+    **dict.fromkeys(("grad", "grad="), gradient_scale.grad),
     **dict.fromkeys(("equal", "allclose"), reductions.compare_all),
     "batch_norm": _batch_norm,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.tensor import dispatch, getitem
-from pyg_distcomm.tensor.gradients import agree
+from pyg_distcomm.tensor.operands import agree
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     check_saved,
@@ -134,7 +134,7 @@ class DistTensor(RowShardedTensor):
 
 
 def _operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
-    def operate(self: DistTensor, other: Any) -> Any:
+    def operate(self: Tensor, other: Any) -> Any:
         if other is None:
             return NotImplemented  # x == None is False, x + None a TypeError
         return function(other, self) if swapped else function(self, other)
@@ -161,9 +161,17 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "gt": torch.gt,
     "ge": torch.ge,
 }
-# Tensor's own operators turn a TypeError into Python's "unsupported operand", which
-# would hide what the rule has to say
-for _name, _function in _OPERATORS.items():
-    setattr(DistTensor, f"__{_name}__", _operator(_function, swapped=False))
-    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
-        setattr(DistTensor, f"__r{_name}__", _operator(_function, swapped=True))
+
+
+def tells_errors(kind: type) -> None:
+    """Has operators of a subclass of Tensor raise the TypeErrors of its `__torch_function__`.
+
+    Tensor's own turn them into Python's "unsupported operand", and `==` into False.
+    """
+    for name, function in _OPERATORS.items():
+        setattr(kind, f"__{name}__", _operator(function, swapped=False))
+        if name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+            setattr(kind, f"__r{name}__", _operator(function, swapped=True))
+
+
+tells_errors(DistTensor)

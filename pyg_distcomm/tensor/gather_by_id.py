@@ -109,9 +109,7 @@ class IdPlan:
             return slot, mine
         own, ghosts = mine[:here], mine[here:]
         sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(
-            ghosts, *sides, "halo_transpose", halo.most
-        ).wait()
+        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
         before = sum(halo.send_counts[: halo.axis.rank])
         sums = g.new_zeros((len(slot), g.size(1)))
         first, last = before, before + here
@@ -138,20 +136,15 @@ class IdPlan:
             start: own rows to begin with `[n, ...]`.
             op: "amax" or "amin".
         """
-        worst = -math.inf if op == "amax" else math.inf
-        if not y.is_floating_point():
-            info = torch.iinfo(y.dtype)
-            worst = info.min if op == "amax" else info.max
-        part = y.new_full((self.halo.num_ghosts, *y.shape[1:]), worst)
+        shape = (self.halo.num_ghosts, *y.shape[1:])
+        part = y.new_full(shape, _worst(y.dtype, op))
         best = _extremes(torch.cat([start, part]), self.slot, y, op)
         own, ghosts = best[: self.own], best[self.own :]
         if self.halo.silent:
             return own
         halo = self.halo
         sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(
-            ghosts, *sides, "halo_transpose", halo.most
-        ).wait()
+        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
         return _extremes(own, halo.send_slot, came, op)
 
 
@@ -476,27 +469,15 @@ def _to_owners(
     op: str,
     include: bool,
 ) -> Tensor:
-    start = target.to_local()
-    plan = plan_of(ids, target.rows)
-    if op == "sum" and include:
-        return start + plan.scatter_add(source.to(start.dtype))
-    hits = plan.scatter_add(start.new_ones(len(source)))
-    hits = hits.view(-1, *([1] * (start.dim() - 1)))
-    if op == "sum":
-        return torch.where(hits > 0, plan.scatter_add(source.to(start.dtype)), start)
-    if op == "mean":
-        sums = plan.scatter_add(source) + (start if include else 0)
-        return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
-    first = _beginning(start.detach(), hits, op, include)
-    best = plan.scatter_extreme(source.detach(), first, op)
-    best = torch.where((hits > 0) | bool(include), best, start.detach())
-    if not source.requires_grad:
-        return best
-    mine = source == plan.gather(best)
-    # as torch, which counts a target of the same value whether it is included or not
-    ties = plan.scatter_add(mine.to(source.dtype)) + (start.detach() == best)
-    picked = plan.scatter_add(torch.where(mine, source, 0)) / ties.clamp(min=1)
-    return _learning(best, picked, hits)
+    """Scatters into a row-sharded tensor: sums and extremes go to the rows' owners."""
+    start, plan = target.to_local(), plan_of(ids, target.rows)
+
+    def hits() -> Tensor:
+        found = plan.scatter_add(start.new_ones(len(source)))
+        return found.view(-1, *([1] * (start.dim() - 1)))
+
+    ways = hits, plan.scatter_add, plan.scatter_extreme, plan.gather
+    return _scattered(start, source, op, include, *ways)
 
 
 def _to_all(
@@ -512,23 +493,45 @@ def _to_all(
             into.to(values.dtype).index_add(0, index, values), axis
         )
 
+    def extreme(values: Tensor, start: Tensor, op: str) -> Tensor:
+        best = _extremes(start, index, values, op)
+        return collectives.all_reduce(best, axis, op[1:])
+
+    def hits() -> Tensor:
+        return summed(source.new_ones(source.shape))
+
+    ways = hits, summed, extreme, lambda best: best.index_select(0, index)
+    return _scattered(target, source, op, include, *ways)
+
+
+def _scattered(
+    start: Tensor,
+    source: Tensor,
+    op: str,
+    include: bool,
+    hits_of: Callable[[], Tensor],
+    summed: Callable[[Tensor], Tensor],
+    extreme: Callable[[Tensor, Tensor, str], Tensor],
+    gathered: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Scatters rows into `start`, by what sums and gathers them over the ranks."""
     if op == "sum" and include:
-        return target + summed(source.to(target.dtype))
-    ones = source.new_ones(source.shape)
-    hits = summed(ones)
+        return start + summed(source.to(start.dtype))
+    hits = hits_of()
     if op == "sum":
-        return torch.where(hits > 0, summed(source.to(target.dtype)), target)
+        return torch.where(hits > 0, summed(source.to(start.dtype)), start)
     if op == "mean":
-        sums = summed(source) + (target if include else 0)
-        return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), target)
-    first = _beginning(target.detach(), hits, op, include)
-    best = _extremes(first, index, source.detach(), op)
-    best = collectives.all_reduce(best, axis, op[1:])
-    best = torch.where((hits > 0) | bool(include), best, target.detach())
+        sums = summed(source) + (start if include else 0)
+        return torch.where(hits > 0, sums / (hits + int(include)).clamp(min=1), start)
+    held = start.detach()
+    first = held if include else torch.full_like(held, _worst(held.dtype, op))
+    best = extreme(source.detach(), first, op)
+    best = torch.where((hits > 0) | bool(include), best, held)
     if not source.requires_grad:
         return best
-    mine = source == best.index_select(0, index)
-    ties = summed(mine.to(source.dtype)) + (target.detach() == best)
+    mine = source == gathered(best)
+    # as torch, which counts a target of the same value whether it is included or not
+    ties = summed(mine.to(source.dtype)) + (held == best)
     picked = summed(torch.where(mine, source, 0)) / ties.clamp(min=1)
     return _learning(best, picked, hits)
 
@@ -549,10 +552,9 @@ def _learning(best: Tensor, picked: Tensor, hits: Tensor) -> Tensor:
     return torch.where((hits > 0) & (best.isfinite() | (best == held)), exact, best)
 
 
-def _beginning(start: Tensor, hits: Tensor, op: str, include: bool) -> Tensor:
-    if include:
-        return start
-    if start.is_floating_point():
-        return torch.full_like(start, -math.inf if op == "amax" else math.inf)
-    info = torch.iinfo(start.dtype)
-    return torch.full_like(start, info.min if op == "amax" else info.max)
+def _worst(dtype: torch.dtype, op: str) -> float:
+    """Returns what every number of a type is at least, for "amax", or at most."""
+    if dtype.is_floating_point:
+        return -math.inf if op == "amax" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "amax" else info.max

@@ -14,7 +14,7 @@ from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id
 from pyg_distcomm.tensor.gather_by_id import IdPlan, kept
-from pyg_distcomm.tensor.gradients import agree, compare_plain
+from pyg_distcomm.tensor.operands import agree, compare_plain
 from pyg_distcomm.tensor.row_sharded import (
     Picker,
     RowShardedTensor,

@@ -23,8 +23,8 @@ from pyg_distcomm.comm import autograd, collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.registry import HALVES
 from pyg_distcomm.tensor import gather_by_id, sizes
-from pyg_distcomm.tensor.gradients import agree, call_local
 from pyg_distcomm.tensor.op_tables import FACTS, base_name
+from pyg_distcomm.tensor.operands import agree, call_local
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,

@@ -164,6 +164,17 @@ def advice() -> str:
     return found
 
 
+def asked_by_library() -> bool:
+    """Says whether PyG asked for what is computed now, and no code of the user's."""
+    frame, root = inspect.currentframe(), __name__.split(".")[0]
+    while frame is not None and root in ("pyg_distcomm", "torch"):
+        frame = frame.f_back
+        root = (
+            "" if frame is None else frame.f_globals.get("__name__", "").split(".")[0]
+        )
+    return root.startswith("torch_")
+
+
 _WHOLE_GRAPHS = tuple(
     f"torch_geometric.{part}"
     for part in ("transforms", "utils", "data.data", "data.batch")

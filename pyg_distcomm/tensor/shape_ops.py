@@ -20,12 +20,13 @@ from torch import Tensor
 from pyg_distcomm.comm import autograd
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import getitem
-from pyg_distcomm.tensor.gradients import agree, meet_all
 from pyg_distcomm.tensor.op_tables import FACTS, ROWWISE, SIZES, WEIGHTED, base_name
+from pyg_distcomm.tensor.operands import agree, meet_all
 from pyg_distcomm.tensor.row_sharded import (
     RowShardedTensor,
     eager,
     fit_plain,
+    tree_map,
     unsupported_op,
 )
 
@@ -61,8 +62,8 @@ def view_as(func: Callable, x: Tensor, other: Tensor) -> Tensor:
 
 
 def flatten(func: Callable, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    """Flattens dims of each row."""
-    if start_dim % x.dim() == 0 and x.dim() > 1:
+    """Flattens dims of each row; rows that have one number each, along with it."""
+    if start_dim % x.dim() == 0 and math.prod(x.shape[1 : end_dim % x.dim() + 1]) != 1:
         raise UnsupportedOp
     return x.flatten(start_dim, end_dim) if x.dim() > 1 else x
 
@@ -233,84 +234,70 @@ def _size_in(shape: Any, name: str, args: Any, kwargs: Any) -> Any:
     return torch.Size(shape) if name in ("shape", "size") else shape.numel()
 
 
+class _Turned(torch.Tensor):
+    """A row-sharded tensor in another order of dims, of which the second is the rows."""
+
+    x: RowShardedTensor  # its rows in front
+    _spread = True
+
+    def full_tensor(self) -> Tensor:
+        """Returns all of it, on every rank; collective."""
+        return self.x.full_tensor().transpose(0, 1)  # type: ignore[no-any-return, attr-defined]
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's part of it, differentiably."""
+        return self.x.to_local().transpose(0, 1)
+
+
 @eager
-class Transposed(torch.Tensor):
+class Transposed(_Turned):
     """`x.t()` of a row-sharded `x` `[n, f]`: `[f, n]`, this rank having some columns.
 
     `x.t() @ y` sums over the rows of all ranks and is an ordinary tensor. `y @ x.t()` is
     row-sharded, `[n, n]`: all rows of x come here, (P-1)/P n f words, and so they do for
-    `torch.cov(x.t())`, of columns. Everything else is
-    refused; `.t()` gives x back.
+    `torch.cov(x.t())`, of columns. `.t()` gives x back. Everything else sees a stack of the
+    columns: a `Stacked`.
     """
-
-    x: RowShardedTensor
-    _spread = True
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs products and facts, and refuses the rest by name."""
+        """Runs products and facts, and the rest on a stack of the columns."""
         name, kwargs = base_name(func), kwargs or {}
-        if name in ("matmul", "mm", "rmatmul", "mv"):
+        if name in _PRODUCTS:
             found = multiplied(name, args, kwargs)
-            if found is not None:
-                return found
+            if found is None:
+                raise unsupported_op(f"{name}() of a transposed row-sharded matrix")
+            return found
         if name in ("t", "T", "mT", "transpose", "permute"):
             return args[0].x
         if name in ("cov", "corrcoef") and isinstance(args[0], Transposed):
             agree(name, args[0].x, (args, kwargs))
             whole = getitem.gather_all(args[0].x.to_local(), args[0].x.rows)
             return func(whole.t(), *args[1:], **kwargs)
-        if name in SIZES:
-            return _size_in(args[0].x.shape[::-1], name, args, kwargs)
-        if name in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        raise unsupported_op(f"{name}() of a transposed row-sharded matrix")
+        return Stacked.__torch_function__(
+            func, types, *tree_map(_stack, (args, kwargs))
+        )
+
+    def __iter__(self) -> Any:
+        return iter(self.x.unbind(1))
 
 
-@eager
-class BatchSecond(torch.Tensor):
-    """`x.transpose(0, 1)` of a row-sharded `x` `[n, steps, C]`: `[steps, n, C]`.
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Stacked) and value.x.dim() == 2
 
-    As `torch.nn.MultiheadAttention` takes a batch, which the rows are here: attention is
-    among the steps of a row. Everything else is refused; `.transpose(0, 1)` gives x back.
-    """
 
-    x: RowShardedTensor
-    _spread = True
+def _stack(value: Any) -> Any:
+    return Stacked.over(value.x) if isinstance(value, Transposed) else value
 
-    @staticmethod
-    def of(x: RowShardedTensor) -> BatchSecond:
-        """Returns the rows as second dim."""
-        with torch._C.DisableTorchFunctionSubclass():
-            out = x.as_subclass(torch.Tensor).transpose(0, 1).as_subclass(BatchSecond)
-        out.x = x
-        return out
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Runs attention of each row, and refuses the rest by name."""
-        name, kwargs = base_name(func), kwargs or {}
-        if name == "multi_head_attention_forward":
-            return _attention(func, args, kwargs)
-        if name in ("transpose", "swapaxes") and {*args[1:]} == {0, 1}:
-            return args[0].x
-        if name in SIZES:
-            n, steps, *rest = args[0].x.shape
-            return _size_in(torch.Size((steps, n, *rest)), name, args, kwargs)
-        if name in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        raise unsupported_op(f"{name}() of rows that are the second dim")
+_PRODUCTS = frozenset(("matmul", "mm", "rmatmul", "mv"))
 
 
 def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
     """Returns what multi-head attention among the steps of each row does."""
-    like = next(a.x for a in args[:3] if isinstance(a, BatchSecond))
+    like = next(a.x for a in args[:3] if isinstance(a, Stacked))
     args, kwargs = meet_all(like, func.__name__, args, kwargs)  # weights, too
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     if given["dropout_p"] and given.get("training", True):
@@ -328,28 +315,27 @@ def _attention(func: Callable, args: Any, kwargs: Any) -> Any:
         return rows if count else rows.new_zeros(1, *rows.shape[1:])
 
     for k, part in zip(("query", "key", "value"), parts, strict=True):
-        if not isinstance(part, BatchSecond) or part.x.rows is not like.rows:
+        if not isinstance(part, Stacked) or part.x.rows is not like.rows:
             raise unsupported_op("attention of rows to others, or cut differently,")
         given[k] = local(part.x).transpose(0, 1)
     given["key_padding_mask"] = None if padding is None else local(padding)
     out, weights = func(**given)
-    wrapped = BatchSecond.of(like.wrap(out.transpose(0, 1)[:count], like.rows))
+    wrapped = Stacked.over(like.wrap(out.transpose(0, 1)[:count], like.rows))
     return wrapped, weights if weights is None else like.wrap(
         weights[:count], like.rows
     )
 
 
 @eager
-class Stacked(torch.Tensor):
+class Stacked(_Turned):
     """`torch.stack([x, y, ...])` of row-sharded tensors `[n, f]`: `[k, n, f]`.
 
     Each of the k tensors is row-sharded, as are reductions over dim 0 `[n, f]`, which
     `HeteroConv` makes; those over dim 1 are equal on all ranks. What works row by row
-    returns a stack again. Everything else is refused; stack along dim 1 for that.
+    returns a stack again, and dims 0 and 1 exchanged are rows `[n, k, f]`. It is also what
+    `torch.nn.MultiheadAttention` takes, among k steps of each row. Everything else is
+    refused; stack along dim 1 for that.
     """
-
-    x: RowShardedTensor  # [n, k, f]
-    _spread = True
 
     @staticmethod
     def of(tensors: list[Any]) -> Stacked:
@@ -383,13 +369,31 @@ class Stacked(torch.Tensor):
             found = whole._along(name, args[1:], kwargs)
         elif whole is not None and name == "getitem" and type(args[1]) is int:
             found = whole.x[:, args[1]]
+        elif whole is not None and name in _SWAPS:
+            found = whole.x if _SWAPS[name](*args[1:], **kwargs) else None
+        elif whole is not None and name in ("numpy", "tolist"):
+            found = getattr(whole.full_tensor(), name)()
+        elif name == "multi_head_attention_forward":
+            return _attention(func, args, kwargs)
+        elif name in (*_PRODUCTS, "cov", "corrcoef"):
+            flat = [a.x.t() if _is_flat(a) else a for a in args]
+            if not any(isinstance(a, Stacked) for a in flat):
+                return func(*flat, **kwargs)
+            right = args[-1]
+            if (
+                type(right) is Tensor and right.dim() == 2
+            ):  # after each tensor of a stack
+                found = Stacked.over(args[0].x @ right)
         elif whole is not None and name in SIZES:
             n, k, *rest = whole.x.shape
             found = _size_in(torch.Size((k, n, *rest)), name, args, kwargs)
         elif name in ROWWISE or name == "dropout":
             found = _row_by_row(name, func, args, kwargs)
         if found is None:
-            raise unsupported_op(f"{name}() of row-sharded tensors stacked along dim 0")
+            raise unsupported_op(
+                f"{name}() of row-sharded tensors stacked along dim 0, as of their transpose "
+                "(stack along dim 1, and rows stay in front),"
+            )
         return found
 
     def _reduced(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -398,7 +402,7 @@ class Stacked(torch.Tensor):
         if isinstance(dims, (list, tuple)) and len(dims) == 1:
             dims = dims[0]
         reduce = getattr(torch, name)
-        if dims is None and not args and name != "logsumexp":
+        if dims is None and not args and name not in ("logsumexp", "argmax", "argmin"):
             return reduce(self.x, **kwargs)
         if kwargs.get("keepdim") or len(args) > 1 or type(dims) is not int:
             return None
@@ -423,7 +427,17 @@ class Stacked(torch.Tensor):
         return iter(self.x.unbind(1))
 
 
-_OVER_STACKS = frozenset("sum mean max min amax amin prod logsumexp".split())
+_OVER_STACKS = frozenset(
+    "sum mean max min amax amin prod logsumexp std var any all argmax argmin".split()
+)
+# whether it exchanges the first two dims
+_SWAPS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("t", "T"), lambda: True),
+    **dict.fromkeys(
+        ("transpose", "swapaxes"), lambda dim0, dim1: {dim0, dim1} == {0, 1}
+    ),
+    "permute": lambda *dims: dims == (1, 0, *range(2, len(dims))),
+}
 _ALONG = {f.__name__: f for f in (F.softmax, F.log_softmax, F.normalize)}
 
 
@@ -479,7 +493,7 @@ def transposed(name: str, args: Any, kwargs: Any) -> Any:
         and (name != "permute" or dims[0] % 2)
     )
     if x.dim() == 3 and name in ("transpose", "swapaxes") and {*dims} == {0, 1}:
-        return BatchSecond.of(x)
+        return Stacked.over(x)
     if x.dim() != 2 or not swaps:
         return None
     if x.holds_ends and x.rows.stacked is not None:

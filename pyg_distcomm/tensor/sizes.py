@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.tensor.gradients import call_local
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor
+from pyg_distcomm.tensor.operands import call_local
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, asked_by_library
 
 
 class NumRows(int):
@@ -24,24 +24,39 @@ class NumRows(int):
     """
 
     rows: Rows
-    total: int
+    _total: int | Callable[[], int]
 
     @staticmethod
     def of(rows: Rows, times: int = 1) -> NumRows:
         """Returns the number of rows here, or a multiple of it."""
-        return NumRows._made(len(rows) * times, rows.total * times, rows)
+        known = rows.total * times if rows.whole else lambda: rows.count * times
+        return NumRows.made(len(rows) * times, known, rows)
 
     @staticmethod
-    def _made(here: int, total: int, rows: Rows) -> NumRows:
+    def made(here: int, total: int | Callable[[], int], rows: Rows) -> NumRows:
+        """Returns a number of rows: `here` as a size, `total` in a formula."""
         out = NumRows(here)
-        out.rows, out.total = rows, total
+        out.rows, out._total = rows, total
         return out
+
+    @property
+    def total(self) -> int:
+        """The number on all ranks; see `Rows.count` for when ranks are asked."""
+        if not isinstance(self._total, int):
+            self._total = self._total()
+        return self._total
 
     def _with(self, other: Any, op: Callable[[Any, Any], Any]) -> Any:
         if not isinstance(other, int):
             return op(self.total, other)
-        total = op(self.total, getattr(other, "total", other))
-        return NumRows._made(op(int(self), int(other)), total, self.rows)
+
+        def total() -> int:
+            return op(self.total, getattr(other, "total", other))  # type: ignore[no-any-return]
+
+        both = [n for n in (self, other) if isinstance(n, NumRows)]
+        known = all(isinstance(n._total, int) for n in both)
+        here = op(int(self), int(other))
+        return NumRows.made(here, total() if known else total, self.rows)
 
     def __add__(self, other: Any) -> Any:
         return self._with(other, operator.add)
@@ -103,8 +118,8 @@ class NumRows(int):
         return self._compared(other, operator.ge)
 
     def _compared(self, other: Any, op: Callable[[Any, Any], bool]) -> bool:
-        """Compares sizes as sizes here, and with a number as one process does."""
-        if isinstance(other, NumRows):
+        """Compares sizes as sizes here, and with a number as one process does, if known."""
+        if isinstance(other, NumRows) or not isinstance(self._total, int):
             return op(int(self), int(other))
         return op(self.total, other)
 
@@ -153,20 +168,43 @@ def size_of(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 def _size_inside(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     """Answers for a tensor inside a layer, which counts as this rank's rows."""
     found, rows = call_local(func, args, kwargs), args[0].rows
-    # where all rows are here, ranks without any still count as this one does
-    if not rows.whole or rows.mesh.size == 1:
+    return size_here(name, found, rows, 0, args, kwargs)
+
+
+def size_here(
+    name: str, found: Any, rows: Rows, place: int, args: Any, kwargs: Any
+) -> Any:
+    """Returns sizes inside a layer with a number of rows in the place of this rank's.
+
+    Args:
+        name: of the question: shape, size, len, numel or nbytes.
+        found: its answer here.
+        rows: of the tensor.
+        place: which of its dims they are.
+        args, kwargs: of the question.
+
+    Raises:
+        TypeError: for len() asked by a layer of the user's own, which Python makes an int.
+    """
+    if rows.mesh.size == 1:
         return found
     if isinstance(found, torch.Size):
-        return torch.Size((NumRows.of(rows), *found[1:]))
+        return torch.Size((*found[:place], NumRows.of(rows), *found[place + 1 :]))
     if name == "size":
-        dim, ndim = (
-            args[1] if len(args) > 1 else kwargs["dim"],
-            len(local_shape(args[0])),
-        )
-        return found if dim % ndim else NumRows.of(rows)
+        dim = args[1] if len(args) > 1 else kwargs["dim"]
+        with torch._C.DisableTorchFunctionSubclass():
+            return NumRows.of(rows) if dim % args[0].dim() == place else found
     if name == "len":
-        return found  # Python makes it an int
-    return NumRows.of(rows, found // len(rows)) if len(rows) else found
+        if place == 0 and rows.whole and not asked_by_library():
+            raise TypeError(
+                "len(x) inside a layer counts the rows of this rank alone, and the number "
+                "of ranks must not change the answer; use x.size(0)"
+            )
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        times = math.prod(n for k, n in enumerate(args[0].shape) if k != place)
+        times *= args[0].element_size() if name == "nbytes" else 1
+    return NumRows.of(rows, times)
 
 
 def new_by_size(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -209,10 +247,10 @@ def _wrapped_inside(x: RowShardedTensor, found: Tensor, sizes: Any) -> Tensor:
 
 def is_count_of(size: Any, rows: Rows) -> bool:
     """Says whether a size inside a layer is the number of rows, and no multiple of it."""
-    return isinstance(size, NumRows) and (int(size), size.total) == (
-        len(rows),
-        rows.total,
-    )
+    if not (isinstance(size, NumRows) and rows.whole):
+        return False
+    counts = (int(size), size.total) == (len(rows), rows.total)
+    return counts and size.rows.same_as(rows)
 
 
 def rows_of_length(x: RowShardedTensor, count: int) -> Rows | None:

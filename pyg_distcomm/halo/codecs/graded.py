@@ -187,12 +187,13 @@ class RangeBits(_Graded):
         each = [
             (a - b) / cost for (a, b), cost in zip(pairwise(steps), costs, strict=True)
         ]
-        gain = (span.square() * span.new_tensor(each).unsqueeze(1)).flatten()
+        gain = torch.cat([span.square() * gained for gained in each])
         order = torch.argsort(gain, descending=True, stable=True)
-        cost = torch.tensor(costs, device=x.device).repeat_interleave(len(x))[order]
+        cost = torch.cat([torch.full_like(low, step) for step in costs]).long()[order]
         spare = int(self.mean * len(x)) - LEVELS[0] * len(x)
-        taken = order[cost.cumsum(0) <= spare]
-        return torch.bincount(taken % max(len(x), 1), minlength=len(x))
+        taken = (cost.cumsum(0) <= spare).long()  # asks for no value of a device
+        level = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return level.index_add_(0, order % max(len(x), 1), taken)
 
     def _write(
         self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
@@ -225,5 +226,8 @@ def _least(bad: list[int | Tensor], none: int) -> int | Tensor:
 
 
 def _by_level(level: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns the rows of each number of bits."""
-    return [(bits, (level == k).nonzero().flatten()) for k, bits in enumerate(LEVELS)]
+    """Returns the rows of each number of bits; of a device it asks once."""
+    each = torch.arange(len(LEVELS), device=level.device)
+    counts = (level.unsqueeze(1) == each).sum(0).tolist()
+    order = torch.argsort(level, stable=True)
+    return list(zip(LEVELS, order.split(counts), strict=True))

@@ -9,27 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from pyg_distcomm.comm.consistency import comparer_of
-from pyg_distcomm.comm.gradient_averaging import averager_of, meet
-from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.tensor.row_sharded import RowShardedTensor, tree_map
-
-
-def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
-    """Calls a torch function on the local parts, as they are.
-
-    Where hooks look after saved tensors, as in checkpointing, these are ordinary ones:
-    hooks may read their sizes anywhere.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None and not getattr(func, "__name__", "").endswith("_"):
-            args, kwargs = tree_map(_local, args), tree_map(_local, kwargs)
-        return func(*args, **kwargs)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, RowShardedTensor) else value
+from pyg_distcomm.tensor.operands import agree, call_local, local_part
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
 
 def requires_grad(func: Callable, args: Any, kwargs: Any) -> Any:
@@ -94,8 +75,8 @@ def register_hook(func: Callable, args: Any, kwargs: Any) -> Any:
     rows, wrap, size = x.rows, x.wrap, x.rows.mesh.size
 
     def seen(g: Tensor) -> Tensor | None:
-        out = hook(wrap(_local(g) / size, rows))
-        return None if out is None else _local(out) * size
+        out = hook(wrap(local_part(g) / size, rows))
+        return None if out is None else local_part(out) * size
 
     return call_local(func, (x, seen), kwargs)
 
@@ -134,107 +115,6 @@ def _scaled(found: Any, x: Any) -> Any:
         return found
     found = found if isinstance(found, RowShardedTensor) else x.wrap(found, x.rows)
     return found if x.is_leaf else found / x.rows.mesh.size
-
-
-def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the operands of an operation, plain ones as they have to meet row-sharded `x`.
-
-    Outside layers, plain tensors without gradient are compared between ranks, as
-    `Mesh.check` says. Inside, plain tensors with a history are this rank's own.
-    """
-    mesh, inside = x.rows.mesh, x.reads_local
-    if not isinstance(mesh, Mesh):
-        return args, kwargs
-
-    def met(value: Any) -> Any:
-        if not isinstance(value, Tensor) or getattr(type(value), "_spread", False):
-            return value
-        if value.requires_grad:
-            return value if inside and not value.is_leaf else meet(value, mesh)
-        if not inside and type(value) in (Tensor, torch.nn.Parameter) and checks:
-            if isinstance(value, torch.nn.Parameter):
-                averager_of(mesh).know(value)
-            else:
-                comparer_of(mesh).check(value, name)
-        return value
-
-    checks = torch._C._current_graph_task_id() == -1
-    if name == "setitem" and not isinstance(
-        args[0], RowShardedTensor
-    ):  # it may hold anything, as out may
-        return (args[0], *tree_map(met, args[1:])), kwargs
-    if name == "getitem" and _relabels(args[0]):
-        return (args[0], *tree_map(met, args[1:])), kwargs
-    kept = {"out": kwargs["out"]} if "out" in kwargs else {}
-    args, kwargs = tree_map(met, (args, {k: kwargs[k] for k in kwargs if k != "out"}))
-    return args, {**kwargs, **kept}
-
-
-def _relabels(table: Any) -> bool:
-    """Whether an ordinary table may number nodes anew: it has values for some of them alone.
-
-    As in `assoc = torch.empty(n); assoc[n_id] = torch.arange(len(n_id))`.
-    """
-    return (
-        not isinstance(table, RowShardedTensor)
-        and table.dim() == 1
-        and table.dtype == torch.int64
-    )
-
-
-def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
-    """Has the ranks compare an operation over the rows of all ranks, before its exchange.
-
-    Nothing is compared in a backward pass; see `Comparer.check_call` for the rest.
-
-    Args:
-        name: the operation.
-        x: a row-sharded operand.
-        operands: all of its arguments, in any nesting.
-    """
-    mesh = x.rows.mesh
-    if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.check == "never":
-        return
-    if torch._C._current_graph_task_id() == -1:
-        inside = x.reads_local  # where plain operands may be this rank's
-        comparer_of(mesh).check_call(name, () if inside else _described(operands))
-
-
-def _described(value: Any) -> Any:
-    """Returns what is the same on all ranks of an operand, hashable."""
-    if isinstance(value, (tuple, list)):
-        if len(value) > _LISTED:
-            return f"{len(value)} values"
-        return tuple([_described(v) for v in value])
-    if isinstance(value, dict):
-        return tuple([f"{k}={_described(v)}" for k, v in value.items()])
-    if isinstance(value, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
-        if isinstance(value, RowShardedTensor):
-            rows = value.rows
-            count = str(rows.total) if rows.whole else "?"
-            return f"{dtype}[{', '.join([count, *map(str, shape[1:])])}]"
-        if getattr(type(value), "_spread", False):  # its shape is this rank's
-            return f"{dtype} {type(value).__name__}"
-        return f"{dtype}[{', '.join(map(str, shape))}]"
-    value = getattr(value, "total", value)  # of a number of rows inside a layer
-    if value is None or isinstance(value, (bool, int, float, str, slice, torch.dtype)):
-        return repr(value)
-    return type(value).__name__
-
-
-_LISTED = 32  # operands of which each is compared
-
-
-def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:
-    """Has the ranks compare a plain tensor that selects, or is written to, rows of `x`."""
-    mesh = x.rows.mesh
-    if not isinstance(mesh, Mesh) or mesh.size == 1 or x.reads_local:
-        return
-    plain = isinstance(value, Tensor) and not getattr(type(value), "_spread", False)
-    if plain and torch._C._current_graph_task_id() == -1:
-        comparer_of(mesh).check(value.detach(), name)
 
 
 def from_local(t: Tensor, like: RowShardedTensor) -> Any:

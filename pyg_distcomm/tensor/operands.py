@@ -1,0 +1,136 @@
+"""Prepares the operands of torch functions on DistTensors: local parts, and comparisons.
+
+Plain tensors that meet row-sharded ones are compared between ranks, or their gradients
+averaged; and ranks compare what they call before it exchanges anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.gradient_averaging import averager_of, meet
+from pyg_distcomm.comm.mesh import Mesh
+from pyg_distcomm.tensor.row_sharded import RowShardedTensor, tree_map
+
+_LISTED = 32  # operands of which each is compared
+
+
+def call_local(func: Callable, args: Any, kwargs: Any) -> Any:
+    """Calls a torch function on the local parts, as they are.
+
+    Where hooks look after saved tensors, as in checkpointing, these are ordinary ones:
+    hooks may read their sizes anywhere.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None and not getattr(func, "__name__", "").endswith("_"):
+            args, kwargs = tree_map(local_part, args), tree_map(local_part, kwargs)
+        return func(*args, **kwargs)
+
+
+def local_part(value: Any) -> Any:
+    """Returns the rows of this rank of a row-sharded tensor, and other values as they are."""
+    return value.to_local() if isinstance(value, RowShardedTensor) else value
+
+
+def meet_all(x: RowShardedTensor, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the operands of an operation, plain ones as they have to meet row-sharded `x`.
+
+    Outside layers, plain tensors without gradient are compared between ranks, as
+    `Mesh.check` says. Inside, plain tensors with a history are this rank's own.
+    """
+    mesh, inside = x.rows.mesh, x.reads_local
+    if not isinstance(mesh, Mesh):
+        return args, kwargs
+
+    def met(value: Any) -> Any:
+        if not isinstance(value, Tensor) or getattr(type(value), "_spread", False):
+            return value
+        if value.requires_grad:
+            return value if inside and not value.is_leaf else meet(value, mesh)
+        if not inside and type(value) in (Tensor, torch.nn.Parameter) and checks:
+            if isinstance(value, torch.nn.Parameter):
+                averager_of(mesh).know(value)
+            else:
+                comparer_of(mesh).check(value, name)
+        return value
+
+    checks = torch._C._current_graph_task_id() == -1
+    if name == "setitem" and not isinstance(
+        args[0], RowShardedTensor
+    ):  # it may hold anything, as out may
+        return (args[0], *tree_map(met, args[1:])), kwargs
+    if name == "getitem" and _relabels(args[0]):
+        return (args[0], *tree_map(met, args[1:])), kwargs
+    kept = {"out": kwargs["out"]} if "out" in kwargs else {}
+    args, kwargs = tree_map(met, (args, {k: kwargs[k] for k in kwargs if k != "out"}))
+    return args, {**kwargs, **kept}
+
+
+def _relabels(table: Any) -> bool:
+    """Whether an ordinary table may number nodes anew: it has values for some of them alone.
+
+    As in `assoc = torch.empty(n); assoc[n_id] = torch.arange(len(n_id))`.
+    """
+    return (
+        not isinstance(table, RowShardedTensor)
+        and table.dim() == 1
+        and table.dtype == torch.int64
+    )
+
+
+def agree(name: str, x: RowShardedTensor, operands: Any = ()) -> None:
+    """Has the ranks compare an operation over the rows of all ranks, before its exchange.
+
+    Nothing is compared in a backward pass; see `Comparer.check_call` for the rest.
+
+    Args:
+        name: the operation.
+        x: a row-sharded operand.
+        operands: all of its arguments, in any nesting.
+    """
+    mesh = x.rows.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.check == "never":
+        return
+    if torch._C._current_graph_task_id() == -1:
+        inside = x.reads_local  # where plain operands may be this rank's
+        comparer_of(mesh).check_call(name, () if inside else _described(operands))
+
+
+def _described(value: Any) -> Any:
+    """Returns what is the same on all ranks of an operand, hashable."""
+    if isinstance(value, (tuple, list)):
+        if len(value) > _LISTED:
+            return f"{len(value)} values"
+        return tuple([_described(v) for v in value])
+    if isinstance(value, dict):
+        return tuple([f"{k}={_described(v)}" for k, v in value.items()])
+    if isinstance(value, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
+        if isinstance(value, RowShardedTensor):
+            rows = value.rows
+            count = str(rows.total) if rows.whole else "?"
+            return f"{dtype}[{', '.join([count, *map(str, shape[1:])])}]"
+        if getattr(type(value), "_spread", False):  # its shape is this rank's
+            return f"{dtype} {type(value).__name__}"
+        return f"{dtype}[{', '.join(map(str, shape))}]"
+    value = getattr(value, "total", value)  # of a number of rows inside a layer
+    if value is None or isinstance(value, (bool, int, float, str, slice, torch.dtype)):
+        return repr(value)
+    return type(value).__name__
+
+
+def compare_plain(x: RowShardedTensor, value: Any, name: str) -> None:
+    """Has the ranks compare a plain tensor that selects, or is written to, rows of `x`."""
+    mesh = x.rows.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1 or x.reads_local:
+        return
+    plain = isinstance(value, Tensor) and not getattr(type(value), "_spread", False)
+    if plain and torch._C._current_graph_task_id() == -1:
+        comparer_of(mesh).check(value.detach(), name)

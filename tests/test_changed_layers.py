@@ -1,0 +1,160 @@
+"""Layers that a user has changed: another linear layer, hooks, a `propagate` of their own."""
+
+from __future__ import annotations
+
+import batches
+import pytest
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from problems import GRAPHS, grids
+from test_step import agree
+
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import DistNeighborLoader
+
+WIDTH = 7  # features of the problems' graphs
+
+
+class Twice:
+    """Doubles what a layer propagates."""
+
+    def propagate(self, edge_index, **given):
+        return 2 * super().propagate(edge_index, **given)
+
+
+class TwiceSAGE(Twice, pyg.SAGEConv):
+    pass
+
+
+class TwiceGraph(Twice, pyg.GraphConv):
+    pass
+
+
+class TwiceGAT(Twice, pyg.GATConv):
+    pass
+
+
+class TwiceOfOurs(Twice, pdc.nn.SAGEConv):
+    pass
+
+
+def biased(name):
+    def change(conv):
+        lin = getattr(conv, name)
+        setattr(conv, name, torch.nn.Linear(WIDTH, lin.out_channels))
+
+    return change
+
+
+def patched(name):
+    def change(conv):
+        part = getattr(conv, name)
+        inner = part.forward
+        part.forward = lambda *args, **given: 2 * inner(*args, **given)
+
+    return change
+
+
+def hooked(name):
+    def change(conv):
+        part = getattr(conv, name)
+        part.register_forward_hook(lambda module, given, out: 2 * out)
+
+    return change
+
+
+def own_propagate(conv):
+    inner = conv.propagate
+    conv.propagate = lambda *args, **given: 2 * inner(*args, **given)
+
+
+CHANGES = {
+    "gcn linear with bias": (pyg.GCNConv, biased("lin")),
+    "gcn linear patched": (pyg.GCNConv, patched("lin")),
+    "gcn sum hooked": (pyg.GCNConv, hooked("aggr_module")),
+    "gcn own propagate": (pyg.GCNConv, own_propagate),
+    "sage root with bias": (pyg.SAGEConv, biased("lin_r")),
+    "sage linear patched": (pyg.SAGEConv, patched("lin_l")),
+    "sage mean hooked": (pyg.SAGEConv, hooked("aggr_module")),
+    "sage own propagate": (pyg.SAGEConv, own_propagate),
+    "sage class with propagate": (TwiceSAGE, None),
+    "our class with propagate": (TwiceOfOurs, None),
+    "graph class with propagate": (TwiceGraph, None),
+    "graph sum hooked": (pyg.GraphConv, hooked("aggr_module")),
+    "gat class with propagate": (TwiceGAT, None),
+    "gat linear with bias": (pyg.GATConv, biased("lin")),
+    "gat sum hooked": (pyg.GATConv, hooked("aggr_module")),
+}
+
+
+def made(name, plain=False):
+    kind, change = CHANGES[name]
+    kind = TwiceSAGE if plain and kind is TwiceOfOurs else kind
+    torch.manual_seed(2)
+    conv = kind(WIDTH, 4)
+    if change is not None:
+        change(conv)
+    return conv.double()
+
+
+def on_ranks(grid):
+    data = GRAPHS["directed"]()
+    share = pdc.partition(data, worlds.mesh(grid=grid), "random")
+    for name in CHANGES:
+        plain, ours = made(name, plain=True), pdc.convert(made(name))
+        found = []
+        for layer, given in ((plain, data), (ours, share)):
+            x = given.x.clone().requires_grad_()
+            out = layer(x, given.edge_index)
+            out.square().sum().backward()
+            found.append([out.detach(), x.grad])
+            grads = [p.grad for p in layer.parameters()]
+            if layer is ours:
+                mesh = share.edge_index.nodes.mesh
+                found[-1] = [t.full_tensor() for t in found[-1]]
+                reduce = pdc.comm.collectives.all_reduce
+                grads = [reduce(g, mesh.world) / mesh.size for g in grads]
+            found[-1] += grads
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_changed_layers_on_ranks_are_what_they_were_changed_to(size):
+    for grid in grids(size):
+        worlds.run(on_ranks, size, grid)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_layers_of_minibatches_are_what_they_were_changed_to(name):
+    class Model(torch.nn.Module):
+        def __init__(self, plain):
+            super().__init__()
+            self.conv, self.last = made(name, plain), pyg.SAGEConv(4, 3).double()
+
+        def forward(self, x, edge_index):
+            return self.last(self.conv(x, edge_index).relu(), edge_index)
+
+    data = batches.graph()
+    data.x = torch.randn(data.num_nodes, WIDTH, dtype=torch.float64)
+    wanted, ours = Model(plain=True), pdc.convert(Model(plain=False))
+    ours.load_state_dict(wanted.state_dict())
+    loader = DistNeighborLoader(
+        data, [4, 3], input_nodes=torch.arange(9), batch_size=3, seed=2
+    )
+    for batch in loader:
+        rows = slice(batch.batch_size)
+        agree(ours, wanted, rows, batch.edge_index, x=batch.x)
+
+
+@pytest.mark.parametrize("name", ["lin_l", "lin_r"])
+def test_hooks_of_gradients_fire(name):
+    """On a linear layer of a SAGEConv that products would stand in for."""
+    layer, seen = pdc.convert(pyg.SAGEConv(5, 4)), []
+    getattr(layer, name).register_full_backward_hook(lambda *_: seen.append(1))
+    data = batches.graph()
+    for k in (1, 2, 3):
+        x = data.x.clone().requires_grad_()
+        layer(x, data.edge_index).sum().backward()
+        assert len(seen) == k

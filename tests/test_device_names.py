@@ -1,0 +1,667 @@
+"""Every public name has one line in a table, which says what comes back on the device.
+
+Cases run twice, on the CPU and on `second_device`'s device: results and gradients lie where
+they were asked for, and have the CPU's numbers. `test_placement.py` has what trains; here is
+the table that a new name must be added to.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+
+import layers
+import pytest
+import second_device
+import test_codec
+import test_layers
+import test_transforms
+import tiers
+import torch
+import torch_geometric.loader
+import torch_geometric.nn as pyg
+import torch_geometric.transforms as T
+import worlds
+from problems import GRAPHS
+from torch_geometric import seed_everything
+from torch_geometric.data import HeteroData, TemporalData
+from torch_geometric.sampler import NodeSamplerInput
+
+import pyg_distcomm as pdc
+import pyg_distcomm.loader as loading
+import pyg_distcomm.nn as nn
+from pyg_distcomm import kernels, ops, sampling
+from pyg_distcomm.graph import transforms
+from pyg_distcomm.halo import codecs
+from pyg_distcomm.kernels.registry import Op
+from pyg_distcomm.ops.spgemm import spgemm
+from pyg_distcomm.sampling import algebra
+
+CPU = torch.device("cpu")
+# a matrix [3, 3] in the forms that kernels take, and what it is multiplied by
+ROW, COL = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 2, 1, 0, 1])
+ROWPTR, INTS = torch.tensor([0, 2, 3, 5]), torch.tensor([3, 1, 4, 1, 5])
+X, IDS = torch.arange(6.0).view(3, 2).sin(), torch.tensor([2, 0])
+EDGES = torch.arange(10.0).view(5, 2).cos()  # a number or two an edge
+KEYS, KEY = torch.tensor([17, 4, 9]), 2**62 + 12345
+
+
+def matrix(at, values=None):
+    return at(ROWPTR), at(COL), None if values is None else at(values)
+
+
+def segments(at, y=EDGES):
+    return kernels.segment_softmax(at(ROWPTR), at(y))
+
+
+def largest(at):
+    return kernels.segment_max(at(ROWPTR), at(COL), at(X))
+
+
+def drawn(at, draw, *more):
+    ptr = at(torch.tensor([0, 1, 2, 3]))
+    return draw(at(ROWPTR), at(INTS), *more, at(KEYS), ptr)
+
+
+KERNELS = {
+    "coo_to_csr": lambda at: kernels.coo_to_csr(at(ROW), at(COL), 3),
+    "count_positive": lambda at: kernels.count_positive(at(ROWPTR), at(INTS)),
+    "csr_transpose": lambda at: kernels.csr_transpose(at(ROWPTR), at(COL), 3),
+    "draw": lambda at: drawn(
+        at, lambda *given: kernels.draw(*given, False), at(ROWPTR).diff()
+    ),
+    "exponential_race": lambda at: drawn(at, kernels.exponential_race),
+    "extract": lambda at: kernels.extract(
+        matrix(at)[:2], *[(at(IDS), at(torch.tensor([0, 2])))] * 2
+    ),
+    "gather_rows": lambda at: kernels.gather_rows(at(X), at(IDS)),
+    "keyed_bits": lambda at: kernels.keyed_bits(KEY, at(IDS), 3),
+    "keyed_dropout": lambda at: kernels.keyed_dropout(
+        at(X), KEY, at(IDS)[[0, 1, 0]], 0.5
+    ),
+    "keyed_mask": lambda at: kernels.keyed_mask(KEY, at(IDS), 3, 0.5),
+    "normalize_rows": lambda at: kernels.normalize_rows(at(ROWPTR), at(INTS).double()),
+    "place_pairs": lambda at: kernels.place_pairs(
+        at(ROW), at(COL), None, at(ROWPTR), at(torch.zeros(10).long())
+    ),
+    "read_rows": lambda at: kernels.read_rows(at(X), at(IDS)),
+    "scatter_add_rows": lambda at: kernels.scatter_add_rows(at(X), at(IDS), at(X)[:2]),
+    "sddmm": lambda at: kernels.sddmm(at(ROWPTR), at(COL), at(X), at(X)),
+    "segment_max": largest,
+    "segment_max_grad": lambda at: kernels.segment_max_grad(
+        at(ROWPTR), at(COL), at(X), largest(at), at(X)
+    ),
+    "segment_softmax": segments,
+    "segment_softmax_grad": lambda at: kernels.segment_softmax_grad(
+        at(ROWPTR), segments(at), at(EDGES)
+    ),
+    "spgemm": lambda at: kernels.spgemm(matrix(at, INTS), matrix(at, EDGES[:, 0]), 3),
+    "spmm": lambda at: kernels.spmm(*matrix(at, EDGES[:, 0]), at(X)),
+    "weighted_sampler": lambda at: kernels.weighted_sampler(at(INTS))(
+        at(KEYS), at(torch.tensor([0, 2, 4, 6])), False
+    ),
+    "neighbor_sampler": "KeyedNeighborSampler",
+    "describe": "says what runs on the CPU",
+    "layer_weights": "weighs a graph on the host, before it is sent",
+    "minimum_cover": "plans on the host",
+    "rank_select_index": "looks up on the host",
+    "untrusted_writer": "looks at a folder",
+    "warm_up": "compiles for the CPU",
+}
+
+
+def block(at, values=EDGES[:, 0]):
+    pattern = ops.Pattern(at(ROWPTR), at(COL), 3)
+    return ops.CSR(pattern, None if values is None else at(values))
+
+
+OPS = {
+    "CSR": lambda at: [
+        block(at).matmul(at(X)),
+        block(at).transposed.matmul(at(X)),
+        block(at).value_gradient(at(X), at(X)),
+    ],
+    "Pattern": lambda at: [
+        ops.Pattern.build(at(ROW), at(COL), (3, 3)),
+        ops.Pattern(at(ROWPTR), at(COL), 3).transpose,
+    ],
+    "GridMatrix": "the product of GCNConv",
+    "spgemm": lambda at: spgemm(block(at), block(at)),
+}
+
+
+def bulk(at):
+    return sampling.BulkNodes.of([at(IDS), at(torch.tensor([1]))])
+
+
+def weights(at, values=INTS):
+    whole = None if values is None else at(values)
+    return sampling.BulkMatrix.from_edges(at(ROW), at(COL), whole, (3, 3))
+
+
+def sampled_by(make):
+    def run(at):
+        data = GRAPHS["undirected"]()
+        found = make(data, None if at.device == CPU else at.device)
+        seeds = NodeSamplerInput(None, torch.tensor([3, 7, 20]))
+        out = found.sample_from_nodes(seeds)
+        return [out.node, out.row, out.col, out.edge]
+
+    return run
+
+
+def by_rule(rule):
+    return sampled_by(
+        lambda d, where: sampling.KeyedLayerSampler(
+            d, [9, 9], rule, seed=5, device=where
+        )
+    )
+
+
+SAMPLING = {
+    "BulkMatrix": lambda at: [
+        weights(at),
+        weights(at, None),
+        sampling.BulkMatrix.row_per_node(bulk(at), 3),
+        sampling.BulkMatrix.row_per_batch(bulk(at), 3),
+        weights(at).sqrt() * 2,
+        weights(at).dense(),
+    ],
+    "BulkNodes": lambda at: [bulk(at), bulk(at).batch, bulk(at).split()],
+    "Sample": "algebra.sample",
+    "FastGCN": by_rule(sampling.FastGCN()),
+    "Ladies": by_rule(sampling.Ladies()),
+    "UserRule": by_rule(sampling.UserRule(lambda p: p.with_value(p.values.sqrt()))),
+    "KeyedLayerSampler": "Ladies",
+    "KeyedNeighborSampler": sampled_by(
+        lambda d, where: sampling.KeyedNeighborSampler(d, [4, 3], seed=5, device=where)
+    ),
+    "GraphSAGE": "draws node by node: KeyedNeighborSampler",
+    "LayerEdges": "Ladies",
+    "LayerGraph": "a protocol",
+    "LayerSamplerOutput": "Ladies",
+    "LocalLayerGraph": "Ladies",
+    "PartitionedLayerGraph": "ranks sample their shares on hosts",
+    "PartitionedNeighborSampler": "ranks sample their shares on hosts",
+    "Rule": "abstract",
+    "algebra": "a module, below",
+}
+ALGEBRA = {
+    "BulkMatrix": "above",
+    "BulkNodes": "above",
+    "Sample": "sample",
+    "SharedRow": lambda at: algebra.SharedRow(
+        sampling.BulkMatrix(at(ROWPTR)[[0, 3]], at(COL), at(INTS), 3, at(IDS).sort()[0])
+    ).sample(2, at(KEYS)),
+    "add": lambda at: algebra.add([weights(at), weights(at, None)]),
+    "extract": lambda at: algebra.extract(weights(at), bulk(at), bulk(at)),
+    "fixed_point": lambda at: algebra.fixed_point(weights(at, EDGES[:, 1].exp())),
+    "norm": lambda at: algebra.norm(weights(at)),
+    "product": lambda at: algebra.product(
+        sampling.BulkMatrix.row_per_batch(bulk(at), 3), weights(at, EDGES[:, 0])
+    ),
+    "sample": lambda at: [
+        algebra.sample(weights(at), 1, at(KEYS), method)
+        for method in ("its", "exponential")
+    ],
+}
+
+
+def coded(name):
+    def run(at):
+        found, x = [], at(torch.randn(21, 33, generator=torch.manual_seed(0)).relu())
+        ids = at(torch.arange(21)) * 3
+        key = codecs.RngKey(KEY, ids, degree=ids % 5)
+        for codec in CODED:
+            if type(codec).__name__ != name:
+                continue
+            ends = [codecs.fresh_state(21, 33, device=x.device) for _ in "ab"]
+            for _ in range(2):
+                message = codec.encode(x, key, state=ends[0])
+                out = codec.decode(message, torch.empty_like(x), key, state=ends[1])
+                found += [message, out.clone(), codec.adjoint(x, key)]
+        assert found, f"no {name} in tests/test_codec.py"
+        return found
+
+    return run
+
+
+CODED = [*test_codec.EVERY, codecs.RowSample(2.5), codecs.DegreeBits(1)]
+CODED += [codecs.RangeBits(4)]
+CODECS = {name: coded(name) for name in {type(codec).__name__ for codec in CODED}}
+CODECS |= {
+    "CODECS": "names of codecs",
+    "Codec": "abstract",
+    "CodecState": "Residual",
+    "RngKey": "Quantise",
+    "codec_of": "gives a codec by its name",
+    "fresh_state": "Residual",
+    "known_codecs": "gives names",
+}
+
+
+def batches(make):
+    """What the batches of a loader hold, made on the device."""
+
+    def run(at):
+        place = {} if at.device == CPU else {"device": at.device}
+        return [batch.to_dict() for batch in make(GRAPHS["undirected"](), place)]
+
+    return run
+
+
+def moved(make):
+    """What the batches of a loader hold, which makes them on the host."""
+
+    def run(at):
+        found = make(GRAPHS["undirected"]())
+        return [batch.to(at.device).to_dict() for batch in found]
+
+    return run
+
+
+def typed():
+    g, data = torch.Generator().manual_seed(0), HeteroData()
+    for kind, n in (("a", 20), ("b", 10)):
+        data[kind].x = torch.randn(n, 4, generator=g)
+    ends = [torch.randint(n, (40,), generator=g) for n in (20, 10)]
+    data["a", "to", "b"].edge_index = torch.stack(ends)
+    data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
+    return data
+
+
+def events():
+    g = torch.Generator().manual_seed(0)
+    src, dst = torch.randint(9, (2, 30), generator=g)
+    return TemporalData(src=src, dst=dst, t=torch.arange(30), msg=torch.ones(30, 2))
+
+
+def fetched(at):
+    store = loading.DistFeatureStore.from_replicated(at(X), worlds.mesh())
+    return store[at(IDS)]
+
+
+class ByWeight(loading.GraphSAINTSampler):
+    def sample_nodes(self, batch_size, key):
+        return torch.arange(batch_size)
+
+
+def by_hgt(_, place):
+    return loading.HGTLoader(
+        typed(), [4, 4], input_nodes="a", batch_size=9, seed=1, **place
+    )
+
+
+LINKS = {"edge_label_index": GRAPHS["undirected"]().edge_index[:, :9]}
+LOADER = {
+    "NeighborLoader": batches(
+        lambda d, place: loading.NeighborLoader(
+            d, [3, 2], batch_size=9, seed=1, **place
+        )
+    ),
+    "LinkNeighborLoader": batches(
+        lambda d, place: loading.LinkNeighborLoader(
+            d, [3, 2], batch_size=4, neg_sampling_ratio=1.0, seed=1, **LINKS, **place
+        )
+    ),
+    "DistLayerLoader": batches(
+        lambda d, place: loading.DistLayerLoader(
+            d, [8, 8], batch_size=9, seed=1, **place
+        )
+    ),
+    "ClusterLoader": batches(
+        lambda d, place: loading.ClusterLoader(
+            loading.ClusterData(d, 4, log=False), batch_size=2, seed=1, **place
+        )
+    ),
+    "RandomNodeLoader": batches(
+        lambda d, place: loading.RandomNodeLoader(d, 3, seed=1, **place)
+    ),
+    "ShaDowKHopSampler": batches(
+        lambda d, place: loading.ShaDowKHopSampler(
+            d, 2, 3, batch_size=8, seed=1, **place
+        )
+    ),
+    "GraphSAINTSampler": batches(lambda d, place: ByWeight(d, 9, 2, seed=1, **place)),
+    "GraphSAINTNodeSampler": batches(
+        lambda d, place: loading.GraphSAINTNodeSampler(d, 16, 2, seed=1, **place)
+    ),
+    "GraphSAINTEdgeSampler": batches(
+        lambda d, place: loading.GraphSAINTEdgeSampler(d, 16, 2, seed=1, **place)
+    ),
+    "GraphSAINTRandomWalkSampler": batches(
+        lambda d, place: loading.GraphSAINTRandomWalkSampler(
+            d, 8, 2, 2, seed=1, **place
+        )
+    ),
+    "HGTLoader": batches(by_hgt),
+    "DataLoader": moved(lambda d: loading.DataLoader([d, d, d], batch_size=2)),
+    "TemporalDataLoader": moved(lambda _: loading.TemporalDataLoader(events(), 9)),
+    "DistFeatureStore": fetched,
+    "ClusterData": "ClusterLoader",
+    "DistLinkNeighborLoader": "LinkNeighborLoader",
+    "DistNeighborLoader": "NeighborLoader",
+    "ImbalancedSampler": "draws seeds on the host",
+    "Phases": "seconds",
+    "plot_phases": "draws a picture",
+    "shared": "maps memory of the host",
+}
+
+
+class Placed:
+    """A library of layers, whose modules are made on a device."""
+
+    def __init__(self, lib, device):
+        self.lib, self.device = lib, device
+
+    def __getattr__(self, name):
+        found = getattr(self.lib, name)
+        if not inspect.isclass(found) or not issubclass(found, torch.nn.Module):
+            return found
+        return lambda *args, **kwargs: found(*args, **kwargs).to(self.device)
+
+
+def dense(lib, a, b):
+    return Placed(torch.nn, lib.device).Linear(a, b)
+
+
+def encoder(lib):
+    return Placed(types.SimpleNamespace(Encoder=test_transforms.Encoder), lib.device)
+
+
+def of_model(name, *args, batch=False, **kwargs):
+    def run(lib, d):
+        model = test_transforms.seeded(getattr(lib, name), *args, **kwargs).eval()
+        return model(d.x, d.edge_index, *([d.y.sort()[0]] if batch else []))
+
+    return run
+
+
+def autoencoded(name):
+    def run(lib, d):
+        more = [dense(lib, 6, 6)] if name == "ARGA" else []
+        model = getattr(lib, name)(encoder(lib).Encoder(lib.lib), *more)
+        z = model.encode(d.x, d.edge_index)
+        return model.recon_loss(z, d.edge_index)
+
+    return run
+
+
+def deep(lib, d):
+    block = lib.DeepGCNLayer(lib.GraphConv(7, 7), lib.LayerNorm(7), torch.nn.ReLU())
+    return block(d.x, d.edge_index)
+
+
+def signed(lib, d):
+    return lib.SignedGCN(7, 8, 2)(d.x, d.edge_index, d.edge_index.flip(0))
+
+
+def ranked(lib, d):
+    return lib.LightGCN(d.num_nodes, 4, 2).get_embedding(d.edge_index)
+
+
+def updated(lib, d):
+    return lib.MetaLayer(None, lambda x, e, *_: x + e.sum())(d.x, d.edge_index)[0]
+
+
+def multiplied(lib, d):
+    conv = test_transforms.seeded(lib.GraphConv, 7, 4)
+    d = T.ToSparseTensor()(copy.copy(d))
+    return conv(d.x, d.adj_t)
+
+
+def typed_by(name):
+    def run(lib, d):
+        data = typed()
+        share = data if lib.lib is pyg else pdc.partition(data, worlds.mesh())
+        share = share.to(lib.device)
+        conv = getattr(lib, name)(4, 4, data.metadata(), heads=2)
+        return conv(share.x_dict, share.edge_index_dict)["a"]
+
+    return run
+
+
+def rewritten(name):
+    build, names = test_layers.REWRITTEN[name]
+
+    def run(lib, d):
+        kind = getattr(lib, type(build()).__name__)
+        given = {"MFConv": (7, 4, 3), "LabelPropagation": (3, 0.8)}.get(name, (7, 4, 3))
+        return kind(*given)(*(d[key] for key in names if key in d))
+
+    return run
+
+
+def pooled(name, *args):
+    def run(lib, d):
+        x, edges, *_ = getattr(lib, name)(7, *args)(d.x, d.edge_index, batch=d.y * 0)
+        ends = edges.to_local() if hasattr(edges, "to_local") else edges
+        return [x, ends[:, :0]]  # where they lie; their order is free
+
+    return run
+
+
+DEGREES = {"aggregators": layers.PNA[0], "scalers": layers.PNA[1], "deg": layers.DEG}
+MODELS = {
+    **{name: test_transforms.CASES[name] for name in ("DeepGraphInfomax", "VGAE")},
+    **{name: test_transforms.CASES[name] for name in ("LINKX", "PMLP", "ARGVA")},
+    **{name: test_transforms.CASES[name] for name in ("CorrectAndSmooth",)},
+    **{
+        name: of_model(name, 7, 8, 2, 4, norm="batch_norm")
+        for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
+    },
+    "PNA": of_model("PNA", 7, 8, 2, 4, **DEGREES),
+    "RECT_L": of_model("RECT_L", 7, 8),
+    "GraphUNet": of_model("GraphUNet", 7, 8, 4, depth=2),
+    "SGFormer": of_model("SGFormer", 7, 8, 4, batch=True),
+    "Polynormer": of_model("Polynormer", 7, 8, 4, batch=True),
+    "NeuralFingerprint": of_model("NeuralFingerprint", 7, 8, 4, 2, batch=True),
+    "ARGA": autoencoded("ARGA"),
+    "GAE": autoencoded("GAE"),
+    "MLP": lambda lib, d: lib.MLP([7, 8, 4])(d.x),
+    "MaskLabel": lambda lib, d: lib.MaskLabel(4, 7)(d.x, d.y, d.train_mask),
+    "JumpingKnowledge": lambda lib, d: lib.JumpingKnowledge("max")([d.x, d.x * 2]),
+    "InstanceNorm": lambda lib, d: lib.InstanceNorm(7)(d.x),
+    "MetaLayer": updated,
+    "DeepGCNLayer": deep,
+    "SignedGCN": signed,
+    "LightGCN": ranked,
+    "HANConv": typed_by("HANConv"),
+    "HGTConv": typed_by("HGTConv"),
+    "ARMAConv": rewritten("ARMAConv"),
+    "MFConv": rewritten("MFConv"),
+    "LabelPropagation": rewritten("LabelPropagation"),
+    "TopKPooling": pooled("TopKPooling", 0.6),
+    "SAGPooling": pooled("SAGPooling", 0.6),
+    "ASAPooling": pooled("ASAPooling", 0.6),
+    "EdgePooling": pooled("EdgePooling"),
+    "ClusterPooling": pooled("ClusterPooling"),
+}
+RUN = {  # transforms that run otherwise on a share
+    **{
+        name: test_transforms.CASES[name]
+        for name in ("AddRandomWalkPE", "FeaturePropagation", "SIGN", "ToUndirected")
+    },
+    "AddLaplacianEigenvectorPE": lambda lib, d: T.AddLaplacianEigenvectorPE(
+        3, "pe", is_undirected=True
+    )(d).pe.isfinite(),
+    "RemoveIsolatedNodes": lambda lib, d: T.RemoveIsolatedNodes()(d).x,
+    "ToSparseTensor": multiplied,
+    "LaplacianLambdaMax": "gives a number",
+}
+NN = {
+    **dict.fromkeys(MODELS, "a model, below"),
+    "DistBatchNorm": "norm of GCN",
+    "DistEmbedding": "test_placement.stores",
+    "DistGCNConv": "test_placement.layers",
+    "DistGCN2Conv": "test_placement.layers",
+    "DistSAGEConv": "test_placement.layers",
+    "GatedGraphConv": "its fused cell is CUDA's or the CPU's",
+    "GroupAddRev": "frees memory of its inputs, which the second device has from the CPU",
+    "HaloConv": "test_placement.layers",
+    "HaloExecution": "test_placement.layers",
+    "HypergraphConv": "refuses a share",
+    "InnerProductDecoder": "GAE",
+    "PANConv": "refuses a share",
+    "TGNMemory": "keeps PyG's buffers, which move with the module",
+    "convert": "test_placement.layers",
+    "replicate": "test_placement.spread",
+    "trimming_of": "counts on the host",
+    **{
+        name: "PyG's code, on layers of this table"
+        for name in """ARLinkPredictor AttentiveFP DimeNet DimeNetPlusPlus GNNFF GPSE
+        GPSENodeEncoder HeteroJumpingKnowledge LPFormer MemPooling MetaPath2Vec Node2Vec
+        PANPooling RENet SchNet ViSNet""".split()
+    },
+    **{name: why for name, why in layers.NOT_LAYERS.items() if name not in MODELS},
+}
+
+
+def own(mine, theirs):
+    """The names of a mirror of PyG's that are not PyG's own, modules apart."""
+    pairs = ((name, getattr(mine, name)) for name in mine.__all__)
+    kept = ((name, value) for name, value in pairs if not inspect.ismodule(value))
+    return {name for name, value in kept if value is not getattr(theirs, name, None)}
+
+
+TABLES = {"kernels": KERNELS, "ops": OPS, "algebra": ALGEBRA, "codecs": CODECS}
+TABLES |= {"sampling": SAMPLING, "loader": LOADER}
+
+
+def layers_tried():
+    return {type(build()).__name__ for build, _ in layers.EXACT.values()}
+
+
+def test_every_name_has_a_line():
+    """A name that is not here comes back on no one knows which device."""
+    of_ops = {name for name in vars(ops) if inspect.isclass(getattr(ops, name))}
+    public = {
+        "kernels": set(kernels.__all__),
+        "ops": of_ops | {"spgemm"},
+        "sampling": set(sampling.__all__),
+        "algebra": set(algebra.__all__),
+        "codecs": set(codecs.__all__),
+        "loader": own(loading, torch_geometric.loader),
+    }
+    for name, names in public.items():
+        assert sorted(names ^ set(TABLES[name])) == [], (
+            f"{name}: lines and names differ"
+        )
+    tried = {"GCNConv", "SAGEConv"} | layers_tried()
+    assert sorted(own(nn, pyg) - set(NN) - tried) == []
+    assert sorted(set(transforms._RUN) ^ set(RUN)) == []
+    host = {n for n in KERNELS if isinstance(KERNELS[n], str)}
+    run_on_devices = {n for n in kernels.__all__ if isinstance(getattr(kernels, n), Op)}
+    assert sorted(run_on_devices & host) == ["layer_weights"]
+
+
+class At:
+    """Puts tensors on a device."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __call__(self, t):
+        return t.clone().to(self.device)
+
+
+def tensors(value, seen):
+    """The tensors in a value, in lists, dictionaries and objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors(one, seen)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one, seen)
+    elif type(value).__module__.startswith("pyg_distcomm") and id(value) not in seen:
+        seen.append(id(value))
+        yield from tensors(vars(value), seen)
+
+
+def whole(t):
+    t = t.full_tensor() if isinstance(t, pdc.DistTensor) else t
+    return t.detach().cpu()
+
+
+def same(name, case, device, close, failed):
+    """Runs a case on both devices, and notes what is elsewhere, or has other numbers."""
+    try:
+        seed_everything(3)
+        want = [whole(t) for t in tensors(case(At(CPU)), [])]
+        seed_everything(3)
+        found = list(tensors(case(At(device)), []))
+        astray = {str(t.device) for t in found} - {str(device)}
+        assert not astray, f"tensors on {astray}"
+        assert want, "no tensors"
+        for a, b in zip(want, found, strict=True) if close else ():
+            torch.testing.assert_close(whole(b), a, equal_nan=True, **close)
+    except Exception as error:
+        failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def device_of(place):
+    return second_device.device() if place == "spare" else torch.device(place, 0)
+
+
+def run_table(names, place="spare"):
+    device, failed = device_of(place), []
+    for table in names:
+        sums = table == "ops" or place == "cuda"  # whose terms come in any order
+        close = {"rtol": 1e-5 * sums, "atol": 1e-5 * sums}
+        for name, case in TABLES[table].items():
+            if not isinstance(case, str):
+                same(f"{table}.{name}", case, device, close, failed)
+    return failed
+
+
+def run_models(names, place="spare"):
+    device, mesh, failed = device_of(place), worlds.mesh(), []
+    # CUDA draws other numbers
+    close = {"rtol": 1e-9, "atol": 1e-9} if place == "spare" else None
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in names:
+
+            def case(at, name=name):
+                lib, data = Placed(pyg, CPU), test_transforms.graph()
+                if at.device != CPU:
+                    lib = Placed(nn, at.device)
+                    data = pdc.partition(data, mesh, "random").to(at.device)
+                data.x.requires_grad_()
+                out = {**MODELS, **RUN}[name](lib, data)
+                each = [t for t in tensors(out, []) if t.requires_grad]
+                if each:
+                    sum(t.sum() for t in each).backward()
+                return [out, *([data.x.grad] if data.x.grad is not None else [])]
+
+            same(name, case, device, close, failed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return failed
+
+
+builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+
+
+@builds
+@tiers.parametrize("names", [tuple(TABLES)[:4], tuple(TABLES)[4:]], [])
+def test_tables(names):
+    assert worlds.anew(run_table, 1, names) == [[]]
+
+
+TO_RUN = (*MODELS, *(name for name, case in RUN.items() if not isinstance(case, str)))
+
+
+@builds
+@tiers.parametrize("size", [1, 2], [])
+def test_models(size):
+    assert worlds.anew(run_models, size, TO_RUN) == [[]] * size
+
+
+@pytest.mark.cuda
+def test_on_cuda():
+    assert worlds.anew(run_table, 1, tuple(TABLES), "cuda") == [[]]
+    assert worlds.anew(run_models, 1, TO_RUN, "cuda") == [[]]

@@ -1,0 +1,255 @@
+"""Layers of a user's own that read index and sizes: PyG's numbers, or refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import tiers
+import torch
+import torch.nn.functional as F
+import worlds
+from problems import owners
+from torch_geometric.data import Data
+from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.utils import add_self_loops, degree, scatter, softmax
+
+import pyg_distcomm as pdc
+from pyg_distcomm.nn import HaloConv
+
+NODES, WIDE = 30, 6
+
+
+class Own(MessagePassing):
+    """A layer with a weight and a row of numbers for every node of the graph."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**{"aggr": "sum", **kwargs})
+        self.lin = torch.nn.Linear(WIDE, WIDE)
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, NODES).view(-1, 1))
+        self.register_buffer(
+            "known", torch.linspace(-1, 1, NODES * WIDE).view(NODES, WIDE)
+        )
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+
+def column(x):
+    return x.view(-1, 1)
+
+
+# what multiplies a message x_j, where it is exact
+MESSAGES = {
+    "index % 2": lambda self, x_j, index: column(index % 2),
+    "float": lambda self, x_j, index: column(index.float() + index.to(x_j.dtype)),
+    "difference": lambda self, x_j, edge_index_i, edge_index_j: column(
+        (edge_index_i - edge_index_j) * 0.1
+    ),
+    "weight[index]": lambda self, x_j, index: self.weight[index],
+    "weight[sources]": lambda self, x_j, edge_index_j: self.weight[edge_index_j],
+    "weight[edge_index]": lambda self, x_j, edge_index: self.weight[edge_index[0]],
+    "shifted": lambda self, x_j, index: self.known[(index + 1) % NODES],
+    "computed": lambda self, x_j, index: self.lin(self.known).index_select(0, index),
+    "embedding": lambda self, x_j, index: F.embedding(index, self.weight),
+    "one_hot": lambda self, x_j, index: F.one_hot(index, NODES)[:, :WIDE],
+    "equal": lambda self, x_j, index: column(index == 7),
+    "column equal": lambda self, x_j, index: column(index) == 7,
+    "less": lambda self, x_j, edge_index_i, edge_index_j: column(
+        edge_index_i < edge_index_j
+    ),
+    "where": lambda self, x_j, index: column(torch.where(index > 4, index, -index)),
+    "bincount": lambda self, x_j, index, size_i: column(
+        1 / torch.bincount(index, minlength=size_i)[index]
+    ),
+    "degree": lambda self, x_j, index, size_i: column(
+        1 / degree(index, size_i, x_j.dtype)[index]
+    ),
+    "softmax": lambda self, x_j, index, ptr, size_i: softmax(x_j, index, ptr, size_i),
+    "scatter": lambda self, x_j, index, dim_size: scatter(
+        x_j, index, 0, dim_size, "max"
+    )[index],
+    "onto known": lambda self, x_j, index: self.known.index_add(0, index, x_j)[index],
+    "onto zeros": lambda self, x_j, index: torch.zeros(NODES, WIDE).index_add_(
+        0, index, x_j
+    )[index],
+    "size_i": lambda self, x_j, size_i: 1 / size_i + torch.tensor(size_i).sqrt(),
+    "size_j": lambda self, x_j, size_j: size_j + 1,
+    "sqrt": lambda self, x_j, dim_size: math.sqrt(dim_size),
+    "if": lambda self, x_j, size_i: 2 if size_i > NODES - 5 else 1,
+    "edges": lambda self, x_j, index: (
+        x_j.size(0) + 1 / index.numel() + 1 / index.shape[0]
+    ),
+    "x[index]": lambda self, x_j, x, index: x[index],
+}
+
+
+def _times(factor):
+    """Makes a message of a factor, with the factor's own arguments for PyG to read."""
+    names = ", ".join(factor.__code__.co_varnames[1 : factor.__code__.co_argcount])
+    text = f"def message(self, {names}): return x_j * factor(self, {names})"
+    scope = {"factor": factor, "__name__": __name__}
+    exec(text, scope)
+    return scope["message"]
+
+
+class Ids(Own):
+    """Aggregates by itself."""
+
+    def aggregate(self, inputs, index, dim_size):
+        kept = inputs * self.weight[index] * column(index % 3)
+        return scatter(kept, index, 0, dim_size, "sum") / dim_size
+
+
+class Sizes(Own):
+    """Updates by the number of nodes, and weighs edges by that of edges with loops."""
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        factor = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=self.lin(x), factor=factor)
+
+    def edge_update(self, x_j, index, dim_size):
+        return x_j[:, :1] * column(index) / (dim_size * x_j.size(0))
+
+    def message(self, x_j, factor):
+        return x_j * factor
+
+    def update(self, inputs, dim_size):
+        return inputs / dim_size * self.weight
+
+
+class OwnAggregation(Aggregation):
+    """An aggregation of the user's, over rows of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0, 1, NODES))
+        self.norm = torch.nn.BatchNorm1d(WIDE)
+
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        x = self.norm(x - x.mean(0)) * column(self.weight[index] * (index != 3))
+        out = self.reduce(x, index, ptr, dim_size, dim, "sum") / dim_size
+        return out - out.mean(0)
+
+
+def _made(k, message):
+    """A layer with a message; PyG keeps code by the names of classes."""
+    return type(f"Own{k}", (Own,), {"message": message, "__module__": __name__})
+
+
+KINDS = {
+    **{name: _made(k, _times(f)) for k, (name, f) in enumerate(MESSAGES.items())},
+    "aggregate": Ids,
+    "update": Sizes,
+    "aggregation": lambda: Own(aggr=OwnAggregation()),
+}
+
+# what a layer's message returns that is refused, and by which words
+REFUSED = {
+    "max()": lambda self, x_j, index: x_j * index.max(),
+    "len(x)": lambda self, x_j, index: x_j / len(x_j),
+    "len(x) inside": lambda self, x_j, index: x_j / len(index),
+    "tensor(x)": lambda self, x_j, index: x_j * column(torch.tensor(index)),
+    "vmap": lambda self, x_j, index: torch.vmap(lambda a, b: a * b)(x_j, index),
+    "vmap and": lambda self, x_j, index: torch.vmap(torch.sum)(x_j),
+    "scatter_add()": lambda self, x_j, index, size_i: scatter(
+        x_j, index * 2, 0, size_i * 2, "sum"
+    )[index],
+    "range": lambda self, x_j, size_i: sum(x_j for _ in range(size_i)),
+    "1.0": lambda self, x_j, size_i: x_j * (1.0 / size_i),
+    "log": lambda self, x_j, dim_size: x_j * math.log(dim_size),
+    "numpy()": lambda self, x_j, index: x_j * torch.from_numpy(index.numpy()),
+    "unique()": lambda self, x_j, index: x_j * index.unique().numel(),
+    "setitem()": lambda self, x_j, index: (
+        x_j * self.known.clone().__setitem__(index, 1.0)
+    ),
+}
+
+
+def _refused(name):
+    message = REFUSED[name]
+    message.__name__ = message.__qualname__ = "message"
+    return _made(100 + list(REFUSED).index(name), message)
+
+
+def _graph():
+    g = torch.Generator().manual_seed(3)
+    edge_index = torch.randint(0, NODES - 3, (2, 120), generator=g)
+    loops = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    return Data(
+        x=torch.randn(NODES, WIDE, generator=g),
+        edge_index=torch.cat([edge_index, loops], 1),
+    )
+
+
+def _step(conv, data):
+    x = data.x.clone().requires_grad_()
+    out = conv(x, data.edge_index)
+    (out.square().sum() + out.sin().sum()).backward()
+    grads = {name: p.grad for name, p in conv.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, **grads}
+
+
+def _whole(value):
+    return value.full_tensor() if isinstance(value, pdc.DistTensor) else value
+
+
+def _all(names, grid, cutter):
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh, data = worlds.mesh(grid=grid), _graph()
+        share = pdc.partition(_graph(), mesh, owners(cutter, data, mesh.size))
+        for name in names:
+            layers = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                layers.append(KINDS[name]())
+            want, got = _step(layers[0], data), _step(HaloConv(layers[1]), share)
+            for part, value in want.items():
+                found = _whole(got[part])
+                assert (found is None) == (value is None), (name, part)
+                if value is not None:
+                    torch.testing.assert_close(
+                        found,
+                        value,
+                        rtol=1e-9,
+                        atol=1e-9,
+                        msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
+                    )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CASES = [
+    (None, 2, "random"),
+    (None, 3, "lopsided"),
+    ((2, 2, 1), 4, "random"),
+    (None, 3, "empty_rank"),
+    ((1, 2, 1), 2, "lopsided"),
+    ((1, 1, 3), 3, "random"),
+]
+
+
+@tiers.parametrize(("grid", "size", "cutter"), CASES, slice(0, 3))
+def test_values_of_index_and_sizes_are_those_of_one_process(grid, size, cutter):
+    worlds.run(_all, size, list(KINDS), grid, cutter)
+
+
+def _said():
+    share = pdc.partition(_graph(), worlds.mesh(), "random")
+    found = {}
+    for name in REFUSED:
+        try:
+            HaloConv(_refused(name)())(share.x, share.edge_index)
+            found[name] = "it ran"
+        except TypeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_would_be_this_ranks_number_is_refused_by_name():
+    one, *others = worlds.run(_said, 3)
+    assert all(other == one for other in others)
+    for name, text in one.items():
+        assert name.split(" ")[0] in text, (name, text)
+        assert "Own" in text, (name, text)
