@@ -496,7 +496,12 @@ def parted():
                     assert other == value, (name, key)
             for a, b in zip(*(side[1] for side in sides), strict=True):
                 same(b, a, name)
-        refused(pdc.partition(typed_graph(), mesh, "random"), mesh)
+        share = pdc.partition(typed_graph(), mesh, "random")
+        mesh.ledger.reset()
+        share.subgraph({"paper": share["paper"].train_mask})
+        moved = mesh.ledger.bytes() - mesh.ledger.bytes("plan")
+        assert moved == -(-2 * 41 * (mesh.size - 1) // mesh.size)
+        refused(share, mesh)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -520,6 +525,8 @@ def refused(share, mesh):
     if mesh.size > 1:
         with pytest.raises(ValueError, match="same weighted: it is"):
             T.AddMetaPaths(PATHS, weighted=first)(share)
+        with pytest.raises(ValueError, match="same transform: it is To"):
+            (T.ToUndirected() if first else T.RemoveIsolatedNodes())(share)
     with pytest.raises(ValueError, match="the edge types are"):
         T.AddMetaPaths([[("a", "b"), ("b", "a")]])(share)
 

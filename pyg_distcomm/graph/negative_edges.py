@@ -14,7 +14,7 @@ from torch import Tensor
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
-from pyg_distcomm.graph.subgraphs import of_all_ranks
+from pyg_distcomm.graph.subgraphs import agree_same, of_all_ranks
 from pyg_distcomm.tensor import getitem
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
@@ -92,6 +92,11 @@ def structured(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(edge_index, DistEdgeIndex):
             return original(edge_index, num_nodes, contains_neg_self_loops)
         n = int(edge_index.max()) + 1 if num_nodes is None else num_nodes
+        told = {
+            "num_nodes": n,
+            "contains_neg_self_loops": bool(contains_neg_self_loops),
+        }
+        agree_same(None, told, edge_index.nodes.mesh, "structured_negative_sampling")
         ends = edge_index.to_local().cpu()
         found = _negative_ends(edge_index, ends, n, contains_neg_self_loops)
         out = DistTensor.wrap(found.to(edge_index.device), edge_index.edges)
@@ -122,7 +127,7 @@ def _negative_ends(edges: DistEdgeIndex, ends: Tensor, n: int, loops: bool) -> T
         hit = _held(ends[0][mine], out[mine], pairs, n, nodes)
         if not loops:
             hit |= ends[0][mine] == out[mine]
-        rest = of_all_ranks(place[mine][hit], mesh)
+        rest = of_all_ranks(place[mine][hit], mesh, "edges")
     return out
 
 

@@ -46,15 +46,15 @@ def agree_same(
     found = differing(collectives.all_gather_object(told, mesh.world))
     if found is not None:
         raise ValueError(
-            f"{name} needs the same nodes and edges on all ranks: {found}; gather what one "
+            f"{name} needs the same arguments on all ranks: {found}; gather what one "
             "rank alone has seen"
         )
 
 
-def of_all_ranks(places: Tensor, mesh: Mesh) -> Tensor:
+def of_all_ranks(places: Tensor, mesh: Mesh, op: str) -> Tensor:
     """Returns numbers of all ranks, ascending, on every rank; collective."""
     sizes = [row[0] for row in collectives.all_gather_counts([len(places)], mesh.world)]
-    every = collectives.all_gather_rows(places, sizes, mesh.world, op="update")
+    every = collectives.all_gather_rows(places, sizes, mesh.world, op=op)
     return every.sort().values
 
 
@@ -195,6 +195,35 @@ def homogeneous(data: HeteroData, forward: Any, *args: Any, **kwargs: Any) -> Da
             + (f"nothing says who owns the nodes of {unknown}" if unknown else "")
             + ("" if unknown else "edge_label_index holds edges besides the graph's")
         )
+    nodes, edges = _joined(data, rows, mesh)
+    for store in here.stores:
+        for name, value in store.items():
+            if isinstance(value, (DistTensor, DistEdgeIndex)):
+                store[name] = value.to_local()
+    for kind in data.node_types:
+        here[kind].num_nodes = len(rows[kind])
+    out: Data = forward(here, *args, **kwargs)
+    of_edges = {name for store in data.edge_stores for name in store} | {"edge_type"}
+    of_nodes = {name for store in data.node_stores for name in store} | {"node_type"}
+    for name, value in list(out.items()):
+        if not isinstance(value, Tensor) or name in data._global_store:
+            continue
+        many = edges is not None and len(value) == len(edges.edges)
+        if name == "edge_index":
+            out.edge_index = edges
+        elif name in of_edges and edges is not None and many:
+            out[name] = DistTensor.wrap(value, edges.edges)
+        elif name in of_nodes:
+            out[name] = DistTensor.wrap(value, nodes)
+    if "num_nodes" in out:
+        out.num_nodes = nodes.total
+    return out
+
+
+def _joined(
+    data: HeteroData, rows: dict[Any, Rows], mesh: Mesh
+) -> tuple[Rows, DistEdgeIndex | None]:
+    """Returns the nodes of all types, one type behind another, and so the edges, if any."""
     first, total = {}, 0
     for kind in data.node_types:
         first[kind], total = total, total + rows[kind].total
@@ -204,39 +233,19 @@ def homogeneous(data: HeteroData, forward: Any, *args: Any, **kwargs: Any) -> Da
     ends, places, links, count = [], [], [], 0
     for store in data.edge_stores:
         edges = store.get("edge_index")
-        if not isinstance(edges, DistEdgeIndex):
-            continue
-        source, _, target = store._key
-        links.append(edges.topology.link)
-        start = torch.tensor([[first[source]], [first[target]]], device=edges.device)
-        ends.append(edges.to_local() + start)
-        places.append(count + edges.edges.place)
-        count += edges.edges.count
-    for store in here.stores:
-        for name, value in store.items():
-            if isinstance(value, (DistTensor, DistEdgeIndex)):
-                store[name] = value.to_local()
-    for kind in data.node_types:
-        here[kind].num_nodes = len(rows[kind])
-    out: Data = forward(here, *args, **kwargs)
-    edges = rows_of_edges(torch.cat(places), count, nodes) if places else None
-    of_edges = {name for store in data.edge_stores for name in store} | {"edge_type"}
-    of_nodes = {name for store in data.node_stores for name in store} | {"node_type"}
-    for name, value in list(out.items()):
-        if not isinstance(value, Tensor) or name in data._global_store:
-            continue
-        if name == "edge_index":
-            assert edges is not None
-            made = DistEdgeIndex.build(torch.cat(ends, 1), nodes, edges)
-            same = all(link is links[0] for link in links)
-            out.edge_index = made.with_link(links[0] if same else None)
-        elif name in of_edges and edges is not None and len(value) == len(edges):
-            out[name] = DistTensor.wrap(value, edges)
-        elif name in of_nodes:
-            out[name] = DistTensor.wrap(value, nodes)
-    if "num_nodes" in out:
-        out.num_nodes = total
-    return out
+        if isinstance(edges, DistEdgeIndex):
+            source, _, target = store._key
+            start = torch.tensor([[first[source]], [first[target]]])
+            ends.append(edges.to_local() + start.to(edges.device))
+            places.append(count + edges.edges.place)
+            links.append(edges.topology.link)
+            count += edges.edges.count
+    if not ends:
+        return nodes, None
+    all_edges = rows_of_edges(torch.cat(places), count, nodes)
+    made = DistEdgeIndex.build(torch.cat(ends, 1), nodes, all_edges)
+    same = all(link is links[0] for link in links)
+    return nodes, made.with_link(links[0] if same else None)
 
 
 def _named(kind: Any) -> str:
@@ -375,9 +384,7 @@ def _listed(value: Any, pick: Tensor) -> Any:
 def _take(store: Any, out: Any, before: Rows, place: Tensor, after: Rows) -> None:
     """Writes the attributes of a store that have certain rows, at the places that stay."""
     for name, value in store.items():
-        if isinstance(value, DistTensor) and (
-            value.rows is before or value.rows.same_as(before)
-        ):
+        if isinstance(value, DistTensor) and value.rows.matches(before):
             local = value.to_local()[place.to(value.device)]
             if after.memory is not None:
                 after.memory.keep(local)

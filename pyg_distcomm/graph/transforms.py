@@ -162,16 +162,14 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
     Price: their edges, and weights where these count, on every rank, and the new edges.
     """
     mesh: Any = subgraphs.mesh_of(data)
-    told, problem = {k: repr(v) for k, v in vars(self).items()}, None
-    whole, edge_types = HeteroData(), data.edge_types
+    whole, edge_types, text = HeteroData(), data.edge_types, None
     named = {data._to_canonical(kind) for path in self.metapaths for kind in path}
-    if not named.issubset(edge_types):
-        problem = ValueError(
-            f"{type(self).__name__} goes along {sorted(named - set(edge_types))}, but the edge "
-            f"types are {edge_types}"
-        )
     name = type(self).__name__
-    subgraphs.agree_same(problem, told, mesh, name)
+    if not named.issubset(edge_types):
+        raise ValueError(
+            f"{name} goes along {sorted(named - set(edge_types))}, but the edge types are "
+            f"{edge_types}"
+        )
     data = subgraphs.all_cut(data)
     for kind in data.node_types:
         whole[kind].num_nodes = data[kind].num_nodes
@@ -183,7 +181,7 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
                 whole[kind][key] = data[kind][key].full_tensor()
         if kind not in named:
             whole[kind].edge_index = torch.empty(2, 0, dtype=torch.int64)
-    twin, text = copy.copy(self), None
+    twin = copy.copy(self)
     twin.drop_orig_edge_types = twin.drop_unconnected_node_types = False
     try:
         whole = forward(twin, whole)
@@ -243,11 +241,28 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
 
     @functools.wraps(forward)
     def either(self: Any, data: Any) -> Any:
-        if subgraphs.mesh_of(data) is None:
+        mesh = subgraphs.mesh_of(data)
+        if mesh is None:
             return forward(self, data)
+        if run is not _refuse:
+            name = type(self).__name__
+            subgraphs.agree_same(None, _settings(self), mesh, name)
         return run(self, data, forward) if run in _AROUND else run(self, data)
 
     return either
+
+
+def _settings(transform: Any) -> dict[str, str]:
+    """Tells which transform runs, and its settings, as far as ranks can compare them."""
+    told = {"transform": type(transform).__name__}
+    for name, value in vars(transform).items():
+        kind = type(value)
+        told[name] = kind.__name__
+        if kind in (bool, int, float, str, list, tuple, type(None)):
+            told[name] = repr(value)
+        elif kind is Tensor:
+            told[name] = f"{value.dtype} {list(value.shape)}"
+    return told
 
 
 def _whole_entries(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,7 +164,7 @@ def _change_edges(
         like, (place, count) = known, (known.edges.place, known.edges.count)
         ends, stays = edges.ends(source, target)
         if any(x.numel() for x in (source.gone, target.gone, edges.gone)):
-            gone = of_all_ranks(place[~stays], mesh)
+            gone = of_all_ranks(place[~stays], mesh, "update")
             place = place[stays]
             place = place - torch.searchsorted(gone, place)
             count -= len(gone)
