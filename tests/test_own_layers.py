@@ -118,6 +118,10 @@ class Sizes(Own):
         return inputs / dim_size * self.weight
 
 
+class Aggregated(Own):
+    """Leaves it to an aggregation; PyG would give what it makes of Own to other layers."""
+
+
 class OwnAggregation(Aggregation):
     """An aggregation of the user's, over rows of all ranks."""
 
@@ -141,7 +145,7 @@ KINDS = {
     **{name: _made(k, _times(f)) for k, (name, f) in enumerate(MESSAGES.items())},
     "aggregate": Ids,
     "update": Sizes,
-    "aggregation": lambda: Own(aggr=OwnAggregation()),
+    "aggregation": lambda: Aggregated(aggr=OwnAggregation()),
 }
 
 # what a layer's message returns that is refused, and by which words
