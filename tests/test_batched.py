@@ -516,8 +516,6 @@ def _whole_graphs():
     assert mesh.ledger.words() == 0
     with pytest.raises(ValueError, match=r"needs data\.batch"):
         pdc.partition(graphs()[2], mesh, "graphs")
-    with pytest.raises(TypeError, match="to_data_list"):
-        share.to_data_list()
     count = share.num_nodes + 1
     pool, batch = nn.EdgePooling(F_IN).double(), torch.zeros(count, dtype=torch.int64)
     with pytest.raises(TypeError, match=f"shape \\[{count}\\]"):

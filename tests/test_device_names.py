@@ -489,6 +489,8 @@ RUN = {  # transforms that run otherwise on a share
     "RemoveIsolatedNodes": lambda lib, d: T.RemoveIsolatedNodes()(d).x,
     "ToSparseTensor": multiplied,
     "LaplacianLambdaMax": "gives a number",
+    "AddMetaPaths": "PyG's code, on relations that are gathered",
+    "AddRandomMetaPaths": "PyG's code, on relations that are gathered",
 }
 NN = {
     **dict.fromkeys(MODELS, "a model, below"),

@@ -267,9 +267,7 @@ def refused():
     ]
     if mesh.rank:
         more = more | {"edge_weight": more["edge_weight"] + 1}
-    wrong.append(
-        ({"new_edges": more, "new_nodes": rows}, "the same nodes and edges on")
-    )
+    wrong.append(({"new_edges": more, "new_nodes": rows}, "the same new edge_weight"))
     for call, text in wrong:
         with pytest.raises((ValueError, TypeError), match=r".") as error:
             pdc.update(share, **call)

@@ -47,10 +47,17 @@ def has_hooks(conv: MessagePassing) -> bool:
 
 
 def is_changed(part: torch.nn.Module) -> bool:
-    """Tells whether hooks, or a `forward` of its own, see or change what a module does."""
+    """Tells whether hooks, or a `forward` of its own, see or change what a module does.
+
+    Hooks of this package, by which it traces and plans, change nothing.
+    """
     own = vars(part)
-    hooked = any(own.get(f"_{name}_hooks") for name in _HOOKS)
-    return hooked or "forward" in own or torch.nn.modules.module._has_any_global_hook()
+    hooks = (h for name in _HOOKS for h in own.get(f"_{name}_hooks", {}).values())
+    root = __name__.split(".")[0]
+    return "forward" in own or any(
+        (getattr(hook, "__module__", None) or "").split(".")[0] != root
+        for hook in hooks
+    )
 
 
 _HOOKS = "forward", "forward_pre", "backward", "backward_pre"

@@ -300,9 +300,3 @@ def regroups(x: RowShardedTensor, args: Any, kwargs: Any) -> bool:
 
 def _width_of(x: RowShardedTensor) -> int:
     return math.prod(local_shape(x)[1:])
-
-
-def like_of(x: Tensor) -> Tensor:
-    """Returns an ordinary tensor of the dtype and device of a row-sharded one, of no rows."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.detach()[:0].as_subclass(torch.Tensor)
