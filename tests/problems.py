@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 
 def _data(n, edge_index, f=7, classes=4, seed=0, train=0.4):
@@ -63,6 +63,17 @@ def negative(n=40, seed=5):
     data = undirected(n, 100, seed)
     data.edge_weight = data.edge_weight.clone()
     data.edge_weight[::7] *= -0.05
+    return data
+
+
+def two_types():
+    """A graph of 20 and 10 nodes of two types, and edges both ways."""
+    g, data = torch.Generator().manual_seed(0), HeteroData()
+    for kind, n in (("a", 20), ("b", 10)):
+        data[kind].x = torch.randn(n, 4, generator=g)
+    ends = [torch.randint(n, (40,), generator=g) for n in (20, 10)]
+    data["a", "to", "b"].edge_index = torch.stack(ends)
+    data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
     return data
 
 

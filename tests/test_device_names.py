@@ -23,9 +23,9 @@ import torch_geometric.loader
 import torch_geometric.nn as pyg
 import torch_geometric.transforms as T
 import worlds
-from problems import GRAPHS
+from problems import GRAPHS, two_types
 from torch_geometric import seed_everything
-from torch_geometric.data import HeteroData, TemporalData
+from torch_geometric.data import TemporalData
 from torch_geometric.sampler import NodeSamplerInput
 
 import pyg_distcomm as pdc
@@ -261,16 +261,6 @@ def moved(make):
     return run
 
 
-def typed():
-    g, data = torch.Generator().manual_seed(0), HeteroData()
-    for kind, n in (("a", 20), ("b", 10)):
-        data[kind].x = torch.randn(n, 4, generator=g)
-    ends = [torch.randint(n, (40,), generator=g) for n in (20, 10)]
-    data["a", "to", "b"].edge_index = torch.stack(ends)
-    data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
-    return data
-
-
 def events():
     g = torch.Generator().manual_seed(0)
     src, dst = torch.randint(9, (2, 30), generator=g)
@@ -289,7 +279,7 @@ class ByWeight(loading.GraphSAINTSampler):
 
 def by_hgt(_, place):
     return loading.HGTLoader(
-        typed(), [4, 4], input_nodes="a", batch_size=9, seed=1, **place
+        two_types(), [4, 4], input_nodes="a", batch_size=9, seed=1, **place
     )
 
 
@@ -413,7 +403,7 @@ def multiplied(lib, d):
 
 def typed_by(name):
     def run(lib, d):
-        data = typed()
+        data = two_types()
         share = data if lib.lib is pyg else pdc.partition(data, worlds.mesh())
         share = share.to(lib.device)
         conv = getattr(lib, name)(4, 4, data.metadata(), heads=2)

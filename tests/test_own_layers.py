@@ -162,6 +162,7 @@ REFUSED = {
     "range": lambda self, x_j, size_i: sum(x_j for _ in range(size_i)),
     "1.0": lambda self, x_j, size_i: x_j * (1.0 / size_i),
     "log": lambda self, x_j, dim_size: x_j * math.log(dim_size),
+    "table of 9 rows": lambda self, x_j, index: x_j * torch.ones(9, 1)[index],
     "numpy()": lambda self, x_j, index: x_j * torch.from_numpy(index.numpy()),
     "unique()": lambda self, x_j, index: x_j * index.unique().numel(),
     "setitem()": lambda self, x_j, index: (

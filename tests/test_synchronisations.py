@@ -12,9 +12,8 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from problems import GRAPHS, owners
+from problems import GRAPHS, owners, two_types
 from torch.utils._python_dispatch import _disable_current_modes
-from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import axis, collectives
@@ -105,16 +104,6 @@ def waits(names, place, grid=None):
     return found
 
 
-def typed():
-    g, data = torch.Generator().manual_seed(0), HeteroData()
-    for kind, n in (("a", 20), ("b", 10)):
-        data[kind].x = torch.randn(n, 4, generator=g)
-    ends = [torch.randint(n, (40,), generator=g) for n in (20, 10)]
-    data["a", "to", "b"].edge_index = torch.stack(ends)
-    data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
-    return data
-
-
 TYPED = {
     "of SAGE": lambda meta: pyg.HeteroConv(
         {edge: pyg.SAGEConv((4, 4), 6) for edge in meta[1]}
@@ -130,7 +119,7 @@ TYPED = {
 def waits_by_type(place):
     """Layers of typed nodes, and the rows of a `DistEmbedding`, as a step learns them."""
     where = second_device.device() if place == "spare" else torch.device(place)
-    mesh, data, found = worlds.mesh(), typed(), {}
+    mesh, data, found = worlds.mesh(), two_types(), {}
     share = pdc.partition(data, mesh).to(where)
     plain = pdc.partition(GRAPHS["undirected"](), mesh, "random").to(where)
     table = pdc.DistEmbedding(plain.num_nodes, 7, like=plain).to(where)

@@ -100,10 +100,9 @@ class LocalIndexGuard(Picker):
     def refusal(self, what: str) -> TypeError:
         """Returns the error of a use that would be wrong on several ranks."""
         return TypeError(
-            f"{self.scene.layer} uses the nodes of edges outside propagate ({what}), and "
-            "the edges and rows of other ranks are not here; it cannot run distributed "
-            "unchanged. Precompute what it reads as an edge attribute before "
-            "pdc.partition, or use another layer"
+            f"{self.scene.layer} uses the nodes of edges ({what}), and the edges and rows "
+            "of other ranks are not here; it cannot run distributed unchanged. Precompute "
+            "what it reads as an edge attribute before pdc.partition, or use another layer"
         )
 
     @classmethod
@@ -369,7 +368,9 @@ def _looks_up(name: str, guard: LocalIndexGuard, args: Any, kwargs: Any) -> bool
     if isinstance(table, (RowShardedTensor, LocalIndexGuard)):
         return False
     of = guard.scene.sources if isinstance(guard, Sources) else guard.scene.nodes
-    return guard.as_values() is not None and table.size(0) >= of.total
+    if table.size(0) < of.total:
+        raise guard.refusal("looking up a table of fewer rows than there are nodes")
+    return guard.as_values() is not None
 
 
 _SIZES = {"size_i": 0, "dim_size": 0, "size_j": 1}
