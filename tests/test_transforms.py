@@ -406,6 +406,7 @@ PATHS = [
     [("author", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue")],
 ]
 WRITES = ("author", "writes", "paper")
+ONCE = T.RemoveDuplicatedEdges("edge_weight", "add")
 PARTS = {
     "masks": lambda d: d.subgraph(
         {"paper": d["paper"].train_mask, "author": torch.arange(23) % 3 > 0}
@@ -428,10 +429,16 @@ PARTS = {
     "joined types": lambda d: d.edge_type_subgraph([WRITES]).to_homogeneous(
         add_edge_type=False
     ),
-    "RemoveDuplicatedEdges": T.RemoveDuplicatedEdges("edge_weight", "add"),
-    "AddMetaPaths": T.AddMetaPaths(PATHS, weighted=True),
-    "of some": T.AddMetaPaths(
-        PATHS, True, True, drop_unconnected_node_types=True, max_sample=2
+    "RemoveDuplicatedEdges": ONCE,
+    # MKL's sparse product, by which PyG multiplies, crashes from equal edges
+    "AddMetaPaths": T.Compose([ONCE, T.AddMetaPaths(PATHS, weighted=True)]),
+    "of some": T.Compose(
+        [
+            ONCE,
+            T.AddMetaPaths(
+                PATHS, True, True, drop_unconnected_node_types=True, max_sample=2
+            ),
+        ]
     ),
     "AddRandomMetaPaths": T.AddRandomMetaPaths(PATHS, walks_per_node=3),
 }
