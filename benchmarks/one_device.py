@@ -289,7 +289,8 @@ class Synchronisations(TorchDispatchMode):
             waits = kwargs.get("output_size") is None
         if name in ("index", "index_put_", "_index_put_impl_"):  # by a mask
             waits = any(
-                t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
+                isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)
+                for t in tree_leaves(args[1])
             )
         if name in ("_to_copy", "copy_"):
             waits = len({t.device.type for t in given}) > 1
