@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -120,8 +120,9 @@ class GroupedEdges:
         """The target of each nonzero, `[nnz]`."""
         with lasting():
             rowptr = self.pattern.rowptr
-            kind = {"dtype": rowptr.dtype, "device": rowptr.device}
-            rows = torch.arange(self.num_targets, **kind)
+            rows = torch.arange(
+                self.num_targets, dtype=rowptr.dtype, device=rowptr.device
+            )
             return rows.repeat_interleave(rowptr.diff(), output_size=self.pattern.nnz)
 
     def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
@@ -237,12 +238,12 @@ class SampledBatch:
         """
         if not self._read:
             self._read.append({kind: self.seeds.get(kind, 0) for kind in self.sizes})
-        if len(self._read) <= depth:
-            relations = self._grouped()
-            if relations is None:
-                return None
-            if any(not edges.pattern.rowptr.is_cpu for _, _, edges in relations):
-                self._foresee(relations, depth)
+        relations = self._grouped() if len(self._read) <= depth else []
+        if relations is None:
+            return None
+        if any(not edges.pattern.rowptr.is_cpu for _, _, edges in relations):
+            PROCESS.hops = max(PROCESS.hops, depth)
+            self._foresee(relations, depth)
         while len(self._read) <= depth:
             now = self._read[-1]
             following = dict(now)
@@ -251,6 +252,11 @@ class SampledBatch:
                 following[source] = max(following[source], needed)
             self._read.append(following)
         return self._read[depth]
+
+    def prepare(self, depth: int) -> None:
+        """Makes the CSR forms, and finds the rows that are read up to a depth."""
+        self.rows(depth)
+        self._grouped()
 
     def known_rows(self, kind: Any) -> list[int]:
         """Returns how many leading rows of a type are read, at each depth known so far."""
@@ -328,35 +334,39 @@ class LocalAdjacency:
         """Returns the CSR form of the tensor that this belongs to, built once."""
         key = num_sources, num_targets
         if key not in self._grouped:
-            if edge_index.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    return None
-                self.stream = _stream(edge_index)
+            if _is_captured(edge_index):
+                return None
+            if not edge_index.is_cpu and self.batch is not None:
+                PROCESS.hops = max(PROCESS.hops, 0)
+            self.stream = _stream(edge_index)
             with lasting():
                 self._grouped[key] = GroupedEdges.build(edge_index, *key)
         return self._grouped[key]
 
     def is_elsewhere(self, edge_index: Tensor) -> bool:
         """Tells whether this was made on another stream of CUDA than the current one."""
-        if self.stream is None or torch.cuda.is_current_stream_capturing():
-            return False  # who captures has waited for what ran before
-        return self.stream != _stream(edge_index)
+        if self.stream is None or self.stream == _stream(edge_index):
+            return False
+        return not _is_captured(edge_index)  # whose stream waits for what ran before
 
     def hand_over(self, edge_index: Tensor) -> None:
         """Has the current stream use what was made on another, for which it waits."""
-        if self.stream is None or not edge_index.is_cuda:
+        if self.stream is None:
             return
-        self.stream, current = (
-            _stream(edge_index),
-            torch.cuda.current_stream(edge_index.device),
-        )
+        self.stream = _stream(edge_index)
+        current = torch.cuda.current_stream(edge_index.device)
         for edges in self._grouped.values():
             for t in () if edges is None else edges.tensors():
                 t.record_stream(current)
 
 
-def _stream(t: Tensor) -> int:
-    return int(torch.cuda.current_stream(t.device).cuda_stream)
+def _stream(t: Tensor) -> int | None:
+    """Returns the current stream of a tensor's device, of CUDA."""
+    return int(torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
+
+
+def _is_captured(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def looped_edges(
@@ -394,6 +404,48 @@ def carry(
         if _signature(edge_index) is not None:
             batch.relations.append((source, target, weakref.ref(edge_index)))
             _keep(edge_index, batch, (source, target), 1)
+
+
+def follow(
+    minibatch: Any,
+    edges_of: Callable[[Any], Mapping[tuple[Any, Any, Any], Tensor] | Tensor | None],
+    sizes: Mapping[Any, int],
+    seeds: Mapping[Any, int],
+) -> None:
+    """Has the edges of a minibatch carry what they did when `.to(device)` has moved it.
+
+    Args:
+        minibatch: whose edges are looked up when a layer meets edges it does not know.
+        edges_of: returns them, as `carry` takes them.
+        sizes, seeds: as `carry` takes them.
+    """
+    PROCESS.minibatches[minibatch] = edges_of, sizes, seeds
+
+
+def _followed(edge_index: Tensor) -> LocalAdjacency | None:
+    """Returns what edges carry that were moved with their minibatch."""
+    for minibatch, (edges_of, *rest) in list(PROCESS.minibatches.items()):
+        edges = edges_of(minibatch)
+        each = edges.values() if isinstance(edges, Mapping) else [edges]
+        if edges is not None and any(t is edge_index for t in each):
+            carry(edges, *rest)
+            return known(edge_index)
+    return None
+
+
+def prepare(edge_index: Any) -> None:
+    """Asks a device ahead of training what layers have asked of earlier minibatches."""
+    found = known(edge_index) if isinstance(edge_index, Tensor) else None
+    if found is None or found.batch is None or edge_index.is_cpu or PROCESS.hops < 0:
+        return
+    found.batch.prepare(PROCESS.hops)
+
+
+def hand_over(t: Tensor) -> None:
+    """Has the current stream use what is kept beside a tensor; see `LocalAdjacency`."""
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(t)
+    if found is not None:
+        found.hand_over(t)
 
 
 def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
@@ -440,6 +492,8 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
     if owner is not edge_index:  # a change by way of it counts on it alone
         grouped, signature = owner.is_sorted_by_col, (owner._version, *signature)
     found: LocalAdjacency | None = PROCESS.adjacencies.get(owner)
+    if found is None and not edge_index.is_cpu:
+        found = _followed(edge_index)
     changed = found is None or found.signature != signature
     if found is None or changed or found.is_elsewhere(edge_index):
         at_once = grouped or _first_edges_of(edge_index) is not None
