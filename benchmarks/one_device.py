@@ -250,12 +250,13 @@ def epochs(device: Device) -> Iterator[Table]:
         for narrow in (False, True):
             for who, given, edges in (
                 ("this package", share, share.edge_index),
+                ("this package, not cut", data, data.edge_index),
                 ("PyG, edge_index", data, data.edge_index),
                 ("PyG, torch.sparse", data, adj),
             ):
                 torch.manual_seed(0)
                 model = Net(kind, widths).to(device.home)
-                model = pdc.convert(model) if given is share else model
+                model = model if who.startswith("PyG") else pdc.convert(model)
                 found = device.tried(_epoch(model, given, edges, narrow), 3)
                 lines.append([name, "bf16" if narrow else "float32", who, *found])
                 del model
@@ -289,7 +290,8 @@ class Synchronisations(TorchDispatchMode):
             waits = kwargs.get("output_size") is None
         if name in ("index", "index_put_", "_index_put_impl_"):  # by a mask
             waits = any(
-                t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
+                isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)
+                for t in tree_leaves(args[1])
             )
         if name in ("_to_copy", "copy_"):
             waits = len({t.device.type for t in given}) > 1
@@ -304,6 +306,7 @@ def synchronisations(device: Device) -> Iterator[Table]:
     """Counts, in a layer that has run before, where the host waits for the device."""
     data = graph(device, 12, 8)
     share = pdc.partition(data, pdc.init(device=device.home)).to(device.home)
+    data = data.to(device.home)  # whose layers take PyG's path under a mode that counts
     lines = []
     kinds = pyg.GCNConv, pyg.SAGEConv, pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv
     for kind in (*kinds, pyg.GraphConv):
@@ -317,6 +320,10 @@ def synchronisations(device: Device) -> Iterator[Table]:
         names = ", ".join(sorted(set(mode.found)))
         told = _told_by_cuda(device, lambda c=conv: c(share.x, share.edge_index).sum())
         lines.append([kind.__name__, forward, len(mode.found) - forward, names, told])
+        for _ in range(2):
+            conv(data.x, data.edge_index)
+        told = _told_by_cuda(device, lambda c=conv: c(data.x, data.edge_index).sum())
+        lines.append([f"{kind.__name__}, data not cut", "", "", "", told])
     head = ["layer", "forward", "backward", "by", "as CUDA counts"]
     yield "host synchronisations", head, lines
 

@@ -29,6 +29,8 @@ class ProcessState:
         stores: feature stores made for a share, by its edges.
         topologies: what samplers have built for an edge_index.
         adjacencies: the CSR forms of edge_index tensors that layers have met.
+        minibatches: what samplers know of minibatches that may yet move to a device.
+        hops: how many hops of a minibatch layers on a device have asked for; -1 before.
         routes: how learnable rows travel to the node ids of a minibatch.
         without_metis: whether it was said that pymetis is missing.
         mtkahypar: Mt-KaHyPar, once it was initialised.
@@ -49,6 +51,8 @@ class ProcessState:
     stores: Any = field(default_factory=WeakIdKeyDictionary)
     topologies: Any = field(default_factory=WeakTensorKeyDictionary)
     adjacencies: Any = field(default_factory=WeakTensorKeyDictionary)
+    minibatches: Any = field(default_factory=WeakIdKeyDictionary)
+    hops: int = -1
     routes: Any = field(default_factory=WeakTensorKeyDictionary)
     without_metis: bool = False
     mtkahypar: Any = None

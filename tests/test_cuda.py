@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from problems import GRAPHS
-from torch_geometric.nn import GATv2Conv, GCNConv, SAGEConv
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphSAGE, SAGEConv
 
 import pyg_distcomm as pdc
+from pyg_distcomm.loader import NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 pytestmark = pytest.mark.cuda
@@ -59,3 +62,37 @@ def test_gloo_ranks_share_one_gpu():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
 def test_nccl():
     pdc.launch(_step, 2, "nccl", None, timeout=120)
+
+
+def test_layers_on_ordinary_tensors_wait_for_nothing():
+    """Edges are read when they are met the second time; torch raises where one waits after."""
+    data = GRAPHS["undirected"]()
+    for kind in (GCNConv, SAGEConv, GATConv):
+        torch.manual_seed(0)
+        plain = kind(7, 4).double()
+        conv = pdc.convert(copy.deepcopy(plain)).to("cuda")
+        there = data.clone().to("cuda")
+        for _ in range(3):
+            conv(there.x, there.edge_index).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = conv(there.x, there.edge_index)
+            out.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(out.cpu(), plain(data.x, data.edge_index))
+
+
+def test_minibatches_on_the_device_are_trimmed():
+    data = GRAPHS["undirected"]()
+    torch.manual_seed(0)
+    plain = GraphSAGE(7, 6, 2, 4).double()
+    model = pdc.convert(copy.deepcopy(plain)).to("cuda")
+    for options in ({}, {"device": "cuda"}):
+        for batch in NeighborLoader(data, [3, 2], batch_size=9, **options):
+            batch = batch.to("cuda")
+            out = model(batch.x, batch.edge_index)[: batch.batch_size]
+            host = batch.cpu()
+            want = plain(host.x, host.edge_index)[: batch.batch_size]
+            torch.testing.assert_close(out.cpu(), want)
+    assert pdc.nn.trimming_of(model) == "on"

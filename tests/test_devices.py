@@ -22,7 +22,7 @@ from torch_geometric.nn import GATConv
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.cli import doctor
-from pyg_distcomm.comm import axis, collectives
+from pyg_distcomm.comm import axis, collectives, store
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.loader import NeighborLoader
 from pyg_distcomm.nn import DistGCNConv, HaloConv
@@ -129,6 +129,25 @@ def test_a_rank_with_another_device_is_named_on_all_ranks(case):
     start = worlds.anew if case.startswith("on ") else worlds.run
     for said in start(unlike, 2, case):
         assert re.search(UNLIKE[case], said), said
+
+
+@pytest.mark.parametrize(
+    ("asked", "local", "count", "found"),
+    [
+        ("cuda", "3", 4, "cuda:3"),
+        ("cuda", "3", 2, "cuda:1"),
+        ("cuda:1", "0", 2, "cuda:1"),
+        ("cuda", None, 1, "cuda:0"),
+        (None, "1", 2, "cpu"),
+    ],
+)
+def test_cuda_is_the_device_of_local_rank(asked, local, count, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert store.chosen_device(asked) == torch.device(found)
 
 
 def blocks(same):

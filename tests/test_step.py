@@ -57,7 +57,8 @@ def graded(model, rows, *args, x=None):
     x = x.clone().requires_grad_()
     out = model(x, *args)
     out = out[rows] if rows is not None else out
-    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
+    kind = {"dtype": out.dtype, "device": out.device}
+    weights = torch.linspace(0.5, 1.5, out.numel(), **kind).view(out.shape)
     (out * weights).sum().backward()
     grads = [p.grad for p in model.parameters()]
     return [torch.as_tensor(out.detach()), x.grad, *grads]

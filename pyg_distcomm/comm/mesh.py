@@ -369,7 +369,8 @@ def init(
         replication: c of the 1.5D algorithm.
         grid: an explicit grid `(row, col, fiber)`, instead of a name.
         backend: "gloo", "nccl", or torch's mixed form; chosen by what is there.
-        device: where this rank computes; its CUDA device with NCCL, else the CPU.
+        device: where this rank computes; its CUDA device with NCCL, else the CPU. "cuda" is
+            the device of LOCAL_RANK, as it is with NCCL.
         seed: the seed of dropout and of everything else that is keyed.
         timeout: seconds a rank waits for the others before it raises; see `pdc.init`.
         stages: into how many stages the ranks are shared out; see [Note: stages].

@@ -190,18 +190,18 @@ def default_backend() -> str:
 def chosen_device(asked: Any) -> torch.device:
     """Returns where this rank computes: as asked, or by default.
 
+    Of CUDA without an index it is the device of LOCAL_RANK; ranks share devices where a
+    host has fewer.
+
     Raises:
         ValueError: if this process does not see such a device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if asked is None:
         over_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        return (
-            torch.device("cuda", local % count)
-            if over_nccl and count
-            else torch.device("cpu")
-        )
+        own = over_nccl and count
+        return torch.device("cuda", local % count) if own else torch.device("cpu")
     try:
         found = torch.device(asked)
     except (RuntimeError, TypeError) as error:
@@ -214,6 +214,8 @@ def chosen_device(asked: Any) -> torch.device:
             f"device={asked!r}: rank {rank}, on {socket.gethostname()}, sees {count} CUDA "
             "devices; give a device that every rank has, or start fewer ranks on a host"
         )
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", local % count)
     return found
 
 

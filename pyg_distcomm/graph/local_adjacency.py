@@ -11,13 +11,21 @@ edge_index may be used so at once, and how many rows are seeds. Of any other ten
 form is built at the second use: one that is used once would not pay for it. What belongs to
 PyG's `EdgeIndex` is kept beside it; one that says that it is sorted by
 target is used at once.
+
+[Note: what a device is asked] On a device all of this holds, and the host must wait for what
+it learns of the edges: once for an edge_index, whether its ends are in range and its edges
+sorted; once for a minibatch, how many rows each hop reads, all hops together. Nothing else
+waits: the CSR form and its transpose are made there. A loader with `device=` asks ahead of
+training. What is made on one stream is not used on another, which may run ahead of it, and
+is built anew there; while a CUDA graph is captured nothing is asked, and only what was made
+before is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,10 +35,17 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from pyg_distcomm import kernels
+from pyg_distcomm.kernels.core_ops import note_span, offset_dtype
 from pyg_distcomm.ops.csr import Pattern
 from pyg_distcomm.process import PROCESS
 
 _INDICES = (torch.int64, torch.int32)
+DEVICES = frozenset({"cpu", "cuda"})  # types of those whose products have kernels
+
+
+def has_products(t: Tensor) -> bool:
+    """Tells whether products on the device of a tensor run by kernels."""
+    return t.device.type in DEVICES
 
 
 @contextlib.contextmanager
@@ -54,13 +69,20 @@ class GroupedEdges:
     order: Tensor | None
     _prefixes: dict[int, GroupedEdges] = field(default_factory=dict)
     _means: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _ends: dict[int, tuple[int, int | None]] = field(default_factory=dict)
 
     @staticmethod
     def build(
-        edge_index: Tensor, num_sources: int, num_targets: int
+        edge_index: Tensor, num_sources: int, num_targets: int, checked: bool = False
     ) -> GroupedEdges | None:
-        """Returns the CSR form of `edge_index` `[2, e]`; None if an end is out of range."""
+        """Returns the CSR form of `edge_index` `[2, e]`; None if an end is out of range.
+
+        A device is asked once, and not at all for edges that are `checked`: known to be in
+        range, and perhaps not sorted.
+        """
         source, target = edge_index[0], edge_index[1]
+        if not target.is_cpu:
+            return _built_there(source, target, num_sources, num_targets, checked)
         if target.numel():
             least, most = (
                 torch.stack([t.aminmax().min for t in (source, target)]),
@@ -90,16 +112,17 @@ class GroupedEdges:
         if self.order is None:
             return None
         with lasting():
-            places = torch.empty_like(self.order)
-            places[self.order] = torch.arange(len(self.order))
-            return places
+            each = torch.arange(len(self.order), device=self.order.device)
+            return torch.empty_like(self.order).scatter_(0, self.order.long(), each)
 
     @cached_property
     def targets(self) -> Tensor:
         """The target of each nonzero, `[nnz]`."""
         with lasting():
             rowptr = self.pattern.rowptr
-            rows = torch.arange(self.num_targets, dtype=rowptr.dtype)
+            rows = torch.arange(
+                self.num_targets, dtype=rowptr.dtype, device=rowptr.device
+            )
             return rows.repeat_interleave(rowptr.diff(), output_size=self.pattern.nnz)
 
     def prefix(self, rows: int, num_sources: int | None = None) -> GroupedEdges:
@@ -110,12 +133,44 @@ class GroupedEdges:
             return self
         key = rows * (1 << 32) + width
         if key not in self._prefixes:
-            rowptr = pattern.rowptr[: rows + 1]
-            end = int(rowptr[-1])
+            rowptr, (end, reads) = pattern.rowptr[: rows + 1], self._end(rows)
+            if not rowptr.is_cpu:  # cuSPARSE takes offsets that own their memory
+                rowptr = rowptr.clone()
+                note_span(rowptr, 0, end)
             order = None if self.order is None else self.order[:end]
-            part = Pattern(rowptr, pattern.col[:end], width)
-            self._prefixes[key] = GroupedEdges(part, order)
+            part = Pattern(rowptr, pattern.col[:end], width, pattern.checked)
+            found = self._prefixes[key] = GroupedEdges(part, order)
+            if reads is not None:
+                vars(found)["num_read"] = reads
         return self._prefixes[key]
+
+    def _end(self, rows: int) -> tuple[int, int | None]:
+        """Returns where the edges into the first `rows` end, and what they read if known."""
+        if rows >= self.num_targets:
+            return self.pattern.nnz, vars(self).get("num_read")
+        if rows not in self._ends:
+            self.ask([rows])
+        return self._ends[rows]
+
+    def ask(self, rows: Sequence[int]) -> None:
+        """Learns where the edges into the first rows end, for several numbers of rows."""
+        index = torch.tensor(rows, device=self.pattern.rowptr.device)
+        ends = self.pattern.rowptr.index_select(0, index).tolist()
+        self._ends.update((k, (end, None)) for k, end in zip(rows, ends, strict=True))
+
+    def told(self, rows: int, end: int, reads: int) -> None:
+        """Notes where the edges into the first `rows` end, and how many rows they read."""
+        if rows >= self.num_targets:
+            vars(self)["num_read"] = reads
+        else:
+            self._ends[rows] = end, reads
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields what the CSR form is made of, that of the first rows, too."""
+        for edges in (self, *self._prefixes.values()):
+            yield from (edges.pattern.rowptr, edges.pattern.col)
+            if edges.order is not None:
+                yield edges.order
 
     def in_order(self, values: Tensor) -> Tensor:
         """Returns values of edges `[e, ...]` in the order of the nonzeros."""
@@ -132,6 +187,30 @@ class GroupedEdges:
                     degree, output_size=self.pattern.nnz
                 )
         return self._means[dtype]
+
+
+def _built_there(
+    source: Tensor, target: Tensor, num_sources: int, num_targets: int, checked: bool
+) -> GroupedEdges | None:
+    """Returns the CSR form of edges on a device, which is asked once unless `checked`."""
+    grouped = not target.numel()
+    if target.numel() and not checked:
+        rises = (target[1:] >= target[:-1]).all().to(target.dtype)
+        ends = [*source.aminmax(), *target.aminmax(), rises]
+        least, most, first, last, rising = torch.stack(ends).tolist()
+        if min(least, first) < 0 or most >= num_sources or last >= num_targets:
+            return None
+        grouped = bool(rising)
+    order = None
+    if not grouped:
+        target, order = torch.sort(target, stable=True)
+        source = source.index_select(0, order)
+    kind = offset_dtype(target.numel())
+    bounds = torch.arange(num_targets + 1, device=target.device, dtype=target.dtype)
+    rowptr = torch.searchsorted(target.contiguous(), bounds).to(kind)
+    note_span(rowptr, 0, target.numel())
+    pattern = Pattern(rowptr, source.to(kind).contiguous(), num_sources, checked=True)
+    return GroupedEdges(pattern, order)
 
 
 @dataclass(eq=False)
@@ -159,23 +238,65 @@ class SampledBatch:
         """
         if not self._read:
             self._read.append({kind: self.seeds.get(kind, 0) for kind in self.sizes})
+        relations = self._grouped() if len(self._read) <= depth else []
+        if relations is None:
+            return None
+        if any(not edges.pattern.rowptr.is_cpu for _, _, edges in relations):
+            PROCESS.hops = max(PROCESS.hops, depth)
+            self._foresee(relations, depth)
         while len(self._read) <= depth:
             now = self._read[-1]
             following = dict(now)
-            for source, target, reference in self.relations:
-                edge_index = reference()
-                found = None if edge_index is None else known(edge_index)
-                if edge_index is None or found is None or found.batch is not self:
-                    return None
-                edges = found.grouped(
-                    edge_index, self.sizes[source], self.sizes[target]
-                )
-                if edges is None:
-                    return None
+            for source, target, edges in relations:
                 needed = edges.prefix(now[target]).num_read
                 following[source] = max(following[source], needed)
             self._read.append(following)
         return self._read[depth]
+
+    def prepare(self, depth: int) -> None:
+        """Makes the CSR forms, and finds the rows that are read up to a depth."""
+        self.rows(depth)
+        self._grouped()
+
+    def known_rows(self, kind: Any) -> list[int]:
+        """Returns how many leading rows of a type are read, at each depth known so far."""
+        return sorted({read[kind] for read in self._read})
+
+    def _grouped(self) -> list[tuple[Any, Any, GroupedEdges]] | None:
+        """Returns the CSR form of each relation; None if one was dropped or changed."""
+        every = []
+        for source, target, reference in self.relations:
+            edge_index = reference()
+            found = None if edge_index is None else known(edge_index)
+            if edge_index is None or found is None or found.batch is not self:
+                return None
+            edges = found.grouped(edge_index, self.sizes[source], self.sizes[target])
+            if edges is None:
+                return None
+            every.append((source, target, edges))
+        return every
+
+    def _foresee(
+        self, relations: list[tuple[Any, Any, GroupedEdges]], depth: int
+    ) -> None:
+        """Asks a device once for all that `rows` reads of it, up to a depth."""
+        like = relations[0][2].pattern.rowptr
+        now = {kind: like.new_full((1,), n) for kind, n in self._read[-1].items()}
+        reach, asked = [], []
+        for _, _, edges in relations:
+            most = edges.pattern.col.cummax(0).values + 1
+            reach.append(torch.cat([most.new_zeros(1), most]))
+        for _ in range(len(self._read) - 1, depth + 1):
+            following = dict(now)
+            for (source, target, edges), most in zip(relations, reach, strict=True):
+                end = edges.pattern.rowptr.index_select(0, now[target])
+                last = most.index_select(0, end)
+                asked += [now[target], end, last]
+                following[source] = torch.maximum(following[source], last)
+            now = following
+        numbers = torch.cat([t.long() for t in asked]).view(-1, 3).tolist()
+        for place, (rows, end, reads) in enumerate(numbers):
+            relations[place % len(relations)][2].told(rows, end, reads)
 
 
 class LocalAdjacency:
@@ -197,6 +318,7 @@ class LocalAdjacency:
         self.signature, self.batch, self.ends, self.uses = signature, batch, ends, uses
         self.derived: dict[Any, Any] = {}  # by layers: normalised matrices
         self.memory: Any = None  # of the tensor, which no other gets while this is here
+        self.stream: int | None = None  # of CUDA, on which all of this was made
         self._grouped: dict[tuple[int, int], GroupedEdges | None] = {}
 
     @staticmethod
@@ -212,9 +334,55 @@ class LocalAdjacency:
         """Returns the CSR form of the tensor that this belongs to, built once."""
         key = num_sources, num_targets
         if key not in self._grouped:
+            if _is_captured(edge_index):
+                return None
+            if not edge_index.is_cpu and self.batch is not None:
+                PROCESS.hops = max(PROCESS.hops, 0)
+            self.stream = _stream(edge_index)
             with lasting():
                 self._grouped[key] = GroupedEdges.build(edge_index, *key)
         return self._grouped[key]
+
+    def is_elsewhere(self, edge_index: Tensor) -> bool:
+        """Tells whether this was made on another stream of CUDA than the current one."""
+        if self.stream is None or self.stream == _stream(edge_index):
+            return False
+        return not _is_captured(edge_index)  # whose stream waits for what ran before
+
+    def hand_over(self, edge_index: Tensor) -> None:
+        """Has the current stream use what was made on another, for which it waits."""
+        if self.stream is None:
+            return
+        self.stream = _stream(edge_index)
+        current = torch.cuda.current_stream(edge_index.device)
+        for edges in self._grouped.values():
+            for t in () if edges is None else edges.tensors():
+                t.record_stream(current)
+
+
+def _stream(t: Tensor) -> int | None:
+    """Returns the current stream of a tensor's device, of CUDA."""
+    return int(torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
+
+
+def _is_captured(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def looped_edges(
+    adjacency: LocalAdjacency, looped: Tensor, num_sources: int, num_targets: int
+) -> GroupedEdges:
+    """Returns the CSR form of edges in range that have got self-loops.
+
+    Of a minibatch on a device it asks once where the edges that each hop reads end.
+    """
+    edges = GroupedEdges.build(looped, num_sources, num_targets, checked=True)
+    assert edges is not None
+    batch = adjacency.batch
+    rows = [] if batch is None else batch.known_rows(adjacency.ends[1])
+    if len(rows) > 1 and not looped.is_cpu:
+        edges.ask([k for k in rows if k < num_targets])
+    return edges
 
 
 def carry(
@@ -238,6 +406,48 @@ def carry(
             _keep(edge_index, batch, (source, target), 1)
 
 
+def follow(
+    minibatch: Any,
+    edges_of: Callable[[Any], Mapping[tuple[Any, Any, Any], Tensor] | Tensor | None],
+    sizes: Mapping[Any, int],
+    seeds: Mapping[Any, int],
+) -> None:
+    """Has the edges of a minibatch carry what they did when `.to(device)` has moved it.
+
+    Args:
+        minibatch: whose edges are looked up when a layer meets edges it does not know.
+        edges_of: returns them, as `carry` takes them.
+        sizes, seeds: as `carry` takes them.
+    """
+    PROCESS.minibatches[minibatch] = edges_of, sizes, seeds
+
+
+def _followed(edge_index: Tensor) -> LocalAdjacency | None:
+    """Returns what edges carry that were moved with their minibatch."""
+    for minibatch, (edges_of, *rest) in list(PROCESS.minibatches.items()):
+        edges = edges_of(minibatch)
+        each = edges.values() if isinstance(edges, Mapping) else [edges]
+        if edges is not None and any(t is edge_index for t in each):
+            carry(edges, *rest)
+            return known(edge_index)
+    return None
+
+
+def prepare(edge_index: Any) -> None:
+    """Asks a device ahead of training what layers have asked of earlier minibatches."""
+    found = known(edge_index) if isinstance(edge_index, Tensor) else None
+    if found is None or found.batch is None or edge_index.is_cpu or PROCESS.hops < 0:
+        return
+    found.batch.prepare(PROCESS.hops)
+
+
+def hand_over(t: Tensor) -> None:
+    """Has the current stream use what is kept beside a tensor; see `LocalAdjacency`."""
+    found: LocalAdjacency | None = PROCESS.adjacencies.get(t)
+    if found is not None:
+        found.hand_over(t)
+
+
 def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
     found = LocalAdjacency(_signature(edge_index), *args, **kwargs)
     found.memory = edge_index.untyped_storage()
@@ -248,8 +458,9 @@ def _keep(edge_index: Tensor, *args: Any, **kwargs: Any) -> LocalAdjacency:
 def known(edge_index: Tensor) -> LocalAdjacency | None:
     """Returns what is kept beside a tensor, if it is as it was then."""
     found: LocalAdjacency | None = PROCESS.adjacencies.get(edge_index)
-    valid = found is not None and found.signature == _signature(edge_index)
-    return found if valid else None
+    if found is None or found.signature != _signature(edge_index):
+        return None
+    return None if found.is_elsewhere(edge_index) else found
 
 
 def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
@@ -270,7 +481,8 @@ def plain_edges(edge_index: Any, *sizes: int | None) -> Any:
 def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
     """Counts a use of an edge_index; returns what is kept beside it, from the second on.
 
-    None for anything but a `[2, e]` tensor of integers on the CPU, or an EdgeIndex of one.
+    None for anything but a `[2, e]` tensor of integers, or an EdgeIndex of one, on the CPU
+    or on CUDA.
     """
     owner, edge_index = edge_index, plain_edges(edge_index)
     signature = _signature(edge_index)
@@ -280,7 +492,10 @@ def adjacency_of(edge_index: Any) -> LocalAdjacency | None:
     if owner is not edge_index:  # a change by way of it counts on it alone
         grouped, signature = owner.is_sorted_by_col, (owner._version, *signature)
     found: LocalAdjacency | None = PROCESS.adjacencies.get(owner)
-    if found is None or found.signature != signature:
+    if found is None and not edge_index.is_cpu:
+        found = _followed(edge_index)
+    changed = found is None or found.signature != signature
+    if found is None or changed or found.is_elsewhere(edge_index):
         at_once = grouped or _first_edges_of(edge_index) is not None
         found = LocalAdjacency(signature, uses=int(at_once))
         found.memory = edge_index.untyped_storage()
@@ -305,7 +520,7 @@ def _signature(edge_index: Any) -> Any:
         return None
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         return None
-    if edge_index.dtype not in _INDICES or edge_index.device.type != "cpu":
+    if edge_index.dtype not in _INDICES or not has_products(edge_index):
         return None
     if edge_index.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(
         edge_index

@@ -266,11 +266,20 @@ def csr_transpose(
     Shapes: rowptr [m + 1], col [nnz]; rowptr_t [num_cols + 1], row_t and perm
     [rowptr[m] - rowptr[0]]. Raises IndexError outside 0 .. num_cols-1.
     """
+    low, high = span_of(rowptr)
+    _check_index(col[low:high], num_cols)
+    return transposed(rowptr, col, num_cols)
+
+
+def transposed(
+    rowptr: Tensor, col: Tensor, num_cols: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `csr_transpose` of columns in range; asks a device for nothing but its span."""
     row, lo, hi = _rows(rowptr)
-    part = col[lo:hi]
-    _check_index(part, num_cols)
-    perm = torch.argsort(part, stable=True)
-    rowptr_t = _offsets(part.long(), num_cols, offset_dtype(hi - lo))
+    by_col, perm = torch.sort(col[lo:hi], stable=True)
+    ends = torch.arange(num_cols + 1, dtype=col.dtype, device=col.device)
+    rowptr_t = torch.searchsorted(by_col, ends).to(offset_dtype(hi - lo))
+    note_span(rowptr_t, 0, hi - lo)
     return rowptr_t, row[perm].to(offset_dtype(rowptr.numel() - 1)), perm + lo
 
 
@@ -375,9 +384,14 @@ def span_of(rowptr: Tensor) -> tuple[int, int]:
     if known is None:
         ends = rowptr[:: max(rowptr.numel() - 1, 1)].tolist()
         known = int(ends[0]), int(ends[-1])
-        if not rowptr.is_cpu:
-            rowptr._span = known  # type: ignore[attr-defined]
+        note_span(rowptr, *known)
     return known
+
+
+def note_span(rowptr: Tensor, low: int, high: int) -> None:
+    """Keeps beside offsets on a device what they span; see `span_of`."""
+    if not rowptr.is_cpu:
+        rowptr._span = low, high  # type: ignore[attr-defined]
 
 
 def _offsets(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:

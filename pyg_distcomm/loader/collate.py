@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_distcomm import kernels
-from pyg_distcomm.graph.local_adjacency import carry, known
+from pyg_distcomm.graph.local_adjacency import carry, follow, known, prepare
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.loader.placement import Placement
 from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
@@ -237,7 +237,7 @@ def _carry(batch: Any, out: Any) -> None:
             # nobody counts those of links in an induced subgraph: then none is trimmed
             seeds = getattr(batch, "batch_size", 0) if found is None else found[0]
             seeds = min(int(seeds), len(out.node))
-            carry(batch.edge_index, {None: len(out.node)}, {None: seeds})
+            _note(batch, {None: len(out.node)}, {None: seeds})
         return
     edges = batch.collect("edge_index", allow_empty=True)
     sizes = {kind: len(out.node.get(kind, ())) for kind in batch.node_types}
@@ -250,7 +250,29 @@ def _carry(batch: Any, out: Any) -> None:
             if "batch_size" in batch[kind]
         }
     if all(isinstance(e, Tensor) for e in edges.values()):
-        carry(edges, sizes, seeds)
+        _note(batch, sizes, seeds)
+
+
+def _note(batch: Any, sizes: dict[Any, int], seeds: dict[Any, int]) -> None:
+    """Notes what a sampler knows of a minibatch, wherever it goes; see `carry`."""
+    edges = _carrying(batch)
+    if edges is None:
+        return
+    carry(edges, sizes, seeds)
+    every = list(edges.values()) if isinstance(edges, dict) else [edges]
+    if every and every[0].is_cpu:
+        follow(batch, _carrying, sizes, seeds)
+    elif every:
+        prepare(every[0])
+
+
+def _carrying(batch: Any) -> Any:
+    """Returns the edges of a minibatch as `carry` takes them; None if it has others."""
+    if isinstance(batch, HeteroData):
+        edges = batch.collect("edge_index", allow_empty=True)
+        return edges if all(isinstance(e, Tensor) for e in edges.values()) else None
+    edges = batch.get("edge_index")
+    return edges if isinstance(edges, Tensor) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,11 +301,7 @@ class Sent:
     def received(self) -> Any:
         """Returns the minibatch; its edges carry what they did in the worker."""
         if self.sizes is not None:
-            hetero = isinstance(self.batch, HeteroData)
-            edges = (
-                self.batch.collect("edge_index") if hetero else _edges(self.batch)[0]
-            )
-            carry(edges, self.sizes, self.seeds)
+            _note(self.batch, self.sizes, self.seeds)
         return self.batch
 
     def pin_memory(self) -> Sent:

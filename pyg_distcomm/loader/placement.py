@@ -16,6 +16,7 @@ from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.store import joined_mesh
+from pyg_distcomm.graph.local_adjacency import hand_over
 from pyg_distcomm.loader.row_group import rows_kept
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
@@ -292,6 +293,7 @@ class SideStream:
         for t in tensors_of(arriving.out):
             if t.is_cuda:
                 t.record_stream(current)
+                hand_over(t)
         return arriving.out
 
 

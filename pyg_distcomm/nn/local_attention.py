@@ -23,6 +23,7 @@ from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
     lasting,
+    looped_edges,
 )
 from pyg_distcomm.nn.layer_context import is_product
 from pyg_distcomm.nn.leading_rows import leading
@@ -69,7 +70,7 @@ def edges_of(
         with lasting():
             looped, _ = remove_self_loops(edge_index)
             looped, _ = add_self_loops(looped, num_nodes=min(shape))
-            adjacency.derived[key] = GroupedEdges.build(looped, *shape)
+            adjacency.derived[key] = looped_edges(adjacency, looped, *shape)
     found: GroupedEdges | None = adjacency.derived[key]
     return found
 

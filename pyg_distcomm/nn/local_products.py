@@ -39,7 +39,9 @@ from pyg_distcomm.graph.local_adjacency import (
     LocalAdjacency,
     adjacency_of,
     first_edges,
+    has_products,
     lasting,
+    looped_edges,
     plain_edges,
 )
 from pyg_distcomm.nn import local_attention, trimming
@@ -64,17 +66,18 @@ def usable(*tensors: Any) -> bool:
     """Tells whether the kernels may stand in for PyG's operations on these tensors."""
     if torch.compiler.is_compiling() or torch.jit._trace.is_tracing():
         return False
-    if torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack():
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
         return False
     if forward_ad._current_level >= 0:
         return False
-    return all(t is None or _is_plain(t) for t in tensors)
+    given = [t for t in tensors if t is not None]
+    return all(map(_is_plain, given)) and len({t.device for t in given}) < 2
 
 
 def _is_plain(t: Any) -> bool:
     return (
         type(t) in (Tensor, torch.nn.Parameter)
-        and t.device.type == "cpu"
+        and has_products(t)
         and t.layout == torch.strided
         and t.dtype in _FLOATS
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
@@ -97,7 +100,12 @@ class _Visit:
         self._now: tuple[Tensor, int, int] | None = None
 
     def edges(self, edge_index: Tensor, sources: int, targets: int) -> Any:
-        """Returns the CSR form of an edge_index that the layer has, or has made."""
+        """Returns the CSR form of an edge_index that the layer has, or has made.
+
+        None of one that it makes in each call on a device, which would be asked each time.
+        """
+        if id(edge_index) not in self._known and not edge_index.is_cpu:
+            return None
         if id(edge_index) not in self._known:
             found = adjacency_of(edge_index) or LocalAdjacency(None)
             self._known[id(edge_index)] = edge_index, found
@@ -338,6 +346,8 @@ def _edges_of(
     returned = given.get("return_attention_weights") is not None
     if type(plain) is not Tensor or (returned and plain is not edge_index):
         return edge_index, None
+    if any(isinstance(t, Tensor) and t.device != plain.device for t in ends):
+        return edge_index, None
     return plain, adjacency_of(edge_index)
 
 
@@ -530,8 +540,7 @@ def _matrix(
         looped, value = gcn_norm(
             edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
         )
-        edges = GroupedEdges.build(looped, n, n)
-        assert edges is not None
+        edges = looped_edges(adjacency, looped, n, n)
         found = edges, edges.in_order(value)
     if keeps:
         of = memory = None

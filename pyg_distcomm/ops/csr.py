@@ -17,7 +17,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.trace import clock, label
 from pyg_distcomm.halo.link import Link
-from pyg_distcomm.kernels.core_ops import span_of
+from pyg_distcomm.kernels.core_ops import span_of, transposed
 from pyg_distcomm.process import PROCESS
 
 
@@ -27,11 +27,14 @@ class Pattern:
 
     Shapes: rowptr [m + 1], col [nnz], both int32 where they fit.
     Columns ascend within a row, and equal entries keep their original order.
+    Of one that is `checked` columns are known to be in range; its transpose asks a device
+    for nothing.
     """
 
     rowptr: Tensor
     col: Tensor
     num_cols: int
+    checked: bool = False
 
     @staticmethod
     def build(
@@ -75,6 +78,10 @@ class Pattern:
 
         A symmetric pattern shares its memory with its transpose.
         """
+        if self.checked and not self.rowptr.is_cpu:
+            rowptr, col, perm = transposed(self.rowptr, self.col, self.num_cols)
+            back = Pattern(rowptr, col.to(rowptr.dtype), self.shape[0], checked=True)
+            return back, perm.to(rowptr.dtype)
         rowptr, col, perm = kernels.csr_transpose(self.rowptr, self.col, self.num_cols)
         if torch.equal(rowptr, self.rowptr) and torch.equal(col, self.col):
             rowptr, col = self.rowptr, self.col
@@ -82,7 +89,7 @@ class Pattern:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Pattern:
         """Returns the same pattern with its arrays put elsewhere by `move`."""
-        return Pattern(move(self.rowptr), move(self.col), self.num_cols)
+        return Pattern(move(self.rowptr), move(self.col), self.num_cols, self.checked)
 
 
 @dataclass(frozen=True, eq=False)

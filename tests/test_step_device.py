@@ -1,0 +1,358 @@
+"""The step on ordinary tensors of a device: PyG's numbers, by products, and who waits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import second_device
+import test_step
+import test_synchronisations
+import tiers
+import torch
+import torch_geometric.nn as pyg
+import worlds
+from problems import two_types
+
+import pyg_distcomm as pdc
+from pyg_distcomm import kernels
+from pyg_distcomm.graph import local_adjacency
+from pyg_distcomm.graph.local_adjacency import GroupedEdges, known
+from pyg_distcomm.kernels import registry
+from pyg_distcomm.loader import NeighborLoader, placement
+from pyg_distcomm.process import PROCESS
+
+builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+# PyG's own code selects edges by masks in each call of these, for which the host waits
+BY_MASKS = {"gatv2", "sg", "cheb", "cluster", "mf"}
+NEVER = BY_MASKS - {"mf"} | {"arma", "le", "pna-like", "gcn cached"}
+
+
+@contextlib.contextmanager
+def device():
+    """The second device, whose tensors take products as those of CUDA do."""
+    found, before = second_device.device(), local_adjacency.DEVICES
+    local_adjacency.DEVICES = before | {found.type}
+    try:
+        yield found
+    finally:
+        local_adjacency.DEVICES = before
+
+
+@contextlib.contextmanager
+def counted():
+    """Names the products that run, and what the host waits for; a mode of torch is seen."""
+    products, under = [], torch._C._len_torch_dispatch_stack
+    names = ("spmm", "segment_max", "segment_softmax")
+    inner = {name: getattr(kernels, name) for name in names}
+
+    def run(name, *args):
+        products.append(name)
+        return inner[name](*args)
+
+    with test_synchronisations.counter()(True) as mode:
+        torch._C._len_torch_dispatch_stack = lambda: max(under() - 1, 0)
+        for name in names:
+            setattr(kernels, name, functools.partial(run, name))
+        try:
+            yield products, mode.found
+        finally:
+            torch._C._len_torch_dispatch_stack = under
+            for name in names:
+                setattr(kernels, name, inner[name])
+
+
+def same(found, wanted, place):
+    for one, two in zip(found, wanted, strict=True):
+        assert one is None or one.device == place
+        test_step.close(None if one is None else one.cpu(), two)
+
+
+def step(model, x, *args):
+    return test_step.graded(model.eval(), None, *args, x=x)
+
+
+def layers(names):
+    data = test_step.graph()
+    with device() as place:
+        for name in names:
+            wanted = test_step.LAYERS[name]().double()
+            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+            edges, x = data.edge_index.to(place), data.x.to(place)
+            want = step(wanted, data.x, data.edge_index)
+            for _ in range(2):  # by PyG's path, then by products
+                same(step(ours, x, edges), want, place)
+            with counted() as (products, waits):
+                found = step(ours, x, edges)
+            same(found, want, place)
+            assert bool(products) == (name not in NEVER), name
+            assert bool(waits) == (name in BY_MASKS), (name, waits)
+            edges[:, :9] = edges[:, 9:18].clone()  # they are others now
+            same(step(ours, x, edges), step(wanted, data.x, edges.cpu()), place)
+
+
+@builds
+@tiers.parametrize(
+    "names",
+    [("sage mean", "gcn", "gat", "gatv2", "graph max"), tuple(test_step.LAYERS)],
+    slice(1),
+)
+def test_layers_equal_pygs_and_wait_for_nothing(names):
+    worlds.anew(layers, 1, names)
+
+
+def moved(kind, name, place):
+    """Minibatches that `.to(device)` moves: all seeds, and what the host waits for."""
+    wanted = test_step.Stack(test_step.LAYERS[name])
+    ours, waits = None, []
+    for batch in test_step.loader_of(test_step.graph(), **test_step.SAMPLES[kind]):
+        if ours is None:
+            wanted(batch.x, batch.edge_index.clone())
+            ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+        want = wanted.eval()(batch.x, batch.edge_index.clone())
+        batch = batch.to(place)
+        for model in (ours.train(), ours.eval()):
+            model(batch.x, batch.edge_index)
+        with counted() as (products, found):
+            out = ours(batch.x, batch.edge_index)
+        assert out.device == place
+        seeds = slice(batch.batch_size)
+        test_step.close(out[seeds].detach().cpu(), want[seeds].detach())
+        assert products, name
+        waits.append(found)
+    assert pdc.nn.trimming_of(ours) == "on"
+    return waits
+
+
+def minibatches(cases):
+    with device() as place:
+        for kind, name in cases:
+            for found in moved(kind, name, place):
+                assert not found, (kind, name, found)
+
+
+PLAIN = ("plain", "sage mean"), ("induced", "gcn"), ("no hop", "gat")
+
+
+@builds
+@tiers.parametrize(
+    "cases",
+    [PLAIN]
+    + [tuple((k, n) for k in test_step.SAMPLES) for n in ("sage mean", "gcn", "gat")],
+    slice(1),
+)
+def test_minibatches_that_move_are_trimmed(cases):
+    worlds.anew(minibatches, 1, cases)
+
+
+def asked():
+    """How often the host waits in the layers of each new minibatch."""
+    data, found = test_step.graph(), {}
+    with device() as place:
+        for where in ("moved", "made there"):
+            model = test_step.Stack(test_step.LAYERS["sage mean"])
+            model(data.x, data.edge_index)
+            model = pdc.convert(model).to(place)
+            placement.HOST = frozenset()
+            options = {} if where == "moved" else {"device": place}
+            loader = NeighborLoader(
+                data, [4, 3, 2], batch_size=7, prefetch=0, bulk_size=1, **options
+            )
+            for batch in loader:
+                batch = batch.to(place)
+                with counted() as (products, waits):
+                    model(batch.x, batch.edge_index)[:7].sum().backward()
+                assert products
+                assert known(batch.edge_index).batch is not None
+                found.setdefault(where, []).append(len(waits))
+            assert pdc.nn.trimming_of(model) == "on"
+    return found
+
+
+@builds
+def test_who_waits_for_new_minibatches():
+    """Once for their edges and once for their hops; a loader of the device is ahead."""
+    found = worlds.anew(asked, 1)[0]
+    assert max(found["moved"]) == 2, found
+    assert max(found["made there"][2:]) == 0, found
+
+
+def typed():
+    """Minibatches of two types of nodes, moved and made on the device."""
+    data = two_types()
+    torch.manual_seed(0)
+    kinds = data.edge_types
+    nets = [pyg.HeteroConv({e: pyg.SAGEConv((-1, -1), 4) for e in kinds}) for _ in "ab"]
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = torch.nn.ModuleList(nets)
+
+        def forward(self, x, edges):
+            x = {k: v.relu() for k, v in self.convs[0](x, edges).items()}
+            return self.convs[1](x, edges)[kinds[0][2]]
+
+    wanted, seeds = Net(), kinds[0][2]
+    wanted(data.x_dict, data.edge_index_dict)
+    with device() as place:
+        ours = pdc.convert(copy.deepcopy(wanted)).to(place)
+        for options in ({}, {"device": place}):
+            placement.HOST = frozenset()
+            loader = NeighborLoader(
+                data, [3, 2], batch_size=4, input_nodes=seeds, **options
+            )
+            for batch in loader:
+                batch = batch.to(place)
+                out = ours(batch.x_dict, batch.edge_index_dict)
+                assert out.device == place
+                host = batch.cpu()
+                want = wanted(host.x_dict, host.edge_index_dict)
+                rows = slice(host[seeds].batch_size)
+                torch.testing.assert_close(out[rows].cpu(), want[rows])
+
+
+@builds
+@tiers.rare
+def test_minibatches_of_two_types():
+    worlds.anew(typed, 1)
+
+
+@pytest.fixture
+def as_cuda(monkeypatch):
+    """Has products of CPU tensors run by the kernels of CUDA, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(registry, "place_of", lambda t: "cuda")
+    build = local_adjacency._built_there
+
+    def built(edge_index, sources, targets, checked=False):
+        return build(edge_index[0], edge_index[1], sources, targets, checked)
+
+    monkeypatch.setattr(GroupedEdges, "build", staticmethod(built))
+
+
+@tiers.parametrize(
+    "name", ["sage mean", "gcn", "gat", "graph max", "gin", "gat mean"], slice(3)
+)
+def test_products_by_triton_equal_pygs(name, as_cuda):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on the device: test_cuda.py")
+    data = test_step.graph(n=20, e=60)
+    wanted = test_step.LAYERS[name]().double()
+    ours = pdc.convert(copy.deepcopy(wanted))
+    want = step(wanted, data.x, data.edge_index.clone())
+    for _ in range(2):
+        found = step(ours, data.x, data.edge_index)
+    same(found, want, torch.device("cpu"))
+
+
+def test_edges_on_a_device_are_checked_before_products_read_them():
+    build = local_adjacency._built_there
+    good = torch.tensor([[0, 4, 2], [1, 1, 3]])
+    form = build(*good, 5, 4, False)
+    assert form.order is None
+    assert form.pattern.rowptr.tolist() == [0, 0, 2, 2, 3]
+    turned = build(*good.flip(1), 5, 4, False)
+    assert turned.order.tolist() == [1, 2, 0]
+    assert build(*good, 4, 4, False) is None
+    assert build(*good, 5, 3, False) is None
+    assert build(*good.neg(), 5, 4, False) is None
+    assert build(*good[:, :0], 0, 0, False).pattern.rowptr.tolist() == [0]
+
+
+def test_the_transpose_asks_for_nothing_and_is_the_same():
+    g = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(9, (40,), generator=g) for _ in "ab")
+    form = local_adjacency._built_there(col, row, 9, 9, False)
+    csr = form.pattern.rowptr, form.pattern.col
+    found = kernels.csr_transpose.definition(*csr, 9)
+    for one, two in zip(found, kernels.csr_transpose(*csr, 9), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_one_stream_made_another_does_not_use(monkeypatch):
+    """It may run ahead of the first; while it is captured into a graph, it has waited."""
+    stream, captured = [7], [False]
+    monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
+    monkeypatch.setattr(local_adjacency, "_is_captured", lambda t: captured[0])
+    data = test_step.graph()
+    edges = data.edge_index
+    for _ in range(2):
+        found = local_adjacency.adjacency_of(edges)
+    assert found.grouped(edges, 60, 60) is not None
+    assert known(edges) is found
+    stream[0] = 8
+    assert known(edges) is None
+    captured[0] = True
+    assert known(edges) is found
+    other = edges.clone()
+    for _ in range(2):
+        captive = local_adjacency.adjacency_of(other)
+    assert captive.grouped(other, 60, 60) is None
+    captured[0] = False
+    assert captive.grouped(other, 60, 60) is not None
+    assert local_adjacency.adjacency_of(edges) is None
+    assert local_adjacency.adjacency_of(edges) is not found
+
+
+def test_what_a_loader_made_on_its_stream_is_handed_over(monkeypatch):
+    stream, recorded = [7], []
+    monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
+    current = object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    record = lambda t, at: recorded.append((t, at))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    batch = next(iter(test_step.loader_of(test_step.graph())))
+    found = known(batch.edge_index)
+    found.batch.prepare(2)
+    stream[0] = 8
+    assert known(batch.edge_index) is None
+    local_adjacency.hand_over(batch.edge_index)
+    assert known(batch.edge_index) is found
+    assert {at for _, at in recorded} == {current}
+    assert len(recorded) >= 2
+
+
+def unlike():
+    """Edges and rows on two devices take PyG's path, which says so."""
+    data = test_step.graph()
+    conv = pdc.convert(pyg.SAGEConv(test_step.WIDTH, 4).double())
+    for _ in range(2):
+        conv(data.x, data.edge_index)
+    with device() as place:
+        conv = conv.to(place)
+        with counted() as (products, _), contextlib.suppress(RuntimeError):
+            conv(
+                data.x.to(place), data.edge_index
+            )  # CUDA refuses it, this device does not
+        assert not products
+        edges = data.edge_index.to(place)
+        x = data.x.to(place)
+        for _ in range(2):
+            conv(x, edges)
+        with counted() as (products, _), torch.autocast("cpu", torch.bfloat16):
+            conv(x, edges)
+        assert not products
+        halves = conv.half()
+        with counted() as (products, _):
+            assert halves(x.half(), edges).dtype == torch.float16
+        assert not products
+
+
+@builds
+def test_what_is_elsewhere_takes_pygs_path():
+    worlds.anew(unlike, 1)
+
+
+def test_minibatches_are_followed_as_long_as_they_live():
+    batch = next(iter(test_step.loader_of(test_step.graph())))
+    assert batch in PROCESS.minibatches
+    edges_of, sizes, seeds = PROCESS.minibatches[batch]
+    assert edges_of(batch) is batch.edge_index
+    assert sizes == {None: batch.num_nodes}
+    assert seeds == {None: 7}
+    count = len(PROCESS.minibatches)
+    del batch
+    assert len(PROCESS.minibatches) < count
