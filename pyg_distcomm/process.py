@@ -35,6 +35,7 @@ class ProcessState:
         without_metis: whether it was said that pymetis is missing.
         mtkahypar: Mt-KaHyPar, once it was initialised.
         plain_edges: refers to the edge_index that a layer got last, where it was plain.
+        watches_optimizers: whether steps of optimizers are looked at for learnable rows.
         warned: what has been warned of, and is not again.
     """
 
@@ -57,6 +58,7 @@ class ProcessState:
     without_metis: bool = False
     mtkahypar: Any = None
     plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)
+    watches_optimizers: bool = False
     warned: set[str] = field(default_factory=set)
 
 

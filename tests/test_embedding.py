@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.3),
     "sparse_adam": lambda p: torch.optim.SparseAdam(list(p), lr=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
 }
 N, DIM, BATCHES = 50, 3, 4
 
@@ -229,12 +230,48 @@ def test_an_embedding_of_two_names_is_saved_once(tmp_path):
 def _with_factors(path):
     mesh = worlds.mesh()
     emb = pdc.DistEmbedding(N, DIM, like=mesh)
-    with pytest.raises(ValueError, match="Adafactor keeps row_var"):
-        pdc.save_checkpoint(path, mesh, emb, torch.optim.Adafactor(emb.parameters()))
+    opt = Factored(emb.parameters(), lr=0.1)
+    emb(torch.tensor([mesh.rank])).sum().backward()
+    opt.step()
+    with pytest.raises(ValueError, match="Factored keeps row_var"):
+        pdc.save_checkpoint(path, mesh, emb, opt)
+    for name in ("Adafactor", "LBFGS", "Muon"):
+        kind = getattr(torch.optim, name, torch.optim.LBFGS)  # Muon from torch 2.9 on
+        own = torch.nn.Linear(3, 2, bias=False)
+        own.weight.grad = torch.ones(2, 3)
+        kind(own.parameters()).step(lambda: torch.zeros(()))
+        with pytest.raises(ValueError, match="reads all rows of a table at once"):
+            kind(emb.parameters()).step(lambda: torch.zeros(()))
+
+
+class Factored(torch.optim.SGD):
+    """Keeps a number for each row."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["row_var"] = p.grad.square().sum(1)
 
 
 def test_what_an_optimizer_keeps_of_all_rows_is_refused(tmp_path):
     worlds.run(_with_factors, 2, str(tmp_path / "ckpt"))
+
+
+def _replaced():
+    emb = pdc.DistEmbedding(N, DIM, like=worlds.mesh())
+    values = torch.rand(N, DIM)
+    emb.weight.data.copy_(values)
+    assert torch.equal(emb(torch.arange(N)), values)
+    emb.weight = torch.nn.Parameter(values)
+    for read in (lambda: emb(torch.tensor([1])), emb):
+        with pytest.raises(ValueError, match=r"replaced by a parameter \[50, 3\]"):
+            read()
+    thin = pdc.DistEmbedding(N, 0, like=worlds.mesh())
+    assert thin(torch.arange(N)).shape == (N, 0)
+
+
+def test_a_whole_table_in_place_of_the_rows_is_refused():
+    worlds.run(_replaced, 2)
 
 
 def _priced():
@@ -269,6 +306,8 @@ def _looked_up(case):
         "range": torch.tensor([0, N if mesh.rank else 1]),
         "negative": torch.tensor([-1 if mesh.rank else 1]),
         "float": torch.tensor([0.5]) if mesh.rank else torch.tensor([1]),
+        "sparse": torch.tensor([1]).to_sparse() if mesh.rank else torch.tensor([1]),
+        "meta": torch.tensor([1], device="meta" if mesh.rank else None),
         "list": [1, 2] if mesh.rank else torch.tensor([1]),
     }[case]
     with pytest.raises(IndexError, match=r"rank 1: give ids .*in \[0, 50\)"):
@@ -276,7 +315,10 @@ def _looked_up(case):
     return emb(torch.tensor([[mesh.rank, 3], [3, 4]])).shape
 
 
-@pytest.mark.parametrize("case", ["range", "negative", "float", "list"])
+CASES = ["range", "negative", "float", "sparse", "meta", "list"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_bad_ids_of_one_rank_are_refused_on_all(case):
     assert worlds.run(_looked_up, 2, case) == [(2, 2, DIM)] * 2
 
@@ -297,6 +339,8 @@ def _misfit():
         pdc.DistEmbedding(N, DIM, like=3 if mesh.rank else share)
     with pytest.raises(TypeError, match="takes the model"):
         pdc.clip_grad_norm_([], 1.0)
+    with pytest.raises(ValueError, match="a number above 0, got 0"):
+        pdc.clip_grad_norm_(torch.nn.Linear(1, 1), 1.0, 0)
     with pytest.raises(TypeError, match="a Mesh; got a int"):
         pdc.DistEmbedding(N, DIM, like=3)
     with pytest.raises(TypeError, match="tensor of 2 dims"):

@@ -43,6 +43,10 @@ def _timed_types(data):
 CASES = {
     "pairs": (batches.graph, lambda d: {"edge_label_index": _pairs(d)}),
     "all edges": (batches.graph, lambda d: {"batch_size": 50}),
+    "one edge of other strides": (
+        batches.graph,
+        lambda d: {"edge_label_index": d.edge_index[:, ::3][:, :1]},
+    ),
     "own edges": (
         batches.graph,
         lambda d: {"edge_label_index": d.edge_index, "batch_size": 50},
@@ -171,8 +175,12 @@ def _refused(case):
                 share, [2], edge_label_index=pairs, num_workers=workers
             )
         )
-    with pytest.raises(ValueError, match="neg_sampling=NegativeSampling"):
-        DistLinkNeighborLoader(share, [2], neg_sampling=["binary", None][mesh.rank])
+    weighted = [
+        NegativeSampling("binary", dst_weight=torch.arange(60) + r) for r in (1, 2)
+    ]
+    for pair in (["binary", None], weighted, ["binary", weighted[0]]):
+        with pytest.raises(ValueError, match="neg_sampling=NegativeSampling"):
+            DistLinkNeighborLoader(share, [2], neg_sampling=pair[mesh.rank])
 
 
 @pytest.mark.parametrize("case", ["a vector", "of one rank", "out of range", "workers"])

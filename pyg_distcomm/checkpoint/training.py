@@ -32,7 +32,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.graph.product_cache import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.embedding import sharded_parameters
+from pyg_distcomm.nn.embedding import DistEmbedding, sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.atomic import write_problem
 from pyg_distcomm.process import tell
@@ -161,6 +161,15 @@ def _fill_optimizer(
     for name, parameter in model.named_parameters():
         if name in now["state"] and name not in alike:
             optimizer.state.pop(parameter, None)
+    sparse = [
+        m.shard for m in model.modules() if isinstance(m, DistEmbedding) and m.sparse
+    ]
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("nesterov") else ():
+            kept = optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if kept is not None and any(parameter is p for p in sparse):
+                # torch adds it to sparse gradients, which take no dense one
+                optimizer.state[parameter]["momentum_buffer"] = kept.to_sparse(1)
 
 
 def _drop_unsaved(state: dict[str, Any], keys: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.serialization import differing
+from pyg_distcomm.kernels.memory import as_bytes
 
 _LONG = 1 << 26  # bytes up to which all of a tensor is hashed
 _ROUNDING = 1.0  # of the root of the dtype's rounding: how far processors part copies
@@ -119,7 +120,7 @@ def digest(x: Tensor) -> int:
         return digest(torch.tensor([*parts, *x.shape]))
     known = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     if x.numel():
-        raw = x.cpu().contiguous().flatten().view(torch.uint8)
+        raw = as_bytes(x.cpu())
         known.update(raw.numpy().data)
     return int.from_bytes(known.digest(), "little") >> 2
 

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_distcomm.kernels.memory import as_bytes
+
 _HEAD = struct.Struct("<Q")  # bytes of text
 _SCALARS = (type(None), bool, int, float, str)
 
@@ -145,8 +147,7 @@ _OURS = "pyg_distcomm."
 
 def _raw(value: Any) -> np.ndarray:
     if isinstance(value, Tensor):
-        plain = value.detach().as_subclass(Tensor).cpu().contiguous()
-        return plain.flatten().view(torch.uint8).numpy()
+        return as_bytes(value.detach().as_subclass(Tensor).cpu()).numpy()
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)

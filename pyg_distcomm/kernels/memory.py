@@ -27,6 +27,13 @@ ROOM = 1 << 20  # bytes of a product below which making room does not pay
 SMALLEST = 1 << 12  # bytes of a saved tensor below which a file does not pay
 
 
+def as_bytes(values: Tensor) -> Tensor:
+    """Returns the bytes of a dense tensor, `[bytes]`, in its memory where it is contiguous."""
+    flat = values.contiguous().flatten()
+    # of one number or none, a stride may be anything, which `view` does not take
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def _open_libc(*names: str) -> ctypes.CDLL | None:
     """Returns the C library of this process if it has these functions."""
     try:

@@ -363,7 +363,7 @@ def _gather(values: Tensor, ids: Tensor, buffers: Buffers | None) -> Tensor:
     kind = {8: torch.float64, 4: torch.float32, 1: torch.uint8}[word]
     if word == 1:
         return values.index_select(0, ids)
-    words = values.view(len(values), -1).view(torch.uint8).view(kind)
+    words = memory.as_bytes(values).view(kind).view(len(values), -1)
     fresh = None if buffers is None else buffers.empty(words, ids.numel())
     out = kernels.gather_rows(words, ids, fresh)
     return out.view(torch.uint8).view(values.dtype).view(shape)

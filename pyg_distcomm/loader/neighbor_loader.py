@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.sampler.base import SubgraphType
@@ -15,6 +16,7 @@ from pyg_distcomm.loader.options import (
     LoaderOptions,
     checked_links,
     checked_seeds,
+    digest,
     unused_arguments,
 )
 from pyg_distcomm.loader.partitioned_options import PartitionedOptions
@@ -348,4 +350,10 @@ def _named(negatives: NegativeSampling | None) -> str | None:
     """Describes how negative edges are drawn; weights may be this rank's rows."""
     if negatives is None:
         return None
-    return f"{type(negatives).__name__}({negatives.mode.value!r}, {negatives.amount})"
+    weights = negatives.src_weight, negatives.dst_weight
+    marks = [
+        digest([w])[:8] if type(w) is Tensor else None if w is None else "rows"
+        for w in weights
+    ]
+    more = f", weights {marks}" if any(marks) else ""
+    return f"{type(negatives).__name__}({negatives.mode.value!r}, {negatives.amount}{more})"

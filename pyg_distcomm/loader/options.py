@@ -17,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.kernels.memory import as_bytes
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 
 # arguments of torch_geometric.distributed's loaders that have no meaning here
@@ -89,9 +90,9 @@ def digest(inputs: list[Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in inputs:
         if isinstance(part, Tensor):
-            part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            part = part.detach().cpu().resolve_conj().resolve_neg()
             digest.update(f"{part.dtype}{list(part.shape)}".encode())
-            digest.update(part.view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(as_bytes(part).numpy().tobytes())
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()

@@ -21,6 +21,7 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.process_grid import ProcessGrid
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
+from pyg_distcomm.kernels.memory import as_bytes
 from pyg_distcomm.partition.layout import (
     dtype_name,
     file_name,
@@ -101,9 +102,8 @@ def words_of(values: Tensor) -> Tensor:
 
 
 def _as_words(values: Tensor, kind: torch.dtype) -> Tensor:
-    # flat first: the stride of a single row may be anything
     width = width_of(values) * values.element_size() // kind.itemsize
-    return values.view(-1).view(torch.uint8).view(kind).view(len(values), width)
+    return as_bytes(values).view(kind).view(len(values), width)
 
 
 def take_rows(values: Tensor, place: Tensor, out: Tensor | None = None) -> Tensor:
@@ -127,7 +127,8 @@ def gather_block(
     """
     if len(counts) == 1:
         return values if order is None else take_rows(values, order)
-    flat = values.contiguous().view(len(values), width_of(values)).view(torch.uint8)
+    size = width_of(values) * values.element_size()
+    flat = as_bytes(values).view(len(values), size)
     every = collectives.all_gather_rows(flat, counts, channel.col, "build")
     every = every.view(-1).view(values.dtype).view(sum(counts), *values.shape[1:])
     return every if order is None else take_rows(every, order)

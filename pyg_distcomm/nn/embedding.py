@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_geometric.data.storage import NodeStorage
 
 from pyg_distcomm.comm import collectives, random
 from pyg_distcomm.comm.mesh import Mesh, init, latest_mesh
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_index import DistEdgeIndex
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.gather_by_id import IdPlan, plan_ids, route_of
 from pyg_distcomm.tensor.gradient_scale import from_local
 from pyg_distcomm.tensor.row_sharded import RowShardedTensor
 
+_WHOLE = "Adafactor", "LBFGS", "Muon"  # Muon from torch 2.9 on
+_OF_WHOLE_TABLES = tuple(
+    getattr(torch.optim, name) for name in _WHOLE if hasattr(torch.optim, name)
+)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -32,8 +38,9 @@ class DistEmbedding(torch.nn.Module):
 
     Full-graph models take `emb()` or `emb.weight`; models of minibatches `emb(batch.n_id)`,
     where each rank asks for the rows of its own minibatch. `emb.parameters()` holds this
-    rank's rows `[n_i, dim]` alone: any optimizer of torch updates them where they lie
-    (`torch.optim.SparseAdam`, `SGD`, `Adagrad` with `sparse=True`), `pdc.replicate` leaves
+    rank's rows `[n_i, dim]` alone: any optimizer that treats each number by itself updates
+    them where they lie (`torch.optim.SparseAdam`, `SGD`, `Adagrad` with `sparse=True`);
+    Adafactor, LBFGS and Muon, which read all of a table, are refused. `pdc.replicate` leaves
     them out, and `pdc.save_checkpoint` saves them, and what the optimizer keeps of them, for
     any number of ranks. Gradients of minibatches are means over the ranks, as
     DistributedDataParallel's; contributions are added in the order of ranks.
@@ -56,7 +63,9 @@ class DistEmbedding(torch.nn.Module):
 
     Raises:
         ValueError: on all ranks, if `like` has another number of rows than n, sizes are no
-            whole numbers, or the ranks ask for different tables.
+            whole numbers, or the ranks ask for different tables; if another parameter than
+            this rank's rows was put in place of them; and in the step of an optimizer that
+            reads all of a table.
         IndexError: on all ranks, if ids are no integers in [0, n).
         RuntimeError: in a model under torch's own DistributedDataParallel, which has sent
             rank 0's rows to all ranks; see `pdc.replicate`.
@@ -136,7 +145,15 @@ class DistEmbedding(torch.nn.Module):
             shard: Any = self._parameters["weight"]
         except KeyError:
             raise AttributeError("the embedding has no rows yet") from None
+        if len(shard) != len(self.rows):
+            raise ValueError(
+                f"the rows of a DistEmbedding were replaced by a parameter {[*shard.shape]}; "
+                "a rank holds its own rows alone; write values into the table instead, by "
+                "emb.weight.data.copy_(values), or make it by DistEmbedding.from_pretrained"
+            )
         shard.is_shard = True  # other ranks' are others: see `Averager`
+        shard.is_part = self.rows.mesh.size > 1
+        _watch_optimizers()
         return shard  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
@@ -176,8 +193,13 @@ class DistEmbedding(torch.nn.Module):
             return known
         n, problem = self.num_embeddings, None
         if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            got = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             problem = f"give ids as a tensor of integers in [0, {n}), got {got}"
+        elif ids.layout != torch.strided or ids.is_meta:
+            got = "one without values" if ids.is_meta else str(ids.layout)
+            problem = (
+                f"give ids as an ordinary tensor of integers in [0, {n}), got {got}"
+            )
         else:
             ids = ids.detach().reshape(-1).long()  # int8 holds no n to compare with
             low, high = (int(v) for v in ids.aminmax()) if len(ids) else (0, -1)
@@ -223,6 +245,25 @@ class _Lookup(torch.autograd.Function):
         else:
             grad = g.new_zeros(ctx.shape).index_copy(0, slot, sums)
         return grad, None, None, None
+
+
+def _watch_optimizers() -> None:
+    if not PROCESS.watches_optimizers:
+        register_optimizer_step_pre_hook(_refuse_optimizer)
+    PROCESS.watches_optimizers = True
+
+
+def _refuse_optimizer(optimizer: Any, *_: Any) -> None:
+    """Refuses a step that would take this rank's rows of a table for all of it."""
+    if not isinstance(optimizer, _OF_WHOLE_TABLES):
+        return
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    if any(getattr(p, "is_part", False) for p in held):
+        raise ValueError(
+            f"{type(optimizer).__name__} reads all rows of a table at once, but a rank holds "
+            "its own rows of a DistEmbedding alone; take an optimizer that treats each "
+            "number by itself, such as Adam, SGD or Adagrad, for them"
+        )
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
@@ -318,13 +359,14 @@ def clip_grad_norm_(
     Args:
         model: replicated, or of one process; the same on all ranks.
         max_norm: the norm that gradients have at most.
-        norm_type: p of the p-norm; may be infinity.
+        norm_type: p of the p-norm, above 0; may be infinity.
 
     Returns:
         The norm before clipping, the same on all ranks.
 
     Raises:
         TypeError: if it is given parameters instead of the model.
+        ValueError: if p is not above 0.
 
     Price: an all-reduce of one word, if the model has a `DistEmbedding`.
     """
@@ -333,6 +375,9 @@ def clip_grad_norm_(
             "clip_grad_norm_ takes the model, not its parameters, which do not say whose "
             f"rows they are; got a {type(model).__name__}"
         )
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a number above 0, got {norm_type}")
     shards = {id(m.shard): m for m in model.modules() if isinstance(m, DistEmbedding)}
     held = [p for p in model.parameters() if p.grad is not None]
     own: list[Any] = [p.grad for p in held if id(p) not in shards]

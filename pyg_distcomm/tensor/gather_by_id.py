@@ -64,7 +64,8 @@ class IdPlan:
         if self.halo.silent:
             return x.index_select(0, self.slot)
         flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-        ghosts = exchange(flat, self.halo).view(-1, *x.shape[1:])
+        ghosts = exchange(flat, self.halo)
+        ghosts = ghosts.view(len(ghosts), *x.shape[1:])
         slot = self.slot
         if 2 * len(slot) < len(
             x
