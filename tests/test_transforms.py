@@ -207,6 +207,7 @@ CASES = {
     "data.edge_subgraph": lambda nn, d: gcn(
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
+    "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
     "batched_negative_sampling": lambda nn, d: pairs(
         gcn(nn, d),
         U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
@@ -651,8 +652,8 @@ APART = {
     "ids": lambda d, one: T.IndexToMask()(_with_ids(d, [3, 4 + one])),
     "settings": lambda d, one: T.RandomNodeSplit(num_val=5 + one)(copy.copy(d)),
     "rows": lambda d, one: d.x[torch.tensor([1, 99 if one else 2])],
-    "types": lambda d, one: _typed(d).node_type_subgraph(["ab"[int(one)]]),
-    "edge types": lambda d, one: _typed(d).edge_type_subgraph(
+    "types": lambda d, one: _of_types(d).node_type_subgraph(["ab"[int(one)]]),
+    "edge types": lambda d, one: _of_types(d).edge_type_subgraph(
         [("a", "to", "b")] if one else [("b", "of", "a")]
     ),
 }
@@ -664,7 +665,7 @@ def _with_ids(data, ids):
     return data
 
 
-def _typed(share):
+def _of_types(share):
     return pdc.partition(two_types(), share.x.rows.mesh)
 
 
