@@ -98,6 +98,13 @@ def test_a_data_for_tensors_is_told(name):
         LAYERS[name]()(data, data.edge_index)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_edges_in_the_place_of_features_are_told(name):
+    data = pdc.partition(generated(20), lone(), "block")
+    with pytest.raises(TypeError, match=r"takes \(x, edge_index, .* give it x first"):
+        LAYERS[name]()(data.edge_index, data.x)
+
+
 PYG = {
     "NeighborLoader": lambda data: pyg_loader.NeighborLoader(data, [2], batch_size=4),
     "ClusterData": lambda data: pyg_loader.ClusterData(data, 2, log=False),

@@ -443,6 +443,59 @@ def test_what_the_rule_cannot_decide_raises(size):
     worlds.run(_refused, size)
 
 
+def _squares(x):
+    return x.square().sum()
+
+
+TRANSFORMED = {
+    "grad": lambda x: torch.func.grad(_squares)(x),
+    "grad by another": lambda x: torch.func.grad(lambda w: (x @ w).sum())(_WEIGHT),
+    "vjp": lambda x: torch.func.vjp(_squares, x),
+    "jvp": lambda x: torch.func.jvp(_squares, (x,), (x,)),
+    "jacrev": lambda x: torch.func.jacrev(_squares)(x),
+    "vmap": lambda x: torch.vmap(_squares)(x),
+    "vmap of another": lambda x: torch.vmap(lambda w: (x @ w).sum())(_WEIGHT[None]),
+    "layer": lambda x: torch.func.grad(
+        lambda p: torch.func.functional_call(_LINEAR, p, (x,)).sum()
+    )(dict(_LINEAR.named_parameters())),
+}
+_WEIGHT, _LINEAR = torch.ones(7).double(), torch.nn.Linear(7, 2).double()
+
+
+def _transformed():
+    _, share = _share()
+    for f in TRANSFORMED.values():
+        with pytest.raises(
+            TypeError, match=r"torch\.func .* and torch\.vmap do not ask"
+        ):
+            f(share.x)
+    assert torch.func.grad(_squares)(_WEIGHT).eq(2).all()  # as it was elsewhere
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_torch_func_makes_of_a_function_is_refused(size):
+    worlds.run(_transformed, size)
+
+
+def _sparse_products():
+    data, share = _share()
+    dense = torch.randn(50, 50, generator=torch.Generator().manual_seed(4)).double()
+    dense *= dense > 1
+    for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse):
+        mine, whole = share.x.clone().requires_grad_(), data.x.clone().requires_grad_()
+        out = make(dense) @ mine
+        torch.testing.assert_close(out, dense @ whole, rtol=1e-9, atol=1e-9)
+        out.square().sum().backward(), (dense @ whole).square().sum().backward()
+        torch.testing.assert_close(
+            mine.grad.full_tensor(), whole.grad, rtol=1e-9, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("size", [2])
+def test_sparse_matrices_of_all_ranks_multiply_rows(size):
+    worlds.run(_sparse_products, size)
+
+
 def _indexing(cutter):
     data, share = _share(cutter)
     idx = torch.tensor([3, 0, 49, 3, 17, -1, 20])

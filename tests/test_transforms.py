@@ -12,7 +12,7 @@ import torch_geometric.nn
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
-from problems import GRAPHS, undirected
+from problems import GRAPHS, two_types, undirected
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data, HeteroData
@@ -207,6 +207,7 @@ CASES = {
     "data.edge_subgraph": lambda nn, d: gcn(
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
+    "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
     "batched_negative_sampling": lambda nn, d: pairs(
         gcn(nn, d),
         U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
@@ -636,6 +637,58 @@ def _in_floats(data):
 @pytest.mark.parametrize("size", [1, 2])
 def test_sparse_adjacencies_are_cut(size):
     worlds.run(sparse, size)
+
+
+def _masks(n, one):
+    """A mask that keeps all, and on the last rank one that leaves out the first."""
+    mask = torch.ones(n, dtype=torch.bool)
+    mask[0] = not one
+    return mask
+
+
+APART = {
+    "edges": lambda d, one: d.edge_subgraph(_masks(d.num_edges, one)),
+    "too few edges": lambda d, one: d.edge_subgraph(_masks(d.num_edges - one, False)),
+    "nodes for edges": lambda d, one: d.edge_subgraph(
+        d.train_mask if one else _masks(d.num_edges, False)
+    ),
+    "no mask": lambda d, one: d.edge_subgraph(
+        torch.ones(d.num_edges, dtype=torch.float if one else torch.bool)
+    ),
+    "no edge": lambda d, one: d.edge_subgraph(torch.tensor([999 if one else 1])),
+    "ids": lambda d, one: T.IndexToMask()(_with_ids(d, [3, 4 + one])),
+    "settings": lambda d, one: T.RandomNodeSplit(num_val=5 + one)(copy.copy(d)),
+    "rows": lambda d, one: d.x[torch.tensor([1, 99 if one else 2])],
+    "types": lambda d, one: _of_types(d).node_type_subgraph(["ab"[int(one)]]),
+    "edge types": lambda d, one: _of_types(d).edge_type_subgraph(
+        [("a", "to", "b")] if one else [("b", "of", "a")]
+    ),
+}
+
+
+def _with_ids(data, ids):
+    data = copy.copy(data)
+    data.train_index = torch.tensor(ids)
+    return data
+
+
+def _of_types(share):
+    return pdc.partition(two_types(), share.x.rows.mesh)
+
+
+def apart():
+    mesh = worlds.mesh()
+    share = pdc.partition(graph(), mesh, "random")
+    for name, run in APART.items():
+        with pytest.raises((ValueError, TypeError), match=r"all ranks|rank 1") as told:
+            run(share, mesh.rank == mesh.size - 1)
+        assert "waited" not in str(told.value), name
+        run(share, False)  # and alike, it is taken
+
+
+@pytest.mark.parametrize("size", [2])
+def test_what_one_rank_selects_otherwise_is_refused_on_all(size):
+    worlds.run(apart, size)
 
 
 class Net(torch.nn.Module):

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_distcomm.comm import autograd, collectives, random
-from pyg_distcomm.comm.consistency import comparer_of, digest
+from pyg_distcomm.comm.consistency import check_transforms, comparer_of, digest
 from pyg_distcomm.comm.mesh import Mesh
 
 BUCKETS = 4
@@ -492,5 +492,6 @@ def meet(x: Any, mesh: Any) -> Any:
         return x
     plain = isinstance(x, Tensor) and not getattr(type(x), "_spread", False)
     if plain and x.requires_grad:
+        check_transforms()
         return averager_of(mesh).meet(x)
     return x

@@ -559,7 +559,9 @@ _MADE: dict[str, Callable[..., Any]] = {
     "format": lambda x, spec: format(repr(x), spec),
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
     "flip": _flipped,
-    "narrow": lambda x, dim, a, n: x[:, a : a + n] if dim % 2 else x[a : a + n],
+    "narrow": lambda x, dim, start, length: x[
+        (slice(None),) * (dim % 2) + (slice(start, start + length),)
+    ],
     "matmul": lambda x, y: x.matmul(y),
     **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),
     "max": _extreme("max"),

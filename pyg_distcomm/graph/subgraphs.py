@@ -134,7 +134,7 @@ def induced(data: Any, subset: Any) -> Any:
                 f"a {type(subset).__name__}"
             )
         subsets = {kind: _checked(data, kind, each) for kind, each in given.items()}
-        told = {_named(kind): _mark(each) for kind, each in subsets.items()}
+        told = {_named(kind): mark(each) for kind, each in subsets.items()}
     except (TypeError, ValueError) as error:
         problem = error
     agree_same(problem, told, mesh, "subgraph")
@@ -282,7 +282,71 @@ def _checked(data: Any, kind: Any, value: Any) -> Tensor:
     return value
 
 
-def _mark(value: Tensor) -> str:
+def check_selection(data: Any, name: str, asked: Any) -> None:
+    """Refuses edges or types to keep that differ between ranks, or that no edge fits.
+
+    Args:
+        data: a share.
+        name: of PyG's method.
+        asked: its arguments: ids or a mask of edges, a dictionary of these by edge type, or a
+            list of types.
+
+    Price: three notes of each rank.
+
+    Raises:
+        ValueError, TypeError: on all ranks.
+    """
+    mesh = mesh_of(data)
+    assert mesh is not None
+    told, problem = {}, None
+    try:
+        for value in asked:
+            if not isinstance(value, (Tensor, Mapping)):  # types
+                told["types"] = repr(list(value))
+                continue
+            given = value if isinstance(value, Mapping) else {None: value}
+            for kind, subset in given.items():
+                what = "subset" if kind is None else f"subset[{kind!r}]"
+                edges = data if kind is None else data[kind]
+                told[what] = mark(_checked_edges(int(edges.num_edges), what, subset))
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree_same(problem, told, mesh, name)
+
+
+def _checked_edges(count: int, what: str, subset: Any) -> Tensor:
+    """Returns ids or a mask of `count` edges, or says what it should have been."""
+    if (
+        not isinstance(subset, Tensor)
+        or subset.dim() != 1
+        or subset.dtype not in _PICKS
+    ):
+        told = type(subset).__name__
+        if isinstance(subset, Tensor):
+            told = f"{subset.dtype} of {subset.dim()} dims"
+        raise TypeError(f"{what} takes ids [k] or a mask [e] of edges; got {told}")
+    rows = subset.rows if isinstance(subset, DistTensor) else None
+    if subset.dtype == torch.bool and (rows is None or rows.whole):
+        length = len(subset) if rows is None else rows.total
+        if length != count:
+            raise ValueError(
+                f"{what} is a mask [{length}], but there are {count} edges; give a mask of "
+                "these, or ids"
+            )
+    elif rows is None and subset.numel() and subset.dtype != torch.bool:
+        low, high = int(subset.min()), int(subset.max())
+        if low < -count or high >= count:
+            raise ValueError(
+                f"{what} has the id {low if low < -count else high}, but the edges are "
+                f"0 .. {count - 1}"
+            )
+    return subset
+
+
+_PICKS = (torch.bool, torch.int64, torch.int32)
+
+
+def mark(value: Tensor) -> str:
     """Tells what all ranks must have alike of a subset."""
     if isinstance(value, DistTensor):
         return (
@@ -302,8 +366,7 @@ def _kept(
             local = cut_as(mask, rows[kind]) if kind in rows else None
             if local is None:
                 raise ValueError(
-                    f"{_named(kind)} has {mask.rows}, but there are "
-                    f"{rows.get(kind, 'none')}"
+                    f"{_named(kind)} is a mask of other rows than the nodes"
                 )
             spread[kind] = torch.zeros(rows[kind].total, dtype=torch.bool)
             spread[kind][rows[kind].gid] = local.cpu()

@@ -17,6 +17,7 @@ import torch_geometric.transforms
 import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.explain import AttentionExplainer, PGExplainer
 from torch_geometric.transforms.add_positional_encoding import add_node_attr
 from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, scatter, sort_edge_index
@@ -206,6 +207,24 @@ def _metapaths(self: Any, data: Any, forward: Transform) -> Any:
     return data
 
 
+def _index_to_mask(self: Any, data: Any, forward: Transform) -> Any:
+    """Makes masks of ids, once the ranks have compared these."""
+    mesh: Any = subgraphs.mesh_of(data)
+    told = {}
+    for store in data.stores:
+        for name, value in store.items():
+            plain = isinstance(value, Tensor) and not getattr(value, "_spread", False)
+            if plain and name.endswith("_index"):
+                told[f"{store._key or ''} {name}".strip()] = subgraphs.mark(value)
+    subgraphs.agree_same(None, told, mesh, "IndexToMask")
+    return forward(self, data)
+
+
+def _as_it_is(self: Any, data: Any, forward: Transform) -> Any:
+    """Runs PyG's own code, once the ranks have compared the settings."""
+    return forward(self, data)
+
+
 _RUN: dict[str, Transform] = {
     "ToSparseTensor": _to_sparse_tensor,
     "SIGN": _sign,
@@ -217,8 +236,13 @@ _RUN: dict[str, Transform] = {
     "RemoveIsolatedNodes": _remove_isolated,
     "AddMetaPaths": _metapaths,
     "AddRandomMetaPaths": _metapaths,
+    "IndexToMask": _index_to_mask,
 }
-_AROUND = (_on_all_edges, _to_undirected, _metapaths)  # take PyG's forward
+# these take PyG's forward
+_AROUND = (_on_all_edges, _to_undirected, _metapaths, _index_to_mask, _as_it_is)
+
+# what these hold are other transforms, or nothing that they compute with
+_LEFT = "BaseTransform Compose ComposeFilters ToDevice".split()
 
 # these make another graph, or a dense matrix of the graph
 _REFUSED = """ToDense TwoHop LineGraph GDC RootedEgoNets RootedRWSubgraph VirtualNode HalfHop
@@ -304,6 +328,12 @@ def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
     return either
 
 
+def _selection(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keeps edges or types of a share, which all ranks name alike."""
+    subgraphs.check_selection(data, original.__name__, (*args, *kwargs.values()))
+    return original(data, *args, **kwargs)
+
+
 def _subgraph(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     return subgraphs.induced(data, *args, *kwargs.values())
 
@@ -341,15 +371,51 @@ def _homogeneous(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     return subgraphs.homogeneous(data, original, *args, **kwargs)
 
 
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes AttentionExplainer refuse shares: its hooks see this rank's edges alone."""
+
+    @functools.wraps(forward)
+    def run(self: Any, model: Any, x: Any, edge_index: Any, **kwargs: Any) -> Any:
+        given = edge_index.values() if isinstance(edge_index, dict) else [edge_index]
+        if any(isinstance(value, DistEdgeIndex) for value in given):
+            raise TypeError(
+                "AttentionExplainer reads the attention of this rank's edges alone: give it "
+                "x.full_tensor() and edge_index.full_tensor(), which the model takes as well, "
+                "or explain by GNNExplainer or PGExplainer"
+            )
+        return forward(self, model, x, edge_index, **kwargs)
+
+    return run
+
+
+def _embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `get_embeddings` return what layers return, not what they hold while they run."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return [
+            DistTensor.wrap(x.to_local(), x.rows) if isinstance(x, DistTensor) else x
+            for x in found
+        ]
+
+    return run
+
+
 def register() -> None:
     """Has transforms, `negative_sampling` and methods of PyG's data run on shares as here."""
     for kind in (Data, HeteroData):
         kind.subgraph = _method(kind.subgraph, _subgraph)  # type: ignore[method-assign]
+        for name in ("edge_subgraph", "node_type_subgraph", "edge_type_subgraph"):
+            if hasattr(kind, name):
+                setattr(kind, name, _method(getattr(kind, name), _selection))
     batch: Any = Batch
     batch.get_example = _method(batch.get_example, _example)
     batch.to_data_list = _method(batch.to_data_list, _examples)
     hetero: Any = HeteroData
     hetero.to_homogeneous = _method(hetero.to_homogeneous, _homogeneous)
+    explainer: Any = AttentionExplainer
+    explainer.forward = _explained(explainer.forward)
     utils = torch_geometric.utils
     for scopes, name, around in (
         ([utils.negative_sampling], "edge_index_to_vector", negative_edges.coded),
@@ -360,14 +426,16 @@ def register() -> None:
             "structured_negative_sampling",
             negative_edges.structured,
         ),
+        ([utils, utils.get_embeddings, PGExplainer], "get_embeddings", _embeddings),
     ):
         for scope in scopes:
             module = vars(sys.modules[getattr(scope, "__module__", scope.__name__)])
             module[name] = around(module[name])
-    for name in (*_RUN, *_REFUSED):
-        kind = getattr(torch_geometric.transforms, name, None)
-        if kind is not None:  # PyG's versions differ
-            kind.forward = _of_shares(kind.forward, _RUN.get(name, _refuse))
+    every = vars(torch_geometric.transforms)
+    for name in every["__all__"]:
+        if name not in _LEFT:
+            run = _refuse if name in _REFUSED else _RUN.get(name, _as_it_is)
+            every[name].forward = _of_shares(every[name].forward, run)
 
 
 def from_sparse(data: Any) -> tuple[Any, Tensor | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pyg_distcomm.comm.consistency import refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.nn.index_guard import (
     LayerTensor,
@@ -49,7 +50,7 @@ class RngGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         guard, caller = None, sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(dispatch.TRANSFORMS) and any(map(_is_spread, args)):
-            raise unsupported_op("what torch.vmap and torch.func make of a function")
+            refuse_transforms()
         if any(issubclass(kind, LocalIndexGuard) for kind in types):
             guard = find_guard((*args, *kwargs.values()))
         if guard is not None:

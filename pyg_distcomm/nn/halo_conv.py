@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -122,6 +123,19 @@ class HaloConv(torch.nn.Module):
         self.conv.training = mode
         return self
 
+    def named_modules(
+        self,
+        memo: set[torch.nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields what is in the layer; to PyG's explainers, which set masks, the layer too."""
+        memo = set() if memo is None else memo
+        if _asked_by_explainer() and self.conv not in memo:
+            memo.add(self.conv)
+            yield prefix, self.conv
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
     def reset_parameters(self) -> None:
         """Resets the layer's parameters."""
         self.conv.reset_parameters()
@@ -142,6 +156,18 @@ class HaloConv(torch.nn.Module):
         return f"HaloConv({self.conv})"
 
 
+def _asked_by_explainer() -> bool:
+    """Tells whether an explainer of PyG's goes through the modules of a model."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _WALKING:
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return name.startswith(("torch_geometric.explain.", "torch_geometric.utils.embed"))
+
+
+_WALKING = ("torch.nn.modules.module", __name__)
+
+
 def _run(
     conv: MessagePassing, link: OwnLink, forward: Callable, *args: Any, **kwargs: Any
 ) -> Any:
@@ -159,9 +185,11 @@ def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     DistEdgeIndex; see `DistEdgeIndex.cut`.
 
     Raises:
-        TypeError: for a Data in the place of its tensors.
+        TypeError: for a Data in the place of its tensors, and for edges in the place of x.
     """
     values = [*args, *kwargs.values()]
+    if args and isinstance(args[0], DistEdgeIndex):
+        _check_order(layer)
     if any(isinstance(v, BaseData) for v in values):
         raise TypeError(
             f"{type(layer).__name__} takes tensors, got a Data: call it with data.x and "
@@ -184,6 +212,17 @@ def spread_inputs(args: Any, kwargs: Any, layer: Any) -> tuple[Any, Any]:
     ends = nodes, None if sources.same_as(nodes) else sources
     spread = [_spread(v, *ends) for v in args]
     return spread, {name: _spread(v, *ends) for name, v in kwargs.items()}
+
+
+def _check_order(layer: Any) -> None:
+    """Refuses edges as the first argument of a layer that takes x there."""
+    forward = getattr(layer, "conv", layer).forward
+    names = list(inspect.signature(forward).parameters)
+    if names[:1] == ["x"]:
+        raise TypeError(
+            f"{type(layer).__name__} takes ({', '.join(names[:3])}), but got the edge_index "
+            "as x: give it x first"
+        )
 
 
 def _warn_whole(layer: Any, values: list[Any]) -> None:

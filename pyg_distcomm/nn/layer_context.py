@@ -19,7 +19,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_distcomm.comm.consistency import comparer_of
+from pyg_distcomm.comm.consistency import check_transforms, comparer_of
 from pyg_distcomm.comm.gradient_averaging import meet
 from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.comm.mesh import Mesh
@@ -89,6 +89,7 @@ class LayerContext:
         Raises:
             ValueError: on all ranks, if links or settings of the layer differ.
         """
+        check_transforms()
         topology = edges.topology
         if weight is not None and weight.dim() > 1:
             if weight.shape[1:].numel() != 1:  # on a rank without edges, too

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import autograd, random
+from pyg_distcomm.comm.consistency import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
 from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed
@@ -56,7 +57,7 @@ def apply(func: Callable, args: Any, kwargs: Any) -> Any:
         return sizes.size_of(name, func, args, kwargs)
     if name in FACTS:
         if sys._getframe(2).f_globals.get("__name__", "").startswith(TRANSFORMS):
-            raise unsupported_op("what torch.vmap and torch.func make of a function")
+            refuse_transforms()
         return call_local(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.apply(func, args, kwargs)
@@ -87,9 +88,9 @@ def _applied(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
 
 def _met(name: str, args: Any, kwargs: Any) -> Any:
     """Tells the ranks which plain tensors meet row-sharded ones (`gradient_averaging.py`)."""
+    check_transforms()
     found = first_sharded(args, kwargs)
-    mesh = found.rows.mesh
-    if mesh.size == 1:
+    if found.rows.mesh.size == 1:
         return args, kwargs
     return meet_all(found, name, args, kwargs)
 

@@ -39,8 +39,8 @@ def take_same(local: Tensor, rows: Rows, idx: Tensor) -> tuple[Tensor, Rows]:
     """
 
     def build() -> tuple[IdPlan, Rows]:
+        check_same(idx, rows)
         ids = _checked_ids(idx, rows.count)
-        check_same(ids, rows)
         alike = rows.whole and len(ids) == rows.total
         block = rows if alike else Rows.blocks(len(ids), rows.mesh)
         return IdPlan.build(ids[block.gid], rows).to(local.device), block
@@ -276,6 +276,11 @@ def _is_scalar(key: Any) -> bool:
     return isinstance(key, Tensor) and key.dim() == 0
 
 
+def _told(rows: Rows) -> str:
+    """Describes rows in the same words on all ranks, which it does not ask."""
+    return f"{rows.total} rows" if rows.whole else f"some of {rows.total} rows"
+
+
 def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
     if mask.dim() != 1:
         raise unsupported_op("x[mask] with a mask that is not one bool per row")
@@ -287,7 +292,10 @@ def _masked(x: RowShardedTensor, mask: Tensor) -> RowShardedTensor:
     elif mask.rows is not x.rows:
         local = gather_by_id.cut_as(mask, x.rows)
         if local is None:
-            raise TypeError(f"x[mask]: x has {x.rows}, but the mask has {mask.rows}")
+            raise TypeError(
+                f"x[mask] takes a mask of the rows of x: x has {_told(x.rows)}, and the "
+                f"mask {_told(mask.rows)}"
+            )
         inside = x.reads_local
         same = mask.rows.same_as if inside else mask.rows.matches
         mask = mask if same(x.rows) else x.wrap(local, x.rows)

@@ -8,7 +8,9 @@ package are traced as PyG's are.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch._dynamo import config, disable, trace_rules
 from typing_extensions import Self
 
+from pyg_distcomm.comm.consistency import refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
@@ -148,6 +151,11 @@ def advice() -> str:
                 f"take {kind} from pyg_distcomm.nn, or convert the model by "
                 "pdc.convert(model): "
             )
+        if home.startswith("torch_geometric.nn.to_hetero_with_bases"):
+            return (
+                "take to_hetero instead of to_hetero_with_bases, which joins all types in one "
+                "graph: "
+            )
         if home.startswith("torch_geometric.nn.pool.") and owner is not None:
             return (
                 f"give {type(owner).__name__} all rows (x.full_tensor(), "
@@ -179,6 +187,23 @@ _WHOLE_GRAPHS = tuple(
     f"torch_geometric.{part}"
     for part in ("transforms", "utils", "data.data", "data.batch")
 )
+
+
+def _guard_torch_func() -> None:
+    """Has torch.func refuse row-sharded tensors that it is to differentiate by."""
+    functions = vars(sys.modules["torch._functorch.eager_transforms"])
+    original = functions["_wrap_tensor_for_grad"]
+
+    @functools.wraps(original)
+    def wrap(maybe_tensor: Any, level: int) -> Any:
+        if getattr(type(maybe_tensor), "_spread", False):
+            refuse_transforms()
+        return original(maybe_tensor, level)
+
+    functions["_wrap_tensor_for_grad"] = wrap
+
+
+_guard_torch_func()
 
 
 def check_saved(ranks: int, what: str) -> None:

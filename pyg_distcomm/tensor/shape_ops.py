@@ -546,6 +546,8 @@ def multiplied(name: str, args: Any, kwargs: Any) -> Any:
         and left.size(-1) == right.rows.count
     ):
         agree("matmul", right, args)
+        if left.layout not in (torch.strided, torch.sparse_coo):
+            left = left.to_sparse_coo()  # of which torch takes columns
         cut = left.index_select(-1, right.rows.place_on(left.device))
         return autograd.all_reduce(cut @ right.to_local(), right.rows.mesh.world)
     return None
