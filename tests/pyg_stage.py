@@ -100,6 +100,8 @@ class Uniform(ast.NodeTransformer):
             return ast.Constant(self.batch)
         if name == "shuffle":
             return ast.Constant(False)
+        if name == "num_neighbors" and isinstance(value, ast.Constant):
+            return ast.Constant(1 << 20)  # more than there are
         if name == "num_neighbors":
             return ast.parse(f"[-1 for _ in {ast.unparse(value)}]", mode="eval").body
         return value
@@ -219,7 +221,8 @@ def spline_basis(pseudo, sizes, is_open, degree):
     assert degree == 1
     at = pseudo * (sizes - is_open.to(sizes.dtype))
     low = at.floor()
-    basis, index, step = at.new_ones(len(at), 1), sizes.new_zeros(len(at), 1), 1
+    basis, step = torch.ones_like(at[:, :1]), 1
+    index = torch.zeros_like(at[:, :1], dtype=sizes.dtype)
     for k, size in enumerate(sizes.tolist()):
         part = at[:, k] - low[:, k]
         part = torch.stack([1 - part, part], 1)
@@ -231,7 +234,7 @@ def spline_basis(pseudo, sizes, is_open, degree):
 
 
 def spline_weighting(x, weight, basis, index):
-    share = x.new_zeros(len(x), len(weight)).scatter_add(1, index, basis)
+    share = x.new_zeros(x.size(0), len(weight)).scatter_add(1, index, basis)
     return sum(share[:, k, None] * (x @ w) for k, w in enumerate(weight))
 
 
