@@ -479,6 +479,7 @@ RUN = {  # transforms that run otherwise on a share
     "RemoveIsolatedNodes": lambda lib, d: T.RemoveIsolatedNodes()(d).x,
     "ToSparseTensor": multiplied,
     "LaplacianLambdaMax": "gives a number",
+    "IndexToMask": "PyG's code, once the ranks have compared the ids",
     "AddMetaPaths": "PyG's code, on relations that are gathered",
     "AddRandomMetaPaths": "PyG's code, on relations that are gathered",
 }

@@ -15,8 +15,9 @@ import second_device
 import tiers
 import torch
 import torch.distributed as dist
+import torch_geometric.nn as pyg
 import worlds
-from problems import GRAPHS, owners
+from problems import GRAPHS, owners, two_types
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
@@ -314,6 +315,35 @@ def test_an_unchanged_layer_names_what_is_misplaced():
     conv = HaloConv(GATConv(7, 4).to("meta"))
     with pytest.raises(ValueError, match=r"GATConv.att_src lies on meta"):
         conv(share.x, share.edge_index)
+
+
+@pytest.mark.parametrize("kind", ["HeteroConv", "HGT", "HAN", "GCN"])
+def test_a_model_that_moves_away_is_named(kind):
+    """Also after it has run where the edges are; of typed nodes, rows are named, too."""
+    data = two_types()
+    share, meta = pdc.partition(data, pdc.init(), "block"), data.metadata()
+    given = share.x_dict, share.edge_index_dict
+    model = {
+        "HeteroConv": lambda: pyg.HeteroConv(
+            {edge: pyg.SAGEConv((4, 4), 6) for edge in meta[1]}
+        ),
+        "HGT": lambda: pyg.HGTConv(4, 6, meta, heads=2),
+        "HAN": lambda: pyg.HANConv(4, 6, meta, heads=2),
+        "GCN": lambda: pyg.GCN(7, 4, 2).double(),
+    }[kind]()
+    if kind == "GCN":
+        share = pdc.partition(GRAPHS["directed"](), pdc.init(), "block")
+        given = share.x, share.edge_index
+    model = pdc.convert(model)
+    model(*given)
+    if kind in ("HGT", "HAN"):
+        moved = {name: x.to("meta") for name, x in share.x_dict.items()}
+        with pytest.raises(ValueError, match=r"x_dict\['\w+'\] lies on meta"):
+            model(moved, given[1])
+    with pytest.raises(
+        ValueError, match=r"\w+Conv\.\S+ lies on meta, and the edges on"
+    ):
+        model.to("meta")(*given)
 
 
 def test_a_pipeline_names_what_is_misplaced():

@@ -220,9 +220,19 @@ def test_states_that_do_not_fit_are_refused():
         state = nodes(data, **{option: "one"}).state_dict()
         with pytest.raises(ValueError, match=f"{option}=one, and this one has"):
             nodes(data, **{option: "two"}).load_state_dict(state)
-        data.one = data.one + 1
+        data.one = data.one + torch.arange(len(data.one)) % 2
         with pytest.raises(ValueError, match="of a loader with values of one="):
             nodes(data, **{option: "one"}).load_state_dict(state)
+        state = nodes(data, **{option: "one"}).state_dict()
+        data.one = data.one.flip(0)
+        with pytest.raises(ValueError, match="of a loader with values of one="):
+            nodes(data, **{option: "one"}).load_state_dict(state)
+
+
+def in_another_order(data):
+    """The same edges: other places among those of a node, and so other draws."""
+    data.edge_index = data.edge_index.flip(1)
+    return data
 
 
 OTHERS = {
@@ -232,6 +242,7 @@ OTHERS = {
     "subgraph_type=directional": lambda: nodes(subgraph_type="induced"),
     "number of edges=": lambda: nodes(graph(e=399)),
     "edges=": lambda: nodes(graph(seed=8)),
+    r"edges=\[": lambda: nodes(in_another_order(graph())),
     "loader=DistNeighborLoader": lambda: DistLayerLoader(
         graph(), [3], batch_size=7, shuffle=True, seed=1
     ),

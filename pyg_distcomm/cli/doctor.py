@@ -169,7 +169,7 @@ def cuda_kernels() -> Finding:
     found = "cuSPARSE and plain torch (no Triton)"
     if version is not None:
         found = f"Triton {version} (products, dropout, codecs, draws), cuSPARSE, plain torch"
-    found += "; sampling on the host"
+    found += "; device= of a loader samples there, of a share on the host"
     if not torch.cuda.is_available():
         return Finding("kernels, CUDA", f"no CUDA device; on one: {found}")
     advice = (

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -433,6 +433,7 @@ def needing(
     watch: FailureMonitor | None,
     device: torch.device,
     smaller: str = "",
+    instead: Sequence[str] = (),
 ) -> Iterator[None]:
     """Says of an allocation that fails in a block what needed how much, on all ranks.
 
@@ -444,6 +445,7 @@ def needing(
         watch: tells the other ranks; None where there are none.
         device: where.
         smaller: a further choice that needs less.
+        instead: the choices that need less, where more ranks would not.
 
     Raises:
         OutOfMemoryError, MemoryError: with part, bytes and choices that fit.
@@ -455,7 +457,7 @@ def needing(
             raise
         kind = MemoryError if device.type == "cpu" else torch.OutOfMemoryError
         rank, ranks = (0, 1) if watch is None else (watch.rank, watch.size)
-        ways = _smaller(size(), _free(device), ranks)
+        ways = list(instead) or _smaller(size(), _free(device), ranks)
         ways += [smaller] if smaller else []
         full: Any = kind(
             f"out of memory on {device} of rank {rank}: {part} needs about {size():,} bytes "

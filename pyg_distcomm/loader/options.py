@@ -261,12 +261,14 @@ def describe_graph(
 
 
 def _value_sum(values: Any, world: Axis | None) -> int:
-    """Sums a hash of each value, modulo 2^64."""
+    """Sums a hash of each value and its place, modulo 2^64."""
     local = values.to_local() if isinstance(values, DistTensor) else values
     if not isinstance(local, Tensor):
         return 0
     exact = local.double().view(torch.int64) if local.is_floating_point() else local
-    found = _mixed_sum(exact.long() * _ODD[0])
+    exact = exact.reshape(-1).long().cpu() * _ODD[0]
+    place = torch.arange(len(exact)) if local is values else values.rows.place
+    found = _mixed_sum((exact ^ (exact >> 29)) * _ODD[2] + place * _ODD[1])
     if local is values or world is None:
         return found
     return _wrapped(
@@ -275,10 +277,11 @@ def _value_sum(values: Any, world: Axis | None) -> int:
 
 
 def _edge_sum(store: Any) -> int:
-    """Sums a hash of each edge, modulo 2^64."""
-    edge_index, adj = store.get("edge_index"), store.get("adj_t")
+    """Sums a hash of each edge and its number, modulo 2^64."""
+    edge_index, adj, place = store.get("edge_index"), store.get("adj_t"), None
     if isinstance(edge_index, DistEdgeIndex):
         source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
+        place = edge_index.edges.place
     elif isinstance(edge_index, Tensor):
         source, target = edge_index.as_subclass(Tensor).long()
     elif isinstance(adj, Tensor):
@@ -287,7 +290,10 @@ def _edge_sum(store: Any) -> int:
         target, source, _ = adj.coo()
     else:
         return 0
-    return _mixed_sum(source * _ODD[0] + target * _ODD[1])
+    place = torch.arange(len(source)) if place is None else place
+    # draws are of places among the edges of a node, which their order decides
+    ends = source.cpu() * _ODD[0] + target.cpu() * _ODD[1]
+    return _mixed_sum((ends ^ (ends >> 29)) * _ODD[2] + place * _ODD[0])
 
 
 def _mixed_sum(mixed: Tensor) -> int:

@@ -15,12 +15,17 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm import kernels
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.store import joined_mesh
 from pyg_distcomm.graph.local_adjacency import hand_over
 from pyg_distcomm.loader.row_group import rows_kept
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
 PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
+_LESS_ROWS = (
+    "rows_on='pinned', which the device reads in host memory, with cache= for some",
+    "rows_on='host', from which those of each minibatch are sent",
+)
 HOST = frozenset({"cpu"})  # types of devices that mean the host's own sampler
 
 
@@ -216,7 +221,18 @@ class Placement:
         with self._lock:
             kept = self._rows.get(key)
             if kept is None or kept[0] is not values or kept[1] != values._version:
-                kept = self._rows[key] = values, values._version, make(values.detach())
+                name = (
+                    f"{key[1]!r} of a loader" if isinstance(key, tuple) else repr(key)
+                )
+                with needing(
+                    f"rows_on={self.rows_on!r}, {name},",
+                    lambda: values.nbytes,
+                    watch_of(joined_mesh()),
+                    self.device,
+                    instead=_LESS_ROWS,
+                ):
+                    made = make(values.detach())
+                kept = self._rows[key] = values, values._version, made
             return kept[2]
 
     def put(self, t: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.compressed import LayerExchange
 from pyg_distcomm.halo.link import NAMES
 from pyg_distcomm.nn.halo_conv import HaloExecution
-from pyg_distcomm.nn.layer_context import LayerContext, tell_of_rows
+from pyg_distcomm.nn.layer_context import LayerContext, check_placement, tell_of_rows
 from pyg_distcomm.tensor.dist_tensor import DistTensor
 from pyg_distcomm.tensor.row_sharded import eagerly
 
@@ -40,12 +40,15 @@ def _spread(edge_index_dict: Any) -> bool:
     return kinds == {True}
 
 
-def _cut_alike(x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
+def _cut_alike(layer: Any, x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
     """Returns the rows of each type, refusing those that are not cut as its edges are.
 
     Raises:
-        TypeError, ValueError: if x_dict is no dictionary, or lacks a type that edges have.
+        TypeError, ValueError: if x_dict is no dictionary, or lacks a type that edges have, or
+            if rows or the layer lie on another device than the edges.
     """
+    for edges in edge_index_dict.values():
+        check_placement(layer, edges.topology)
     if not isinstance(x_dict, Mapping):
         raise TypeError(
             "give the layer a dictionary of rows by node type, as data.x_dict; got a "
@@ -59,7 +62,9 @@ def _cut_alike(x_dict: Any, edge_index_dict: Any) -> dict[str, Any]:
                     f"x_dict has rows of {sorted(found)}, and edges are of {key!r} too; give "
                     "its rows (pdc.DistEmbedding learns them), or leave these edges out"
                 )
-            found[key] = edges.as_nodes(found[key], f"x_dict[{key!r}]", nodes)
+            name = f"x_dict[{key!r}]"
+            found[key] = edges.as_nodes(found[key], name, nodes)
+            edges.topology.placed(name, found[key])
     return found
 
 
@@ -141,7 +146,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
 
     @eagerly
     def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
-        x_dict = _cut_alike(x_dict, edge_index_dict)
+        x_dict = _cut_alike(self, x_dict, edge_index_dict)
         mixed = {key: x.rows for key, x in x_dict.items() if key in self.dst_node_types}
         kqv = self.kqv_lin(x_dict)
         scores: dict[str, list[Tensor]] = {key: [] for key in mixed}
@@ -250,7 +255,7 @@ class DistHANConv(HaloExecution, pyg.HANConv):
 
     @eagerly
     def _spread_forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
-        x_dict = _cut_alike(x_dict, edge_index_dict)
+        x_dict = _cut_alike(self, x_dict, edge_index_dict)
         projected = {key: self.proj[key](x) for key, x in x_dict.items()}
         found: dict[str, list[Any]] = {key: [] for key in x_dict}
         for key, edges in edge_index_dict.items():

@@ -154,10 +154,9 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
     topology.read_by(layer, link)
     policy = link if isinstance(link, LinkPolicy) else None
     known, mode = topology.compared.get(layer, (None, None))
+    check_placement(layer, topology)
     if known is not policy or mode is not layer.training:
         mesh: Any = edges.nodes.mesh
-        for name, parameter in layer.named_parameters():
-            topology.placed(f"{type(layer).__name__}.{name}", parameter)
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
             kind = {"kind of device": topology.device.type}
             comparer_of(mesh).check_given(
@@ -165,6 +164,23 @@ def _agreed_link(layer: Any, own: OwnLink, edges: DistEdgeIndex) -> LinkPolicy |
             )
         topology.compared[layer] = policy, layer.training
     return policy
+
+
+def check_placement(layer: Any, topology: Topology) -> None:
+    """Raises, on all ranks, if a parameter of a layer lies elsewhere than its edges.
+
+    Looks at all of them when the layer is first used, and then at the first.
+
+    Raises:
+        ValueError: naming the parameter, and both devices.
+    """
+    first = next(layer.parameters(), None)
+    if first is None or (
+        layer in topology.compared and first.device == topology.device
+    ):
+        return
+    for name, parameter in layer.named_parameters():
+        topology.placed(f"{type(layer).__name__}.{name}", parameter)
 
 
 def tell_of_rows(layer: Any, topology: Topology, why: str) -> None:

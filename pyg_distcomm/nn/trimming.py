@@ -13,9 +13,10 @@ rows alone. Their tensors still have the shape of all rows; an operation that re
 after all (another branch of the model, say) is given them, computed then from the inputs, and
 switches trimming off; it is refused if those inputs have changed in place since, and so is
 the gradient of such rows. What torch does not tell of (functions of `torch.jit.script`, own
-extensions, `torch.vmap`, collectives of torch.distributed, an autograd.Function that returns
-its input) needs `pdc.convert(model, trim=False)`. Dropout masks are drawn for the rows that
-are computed: of the same distribution, from another place of the random stream.
+extensions, `torch.vmap`, `torch.tensor` of a tensor, collectives of torch.distributed, an
+autograd.Function that returns its input) needs `pdc.convert(model, trim=False)`. Dropout masks
+are drawn for the rows that are computed: of the same distribution, from another place of the
+random stream.
 """
 
 from __future__ import annotations

@@ -328,7 +328,8 @@ class Pipeline(torch.nn.Module):
             warnings.warn(
                 f"{plan.crossing:.0%} of the edges lie between the {plan.chunks} chunks; "
                 f"above {CROSSING:.0%} chunks were measured to cost accuracy "
-                "(docs/papers/gnnpipe.md). Give fewer chunks, or a larger bubble",
+                "(docs/papers/gnnpipe.md). Give fewer chunks, or a larger bubble, or "
+                "order='shuffled', gradient='scaled', history_refresh=23, which cost less",
                 stacklevel=_frames_of_package(),
             )
         keep = self._new_history if plan.chunks > 1 else None

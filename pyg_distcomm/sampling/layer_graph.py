@@ -248,6 +248,11 @@ class LocalLayerGraph:
         rows = Relation(0, 0, rowptr.long(), pair, 2, weight)
         return LocalLayerGraph(rows, num_nodes, rule, gid.long(), most_rows, peak)
 
+    @property
+    def arrays(self) -> list[Tensor | None]:
+        """Returns what holds the edges."""
+        return [self._ptr, self._col, self._edge, self._weight, self._value]
+
     def on(self, device: torch.device, pinned: bool = False) -> LocalLayerGraph:
         """Returns the same rows, all of a graph, on a device; it holds on to these.
 

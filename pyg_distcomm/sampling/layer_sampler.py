@@ -57,6 +57,7 @@ from pyg_distcomm.sampling.layer_graph import (
     layer_numbers,
     rows_of_layers,
 )
+from pyg_distcomm.sampling.neighbor_sampler import room_for_graph
 from pyg_distcomm.sampling.rules import GraphSAGE, Ladies, Rule, UserRule, rule_name
 
 OPTIONS = (None, "normalized", "importance", "debiased")
@@ -246,7 +247,8 @@ class KeyedLayerSampler(BaseSampler):
                 raise ValueError(
                     f"device={str(device)!r} is for a Data; leave it out, or give one"
                 )
-            self.graph = self.graph.on(device, pinned)
+            with room_for_graph(device, pinned, self.graph.arrays):
+                self.graph = self.graph.on(device, pinned)
         self.num_nodes_per_layer = numbers
         self.weights, self.replace, self.method = weights, replace, method
         self.keep_batch = self.rule.keeps_batch if keep_batch is None else keep_batch

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,7 +27,9 @@ from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
 from pyg_distcomm import kernels
+from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
+from pyg_distcomm.comm.store import joined_mesh
 from pyg_distcomm.kernels.minibatch import (
     Minibatch,
     Relation,
@@ -361,7 +364,10 @@ class KeyedNeighborSampler(NeighborSampler):
 
     def _drawn(self, request: Request) -> Minibatch:
         if self._draw is None:
-            self._draw = kernels.neighbor_sampler(self._topology.graph, *self._place)
+            graph = self._topology.graph
+            held = [t for r in graph.relations for t in (r.colptr, r.row, r.weight)]
+            with room_for_graph(*self._place, held):
+                self._draw = kernels.neighbor_sampler(graph, *self._place)
         try:
             minibatch: Minibatch = self._draw(request)
         except UnweightedNode as error:
@@ -577,3 +583,15 @@ def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
         raise ValueError(
             f"seeds{kind} span {low} .. {high}, but there are {size} nodes (0 .. {size - 1})"
         )
+
+
+def room_for_graph(
+    device: torch.device | None, pinned: bool, held: Sequence[Tensor | None]
+) -> AbstractContextManager[None]:
+    """Says of a graph that does not fit on a device how much it needs, and what fits."""
+    if device is None or pinned:
+        return nullcontext()
+    size = sum(t.nbytes for t in held if t is not None)
+    less = "graph_on='pinned', which the device reads in host memory"
+    about = "the graph of a loader", lambda: size, watch_of(joined_mesh()), device
+    return needing(*about, instead=(less,))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._dynamo import config, disable, trace_rules
+from torch._functorch import eager_transforms
 from typing_extensions import Self
 
 from pyg_distcomm.comm.consistency import refuse_transforms
@@ -190,9 +190,13 @@ _WHOLE_GRAPHS = tuple(
 
 
 def _guard_torch_func() -> None:
-    """Has torch.func refuse row-sharded tensors that it is to differentiate by."""
-    functions = vars(sys.modules["torch._functorch.eager_transforms"])
-    original = functions["_wrap_tensor_for_grad"]
+    """Has torch.func refuse row-sharded tensors that it is to differentiate by.
+
+    It wraps them without asking their class. A torch without this function is left alone.
+    """
+    original = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
+    if original is None:
+        return
 
     @functools.wraps(original)
     def wrap(maybe_tensor: Any, level: int) -> Any:
@@ -200,7 +204,7 @@ def _guard_torch_func() -> None:
             refuse_transforms()
         return original(maybe_tensor, level)
 
-    functions["_wrap_tensor_for_grad"] = wrap
+    eager_transforms._wrap_tensor_for_grad = wrap
 
 
 _guard_torch_func()
