@@ -28,6 +28,12 @@ def _few_idle_ranks():
         sys.modules["worlds"].rest(size=4, groups=16)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def place(request):
+    """Where ranks compute what is compared with one process: on CUDA, too, if it is there."""
+    return request.param
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import second_device
 import torch
 import torch.nn.functional as F
 import worlds
@@ -73,23 +74,29 @@ def _loss(out, net, data):
     return masked + 0.01 * net.conv1.lin.weight.square().sum() + 0.001 * scores.mean()
 
 
-def compare(graph, cutter, grid, kind, steps=0, optimizer="sgd", halo="auto", tol=1e-9):
-    """Runs on this rank of the world, and asserts every piece equal to PyG's."""
+def compare(
+    graph, cutter, grid, kind, steps=0, optimizer="sgd", halo="auto", place="cpu"
+):
+    """Runs on this rank of the world, and asserts every piece equal to PyG's on the CPU."""
+    device, tol = second_device.device_of(place), 1e-9
     data = GRAPHS[graph]()
     want = single(data, kind, steps, optimizer)
     mesh = worlds.mesh(grid=grid)
     torch.manual_seed(7)
-    net = Net(DistGCNConv, DistSAGEConv, data.x.size(1), 4, kind).double()
-    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size))
+    net = Net(DistGCNConv, DistSAGEConv, data.x.size(1), 4, kind).double().to(device)
+    share = pdc.partition(data, mesh, owners(cutter, data, mesh.size)).to(device)
     share.edge_index = share.edge_index.with_halo(halo)
-    model = pdc.replicate(pdc.convert(net), mesh)
-    net = model.module
+    net = model = pdc.convert(net)
+    if place != "spare":  # of which DistributedDataParallel knows no back end
+        model = pdc.replicate(net, mesh)
+        net = model.module
     got = _run(net, model, share, share.x, share.edge_weight, steps, optimizer)
     for name, value in got.items():
         if isinstance(value, pdc.DistTensor):
             value = value.full_tensor()
+        assert value.device == device, (name, value.device)
         torch.testing.assert_close(
-            value,
+            value.cpu(),
             want[name],
             rtol=tol,
             atol=tol,

@@ -67,3 +67,10 @@ def device():
     load("second_device", [str(source)], extra_cflags=["-O0"])
     torch._register_device_module("spare", _Module)
     return torch.device("spare", 0)
+
+
+def device_of(place):
+    """The device that a test calls by the name of a place: "cpu", "cuda" or "spare"."""
+    if place == "spare":
+        return device()
+    return torch.device(place, 0) if place == "cuda" else torch.device(place)

@@ -595,12 +595,8 @@ def same(name, case, device, close, failed):
         failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
 
 
-def device_of(place):
-    return second_device.device() if place == "spare" else torch.device(place, 0)
-
-
 def run_table(names, place="spare"):
-    device, failed = device_of(place), []
+    device, failed = second_device.device_of(place), []
     for table in names:
         sums = table == "ops" or place == "cuda"  # whose terms come in any order
         close = {"rtol": 1e-5 * sums, "atol": 1e-5 * sums}
@@ -611,7 +607,7 @@ def run_table(names, place="spare"):
 
 
 def run_models(names, place="spare"):
-    device, mesh, failed = device_of(place), worlds.mesh(), []
+    device, mesh, failed = second_device.device_of(place), worlds.mesh(), []
     # CUDA draws other numbers
     close = {"rtol": 1e-9, "atol": 1e-9} if place == "spare" else None
     torch.set_default_dtype(torch.float64)

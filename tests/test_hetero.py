@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+import second_device
 import tiers
 import torch
 import torch_geometric.nn as pyg
@@ -167,21 +168,23 @@ def train(model, data, link=None, steps=3):
     return losses, grads, out
 
 
-def equal(kind, option, method, nn, grid=None):
+def equal(kind, option, method, nn, grid=None, place="cpu"):
+    device = second_device.device_of(place)
     data = graph()
     want = train(model_of(data, kind, option), data)
-    share = pdc.partition(data, worlds.mesh(grid=grid), method)
-    model = model_of(data, kind, option, dist if nn == "swapped" else pyg)
+    share = pdc.partition(data, worlds.mesh(grid=grid), method).to(device)
+    model = model_of(data, kind, option, dist if nn == "swapped" else pyg).to(device)
     got = train(model if nn == "swapped" else pdc.convert(model), share)
     torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), **CLOSE)
     if kind == "hgt":  # zeros, by which an optimizer with weight decay shrinks weights
         assert got[1].keys() == want[1].keys()
     for name in got[1].keys() | want[1].keys():  # None for what nothing is made of
         one, two = (
-            side[1].get(name, torch.tensor(0.0).double()) for side in (got, want)
+            side[1].get(name, torch.tensor(0.0).double()).cpu() for side in (got, want)
         )
         torch.testing.assert_close(*torch.broadcast_tensors(one, two), **CLOSE)
-    torch.testing.assert_close(got[2].full_tensor(), want[2], **CLOSE)
+    assert got[2].device == device
+    torch.testing.assert_close(got[2].full_tensor().cpu(), want[2], **CLOSE)
 
 
 CASES = [
@@ -197,8 +200,19 @@ DEFAULT = [("sage", "mean"), ("to_hetero", "max"), ("hgt", 16), ("han", 8)]
 
 @tiers.parametrize("size", [1, 2, 3, 4], [3])
 @tiers.parametrize(("kind", "option"), CASES, DEFAULT)
-def test_training_equals_pyg(kind, option, size):
-    worlds.run(equal, size, kind, option, "random", "converted")
+def test_training_equals_pyg(kind, option, size, place):
+    worlds.run(equal, size, kind, option, "random", "converted", None, place)
+
+
+def equal_there():
+    for kind, option in CASES:
+        equal(kind, option, "random", "converted", None, "spare")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+def test_training_on_a_second_device():
+    worlds.anew(equal_there, 2)
 
 
 @tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["gat"])
@@ -476,8 +490,9 @@ def test_what_cannot_be_is_said():
     ],
     slice(0, None, 3),
 )
-def test_on_every_grid_training_equals_pyg(kind, option, grid):
-    worlds.run(equal, math.prod(grid), kind, option, "random", "converted", grid)
+def test_on_every_grid_training_equals_pyg(kind, option, grid, place):
+    size = math.prod(grid)
+    worlds.run(equal, size, kind, option, "random", "converted", grid, place)
 
 
 class Learnt(torch.nn.Module):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
+import second_device
 import tiers
 import worlds
 from parity import compare
@@ -31,8 +33,8 @@ COVERING = list(_covering())
     COVERING,
     [case for case in COVERING if case[2] <= 4][::3],
 )
-def test_step_equals_pyg(graph, cutter, size, grid, kind):
-    worlds.run(compare, size, graph, cutter, grid, kind)
+def test_step_equals_pyg(graph, cutter, size, grid, kind, place):
+    worlds.run(compare, size, graph, cutter, grid, kind, 0, "sgd", "auto", place)
 
 
 @tiers.parametrize("size", [1, 2, 3, 4, 6, 8], [1, 2, 3, 4])
@@ -50,9 +52,20 @@ def test_more_than_four_ranks(grid):
 
 @tiers.parametrize("optimizer", ["sgd", "adam"], ["adam"])
 @tiers.parametrize("size", [1, 3, 4], [3])
-def test_ten_steps(size, optimizer):
+def test_ten_steps(size, optimizer, place):
     grid = {1: (1, 1, 1), 3: (3, 1, 1), 4: (2, 2, 1)}[size]
-    worlds.run(compare, size, "undirected", "metis", grid, "plain", 10, optimizer)
+    how = "plain", 10, optimizer, "auto", place
+    worlds.run(compare, size, "undirected", "metis", grid, *how)
+
+
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@tiers.parametrize("grid", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2)], [])
+def test_a_step_on_a_second_device(grid):
+    """Nothing comes back to the host."""
+    size = math.prod(grid)
+    for graph, kind in (("directed", "plain"), ("star", "sum"), ("isolated", "raw")):
+        how = "random", grid, kind, 1, "adam", "auto", "spare"
+        worlds.anew(compare, size, graph, *how)
 
 
 @tiers.cover(
@@ -60,8 +73,9 @@ def test_ten_steps(size, optimizer):
     ["rows", "sums", "cover", "blocks"],
     [(4, 1, 1), (2, 2, 1), (2, 1, 2)],
 )
-def test_whatever_travels(grid, halo):
-    worlds.run(compare, 4, "directed", "random", grid, "plain", 0, "sgd", halo)
+def test_whatever_travels(grid, halo, place):
+    how = "plain", 0, "sgd", halo, place
+    worlds.run(compare, 4, "directed", "random", grid, *how)
 
 
 @pytest.mark.exhaustive
