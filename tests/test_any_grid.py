@@ -47,7 +47,7 @@ def beyond(size):
     return [grid for grid in grids(size) if grid[1:] != (1, 1)]
 
 
-@tiers.parametrize(("name", "graph", "cutter", "grid"), NAMED, slice(0, None, 3))
+@tiers.parametrize(("name", "graph", "cutter", "grid"), NAMED, slice(3, None, 6))
 def test_outputs_and_gradients_are_pygs(name, graph, cutter, grid):
     worlds.run(exact, math.prod(grid), name, graph, cutter, grid)
 
@@ -408,7 +408,7 @@ def test_training_with_dropout_is_that_of_one_rank(grid, dtype, cutter):
 
 
 @tiers.parametrize(
-    ("grid", "link"), [((2, 2, 1), "sylvie"), ((1, 2, 2), "quantised")], slice(0, 1)
+    ("grid", "link"), [((2, 2, 1), "sylvie"), ((1, 2, 2), "quantised")], []
 )
 def test_a_link_codes_the_same_rows_on_every_grid(grid, link):
     """Rows travel as on (P, 1, 1), so each number is the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import batches
 import pytest
+import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
@@ -120,7 +121,7 @@ def on_ranks(grid):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [2])
 def test_changed_layers_on_ranks_are_what_they_were_changed_to(size):
     for grid in grids(size):
         worlds.run(on_ranks, size, grid)

@@ -38,6 +38,7 @@ def test_help_and_version_load_no_torch():
     assert subprocess.check_output(as_module, text=True).startswith("pyg-distcomm ")
 
 
+@pytest.mark.exhaustive
 def test_packages_do_not_hide_the_functions_of_their_names():
     code = (
         "import pyg_distcomm.partition.cutters, pyg_distcomm.plan.machine\n"

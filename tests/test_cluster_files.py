@@ -75,6 +75,7 @@ def test_the_slurm_script_partitions_and_calls_the_other():
     assert "examples/cluster/torchrun.sh" in text
 
 
+@pytest.mark.exhaustive
 def test_the_manifest_is_a_pytorchjob():
     yaml = pytest.importorskip("yaml")
     claim, cut, job = yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text())

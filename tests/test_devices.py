@@ -371,6 +371,7 @@ def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_benchmarks_leave_torch_the_package_that_it_looks_for(tmp_path):
     """torch imports `cuda.bindings`, and each script of benchmarks/ has cuda.py beside it."""
     bindings = tmp_path / "cuda" / "bindings"

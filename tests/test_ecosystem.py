@@ -128,6 +128,7 @@ def _measured(_):
     return run["measure"](model, share, "ogbn-arxiv"), single
 
 
+@pytest.mark.exhaustive
 def test_torchmetrics_adds_up_each_ranks_rows_once():
     metrics = pytest.importorskip("sklearn.metrics")
     pytest.importorskip("torchmetrics", reason="pip install torchmetrics")

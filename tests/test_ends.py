@@ -149,6 +149,7 @@ def _writer_is_killed_in_the_middle(mark):
     shared(_large)
 
 
+@pytest.mark.exhaustive
 def test_a_shared_graph_leaves_nothing_in_memory(tmp_path):
     folders = [Path("/dev/shm"), Path("/tmp")]
     before = {f for folder in folders for f in folder.glob("pyg_distcomm-*")}

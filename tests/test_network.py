@@ -245,6 +245,7 @@ def test_two_networks_at_once():
         assert one.run(ping) == two.run(ping) == 0
 
 
+@pytest.mark.exhaustive
 @linked
 def test_the_first_failure_decides_and_ends_the_others():
     fail = "import os, sys, time; r = int(os.environ['RANK']); print('I am', r)\n"

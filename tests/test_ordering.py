@@ -99,7 +99,7 @@ def test_words_fall_as_the_widths_say(name, oblivious):
     assert reference == pytest.approx(times * words[3], rel=1e-9)
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 1, 2), (1, 1, 4)])
+@tiers.parametrize("grid", [(2, 2, 1), (2, 1, 2), (1, 1, 4)], [(2, 1, 2)])
 def test_products_are_kept_on_every_grid(grid):
     for words, reference in worlds.run(late_epoch, 4, (12, 4, 8), grid, False):
         assert words[3] < reference or not reference

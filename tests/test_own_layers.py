@@ -235,7 +235,7 @@ CASES = [
 ]
 
 
-@tiers.parametrize(("grid", "size", "cutter"), CASES, slice(0, 3))
+@tiers.parametrize(("grid", "size", "cutter"), CASES, slice(1, 2))
 def test_values_of_index_and_sizes_are_those_of_one_process(grid, size, cutter):
     worlds.run(_all, size, list(KINDS), grid, cutter)
 

@@ -52,6 +52,7 @@ def few_edges(size, c):
         alike(data, share, subgraph_type="induced", replication=c)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "c"), [(2, 1), tiers.rarely(2, 2), tiers.rarely(3, 1)]
 )

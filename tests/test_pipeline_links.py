@@ -86,6 +86,7 @@ def test_bytes_are_foretold_whatever_the_link(stack, link):
         assert bool(out.isfinite().all())
 
 
+@pytest.mark.exhaustive
 def test_only_the_models_last_exchange_stays_exact():
     exact = worlds.run(train, 4, 2, "none", "gcnii", 2)
     coded = worlds.run(train, 4, 2, "one bit", "gcnii", 2)
@@ -270,6 +271,7 @@ def _resumed(stages, link, path, first, balance):
 KEPT = ["one bit, late", "8 bits", "varco", "budget"]
 
 
+@pytest.mark.exhaustive
 @tiers.parametrize("link", KEPT, ["8 bits"])
 def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
     path = tmp_path / "pipe"

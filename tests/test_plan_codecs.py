@@ -156,6 +156,7 @@ def test_late_rows_hide_behind_what_is_computed():
     assert "coding is assumed" in str(plans)
 
 
+@pytest.mark.exhaustive
 def test_what_is_asked_for_is_read_and_mistakes_are_named():
     graph = pdc.RandomGraph(10**6, 10**7)
     plans = pdc.plan(graph, [64, 64, 64, 8], 64, codecs=["1 bit", ONE, "8 bits late 2"])

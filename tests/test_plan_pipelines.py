@@ -252,6 +252,7 @@ def automatic(asked):
     return taken.exact, taken.stages, mesh.stage.size
 
 
+@pytest.mark.exhaustive
 def test_auto_takes_what_is_not_exact_only_when_asked():
     assert worlds.run(automatic, 2, {}) == [(True, 1, 1)] * 2
     assert worlds.run(automatic, 2, {"codecs": ["1 bit"]}) == [(False, 1, 1)] * 2

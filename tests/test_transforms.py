@@ -312,7 +312,7 @@ def compared():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
+@tiers.parametrize("size", [1, 2, 3], [2])
 def test_utilities_give_one_processes_numbers(size):
     worlds.run(compared, size)
 
@@ -539,7 +539,7 @@ def refused(share, mesh):
         T.AddMetaPaths([[("a", "b"), ("b", "a")]])(share)
 
 
-@pytest.mark.parametrize("size", [1, 2, tiers.rarely(3)])
+@tiers.parametrize("size", [1, 2, 3], [2])
 def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
     worlds.run(parted, size)
 
