@@ -88,6 +88,16 @@ def test_full_graph(kinds, size, grid, backend, p):
     assert all(torch.equal(losses, found[0]) for losses in found)
 
 
+def test_torch_func_on_ordinary_tensors_is_compiled_as_without_this_package():
+    def function(x):
+        return torch.func.grad(lambda y: (y.sin() * y).sum())(x)
+
+    assert pdc.init is not None  # which has imported all
+    x = torch.rand(5)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), function(x))
+
+
 @tiers.parametrize("kinds", ["products", "halos"], [])
 def test_minibatches(kinds):
     torch._dynamo.reset()

@@ -138,13 +138,14 @@ def test_a_rank_with_another_device_is_named_on_all_ranks(case):
         ("cuda", "3", 4, "cuda:3"),
         ("cuda", "3", 2, "cuda:1"),
         ("cuda:1", "0", 2, "cuda:1"),
-        ("cuda", None, 1, "cuda:0"),
+        ("cuda", None, 4, "cuda:2"),  # the current one, where no launcher has told
         (None, "1", 2, "cpu"),
     ],
 )
 def test_cuda_is_the_device_of_local_rank(asked, local, count, found, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)

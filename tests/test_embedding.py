@@ -181,6 +181,15 @@ def _resume(path, optimizer):
     return _steps(mesh, emb, opt, range(2, 4))
 
 
+def test_a_run_goes_on_that_was_saved_before_its_first_step(tmp_path):
+    mesh, emb, model, opt = _resumable("random", "nesterov")
+    pdc.save_checkpoint(str(tmp_path / "ckpt"), mesh, model, opt)
+    saved = _steps(mesh, emb, opt, range(2))
+    mesh, emb, _, opt = _resumable("random", "nesterov")
+    for one, other in zip(saved, _steps(mesh, emb, opt, range(2)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer):
     path = str(tmp_path / "ckpt")
@@ -266,6 +275,12 @@ def _replaced():
     for read in (lambda: emb(torch.tensor([1])), emb):
         with pytest.raises(ValueError, match=r"replaced by a parameter \[50, 3\]"):
             read()
+    five = pdc.DistEmbedding(5, DIM, like=worlds.mesh())  # 3 and 2 rows
+    five.weight = torch.nn.Parameter(torch.rand(2, DIM))
+    with pytest.raises(
+        ValueError, match=r"rank 0: .* replaced by a parameter \[2, 3\]"
+    ):
+        five(torch.tensor([1]))
     thin = pdc.DistEmbedding(N, 0, like=worlds.mesh())
     assert thin(torch.arange(N)).shape == (N, 0)
 

@@ -208,6 +208,7 @@ CASES = {
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
     "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
+    "narrow from the end": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, -9, 9)),
     "batched_negative_sampling": lambda nn, d: pairs(
         gcn(nn, d),
         U.batched_negative_sampling(d.edge_index, torch.arange(d.num_nodes) // 20),
@@ -663,6 +664,9 @@ APART = {
     "edge types": lambda d, one: _of_types(d).edge_type_subgraph(
         [("a", "to", "b")] if one else [("b", "of", "a")]
     ),
+    "no edge type": lambda d, one: _of_types(d).edge_subgraph(
+        {"a" if one else ("a", "to", "b"): torch.tensor([0])}
+    ),
 }
 
 
@@ -689,6 +693,30 @@ def apart():
 @pytest.mark.parametrize("size", [2])
 def test_what_one_rank_selects_otherwise_is_refused_on_all(size):
     worlds.run(apart, size)
+
+
+class Noted(T.NormalizeFeatures):
+    """Keeps what differs between ranks beside PyG's arguments."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+
+def alike():
+    mesh = worlds.mesh()
+    share = pdc.partition(two_types(), mesh, "random")
+    with pytest.raises(ValueError, match="the edge types are"):
+        share.edge_subgraph({("a", "no", "b"): torch.tensor([0])})
+    assert ("a", "no", "b") not in share.edge_types
+    # a set has another order on each rank, and an iterator is read once
+    for types in ({"a", "b"}, iter(["a", "b"])):
+        assert set(share.node_type_subgraph(types).node_types) == {"a", "b"}
+    Noted(f"rank {mesh.rank}")(pdc.partition(graph(), mesh, "random"))
+
+
+def test_what_ranks_select_alike_is_taken():
+    worlds.run(alike, 2)
 
 
 class Net(torch.nn.Module):

@@ -81,6 +81,7 @@ def save_checkpoint(
     _check_extra(extra)
     _check_optimizer(bare(model), optimizer)
     state = _state(mesh, bare(model), optimizer, extra)
+    _make_momentum_sparse(bare(model), optimizer)  # torch has made what there was not
     state["mesh"]["inputs"] = inputs_of(mesh).told(mesh)
     state["mesh"]["nodes"] = _versions(bare(model))
     with whole_folder(path, "checkpoint", mesh.world, keep) as folder:
@@ -161,14 +162,19 @@ def _fill_optimizer(
     for name, parameter in model.named_parameters():
         if name in now["state"] and name not in alike:
             optimizer.state.pop(parameter, None)
+    _make_momentum_sparse(model, optimizer)
+
+
+def _make_momentum_sparse(model: torch.nn.Module, optimizer: Any) -> None:
+    """Keeps Nesterov momentum of sparse rows as torch does, which adds it to gradients."""
     sparse = [
         m.shard for m in model.modules() if isinstance(m, DistEmbedding) and m.sparse
     ]
-    for group in optimizer.param_groups:
+    for group in [] if optimizer is None else optimizer.param_groups:
         for parameter in group["params"] if group.get("nesterov") else ():
             kept = optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if kept is not None and any(parameter is p for p in sparse):
-                # torch adds it to sparse gradients, which take no dense one
+            dense = kept is not None and not kept.is_sparse
+            if dense and any(parameter is p for p in sparse):
                 optimizer.state[parameter]["momentum_buffer"] = kept.to_sparse(1)
 
 

@@ -215,7 +215,10 @@ def chosen_device(asked: Any) -> torch.device:
             "devices; give a device that every rank has, or start fewer ranks on a host"
         )
     if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", local % count)
+        launched = "LOCAL_RANK" in os.environ
+        return torch.device(
+            "cuda", local % count if launched else torch.cuda.current_device()
+        )
     return found
 
 

@@ -560,7 +560,7 @@ _MADE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
     "flip": _flipped,
     "narrow": lambda x, dim, start, length: x[
-        (slice(None),) * (dim % 2) + (slice(start, start + length),)
+        (slice(None),) * (dim % 2) + (getitem.span(x.size(dim), start, length),)
     ],
     "matmul": lambda x, y: x.matmul(y),
     **dict.fromkeys(("t", "T", "mT", "transpose"), _turned),

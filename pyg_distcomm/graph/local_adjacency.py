@@ -40,6 +40,7 @@ from pyg_distcomm.ops.csr import Pattern
 from pyg_distcomm.process import PROCESS
 
 _INDICES = (torch.int64, torch.int32)
+_LATEST = 256  # minibatches among which that of edges on a device is looked for
 DEVICES = frozenset({"cpu", "cuda"})  # types of those whose products have kernels
 
 
@@ -423,9 +424,12 @@ def follow(
 
 
 def _followed(edge_index: Tensor) -> LocalAdjacency | None:
-    """Returns what edges carry that were moved with their minibatch."""
-    for minibatch, (edges_of, *rest) in list(PROCESS.minibatches.items()):
-        edges = edges_of(minibatch)
+    """Returns what edges carry that were moved with their minibatch, one of the latest."""
+    # in one step: a loader's thread adds others meanwhile
+    kept = list(PROCESS.minibatches.data.items())
+    for reference, (edges_of, *rest) in kept[: -_LATEST - 1 : -1]:
+        minibatch = reference()
+        edges = None if minibatch is None else edges_of(minibatch)
         each = edges.values() if isinstance(edges, Mapping) else [edges]
         if edges is not None and any(t is edge_index for t in each):
             carry(edges, *rest)

@@ -302,16 +302,27 @@ def check_selection(data: Any, name: str, asked: Any) -> None:
     try:
         for value in asked:
             if not isinstance(value, (Tensor, Mapping)):  # types
-                told["types"] = repr(list(value))
+                told["types"] = repr(sorted(map(str, value)))
                 continue
             given = value if isinstance(value, Mapping) else {None: value}
             for kind, subset in given.items():
                 what = "subset" if kind is None else f"subset[{kind!r}]"
-                edges = data if kind is None else data[kind]
+                edges = data if kind is None else _edges_of(data, kind)
                 told[what] = mark(_checked_edges(int(edges.num_edges), what, subset))
     except (TypeError, ValueError) as error:
         problem = error
     agree_same(problem, told, mesh, name)
+
+
+def _edges_of(data: Any, kind: Any) -> Any:
+    """Returns the edges of a type that there is; to ask for another would make it."""
+    try:
+        name = data._to_canonical(kind)
+    except (AttributeError, KeyError, IndexError):
+        name = kind
+    if name not in data.edge_types:
+        raise ValueError(f"subset names {kind!r}; the edge types are {data.edge_types}")
+    return data[name]
 
 
 def _checked_edges(count: int, what: str, subset: Any) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -242,6 +243,7 @@ _RUN: dict[str, Transform] = {
 _AROUND = (_on_all_edges, _to_undirected, _metapaths, _index_to_mask, _as_it_is)
 
 # what these hold are other transforms, or nothing that they compute with
+_PYG = "torch_geometric."
 _LEFT = "BaseTransform Compose ComposeFilters ToDevice".split()
 
 # these make another graph, or a dense matrix of the graph
@@ -277,9 +279,16 @@ def _of_shares(forward: Transform, run: Transform) -> Transform:
 
 
 def _settings(transform: Any) -> dict[str, str]:
-    """Tells which transform runs, and its settings, as far as ranks can compare them."""
+    """Tells which transform runs, and its arguments, as far as ranks can compare them.
+
+    Not what a user's own class keeps beside them, which ranks may keep apart.
+    """
     told = {"transform": type(transform).__name__}
+    of_pyg = (k for k in type(transform).__mro__ if k.__module__.startswith(_PYG))
+    arguments = inspect.signature(next(of_pyg)).parameters
     for name, value in vars(transform).items():
+        if name not in arguments:
+            continue
         kind = type(value)
         told[name] = kind.__name__
         if kind in (bool, int, float, str, list, tuple, type(None)):
@@ -330,6 +339,7 @@ def _method(original: Callable[..., Any], run: Callable[..., Any]) -> Any:
 
 def _selection(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     """Keeps edges or types of a share, which all ranks name alike."""
+    args = tuple(list(a) if isinstance(a, Iterator) else a for a in args)
     subgraphs.check_selection(data, original.__name__, (*args, *kwargs.values()))
     return original(data, *args, **kwargs)
 
@@ -433,7 +443,7 @@ def register() -> None:
             module[name] = around(module[name])
     every = vars(torch_geometric.transforms)
     for name in every["__all__"]:
-        if name not in _LEFT:
+        if name not in _LEFT and hasattr(every[name], "forward"):
             run = _refuse if name in _REFUSED else _RUN.get(name, _as_it_is)
             every[name].forward = _of_shares(every[name].forward, run)
 

@@ -267,7 +267,12 @@ def _value_sum(values: Any, world: Axis | None) -> int:
         return 0
     exact = local.double().view(torch.int64) if local.is_floating_point() else local
     exact = exact.reshape(-1).long().cpu() * _ODD[0]
-    place = torch.arange(len(exact)) if local is values else values.rows.place
+    if local is values:
+        place = torch.arange(len(exact))
+    else:
+        width = exact.numel() // max(len(local), 1)
+        place = values.rows.place.unsqueeze(1) * width + torch.arange(width)
+        place = place.reshape(-1)
     found = _mixed_sum((exact ^ (exact >> 29)) * _ODD[2] + place * _ODD[1])
     if local is values or world is None:
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
 
 from pyg_distcomm.comm.consistency import refuse_transforms
@@ -101,3 +103,25 @@ def _plain_in_training(args: Any, kwargs: Any) -> bool:
     flags = [*args[1:], *(kwargs[k] for k in ("training", "train") if k in kwargs)]
     rate = kwargs.get("p", args[1] if len(args) > 1 else None)
     return rate != 0 and any(flag is True for flag in flags)
+
+
+def _guard_torch_func() -> None:
+    """Has torch.func refuse row-sharded tensors that it is to differentiate by.
+
+    It wraps them without asking their class. A torch without this function is left alone.
+    Here, and not beside the tensors, as torch.compile traces the functions of `nn`.
+    """
+    original = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrap(maybe_tensor: Any, level: int) -> Any:
+        if getattr(type(maybe_tensor), "_spread", False):
+            refuse_transforms()
+        return original(maybe_tensor, level)
+
+    eager_transforms._wrap_tensor_for_grad = wrap
+
+
+_guard_torch_func()

@@ -85,6 +85,8 @@ class DistEmbedding(torch.nn.Module):
     sees this rank's rows alone: clip them by `pdc.clip_grad_norm_`.
     """
 
+    _checked = 0  # the parameter that was last found to hold this rank's rows
+
     def __init__(
         self,
         num_embeddings: int,
@@ -104,6 +106,7 @@ class DistEmbedding(torch.nn.Module):
         shape = (len(self.rows), embedding_dim)
         local = torch.empty(shape, device=device, dtype=dtype)
         self.register_parameter("weight", torch.nn.Parameter(local))
+        self._checked = id(self.shard)
         self.reset_parameters()
 
     @classmethod
@@ -130,12 +133,13 @@ class DistEmbedding(torch.nn.Module):
         made.register_parameter(
             "weight", torch.nn.Parameter(local.clone(), requires_grad=not freeze)
         )
+        made._checked = id(made.shard)
         return made
 
     @property
     def weight(self) -> DistTensor:
         """Returns the whole table as a DistTensor `[n, dim]`, differentiably."""
-        self._refuse_ddp()
+        self._check()
         return from_local(self.shard, DistTensor.wrap(self.shard.detach(), self.rows))
 
     @property
@@ -145,12 +149,6 @@ class DistEmbedding(torch.nn.Module):
             shard: Any = self._parameters["weight"]
         except KeyError:
             raise AttributeError("the embedding has no rows yet") from None
-        if len(shard) != len(self.rows):
-            raise ValueError(
-                f"the rows of a DistEmbedding were replaced by a parameter {[*shard.shape]}; "
-                "a rank holds its own rows alone; write values into the table instead, by "
-                "emb.weight.data.copy_(values), or make it by DistEmbedding.from_pretrained"
-            )
         shard.is_shard = True  # other ranks' are others: see `Averager`
         shard.is_part = self.rows.mesh.size > 1
         _watch_optimizers()
@@ -170,10 +168,26 @@ class DistEmbedding(torch.nn.Module):
             return self.weight
         if isinstance(ids, RowShardedTensor):
             return self.weight[ids]
-        self._refuse_ddp()
+        self._check()
         plan = self._plan(ids).to(self.shard.device)
         out: Tensor = _Lookup.apply(self.shard, plan, self.rows.mesh, self.sparse)
         return out.view(*ids.shape, self.embedding_dim)
+
+    def _check(self) -> None:
+        """Refuses other parameters in place of the rows; collective where one was put there."""
+        shard, now = self._parameters.get("weight"), id(self._parameters.get("weight"))
+        if shard is not None and self._checked != now:
+            problem = None
+            if len(shard) != len(self.rows):
+                problem = (
+                    f"the rows of a DistEmbedding were replaced by a parameter "
+                    f"{[*shard.shape]}; a rank holds its own rows alone; write values into "
+                    "the table instead, by emb.weight.data.copy_(values), or make it by "
+                    "DistEmbedding.from_pretrained"
+                )
+            collectives.agree(problem, self.rows.mesh.world)
+            self._checked = now
+        self._refuse_ddp()
 
     def _refuse_ddp(self) -> None:
         """Refuses to run under torch's DistributedDataParallel, which takes rows for copies."""

@@ -485,3 +485,18 @@ def _cut_for(value: Any, x: RowShardedTensor, rows: Rows, rest: tuple[Any, ...])
         return value
     width = x.dim() - sum(isinstance(r, int) for r in rest)
     return fit_plain(value, rows, width, "x[mask] = value")
+
+
+def span(size: int, start: int, length: int) -> slice:
+    """Returns what `narrow` takes of `size` numbers, as a slice.
+
+    Raises:
+        IndexError: if there are not so many.
+    """
+    first = start + size if start < 0 else start
+    if not 0 <= first <= first + length <= size:
+        raise IndexError(
+            f"narrow takes {length} from {start} on, but there are {size}; give a start and "
+            "a length within them"
+        )
+    return slice(first, first + length)

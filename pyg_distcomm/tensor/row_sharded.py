@@ -8,7 +8,6 @@ package are traced as PyG's are.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._dynamo import config, disable, trace_rules
-from torch._functorch import eager_transforms
 from typing_extensions import Self
 
-from pyg_distcomm.comm.consistency import refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 
 Kind = TypeVar("Kind", bound=type[torch.Tensor])
@@ -187,27 +184,6 @@ _WHOLE_GRAPHS = tuple(
     f"torch_geometric.{part}"
     for part in ("transforms", "utils", "data.data", "data.batch")
 )
-
-
-def _guard_torch_func() -> None:
-    """Has torch.func refuse row-sharded tensors that it is to differentiate by.
-
-    It wraps them without asking their class. A torch without this function is left alone.
-    """
-    original = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def wrap(maybe_tensor: Any, level: int) -> Any:
-        if getattr(type(maybe_tensor), "_spread", False):
-            refuse_transforms()
-        return original(maybe_tensor, level)
-
-    eager_transforms._wrap_tensor_for_grad = wrap
-
-
-_guard_torch_func()
 
 
 def check_saved(ranks: int, what: str) -> None:
