@@ -28,6 +28,12 @@ MODEL = {
     "task_level": "node",
     "return_type": "raw",
 }
+MASKS = {
+    "explanation_type": "model",
+    "node_mask_type": "object",
+    "edge_mask_type": "object",
+    "model_config": MODEL,
+}
 LAYERS = {
     "gcn": lambda ns, i, o: ns.GCNConv(i, o),
     "gat": lambda ns, i, o: ns.GATConv(i, o, heads=2, concat=False),
@@ -99,10 +105,7 @@ def explained(ns, data, kind, index):
     explainer = Explainer(
         net,
         GNNExplainer(epochs=4),
-        explanation_type="model",
-        node_mask_type="object",
-        edge_mask_type="object",
-        model_config=MODEL,
+        **MASKS,
     )
     found = explainer(data.x, data.edge_index, index=index)
     after = net(data.x, data.edge_index)
@@ -186,10 +189,7 @@ def converted(ns, data, kind):
     explainer = Explainer(
         net,
         GNNExplainer(epochs=2),
-        explanation_type="model",
-        node_mask_type="object",
-        edge_mask_type="object",
-        model_config=MODEL,
+        **MASKS,
     )
     told = explainer(data.x, data.edge_index, index=5)
     algorithm = PGExplainer(epochs=1, lr=0.01)
