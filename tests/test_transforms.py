@@ -708,7 +708,7 @@ def alike():
     share = pdc.partition(two_types(), mesh, "random")
     with pytest.raises(ValueError, match="the edge types are"):
         share.edge_subgraph({("a", "no", "b"): torch.tensor([0])})
-    with pytest.raises(TypeError, match="takes ids .* of edges; got str"):
+    with pytest.raises(TypeError, match=r"takes ids .* of edges; got str"):
         pdc.partition(graph(), mesh, "random").edge_subgraph("all")
     assert ("a", "no", "b") not in share.edge_types
     # a set has another order on each rank, and an iterator is read once
