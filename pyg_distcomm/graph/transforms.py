@@ -242,8 +242,8 @@ _RUN: dict[str, Transform] = {
 # these take PyG's forward
 _AROUND = (_on_all_edges, _to_undirected, _metapaths, _index_to_mask, _as_it_is)
 
-# what these hold are other transforms, or nothing that they compute with
 _PYG = "torch_geometric."
+# what these hold are other transforms, or nothing that they compute with
 _LEFT = "BaseTransform Compose ComposeFilters ToDevice".split()
 
 # these make another graph, or a dense matrix of the graph
