@@ -127,3 +127,20 @@ def _other_size():
 
 def test_a_matrix_of_another_number_of_nodes_is_refused():
     worlds.run(_other_size, 2)
+
+
+def _attributes():
+    data = GRAPHS["loops_and_copies"]()
+    data = Data(x=data.x, edge_index=U.coalesce(data.edge_index))
+    share, n = pdc.partition(data, worlds.mesh(), "random"), data.num_nodes
+    attr = torch.linspace(-1, 1, 3 * data.num_edges, dtype=torch.float64).view(-1, 3)
+    back = data.edge_index.flip(0)
+    adj = U.to_torch_csr_tensor(*U.coalesce(back, attr), size=(n, n))
+    layer = pyg.GENConv(7, 4, edge_dim=3).double()
+    want = layer(data.x, adj)
+    got = pdc.convert(layer)(share.x, adj)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=1e-9)
+
+
+def test_values_of_a_matrix_may_be_vectors():
+    worlds.run(_attributes, 2)

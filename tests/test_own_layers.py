@@ -76,6 +76,7 @@ MESSAGES = {
     "size_j": lambda self, x_j, size_j: size_j + 1,
     "sqrt": lambda self, x_j, dim_size: math.sqrt(dim_size),
     "if": lambda self, x_j, size_i: 2 if size_i > NODES - 5 else 1,
+    "any": lambda self, x_j, size_i: (2 if size_i else 1) + (3 if size_i == 0 else 4),
     "edges": lambda self, x_j, index: (
         x_j.size(0) + 1 / index.numel() + 1 / index.shape[0]
     ),

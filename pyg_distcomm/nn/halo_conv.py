@@ -267,7 +267,7 @@ def _spread(value: Any, nodes: Rows, sources: Rows | None) -> Any:
         edge_index, weight = coo_of(value)
         return DistEdgeIndex.cut(edge_index, nodes).carrying(weight)
     if value.layout != torch.strided:
-        _check_square(value.shape, nodes)
+        _check_square(value.shape[:2], nodes)  # values may have dims of their own
         return DistEdgeIndex.of_sparse(value, nodes)
     pair = value.dim() == 2 and value.size(0) == 2 and value.dtype in _INDICES
     if pair and not isinstance(value, (DistTensor, LocalIndexGuard)):

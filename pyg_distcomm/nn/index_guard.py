@@ -52,6 +52,7 @@ _RESHAPES = _COPIES | frozenset(
 _SCATTERS = frozenset(
     "scatter_add scatter_reduce scatter index_add index_reduce".split()
 )
+_OF_TORCH_SCATTER = frozenset("scatter_max scatter_min scatter_mul".split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +269,10 @@ class Targets(LocalIndexGuard):
         """Runs one torch function on targets."""
         if name in _SCATTERS:
             return self._scattered(name, func, args, kwargs)
+        if name in _OF_TORCH_SCATTER:
+            return self._reduced(name, func, *args, **kwargs)
+        if name == "gather" and isinstance(args[0], RowShardedTensor):
+            return self._gathered(func, *args, **kwargs)
         picks = name == "index_select" and isinstance(
             first := args[0], RowShardedTensor
         )
@@ -321,6 +326,39 @@ class Targets(LocalIndexGuard):
             out.__class__, out.rows = DistTensor, self.scene.nodes  # type: ignore
             return out
         return DistTensor.wrap(found, self.scene.nodes)
+
+    def _reduced(
+        self,
+        name: str,
+        func: Callable,
+        src: Any,
+        index: Any,
+        dim: int = -1,
+        out: Any = None,
+        dim_size: Any = None,
+    ) -> Any:
+        """Runs an operator of torch_scatter over the edges of each target: complete here."""
+        known = dim_size is None or is_count_of(dim_size, self.scene.nodes)
+        if index is not self or dim % src.dim() or out is not None or not known:
+            raise self.refusal(f"{name}() other than of values per edge to size_i rows")
+        own, (src, index) = self.scene.here.num_own, _bare((src, index))
+        found = func(src, index, 0, None, own)
+        if isinstance(found, Tensor):
+            return DistTensor.wrap(found, self.scene.nodes)
+        gid = self.rows.gid_on(index.device)
+        gid = torch.cat([gid, gid.new_full((1,), self.rows.total)])  # of no edge
+        values, first = found
+        return tuple(
+            DistTensor.wrap(part, self.scene.nodes) for part in (values, gid[first])
+        )
+
+    def _gathered(
+        self, func: Callable, x: Any, dim: int, index: Any, **how: Any
+    ) -> Any:
+        """Takes entries of own nodes' rows at the targets, of each edge and column."""
+        if index is not self or dim % x.dim() or not x.rows.same_as(self.scene.nodes):
+            raise self.refusal("gather() of something that has no row per node")
+        return DistTensor.wrap(func(*_bare((x, 0, index)), **how), self.rows)
 
     def _own_rows(self, name: str, func: Callable, table: Tensor) -> Tensor:
         """Returns the rows of own nodes of an ordinary tensor that has one of every node."""

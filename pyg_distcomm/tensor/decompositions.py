@@ -29,6 +29,16 @@ def decomposed(func: Callable, args: Any, kwargs: Any) -> Any:
     return args[0].copy_(out) if name.endswith("_") else out
 
 
+def of_plain(
+    name: str, input: Any = None, dim: Any = None, index: Any = None, **kwargs: Any
+) -> Any:
+    """Takes entries of an ordinary tensor's rows at row-sharded places; refuses the rest."""
+    rows = isinstance(index, RowShardedTensor) and isinstance(dim, int)
+    if name != "gather" or not rows or dim % input.dim() != 0:
+        raise unsupported_op(f"{name}() of an ordinary tensor by a row-sharded one")
+    return index.wrap(torch.gather(input, 0, index.to_local(), **kwargs), index.rows)
+
+
 def _whole(x: Any, name: str) -> Any:
     """Returns all rows of a row-sharded tensor, on every rank; others as they are."""
     if not isinstance(x, RowShardedTensor):
@@ -230,6 +240,134 @@ def _index_put(
     return out
 
 
+# The operators of torch_scatter ------------------------------------------------------
+
+
+def _of_scatter(name: str) -> Callable[..., Any]:
+    """Returns what `torch_scatter`'s operator of this name does; collective over the rows."""
+    op = name.rpartition("_")[2]
+
+    def run(
+        src: Any, index: Any, dim: int = -1, out: None = None, dim_size: Any = None
+    ) -> Any:
+        dim = dim % src.dim()
+        if out is not None and (
+            dim or op == "mul" or isinstance(out, RowShardedTensor)
+        ):
+            raise unsupported_op(f"torch_scatter.{name}(out=...)")
+        if dim == 0:
+            groups = dim_size if out is None else out.size(0)
+            found = _grouped(name, op, *_rows_and_ids(src, index, name), groups)
+            return found if out is None else _beyond(out, op, *found, src)
+        if not isinstance(src, RowShardedTensor):
+            raise unsupported_op(f"torch_scatter.{name}() of an ordinary tensor")
+        if isinstance(index, RowShardedTensor):
+            index = index.to_local()
+        elif index.dim() == src.dim():
+            index = fit_plain(index, src, src.dim(), name)
+        operator = getattr(torch.ops.torch_scatter, name)
+        found = operator(src.to_local(), index, dim, None, dim_size)
+        if isinstance(found, tuple):
+            return tuple(src.wrap(part, src.rows) for part in found)
+        return src.wrap(found, src.rows)
+
+    return run
+
+
+def _of_segments(op: str) -> Callable[..., Any]:
+    """Returns `torch_scatter`'s reduction of sorted ids, `segment_..._coo`."""
+    name = f"segment_{op}_coo"
+
+    def run(src: Any, index: Any, out: None = None, dim_size: Any = None) -> Any:
+        if out is not None or index.dim() != 1:
+            raise unsupported_op(f"torch_scatter.{name}() other than of rows")
+        return _grouped(name, op, *_rows_and_ids(src, index, name), dim_size)
+
+    return run
+
+
+def _of_pointers(op: str) -> Callable[..., Any]:
+    """Returns `torch_scatter`'s reduction of ranges of rows, `segment_..._csr`."""
+    name = f"segment_{op}_csr"
+
+    def run(src: Any, indptr: Any, out: None = None) -> Any:
+        if not isinstance(src, RowShardedTensor) or src.reads_local:
+            raise unsupported_op(f"torch_scatter.{name}() by row-sharded pointers")
+        if out is not None or indptr.dim() != 1 or isinstance(indptr, RowShardedTensor):
+            raise unsupported_op(f"torch_scatter.{name}() other than of ranges of rows")
+        groups = indptr.numel() - 1
+        places = src.rows.place_on(indptr.device)
+        local = torch.searchsorted(indptr, places, right=True) - 1
+        local = local.where(local >= 0, groups)  # of no group, as behind the last
+        ids = src.wrap(local.to(src.device), src.rows)
+        found = _grouped(name, op, src, ids, groups + 1)
+        return tuple(f[:-1] for f in found) if type(found) is tuple else found[:-1]
+
+    return run
+
+
+def _rows_and_ids(src: Any, index: Any, name: str) -> tuple[Any, Any]:
+    """Returns both row-sharded, where one of them is."""
+    if not isinstance(src, RowShardedTensor):
+        local = fit_plain(src, index, src.dim(), name)
+        return index.wrap(local, index.rows), index
+    if not isinstance(index, RowShardedTensor):
+        return src, src.wrap(fit_plain(index, src, index.dim(), name), src.rows)
+    return src, index
+
+
+def _grouped(name: str, op: str, src: Any, ids: Any, groups: Any) -> Any:
+    """Reduces rows by group, and says which row is extreme; groups without rows give 0.
+
+        sum, mean    out_g = sum of x_v over the rows v of g, and over their number
+        mul          out_g = product of x_v, 1 without rows
+        max, min     out_g = x_a and a, the first row of g where it is extreme
+
+    Price: an all-reduce of the groups' rows, three for an extreme; all rows for a product.
+    """
+    if src.reads_local or ids.reads_local:
+        raise unsupported_op(f"torch_scatter.{name}() inside a layer")
+    ids = ids.view(-1, *[1] * (src.dim() - ids.dim())) if ids.dim() < src.dim() else ids
+    count = src.rows.count
+    if groups is None:
+        groups = int(ids.max()) + 1 if count else 0
+    ids = ids.expand_as(src)
+    shape = (int(groups), *src.shape[1:])
+    zeros = torch.zeros(shape, dtype=src.dtype, device=src.device)
+    if op in ("sum", "add"):
+        return zeros.scatter_add(0, ids, src)
+    if op == "mul":
+        ones = torch.ones_like(zeros)
+        return ones.scatter_reduce(0, ids, src, "prod", include_self=True)
+    if op == "mean":
+        sums = zeros.scatter_add(0, ids, src)
+        numbers = zeros.scatter_add(0, ids, torch.ones_like(src)).clamp(min=1)
+        if src.is_floating_point():
+            return sums / numbers
+        return sums.div(numbers, rounding_mode="floor")
+    with torch.no_grad():
+        values = src.detach()
+        if src.is_floating_point():  # what is not a number is never extreme
+            worst = float("-inf" if op == "max" else "inf")
+            values = torch.where(values.isnan(), worst, values)
+        best = zeros.scatter_reduce(0, ids, values, f"a{op}", include_self=False)
+        places = src.rows.place_on(src.device).view(-1, *[1] * (src.dim() - 1))
+        places = src.wrap(places.expand_as(src.to_local()), src.rows)
+        places = torch.where(src.detach() == best.gather(0, ids), places, count)
+        first = torch.full(shape, count, dtype=torch.int64, device=src.device)
+        first = first.scatter_reduce(0, ids, places, "amin")
+        chosen = places == first.gather(0, ids)
+    return zeros.scatter_add(0, ids, torch.where(chosen, src, 0)), first
+
+
+def _beyond(out: Tensor, op: str, value: Tensor, first: Tensor, src: Any) -> Any:
+    """Writes the extreme rows that go beyond what `out` holds."""
+    count = src.rows.count if isinstance(src, RowShardedTensor) else src.size(0)
+    better = (value > out) if op == "max" else (value < out)
+    better = better & (first < count)
+    return out.copy_(torch.where(better, value, out)), first.where(better, count)
+
+
 # Rows as a batch ---------------------------------------------------------------------
 
 
@@ -356,6 +494,13 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "repeat": _repeat,
     "tile": _repeat,
+    **{
+        name: _of_scatter(name)
+        for name in ("scatter_max", "scatter_min", "scatter_mul")
+    },
+    **{f"segment_{op}_coo": _of_segments(op) for op in ("sum", "mean", "max", "min")},
+    **{f"segment_{op}_csr": _of_pointers(op) for op in ("sum", "mean", "max", "min")},
+    "gather_coo": lambda src, index, out=None: src[index],
     **{
         name: _of_batch(name)
         for name in (f"{kind}{dims}d" for kind in _BATCHED for dims in (1, 2, 3))

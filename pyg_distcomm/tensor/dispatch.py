@@ -14,7 +14,7 @@ from pyg_distcomm.comm import autograd, random
 from pyg_distcomm.comm.consistency import check_transforms, refuse_transforms
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.tensor import gather_by_id, gradient_scale, reductions, sizes
-from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed
+from pyg_distcomm.tensor.decompositions import DECOMPOSED, decomposed, of_plain
 from pyg_distcomm.tensor.getitem import check_writes, columns_at, spans
 from pyg_distcomm.tensor.op_tables import (
     BY_DIM,
@@ -250,7 +250,7 @@ def _wrapped(out: Any, like: RowShardedTensor) -> Any:
 def _by_dim(name: str, func: Callable, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, RowShardedTensor):
-        raise unsupported_op(f"{name}() of an ordinary tensor by a row-sharded one")
+        return of_plain(name, *args, **kwargs)
     if name in ("max", "min") and _is_pairwise(args, kwargs):
         return _rowwise(torch.maximum if name == "max" else torch.minimum, args, kwargs)
     place, default = BY_DIM[name]

@@ -123,6 +123,17 @@ class NumRows(int):
             return op(int(self), int(other))
         return op(self.total, other)
 
+    def __bool__(self) -> bool:
+        """Says whether there are rows: on a rank without, those of others count."""
+        return self._compared(0, operator.ne)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NumRows) and other == 0:
+            return not self
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
