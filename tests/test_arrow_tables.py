@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiers
 import torch
 
 from pyg_distcomm.cli import main
@@ -59,8 +60,9 @@ def parts(folder):
     return [read_part(folder, part) for part in range(3)]
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".feather"])
-@pytest.mark.parametrize("undirected", [False, True])
+@tiers.cover(
+    ("undirected", "ending"), [False, True], [".parquet", ".arrow", ".feather"]
+)
 def test_a_table_is_cut_as_arrays_are(tmp_path, monkeypatch, ending, undirected):
     monkeypatch.setattr(arrow_tables, "ROWS", 16)
     given, files = numbers(), {}

@@ -106,7 +106,11 @@ RANKS = [(2, "random"), (3, "empty_rank"), (4, "metis")]
 
 
 @tiers.cover(
-    ("name", "graph", "ranks"), [*LAYERS], ["directed", "loops_and_copies"], RANKS
+    ("name", "graph", "ranks"),
+    [*LAYERS],
+    ["directed", "loops_and_copies"],
+    RANKS,
+    step=2,
 )
 def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
     size, cutter = ranks
@@ -121,7 +125,7 @@ def undropped(make, names):
     return {k: v.detach().numpy() for k, v in found.items()}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@tiers.parametrize("name", [*LAYERS], slice(0, None, 3))
 def test_eval_drops_nothing(name):
     want = _in_doubles(undropped, *LAYERS[name])
     got = worlds.run(trained, 3, name, "directed", "random", False)[0]

@@ -479,11 +479,13 @@ def _preempted(number, who, stages):
     return saved, code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    ("who", "stages"), [([1], 1), ([0, 1], 1), ([0], 2)], ids=["one", "all", "stages"]
+@tiers.cover(
+    ("number", "who"),
+    [signal.SIGTERM, signal.SIGINT],
+    [([1], 1), ([0, 1], 1), ([0], 2)],
 )
-def test_all_ranks_save_at_the_same_step(number, who, stages):
+def test_all_ranks_save_at_the_same_step(number, who):
+    who, stages = who
     found = pdc.launch(_preempted, 2, number, who, stages, timeout=120)
     assert found == [([3], 128 + number)] * 2
 

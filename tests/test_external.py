@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import tiers
 import torch
 import worlds
 from torch_geometric.data import Data
@@ -92,7 +93,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("chunk", [7, 1 << 18])
+@tiers.parametrize("chunk", [7, 1 << 18], [7])
 def test_every_format_gives_the_same_parts(tmp_path, monkeypatch, name, chunk):
     monkeypatch.setattr(edge_files, "CHUNK", chunk)
     monkeypatch.setattr(edge_files, "BLOCK", 64 * chunk)
@@ -125,8 +126,7 @@ def test_attributes_of_an_npz_travel(tmp_path, monkeypatch, chunk):
     same_folders(tmp_path / "got", tmp_path / "want", 4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("refine", [False, True])
+@tiers.cover(("method", "refine"), METHODS, [False, True])
 def test_files_are_cut_as_in_memory(tmp_path, monkeypatch, method, refine):
     monkeypatch.setattr(edge_files, "CHUNK", 33)
     monkeypatch.setattr(stream_cutter, "CHUNK", 70)

@@ -386,7 +386,7 @@ def sets_drawn(outs, n, s):
 
 
 @tiers.cover(
-    ("weight", "rule"), WEIGHTS, ["code", "cagnet", "paper", "fastgcn", "user"]
+    ("weight", "rule"), WEIGHTS, ["code", "cagnet", "paper", "fastgcn", "user"], step=2
 )
 def test_all_subsets_of_a_layer(rule, weight):
     data = small()

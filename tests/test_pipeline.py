@@ -151,7 +151,7 @@ def test_without_chunks_the_bubble_chooses_them():
     assert pipe.crossing == 0
 
 
-@tiers.cover(("name", "refresh"), ["gcn", "gcnii", "gat", "gin"], [1, 3])
+@tiers.cover(("name", "refresh"), ["gcn", "gcnii", "gat", "gin"], [1, 3], step=2)
 def test_frozen_weights_become_exact(name, refresh):
     _, share, mesh = _share()
     stack = stack_of(name)

@@ -90,7 +90,7 @@ def _train_with(stages, name, options):
 GRADIENTS = ["scaled", "stale", "damped"]
 
 
-@tiers.cover(("gradient", "name", "shape"), GRADIENTS, ["gcn", "gat"], SHAPES)
+@tiers.cover(("gradient", "name", "shape"), GRADIENTS, ["gcn", "gat"], SHAPES, step=2)
 def test_other_gradients_do_not_depend_on_them_either(name, gradient, shape):
     options = {"chunks": _chunks("undirected"), "graph": "undirected"}
     options |= {"gradient": gradient, "recompute": shape[0] == 2, "dropout": 0.2}

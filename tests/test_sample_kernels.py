@@ -109,7 +109,7 @@ def same(one, two):
             *[[False, True]] * 4,
         )
     ),
-    slice(0, None, 3),
+    slice(0, None, 5),
 )
 def test_compiled_equals_reference(
     hetero, kind, replace, disjoint, induced, hashed, monkeypatch
