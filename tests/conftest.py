@@ -8,6 +8,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import places
+
 # ranks are processes: the pools' ranks import the tests by name, and share two cores
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -28,10 +30,35 @@ def _few_idle_ranks():
         sys.modules["worlds"].rest(size=4, groups=16)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def pytest_addoption(parser):
+    parser.addoption(
+        "--place",
+        choices=["cpu", "cuda", "second"],
+        help="where tests compute that take the fixture `place`: the CPU, and CUDA where "
+        "there is one, by default; `second` is the device of tests/second_device.py",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--place") == "second":
+        os.environ["PYG_DISTCOMM_TEST_PLACE"] = "spare"
+        places.prepare()
+
+
+def pytest_generate_tests(metafunc):
+    if "place" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--place")
+        known = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        found = {"second": ["spare"], None: known}.get(asked, [asked])
+        metafunc.parametrize("place", found, indirect=True)
+
+
+@pytest.fixture
 def place(request):
     """Where ranks compute what is compared with one process: on CUDA, too, if it is there."""
-    return request.param
+    places.NOW = request.param
+    yield request.param
+    places.NOW = "cpu"
 
 
 def pytest_collection_modifyitems(items):

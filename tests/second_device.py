@@ -43,6 +43,10 @@ class _Module:
         pass
 
     @staticmethod
+    def get_amp_supported_dtype():
+        return [torch.float16, torch.bfloat16]
+
+    @staticmethod
     def current_stream(device=None):
         return _Stream()
 

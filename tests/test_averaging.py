@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Net(torch.nn.Module):
     def __init__(self, lib, norm=True):

@@ -18,6 +18,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Net(torch.nn.Module):
     def __init__(self, rows=None):

@@ -18,6 +18,8 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo import halo as halos
 from pyg_distcomm.ops.grid_plan import HALOS, PACKING
 
+pytestmark = pytest.mark.usefixtures("place")
+
 # The cover ----------------------------------------------------------------------------
 
 

@@ -21,6 +21,8 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm import random
 from pyg_distcomm.comm.rows import Rows
 
+pytestmark = pytest.mark.usefixtures("place")
+
 X = ("x", "edge_index")
 W = ("x", "edge_index", "edge_weight")
 

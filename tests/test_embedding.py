@@ -15,6 +15,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.loader import DistLayerLoader, DistNeighborLoader
 from pyg_distcomm.nn import DistGCNConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.3),

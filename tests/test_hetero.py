@@ -26,6 +26,8 @@ from pyg_distcomm.partition.hetero import cut_hetero
 from pyg_distcomm.partition.layout import folder_meta, write_meta
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNTS = {"paper": 41, "author": 23, "venue": 6, "field": 1}
 

@@ -14,6 +14,8 @@ import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Plain
 from pyg_distcomm.halo.policy import LinkPolicy
 
+pytestmark = pytest.mark.usefixtures("place")
+
 # late links
 
 

@@ -23,6 +23,8 @@ from pyg_distcomm.kernels import memory
 from pyg_distcomm.nn import GATConv, GCNConv, SAGEConv, node_chunks
 from pyg_distcomm.partition.folder import write_folder
 
+pytestmark = pytest.mark.usefixtures("place")
+
 CAP = 60_000  # of which a stage is 3,750 bytes
 LARGE = [
     "GATv2Conv edges",

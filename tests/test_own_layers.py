@@ -16,6 +16,8 @@ from torch_geometric.utils import add_self_loops, degree, scatter, softmax
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import HaloConv
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES, WIDE = 30, 6
 
 

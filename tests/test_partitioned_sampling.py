@@ -13,6 +13,8 @@ from pyg_distcomm.comm.random import fold
 from pyg_distcomm.sampling import KeyedNeighborSampler
 from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 
+pytestmark = pytest.mark.usefixtures("place")
+
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 
 

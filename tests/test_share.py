@@ -18,6 +18,8 @@ from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.partition.report import report
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 def _from_folder(folder):
     data = GRAPHS["directed"]()

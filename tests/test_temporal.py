@@ -18,6 +18,8 @@ import pyg_distcomm as pdc
 import pyg_distcomm.loader
 import pyg_distcomm.nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES, EVENTS, BATCH, MSG, DIM, TIME, KEPT = 17, 58, 9, 3, 4, 2, 3  # 58 = 6 * 9 + 4
 
 PYG = types.SimpleNamespace(

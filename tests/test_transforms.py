@@ -21,6 +21,8 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 import pyg_distcomm as pdc
 import pyg_distcomm.nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 KEPT = ("x", "y", "edge_index", "train_mask", "num_nodes")
 
 

@@ -22,6 +22,8 @@ import pyg_distcomm.nn as dist
 from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.loader import NeighborLoader
 
+pytestmark = pytest.mark.usefixtures("place")
+
 NODES = ("x", "y", "train_mask")
 EDGES = ("edge_weight", "edge_attr")
 

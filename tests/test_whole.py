@@ -16,6 +16,8 @@ from problems import GRAPHS, owners
 import pyg_distcomm as pdc
 import pyg_distcomm.nn as nn
 
+pytestmark = pytest.mark.usefixtures("place")
+
 N = 60
 
 

@@ -20,6 +20,8 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
+import places
+
 DEADLINE = 300.0  # to stop what hangs: a busy machine may take long
 MANY = 128  # process groups of all ranks of a pool: with more, new ranks take over
 LINUX = sys.platform == "linux"
@@ -32,7 +34,8 @@ class WorldError(AssertionError):
 
 def run(fn, size, *args, deadline=DEADLINE):
     if size == 1:
-        return [fn(*args)]
+        with places.at(places.NOW):
+            return [fn(*args)]
     pool = _POOLS.get(size)
     if pool is not None and size * pool.groups > MANY:
         _POOLS.pop(size).close()  # not group by group: failed ones would wait to end
@@ -119,7 +122,7 @@ class _Pool:
 
     def run(self, fn, args, deadline):
         for pipe in self.pipes:
-            pipe.send((fn, args))
+            pipe.send((fn, args, places.NOW))
         answers, stop = {}, time.monotonic() + deadline
         while len(answers) < len(self.pipes) and time.monotonic() < stop:
             left = [p for r, p in enumerate(self.pipes) if r not in answers]
@@ -162,18 +165,21 @@ def _serve(rank, size, port, pipe):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    places.prepare()
     fresh = torch.initial_seed()
     if LINUX:  # one that is stopped would not see that tests have ended
         die_with_parent = 1
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     while True:
         try:
-            fn, args = pipe.recv()
+            fn, args, place = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(fresh)  # whatever ran here before, and on the other ranks
         try:
-            pipe.send((True, fn(*args), _groups()))
+            with places.at(place):
+                found = fn(*args)
+            pipe.send((True, found, _groups()))
         except BaseException:
             pipe.send((False, traceback.format_exc(), _groups()))
 

@@ -1,0 +1,146 @@
+"""Runs tests on a device: shares are sent there, models follow what they are called with.
+
+A test that takes the fixture `place` runs its ranks within `at(place)`. What is made from
+ordinary tensors stays with the host, as the numbers of one process that it is held to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import second_device
+import torch
+from torch.nn.modules import module as hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+NOW = "cpu"  # where the test that runs now computes
+
+
+def prepare():
+    """Compiles the second device before autograd starts threads, if tests will use it."""
+    if os.environ.get("PYG_DISTCOMM_TEST_PLACE") == "spare":
+        second_device.device()
+
+
+def _tensors(value):
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+class _Follow:
+    """Sends modules where their arguments are, and holds them to answer there."""
+
+    def __init__(self, device):
+        self.device, self.depth = device, 0
+
+    def before(self, module, args):
+        self.depth += 1
+        found = {t.device for t in _tensors(args)}
+        if self.depth == 1 and len(found) == 1:
+            here = found.pop()
+            own = {t.device for t in (*module.parameters(), *module.buffers())}
+            if own - {here, torch.device("meta")}:
+                module.to(here)
+
+    def after(self, module, args, out):
+        self.depth -= 1
+        if self.depth == 0 and self.device in {t.device for t in _tensors(args)}:
+            astray = {str(t.device) for t in _tensors(out)} - {str(self.device)}
+            assert not astray, f"{type(module).__name__} gives tensors on {astray}"
+
+
+def _home(value):
+    """Brings tensors of a device to the host, to be compared."""
+    moved = lambda t: t.cpu() if isinstance(t, torch.Tensor) else t  # noqa: E731
+    return tree_map(moved, value)
+
+
+def _comparing(function):
+    @functools.wraps(function)
+    def compare(one, two, *args, **kwargs):
+        places = {t.device for t in _tensors([one, two])}
+        if len(places) > 1:
+            one, two = _home(one), _home(two)
+        return function(one, two, *args, **kwargs)
+
+    return compare
+
+
+def _sending(function, device):
+    @functools.wraps(function)
+    def send(*args, **kwargs):
+        return function(*args, **kwargs).to(device)
+
+    return send
+
+
+class _OfOneProcess(torch.nn.Module):
+    """Stands for DistributedDataParallel, which knows no back end of the second device."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def _replicating(function, device):
+    import pyg_distcomm as pdc
+
+    @functools.wraps(function)
+    def replicate(model, *args, **kwargs):
+        model = model.to(device)
+        if device.type == "cuda":
+            return function(model, *args, **kwargs)
+        return _OfOneProcess(pdc.convert(model))
+
+    return replicate
+
+
+def _piping(function, device):
+    @functools.wraps(function)
+    def init(self, layers, *args, **kwargs):
+        for layer in layers if isinstance(layers, (list, tuple)) else [layers]:
+            layer = layer[0] if isinstance(layer, tuple) else layer
+            if isinstance(layer, torch.nn.Module):
+                layer.to(device)
+        return function(self, layers, *args, **kwargs)
+
+    return init
+
+
+@contextlib.contextmanager
+def at(place):
+    """Has shares and their models lie on a device, and results compared on the host."""
+    if place == "cpu":
+        yield
+        return
+    import pyg_distcomm as pdc
+
+    device = second_device.device_of(place)
+    follow = _Follow(device)
+    changes = [
+        (pdc, "partition", _sending(pdc.partition, device)),
+        (pdc, "load_partition", _sending(pdc.load_partition, device)),
+        (pdc, "replicate", _replicating(pdc.replicate, device)),
+        (pdc.Pipeline, "__init__", _piping(pdc.Pipeline.__init__, device)),
+        (torch.testing, "assert_close", _comparing(torch.testing.assert_close)),
+        (torch, "equal", _comparing(torch.equal)),
+        (torch, "allclose", _comparing(torch.allclose)),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    handles = [
+        hooks.register_module_forward_pre_hook(follow.before),
+        hooks.register_module_forward_hook(follow.after, always_call=True),
+    ]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        for handle in handles:
+            handle.remove()
