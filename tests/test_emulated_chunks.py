@@ -13,8 +13,6 @@ import torch
 import pyg_distcomm as pdc
 from pyg_distcomm.datasets import load_dataset
 
-pytestmark = pytest.mark.usefixtures("place")
-
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from deep import loss_of, stack_of

@@ -6,7 +6,6 @@ import itertools
 import sys
 from pathlib import Path
 
-import pytest
 import tiers
 import torch
 import worlds
@@ -26,8 +25,6 @@ from pyg_distcomm.halo.codecs import (
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
 from pyg_distcomm.nn import DistGCNConv
-
-pytestmark = pytest.mark.usefixtures("place")
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # links.py is here, too
 

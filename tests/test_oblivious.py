@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 import worlds
 
-pytestmark = pytest.mark.usefixtures("place")
-
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import oblivious
 

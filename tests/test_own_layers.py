@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import tiers
 import torch
 import torch.nn.functional as F

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import batches
+import pytest
 import tiers
 import torch
 import worlds
