@@ -12,8 +12,8 @@ import os
 
 import second_device
 import torch
-from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves, tree_map
+from torch_geometric.data.data import BaseData
 
 NOW = "cpu"  # where the test that runs now computes
 
@@ -25,29 +25,42 @@ def prepare():
 
 
 def _tensors(value):
-    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    """The tensors in a value, in lists, dictionaries and graphs."""
+    if isinstance(value, BaseData):
+        value = value.to_dict()
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, BaseData):
+            found += _tensors(leaf)
+    return found
 
 
-class _Follow:
+def _following(call, device):
     """Sends modules where their arguments are, and holds them to answer there."""
+    depth = 0
 
-    def __init__(self, device):
-        self.device, self.depth = device, 0
-
-    def before(self, module, args):
-        self.depth += 1
-        found = {t.device for t in _tensors(args)}
-        if self.depth == 1 and len(found) == 1:
-            here = found.pop()
+    @functools.wraps(call)
+    def follow(module, *args, **kwargs):
+        nonlocal depth
+        given = {t.device for t in _tensors([args, kwargs])} if depth == 0 else set()
+        if len(given) == 1:
+            (here,) = given
             own = {t.device for t in (*module.parameters(), *module.buffers())}
             if own - {here, torch.device("meta")}:
                 module.to(here)
-
-    def after(self, module, args, out):
-        self.depth -= 1
-        if self.depth == 0 and self.device in {t.device for t in _tensors(args)}:
-            astray = {str(t.device) for t in _tensors(out)} - {str(self.device)}
+        depth += 1
+        try:
+            out = call(module, *args, **kwargs)
+        finally:
+            depth -= 1
+        if device in given:
+            astray = {str(t.device) for t in _tensors(out)} - {str(device)}
             assert not astray, f"{type(module).__name__} gives tensors on {astray}"
+        return out
+
+    return follow
 
 
 def _home(value):
@@ -120,8 +133,8 @@ def at(place):
     import pyg_distcomm as pdc
 
     device = second_device.device_of(place)
-    follow = _Follow(device)
     changes = [
+        (torch.nn.Module, "__call__", _following(torch.nn.Module.__call__, device)),
         (pdc, "partition", _sending(pdc.partition, device)),
         (pdc, "load_partition", _sending(pdc.load_partition, device)),
         (pdc, "replicate", _replicating(pdc.replicate, device)),
@@ -131,10 +144,6 @@ def at(place):
         (torch, "allclose", _comparing(torch.allclose)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    handles = [
-        hooks.register_module_forward_pre_hook(follow.before),
-        hooks.register_module_forward_hook(follow.after, always_call=True),
-    ]
     for owner, name, value in changes:
         setattr(owner, name, value)
     try:
@@ -142,5 +151,3 @@ def at(place):
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-        for handle in handles:
-            handle.remove()
