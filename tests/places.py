@@ -37,6 +37,20 @@ def _tensors(value):
     return found
 
 
+def _move(module, device):
+    """Sends a module to a device; parameters stay those that optimizers know.
+
+    torch's own `to` makes others of those of the second device.
+    """
+    for kind in (module.parameters, module.buffers):
+        for t in kind():
+            if t.device not in (device, torch.device("meta")):
+                there = t.detach().to(device).requires_grad_(t.requires_grad)
+                torch._C._swap_tensor_impl(t, there)
+                if t.grad is not None:
+                    t.grad = t.grad.to(device)
+
+
 def _following(call, device):
     """Sends modules where their arguments are, and holds them to answer there."""
     depth = 0
@@ -44,12 +58,12 @@ def _following(call, device):
     @functools.wraps(call)
     def follow(module, *args, **kwargs):
         nonlocal depth
-        given = {t.device for t in _tensors([args, kwargs])} if depth == 0 else set()
-        if len(given) == 1:
-            (here,) = given
-            own = {t.device for t in (*module.parameters(), *module.buffers())}
-            if own - {here, torch.device("meta")}:
-                module.to(here)
+        found = _tensors([args, kwargs]) if depth == 0 else []
+        given = {t.device for t in found}
+        if device in given:
+            _move(module, device)
+        elif any(t.is_floating_point() for t in found):  # ids may lie anywhere
+            _move(module, torch.device("cpu"))
         depth += 1
         try:
             out = call(module, *args, **kwargs)
@@ -99,12 +113,31 @@ class _OfOneProcess(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _moving(function, device):
+    @functools.wraps(function)
+    def convert(*args, **kwargs):
+        model = function(*args, **kwargs)
+        _move(model, device)
+        return model
+
+    return convert
+
+
+def _placing(init, device):
+    @functools.wraps(init)
+    def place(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        _move(self, device)
+
+    return place
+
+
 def _replicating(function, device):
     import pyg_distcomm as pdc
 
     @functools.wraps(function)
     def replicate(model, *args, **kwargs):
-        model = model.to(device)
+        _move(model, device)
         if device.type == "cuda":
             return function(model, *args, **kwargs)
         return _OfOneProcess(pdc.convert(model))
@@ -118,7 +151,7 @@ def _piping(function, device):
         for layer in layers if isinstance(layers, (list, tuple)) else [layers]:
             layer = layer[0] if isinstance(layer, tuple) else layer
             if isinstance(layer, torch.nn.Module):
-                layer.to(device)
+                _move(layer, device)
         return function(self, layers, *args, **kwargs)
 
     return init
@@ -137,6 +170,8 @@ def at(place):
         (torch.nn.Module, "__call__", _following(torch.nn.Module.__call__, device)),
         (pdc, "partition", _sending(pdc.partition, device)),
         (pdc, "load_partition", _sending(pdc.load_partition, device)),
+        (pdc, "convert", _moving(pdc.convert, device)),
+        (pdc.DistEmbedding, "__init__", _placing(pdc.DistEmbedding.__init__, device)),
         (pdc, "replicate", _replicating(pdc.replicate, device)),
         (pdc.Pipeline, "__init__", _piping(pdc.Pipeline.__init__, device)),
         (torch.testing, "assert_close", _comparing(torch.testing.assert_close)),

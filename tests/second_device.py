@@ -51,6 +51,10 @@ class _Module:
         return _Stream()
 
     @staticmethod
+    def device(device):
+        return contextlib.nullcontext()
+
+    @staticmethod
     def stream(stream):
         return contextlib.nullcontext()
 

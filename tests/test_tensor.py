@@ -17,8 +17,6 @@ from torch_geometric.nn import HeteroLinear
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import random
 
-pytestmark = pytest.mark.usefixtures("place")
-
 SIZES = (1, 2, 3, 4)
 ranks = tiers.parametrize("size", SIZES, [1, 3])
 CUTS = ("random", "empty_rank", "no_train")
