@@ -19,6 +19,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import places  # noqa: E402  what it imports reads the environment
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -47,9 +49,12 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "place" in metafunc.fixturenames:
-        asked = metafunc.config.getoption("--place")
+        asked = {"second": "spare"}.get(metafunc.config.getoption("--place"))
+        asked = asked or metafunc.config.getoption("--place")
         known = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        found = {"second": ["spare"], None: known}.get(asked, [asked])
+        marked = metafunc.definition.get_closest_marker("place")
+        suits = marked.args if marked else ("cpu", "cuda", "spare")
+        found = [each for each in ([asked] if asked else known) if each in suits]
         metafunc.parametrize("place", found, indirect=True)
 
 

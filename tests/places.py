@@ -77,9 +77,9 @@ def _following(call, device):
     return follow
 
 
-def _home(value):
+def home(value):
     """Brings tensors of a device to the host, to be compared."""
-    moved = lambda t: t.cpu() if isinstance(t, torch.Tensor) else t  # noqa: E731
+    moved = lambda t: t.cpu() if isinstance(t, torch.Tensor) and not t.is_cpu else t  # noqa: E731
     return tree_map(moved, value)
 
 
@@ -88,7 +88,7 @@ def _comparing(function):
     def compare(one, two, *args, **kwargs):
         places = {t.device for t in _tensors([one, two])}
         if len(places) > 1:
-            one, two = _home(one), _home(two)
+            one, two = home(one), home(two)
         return function(one, two, *args, **kwargs)
 
     return compare

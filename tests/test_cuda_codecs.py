@@ -181,7 +181,7 @@ class Event:
 
     come = True
 
-    def record(self):
+    def record(self, stream):
         pass
 
     def query(self):
@@ -194,6 +194,7 @@ def as_on_cuda(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("a stand-in for a device")
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
 
     def change():
         for name in TWINS:

@@ -497,6 +497,7 @@ def _autocast(stages):
         pipe.train_step(share, lambda out, data: out.float().mean())
 
 
+@pytest.mark.place("cpu")
 def test_borders_keep_their_type():
     worlds.run(_autocast, 2, 2)
     worlds.only(0)

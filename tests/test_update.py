@@ -363,7 +363,7 @@ def late_rows():
     exact = pdc.partition(data, mesh, "random", edge_attrs=EDGES)
     net = pdc.convert(made())
     for _ in range(3):
-        x = share.x * torch.rand(7).double()
+        x = share.x * torch.rand(7).double().to(share.x.device)
         net.first(x, share.edge_index).sin().sum().backward()
         link.step()
     given = {

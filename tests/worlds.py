@@ -35,7 +35,7 @@ class WorldError(AssertionError):
 def run(fn, size, *args, deadline=DEADLINE):
     if size == 1:
         with places.at(places.NOW):
-            return [fn(*args)]
+            return [places.home(fn(*args))]
     pool = _POOLS.get(size)
     if pool is not None and size * pool.groups > MANY:
         _POOLS.pop(size).close()  # not group by group: failed ones would wait to end
@@ -178,7 +178,7 @@ def _serve(rank, size, port, pipe):
         torch.manual_seed(fresh)  # whatever ran here before, and on the other ranks
         try:
             with places.at(place):
-                found = fn(*args)
+                found = places.home(fn(*args))
             pipe.send((True, found, _groups()))
         except BaseException:
             pipe.send((False, traceback.format_exc(), _groups()))
