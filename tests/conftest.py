@@ -8,8 +8,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import places
-
 # ranks are processes: the pools' ranks import the tests by name, and share two cores
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -19,7 +17,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import places  # noqa: E402  what it imports reads the environment
+import places  # noqa: E402 - Triton reads the environment when it is imported
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
