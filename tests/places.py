@@ -51,24 +51,22 @@ def _move(module, device):
                     t.grad = t.grad.to(device)
 
 
-def _following(call, device):
+def _following(call, device, inside):
     """Sends modules where their arguments are, and holds them to answer there."""
-    depth = 0
 
     @functools.wraps(call)
     def follow(module, *args, **kwargs):
-        nonlocal depth
-        found = _tensors([args, kwargs]) if depth == 0 else []
+        found = [] if inside else _tensors([args, kwargs])
         given = {t.device for t in found}
         if device in given:
             _move(module, device)
         elif any(t.is_floating_point() for t in found):  # ids may lie anywhere
             _move(module, torch.device("cpu"))
-        depth += 1
+        inside.append(module)
         try:
             out = call(module, *args, **kwargs)
         finally:
-            depth -= 1
+            inside.pop()
         if device in given:
             astray = {str(t.device) for t in _tensors(out)} - {str(device)}
             assert not astray, f"{type(module).__name__} gives tensors on {astray}"
@@ -166,8 +164,12 @@ def at(place):
     import pyg_distcomm as pdc
 
     device = second_device.device_of(place)
+    inside = []  # the modules that are called now
     changes = [
-        (torch.nn.Module, "__call__", _following(torch.nn.Module.__call__, device)),
+        *(
+            (kind, "__call__", _following(kind.__call__, device, inside))
+            for kind in (torch.nn.Module, pdc.nn.HaloExecution)
+        ),
         (pdc, "partition", _sending(pdc.partition, device)),
         (pdc, "load_partition", _sending(pdc.load_partition, device)),
         (pdc, "convert", _moving(pdc.convert, device)),

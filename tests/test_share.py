@@ -110,6 +110,7 @@ def _replicated():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.place("cpu", "cuda")
 def test_replicas_agree_and_their_bytes_are_counted(size):
     found = worlds.run(_replicated, size)
     assert all(torch.equal(found[0], other) for other in found[1:])
