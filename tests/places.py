@@ -12,6 +12,7 @@ import os
 
 import second_device
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data.data import BaseData
 
@@ -45,7 +46,10 @@ def _move(module, device):
     for kind in (module.parameters, module.buffers):
         for t in kind():
             if t.device not in (device, torch.device("meta")):
-                there = t.detach().to(device).requires_grad_(t.requires_grad)
+                if isinstance(t, UninitializedTensorMixin):
+                    there = type(t)(device=device, dtype=t.dtype)
+                else:
+                    there = t.detach().to(device).requires_grad_(t.requires_grad)
                 torch._C._swap_tensor_impl(t, there)
                 if t.grad is not None:
                     t.grad = t.grad.to(device)

@@ -116,7 +116,7 @@ def _begun(grid, kind, make_link):
     data.x = torch.randn(data.num_nodes, 64)
     share = pdc.partition(data, mesh, "random", link=link)
     torch.manual_seed(1)
-    net = LayerProfile(kind)
+    net = LayerProfile(kind).to(share.x.device)
     return mesh, share, net, torch.optim.Adam(net.parameters(), lr=0.01), link
 
 
@@ -227,6 +227,7 @@ def _minibatches(path):
             )
             loader.load_state_dict(state["loader"])
         for number, batch in enumerate(loader):
+            batch = batch.to(next(model.parameters()).device)
             optimizer.zero_grad()
             out = model(batch.x, batch.edge_index)[: batch.batch_size]
             F.cross_entropy(out, batch.y[: batch.batch_size]).backward()

@@ -371,7 +371,9 @@ def edges_between_types():
         torch.testing.assert_close(
             out, right, msg=lambda m, n=name: f"{n}: {m}", **CLOSE
         )
-    out = layer(x, whole).full_tensor()  # an ordinary edge_index, beside rows of ranks
+    out = layer(
+        x, whole.to(edges.device)
+    ).full_tensor()  # an ordinary edge_index, beside rows of ranks
     torch.testing.assert_close(out, layer(plain, whole), **CLOSE)
     back = dist.SAGEConv((9, 10), 4).double()
     out = back(x[::-1], edges.flip(0)).full_tensor()

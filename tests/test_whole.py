@@ -269,5 +269,6 @@ def test_sizes_are_the_whole_graphs(size):
         (3, "directed", "empty_rank"),
     ],
 )
+@pytest.mark.place("cpu")
 def test_values_and_gradients_are_those_of_one_process(size, graph, cutter):
     assert_none(worlds.run(_values, size, graph, cutter))
