@@ -299,7 +299,7 @@ def _gradients(cutter, replicated):
 
     def check(case):
         want = case(net_of(pyg), data)
-        net = net_of(nn)
+        net = net_of(nn).to(share.x.device)
         got = case(pdc.replicate(net, mesh) if replicated else net, share)
         for (name, p), (_, q) in zip(
             want.named_parameters(), got.named_parameters(), strict=True
@@ -418,7 +418,7 @@ def _watched_on_one_rank(method):
     (_, share), seen = share_of("undirected"), []
     found = []
     for watch in (False, True):
-        net = net_of(nn)
+        net = net_of(nn).to(share.x.device)
         if watch and mesh.rank == 0:
             getattr(net.conv2.lin_l.weight, method)(lambda x: seen.append(1))
         loss_of(net(share.x, share.edge_index), share).backward()
