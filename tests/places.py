@@ -109,17 +109,6 @@ def _sending(function, device):
     return send
 
 
-class _OfOneProcess(torch.nn.Module):
-    """Stands for DistributedDataParallel, which knows no back end of the second device."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-
 def _moving(function, device):
     @functools.wraps(function)
     def convert(*args, **kwargs):
@@ -147,7 +136,9 @@ def _replicating(function, device):
         _move(model, device)
         if device.type == "cuda":
             return function(model, *args, **kwargs)
-        return _OfOneProcess(pdc.convert(model))
+        model = pdc.convert(model)  # DistributedDataParallel has no back end there
+        object.__setattr__(model, "module", model)
+        return model
 
     return replicate
 

@@ -132,10 +132,10 @@ def _intermediate(net, data):
     z = net.encode(data.x, data.edge_index)
     scale = net.scale.exp()
     scale.retain_grad()
-    shift = torch.zeros(4) + net.scale
+    shift = torch.zeros(4, device=scale.device) + net.scale
     shift.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
     step(net, data, z[:, :4].sin() * scale + shift)
-    weight = net.scale * torch.ones(4)
+    weight = net.scale * torch.ones(4, device=scale.device)
     cut = (z.detach()[:, :4] * weight).cos().mean()
     (g,) = torch.autograd.grad(cut, weight)
     net.scale.grad += g.sum() + scale.grad
@@ -186,7 +186,8 @@ def _shared(net, data):
 
 
 def _edge_weights(net, data):
-    net.w = torch.nn.Parameter(torch.linspace(0.1, 1, data.num_edges).double())
+    w = torch.linspace(0.1, 1, data.num_edges).double().to(data.x.device)
+    net.w = torch.nn.Parameter(w)
     out = net.conv1(data.x, data.edge_index, net.w)
     return step(net, data, out[:, :4] * net.scale)
 
@@ -384,6 +385,7 @@ def _refused():
     torch.testing.assert_close(local.grad, share.x.to_local())
 
 
+@pytest.mark.place("cpu")
 def test_what_differs_between_ranks_is_refused():
     worlds.run(_refused, 2)
 

@@ -15,8 +15,6 @@ from problems import owners
 import pyg_distcomm as pdc
 from pyg_distcomm.nn import HaloConv
 
-pytestmark = pytest.mark.usefixtures("place")
-
 LAYERS = {
     "GCNConv": (lambda: pyg.GCNConv(WIDTH, OUT), W),
     "GCNConv widens": (lambda: pyg.GCNConv(WIDTH, 12), X),
