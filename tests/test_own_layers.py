@@ -72,9 +72,9 @@ MESSAGES = {
         x_j, index, 0, dim_size, "max"
     )[index],
     "onto known": lambda self, x_j, index: self.known.index_add(0, index, x_j)[index],
-    "onto zeros": lambda self, x_j, index: torch.zeros(NODES, WIDE).index_add_(
-        0, index, x_j
-    )[index],
+    "onto zeros": lambda self, x_j, index: torch.zeros(
+        NODES, WIDE, device=x_j.device
+    ).index_add_(0, index, x_j)[index],
     "size_i": lambda self, x_j, size_i: 1 / size_i + torch.tensor(size_i).sqrt(),
     "size_j": lambda self, x_j, size_j: size_j + 1,
     "sqrt": lambda self, x_j, dim_size: math.sqrt(dim_size),
